@@ -1,0 +1,124 @@
+"""Arrow schemas of every table that crosses a machine boundary. Change one, raise FORMAT_VERSION.
+
+Tables are Arrow IPC files. Shards (the encoded tensors) are described in `cache/` and docs/cache-format.md.
+"""
+
+import pyarrow as pa
+
+FORMAT_VERSION = 1
+
+_str, _int, _long, _float = pa.string(), pa.int32(), pa.int64(), pa.float64()
+
+#: An image or clip as it will be cut: whole media resized to resize_w x resize_h, then cropped at (x, y).
+GEOMETRY = pa.struct(
+    [("bucket", _str), ("resize_w", _int), ("resize_h", _int), ("x", _int), ("y", _int)],
+)
+
+#: media/<dataset>/media.arrow: what discover found, one row a file, sorted by path. Paths are relative to the
+#: dataset's folder, with "/" whatever the system. width, height: pixels as shown (orientation applied).
+#: frames, rate (frames per second), duration (seconds) are null for images.
+MEDIA = pa.schema(
+    [
+        ("path", _str),
+        ("size", _long),
+        ("mtime_ns", _long),
+        ("media_id", _str),
+        ("kind", _str),  # image | video
+        ("width", _int),
+        ("height", _int),
+        ("frames", _int),
+        ("rate", _float),
+        ("duration", _float),
+        ("captions", pa.list_(_str)),
+        ("source", _str),  # path of the i2i source image, relative to the conditioning folder
+        ("source_size", _long),
+        ("source_mtime_ns", _long),
+        ("source_id", _str),
+        ("source_width", _int),
+        ("source_height", _int),
+    ]
+)
+
+#: plans/<generation>/samples.arrow: samples first planned in this generation. role: train | validation.
+SAMPLES = pa.schema(
+    [
+        ("sample_id", _str),
+        ("role", _str),
+        ("dataset", _str),
+        ("path", _str),
+        ("media_id", _str),
+        ("kind", _str),
+        ("geometry", GEOMETRY),
+        ("start", _float),  # seconds from the first shown frame; null for images
+        ("rate", _float),  # frames per second at which frames are chosen; null for images
+        ("condition", _str),  # none | first-frame | source
+        ("source_path", _str),
+        ("source_id", _str),
+        ("source_geometry", GEOMETRY),
+    ]
+)
+
+#: plans/<generation>/texts.arrow: texts first planned in this generation. `text` is cleaned, `negative` says
+#: that it is rendered as the pipeline renders a negative prompt. An image inside the prompt is named by
+#: dataset, path, media id and geometry.
+TEXTS = pa.schema(
+    [
+        ("text_id", _str),
+        ("template", _str),
+        ("text", _str),
+        ("negative", pa.bool_()),
+        ("image_dataset", _str),
+        ("image_path", _str),
+        ("image_id", _str),
+        ("image_geometry", GEOMETRY),
+    ]
+)
+
+#: plans/<generation>/units.arrow: work units first planned in this generation.
+UNITS = pa.schema(
+    [
+        ("unit_id", _str),
+        ("kind", _str),  # text | latents
+        ("bucket", _str),  # "" for text
+        ("members", pa.list_(_str)),
+        ("estimated_bytes", _long),
+    ]
+)
+
+#: plans/<generation>/active.arrow: every sample of the training set as of this generation, one row for each
+#: file (two files of the same bytes are two rows of one sample_id), with where its file lies now.
+ACTIVE = pa.schema(
+    [
+        ("sample_id", _str),
+        ("role", _str),
+        ("dataset", _str),
+        ("path", _str),
+        ("source_path", _str),
+        ("bucket", _str),
+        ("repeats", _int),
+        ("texts", pa.list_(_str)),
+        ("null_text", _str),
+    ]
+)
+
+#: sets/<id>/index.arrow: one row for each training sample, sorted by bucket. Shards and texts are numbers of
+#: rows in shards.arrow and texts.arrow of the same set.
+INDEX = pa.schema(
+    [
+        ("sample_id", _str),
+        ("dataset", _str),
+        ("bucket", _str),
+        ("repeats", _int),
+        ("shard", _int),
+        ("row", _int),
+        ("texts", pa.list_(_int)),
+        ("null_text", _int),
+    ]
+)
+SET_TEXTS = pa.schema([("text_id", _str), ("shard", _int), ("row", _int)])
+SET_SHARDS = pa.schema([("path", _str), ("kind", _str)])
+
+#: rejects/<stage>/...: everything set aside. retry: tried again by itself when the plan still wants it.
+REJECTS = pa.schema(
+    [("stage", _str), ("item", _str), ("path", _str), ("reason", _str), ("message", _str), ("retry", pa.bool_())]
+)
