@@ -43,7 +43,10 @@ class Family:
     """Everything a stage or the trainer must know of a family without loading it.
 
     side_multiple: both sides of a bucket are multiples of it (pixels). spatial_stride, temporal_stride: the
-    autoencoder's. resolution: default edge length whose square is the bucket's area (pixels).
+    autoencoder's. resolution: default edge length whose square is the bucket's area (pixels). text_width:
+    channels of one stored text token. text_parts, latent_parts: sub-folders of the checkpoint that determine
+    what the encoders give. latent_settings: what else determines the latents; the autoencoder checks at load
+    that the installed diffusers still agrees.
     """
 
     name: str
@@ -57,11 +60,15 @@ class Family:
     spatial_stride: int
     temporal_stride: int
     resolution: int
+    text_width: int
+    text_parts: tuple[str, ...]
+    latent_parts: tuple[str, ...]
     video: bool
     guidance: float
     steps: int
     negative_prompt: str = ""
     templates: dict[str, Template] = field(default_factory=dict)
+    latent_settings: dict[str, int | bool | str] = field(default_factory=dict)
 
 
 _T2I = Template(
@@ -134,7 +141,8 @@ _SANA = Template(
 
 def _kandinsky(task: Task, names: dict[str, str]) -> dict[str, Flavour]:
     return {
-        name: Flavour(name, f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers", task) for name, repo in names.items()
+        name: Flavour(name, f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers", task)
+        for name, repo in names.items()
     }
 
 
@@ -146,6 +154,8 @@ _VIDEO_NEGATIVE = (
     "Static, 2D cartoon, cartoon, 2d animation, paintings, images, worst quality, low quality, ugly, deformed, "
     "walking backwards"
 )
+
+_QWEN_CLIP = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 FAMILIES: dict[str, Family] = {
     "kandinsky5-image": Family(
@@ -161,6 +171,10 @@ FAMILIES: dict[str, Family] = {
         spatial_stride=8,
         temporal_stride=1,
         resolution=1024,
+        text_width=3584,
+        text_parts=_QWEN_CLIP,
+        latent_parts=("vae",),
+        latent_settings={"tiling": False},
         video=False,
         guidance=3.5,
         steps=50,
@@ -191,6 +205,10 @@ FAMILIES: dict[str, Family] = {
         spatial_stride=8,
         temporal_stride=4,
         resolution=512,
+        text_width=3584,
+        text_parts=_QWEN_CLIP,
+        latent_parts=("vae",),
+        latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},
         video=True,
         guidance=5.0,
         steps=50,
@@ -219,6 +237,10 @@ FAMILIES: dict[str, Family] = {
         spatial_stride=32,
         temporal_stride=1,
         resolution=1024,
+        text_width=2304,
+        text_parts=("text_encoder", "tokenizer"),
+        latent_parts=("vae",),
+        latent_settings={"tiling": False},
         video=False,
         guidance=4.5,
         steps=20,

@@ -3,15 +3,30 @@
 Reading, overriding and reporting errors with their line is `schemas/loading.py`; this file is only the shape.
 """
 
-from pathlib import PurePosixPath
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from schemas.catalogue import FAMILIES, Family, Flavour, Task, Template, flavour_of
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+_DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?)$"
+_SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"
+#: What a pattern asks for, in words.
+PATTERNS = {
+    _NAME: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
+    _DEVICE: "valid: auto, cpu, cuda, cuda:N",
+    _SIZE: "valid: WxH or WxH@F, for example 768x512@61",
+}
+
+Name = Annotated[str, Field(pattern=_NAME, max_length=100)]
 Precision = Literal["float32", "bfloat16", "float16"]
+Device = Annotated[str, Field(pattern=_DEVICE, description="auto, cpu, cuda or cuda:N")]
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "index", "train", "decode"]
 STAGE_ORDER: tuple[StageName, ...] = (
     "discover",
@@ -24,10 +39,27 @@ STAGE_ORDER: tuple[StageName, ...] = (
 )
 
 
+#: A key's path below the section that is checked, and what is wrong there.
+Problem = tuple[tuple[str | int, ...], str]
+
+_SOURCE = Path(__file__).resolve().parent.parent
+PACKAGES = tuple(_SOURCE / name for name in ("schemas", "cache", "stages", "trainer"))
+
+
+class Incoherent(ValueError):
+    """Values that are each valid and do not go together; every problem of a section at once."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(message for _, message in problems))
+        self.problems = problems
+
+
 class Section(BaseModel):
     """Base of every section: unknown keys forbidden, no silent conversion of text to numbers or truth."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class Cache(Section):
@@ -38,16 +70,25 @@ class Cache(Section):
 class Model(Section):
     family: str = Field(description="kandinsky5-image, kandinsky5-video or sana")
     flavour: str | None = Field(None, description="published checkpoint; default: the family's own default")
-    path: str | None = Field(None, description="local directory in diffusers layout; default: the flavour's repo")
+    path: str | None = Field(
+        None, description="local directory or repo in diffusers layout; default: the flavour's repo"
+    )
     revision: str | None = Field(None, description="commit or tag of the repo")
     precision: Precision = Field("bfloat16", description="in which encoders and the diffusion model compute")
 
-    @model_validator(mode="after")
-    def _known(self) -> "Model":
-        if self.family not in FAMILIES:
-            raise ValueError(f"unknown family {self.family!r}; valid families: {', '.join(FAMILIES)}")
-        flavour_of(self.family, self.flavour or FAMILIES[self.family].default)
-        return self
+    @field_validator("family")
+    @classmethod
+    def _known_family(cls, family: str) -> str:
+        if family not in FAMILIES:
+            raise ValueError(f"unknown family {family!r}; valid: {', '.join(FAMILIES)}")
+        return family
+
+    @field_validator("flavour")
+    @classmethod
+    def _known_flavour(cls, flavour: str | None, info: ValidationInfo) -> str | None:
+        if flavour is not None and "family" in info.data:
+            flavour_of(info.data["family"], flavour)
+        return flavour
 
     @property
     def spec(self) -> Family:
@@ -74,14 +115,23 @@ class Model(Section):
 class Video(Section):
     num_frames: int = Field(121, ge=1, description="frames of a clip; rounded down to 1 + a multiple of 4")
     min_frames: int = Field(5, ge=1, description="a clip that yields fewer is set aside")
-    frame_rate: float = Field(24.0, gt=0, description="frames per second at which frames are chosen, by timestamp")
-    bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "resolution_frames"
+    frame_rate: float = Field(24.0, gt=0, description="frames per second; frames are chosen by timestamp")
+    bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = Field(
+        "resolution_frames", description="resolution_frames: by size and length; aspect_ratio: by size alone"
+    )
+
+    @model_validator(mode="after")
+    def _coherent(self) -> "Video":
+        if self.min_frames > self.num_frames:
+            message = f"{self.min_frames} is more than num_frames, {self.num_frames}"
+            raise Incoherent([(("min_frames",), message)])
+        return self
 
 
 class Dataset(Section):
     id: Name
     dataset_type: Literal["image", "video"] = "image"
-    instance_data_dir: str = Field(description="folder of media, searched recursively")
+    instance_data_dir: str = Field(min_length=1, description="folder of media, searched recursively")
     media_root: str | None = Field(None, description="where that folder lies on this machine, if elsewhere")
     caption_strategy: Literal["textfile"] = Field(
         "textfile", description="textfile: <name>.txt beside <name>.<ext>; several lines are alternatives"
@@ -91,10 +141,13 @@ class Dataset(Section):
     )
     resolution: float | None = Field(None, gt=0, description="see resolution_type; default: the family's own")
     resolution_type: Literal["pixel_area", "area", "pixel"] = Field(
-        "pixel_area", description="pixel_area: edge whose square is the area; area: megapixels; pixel: shorter edge"
+        "pixel_area",
+        description="pixel_area: edge of a square of that area; area: megapixels; pixel: shorter edge",
     )
     crop: Literal["center"] = Field("center", description="how an image is cut to its bucket")
-    minimum_image_size: int = Field(0, ge=0, description="shorter side in pixels below which a file is set aside")
+    minimum_image_size: int = Field(
+        0, ge=0, description="a file whose shorter side has fewer pixels is set aside"
+    )
     allow_upscale: bool = Field(True, description="false: a file smaller than its bucket is set aside")
     repeats: int = Field(0, ge=0, description="extra passes in an epoch: 0 = once")
     disabled: bool = False
@@ -106,7 +159,9 @@ class Dataset(Section):
 
 
 class Text(Section):
-    max_length: int | None = Field(None, description="tokens kept: 256, 512 or 1024; default: the pipeline's own")
+    max_length: int | None = Field(
+        None, gt=0, description="tokens kept, such as 256, 512 or 1024; default: the pipeline's own"
+    )
     batch_tokens: int = Field(4096, gt=0, description="tokens of one forward pass of the text encoder")
     precision: Precision | None = Field(None, description="default: model.precision")
 
@@ -117,7 +172,9 @@ class Latents(Section):
     )
     batch_size: int = Field(1, ge=1, description="samples of one forward pass of the autoencoder")
     precision: Precision | None = Field(None, description="default: model.precision")
-    decoder: Literal["pyav", "decord"] = Field("pyav", description="video decoder; decord: constant frame rate only")
+    decoder: Literal["pyav", "decord"] = Field(
+        "pyav", description="video decoder; decord: constant frame rate only"
+    )
 
 
 class Resources(Section):
@@ -125,7 +182,7 @@ class Resources(Section):
 
     workers: int = Field(1, ge=1, description="processes")
     threads: int = Field(2, ge=1, description="CPU threads of one process; recorded in the shards")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    device: Device = "auto"
 
 
 class Stages(Section):
@@ -150,11 +207,21 @@ class Adapter(Section):
         None, strict=False, description="regular expressions of full module paths; default: the family's"
     )
 
+    @field_validator("targets")
+    @classmethod
+    def _compile(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for target in targets or ():
+            try:
+                re.compile(target)
+            except re.error as error:
+                raise ValueError(f"{target!r} is not a regular expression: {error}") from error
+        return targets
+
 
 class Optimizer(Section):
     name: Literal["adamw"] = "adamw"
     lr: float = Field(1e-4, gt=0)
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
     weight_decay: float = Field(0.01, ge=0)
     eps: float = Field(1e-8, gt=0)
     schedule: Literal["constant", "cosine"] = "constant"
@@ -179,9 +246,11 @@ class Train(Section):
     keep_checkpoints: int = Field(3, ge=1)
     resume: bool = Field(True, description="go on from the newest checkpoint of this run, if there is one")
     log_every: int = Field(1, ge=1, description="steps")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    device: Device = "auto"
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
-    max_bad_steps: int = Field(5, ge=0, description="steps with a non-finite loss or gradient before stopping")
+    max_bad_steps: int = Field(
+        5, ge=0, description="steps with a loss or gradient that is not finite, before it stops"
+    )
 
 
 class Prompt(Section):
@@ -193,20 +262,26 @@ class Prompt(Section):
 
 class Validation(Section):
     prompts: tuple[Prompt, ...] = Field((), strict=False)
-    size: str | None = Field(None, description="WxH or WxH@F; default: the family's resolution, square")
+    size: str | None = Field(
+        None,
+        pattern=_SIZE,
+        description="WxH or WxH@F; default: the family's resolution, square",
+    )
     every: int = Field(500, ge=1, description="steps")
     steps: int | None = Field(None, ge=1, description="denoising steps; default: the family's")
     guidance: float | None = Field(None, ge=0, description="default: the family's")
     shift: float | None = Field(None, gt=0, description="of the sampling schedule; default: the checkpoint's")
     seed: int = 0
     eval_samples: int = Field(8, ge=0, description="samples of the fixed-grid eval loss; 0: none")
-    eval_sigmas: tuple[float, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
-    fps: float | None = Field(None, gt=0, description="of decoded videos; default: the first video dataset's rate")
+    eval_sigmas: tuple[Share, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
+    fps: float | None = Field(
+        None, gt=0, description="of decoded videos; default: the first video dataset's rate"
+    )
 
 
 class Config(Section):
-    root: str = Field(description="folder or URL of the caches")
-    output: str = Field("output", description="folder of checkpoints, adapters and samples")
+    root: str = Field(min_length=1, description="folder or URL of the caches")
+    output: str = Field("output", min_length=1, description="folder of checkpoints, adapters and samples")
     cache: Cache = Cache()
     model: Model
     datasets: tuple[Dataset, ...] = Field(strict=False, min_length=1)
@@ -218,21 +293,62 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> "Config":
-        ids = [dataset.id for dataset in self.datasets]
-        twice = sorted({name for name in ids if ids.count(name) > 1})
-        if twice:
-            raise ValueError(f"dataset ids must differ; used twice: {', '.join(twice)}")
-        if self.model.task == "i2i":
-            without = [dataset.id for dataset in self.datasets if dataset.conditioning_data is None]
-            if without:
-                raise ValueError(f"i2i needs conditioning_data in every dataset; missing in: {', '.join(without)}")
-        for prompt in self.validation.prompts:
-            if self.model.task in ("i2i", "i2v") and prompt.image is None:
-                raise ValueError(f"validation prompt {prompt.name!r}: {self.model.task} needs an image")
-        names = [prompt.name for prompt in self.validation.prompts]
-        if len(names) != len(set(names)):
-            raise ValueError("validation prompt names must differ")
-        for key in ("root", "output"):
-            if PurePosixPath(getattr(self, key)).parts[:1] in [(top,) for top in ("schemas", "cache", "stages", "trainer")]:
-                raise ValueError(f"{key}: {getattr(self, key)!r} lies inside a source package; choose another folder")
+        problems = [*self._folders(), *self._data(), *self._prompts(), *self._size()]
+        if problems:
+            raise Incoherent(problems)
         return self
+
+    def _folders(self) -> Iterator[Problem]:
+        for key in ("root", "output"):
+            value = getattr(self, key)
+            if "://" not in value and any(Path(value).resolve().is_relative_to(top) for top in PACKAGES):
+                yield (key,), f"{value!r} lies inside a package of the source code; choose another folder"
+
+    def _data(self) -> Iterator[Problem]:
+        ids = [dataset.id for dataset in self.datasets]
+        for i, dataset in enumerate(self.datasets):
+            if dataset.id in ids[:i]:
+                yield (
+                    ("datasets", i, "id"),
+                    f"{dataset.id!r} is the id of an earlier dataset; ids must differ",
+                )
+            if dataset.disabled:
+                continue
+            video = dataset.dataset_type == "video"
+            if video and not self.model.spec.video:
+                yield (
+                    ("datasets", i, "dataset_type"),
+                    f"'video' cannot train {self.model.family}; valid: image",
+                )
+            if self.model.task == "i2v" and not video:
+                yield ("datasets", i, "dataset_type"), "i2v starts from a clip's first frame; valid: video"
+            if self.model.task == "i2i" and dataset.conditioning_data is None:
+                yield ("datasets", i, "conditioning_data"), "i2i needs the folder of the source images"
+        if all(dataset.disabled for dataset in self.datasets):
+            yield ("datasets",), "every dataset is disabled"
+
+    def _prompts(self) -> Iterator[Problem]:
+        task, prompts = self.model.task, self.validation.prompts
+        names = [prompt.name for prompt in prompts]
+        for i, prompt in enumerate(prompts):
+            here = ("validation", "prompts", i)
+            if prompt.name in names[:i]:
+                yield (*here, "name"), f"{prompt.name!r} is the name of an earlier prompt; names must differ"
+            if task in ("i2i", "i2v") and prompt.image is None:
+                yield (*here, "image"), f"{task} needs an image for prompt {prompt.name!r}"
+            if task in ("t2i", "t2v") and prompt.image is not None:
+                yield (*here, "image"), f"{task} takes no image; remove it from prompt {prompt.name!r}"
+
+    def _size(self) -> Iterator[Problem]:
+        if self.validation.size is None:
+            return
+        here, spec = ("validation", "size"), self.model.spec
+        size, _, frames = self.validation.size.partition("@")
+        if any(int(side) % spec.side_multiple for side in size.split("x")):
+            yield here, f"sides of {size!r} must be multiples of {spec.side_multiple} for {spec.name}"
+        if frames and not spec.video and frames != "1":
+            yield here, f"{spec.name} makes images; write {size!r}"
+        elif frames and (int(frames) - 1) % spec.temporal_stride:
+            below = (int(frames) - 1) // spec.temporal_stride * spec.temporal_stride + 1
+            multiple = f"frames - 1 must be a multiple of {spec.temporal_stride}"
+            yield here, f"{frames} frames: {multiple}; the next below is {below}"

@@ -120,5 +120,12 @@ SET_SHARDS = pa.schema([("path", _str), ("kind", _str)])
 
 #: rejects/<stage>/...: everything set aside. retry: tried again by itself when the plan still wants it.
 REJECTS = pa.schema(
-    [("stage", _str), ("item", _str), ("path", _str), ("reason", _str), ("message", _str), ("retry", pa.bool_())]
+    [
+        ("stage", _str),
+        ("item", _str),
+        ("path", _str),
+        ("reason", _str),
+        ("message", _str),
+        ("retry", pa.bool_()),
+    ]
 )

@@ -1,0 +1,46 @@
+# `make demo` and `make test` need Python 3.11 or newer and make; they set up everything else themselves.
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+# Installed before everything else, so that the build chosen here stays. For a card, name the wheel of its CUDA:
+#   make venv TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FLAVOUR ?=
+PYTEST_ARGS ?=
+
+.PHONY: help venv test lint demo clean
+
+help:
+	@echo "make demo [FLAVOUR=...]   the whole pipeline on real media with tiny models; no FLAVOUR: all five"
+	@echo "make test                 the test suite (PYTEST_ARGS=... are added)"
+	@echo "make lint                 ruff, mypy and the import contracts"
+	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
+	@echo "make clean                remove caches and what the demo made; $(VENV) stays"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or: make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[media,encode,train,demo,dev]'
+	@touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py $(FLAVOUR)
+
+clean:
+	rm -rf demo .tiny .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

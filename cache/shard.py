@@ -1,0 +1,340 @@
+"""What both shard formats share: rows and their checksum, the description a shard carries, damage.
+
+A shard is the output of one unit. Its existence under its final name is the record that the unit is done.
+docs/cache-format.md specifies every byte.
+"""
+
+import json
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Protocol, Self, TypeVar
+
+import pyarrow as pa
+
+from cache.store import Store
+from cache.tensors import Array
+from schemas.errors import DAMAGE, LatentpressError
+from schemas.identity import hash_bytes
+from schemas.tables import FORMAT_VERSION
+
+ARROW_SUFFIX, TAR_SUFFIX, SIDECAR_SUFFIX = ".arrow", ".tar", ".tar.json"
+SUFFIXES = {"arrow": ARROW_SUFFIX, "webdataset": TAR_SUFFIX}
+#: What pyarrow, json and our own conversions raise on bytes that are not what they should be.
+UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError, MemoryError)
+T = TypeVar("T")
+ENCODERS = {"text": "encode-text", "latents": "encode-latents"}
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A member of the unit that could not be encoded."""
+
+    id: str
+    reason: str
+    message: str
+
+
+@dataclass
+class ShardMeta:
+    """What a shard says of itself. Given to a writer, `ids` are the unit's planned members (or empty); read
+    from a shard they are its rows, in order."""
+
+    kind: str
+    fingerprint: str
+    unit: str
+    bucket: str
+    ids: list[str] = field(default_factory=list)
+    set_aside: list[SetAside] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass
+class Row:
+    """One sample or text: its tensors by name (an absent one is left out) and a small JSON object."""
+
+    id: str
+    tensors: dict[str, Array]
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class DamageError(LatentpressError):
+    """Something in a shard is not what was written. `row` and `id` are None where the whole is meant."""
+
+    exit_code = DAMAGE
+
+    def __init__(self, path: str, reason: str, row: int | None = None, id: str | None = None) -> None:
+        self.path, self.reason, self.row, self.id = path, reason, row, id
+        where = f"shard {path}" if row is None else f"shard {path}, row {row}, id {id}"
+        super().__init__(
+            f"{where}: {reason}",
+            "to rebuild it: latentpress verify --delete-damaged --config pipeline.yaml, "
+            f"then latentpress {rebuild_command(path)} --config pipeline.yaml",
+        )
+
+    def document(self) -> dict[str, Any]:
+        return super().document() | {name: getattr(self, name) for name in ("path", "reason", "row", "id")}
+
+    def __reduce__(self) -> tuple:
+        return (DamageError, (self.path, self.reason, self.row, self.id))
+
+
+class ShardWriter(Protocol):
+    """A context manager; leaving it before `finish` leaves nothing behind."""
+
+    def add(self, row: Row) -> None: ...
+    def set_aside(self, member: SetAside) -> None: ...
+    def finish(self) -> str: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class BaseReader(ABC):
+    """A reader of one shard, twin of a ShardWriter. Opening raises DamageError where the shard can't be read
+    at all. Not safe for several threads at once; rows stay valid after `close`."""
+
+    meta: ShardMeta
+
+    def __init__(self, store: Store, rel: str) -> None:
+        self.store, self.rel, self.path = store, rel, store.path(rel)
+        try:
+            self.file = store.open(rel)
+        except FileNotFoundError as error:
+            raise DamageError(self.path, "the file is missing") from error
+        try:
+            self._open()
+        except Exception:
+            self.file.close()
+            raise
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Read the description into `meta`."""
+
+    @abstractmethod
+    def _row(self, i: int) -> tuple[Row, bytes, str]:
+        """Row `i`, its info as stored, and its stored checksum; any of UNREADABLE where it can't be read."""
+
+    @abstractmethod
+    def _check_file(self) -> None:
+        """DamageError where something is wrong that reading every row would not show."""
+
+    def __len__(self) -> int:
+        return len(self.meta.ids)
+
+    def read(self, i: int, verify: bool = True) -> Row:
+        """Row `i`, its tensors being views into the file where that is local. DamageError where the row is
+        not what was written; with verify=False only where it can't be read or is another row."""
+        if not 0 <= i < len(self):
+            raise DamageError(self.path, f"it has {len(self)} rows", i)
+        id = self.meta.ids[i]
+        row, info, checksum = self.attempt(lambda: self._row(i), "it can't be read", i, id)
+        if row.id != id:
+            raise DamageError(self.path, f"its id is {row.id!r} where the description names {id!r}", i, id)
+        if verify and row_checksum(row.id, info, row.tensors) != checksum:
+            raise DamageError(self.path, "its checksum does not match", i, id)
+        return row
+
+    def verify(self) -> list[DamageError]:
+        """Read everything; every damage found."""
+        checks: list[Callable[[], object]] = [
+            self._check_file,
+            *(partial(self.read, i) for i in range(len(self))),
+        ]
+        return [damage for check in checks if (damage := _damage(check))]
+
+    def attempt(self, read: Callable[[], T], reason: str, row: int | None = None, id: str | None = None) -> T:
+        """`read()`, with what it raises on bytes that are not what they should be turned into DamageError."""
+        try:
+            return read()
+        except UNREADABLE as error:
+            raise DamageError(self.path, f"{reason} ({error})", row, id) from error
+
+    def close(self) -> None:
+        """Release the file; rows read from a memory map keep their part of it."""
+        self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _damage(check: Callable[[], object]) -> DamageError | None:
+    try:
+        check()
+    except DamageError as damage:
+        return damage
+    return None
+
+
+def writer(
+    store: Store, rel_stem: str, meta: ShardMeta, columns: Mapping[str, str], format: str = "arrow"
+) -> ShardWriter:
+    """A writer of `<rel_stem>.arrow` or `.tar`. `columns`: tensor name -> dtype; a row may lack any."""
+    from cache import arrow, wds
+
+    if format not in SUFFIXES:
+        raise ValueError(f"cache format {format!r} is unknown; choose from {', '.join(SUFFIXES)}")
+    twin = arrow if format == "arrow" else wds
+    return twin.ShardWriter(store, rel_stem, meta, columns)
+
+
+def reader(store: Store, rel: str) -> BaseReader:
+    """A reader of the shard at `rel`, chosen by its suffix."""
+    from cache import arrow, wds
+
+    if not rel.endswith((ARROW_SUFFIX, TAR_SUFFIX)):
+        raise ValueError(f"{rel!r} is no shard: its name must end with {ARROW_SUFFIX} or {TAR_SUFFIX}")
+    twin = arrow if rel.endswith(ARROW_SUFFIX) else wds
+    return twin.ShardReader(store, rel)
+
+
+def verify(store: Store, rel: str) -> list[DamageError]:
+    """Read everything in the shard at `rel`; every damage found, also when it can't be opened."""
+    try:
+        shard = reader(store, rel)
+    except DamageError as damage:
+        return [damage]
+    try:
+        return misplaced(shard.meta, rel, store.path(rel)) + shard.verify()
+    finally:
+        shard.close()
+
+
+def misplaced(meta: ShardMeta, rel: str, path: str) -> list[DamageError]:
+    """Damage where the shard lies as <kind>/<fingerprint>/<unit> of which it says otherwise of itself."""
+    parts = rel.split("/")
+    if len(parts) != 3 or parts[0] not in ENCODERS:
+        return []
+    found = (parts[0], parts[1], stem(parts[2]))
+    said = (meta.kind, meta.fingerprint, meta.unit)
+    return [] if found == said else [DamageError(path, f"it is shard {'/'.join(said)} under another name")]
+
+
+def stem(name: str) -> str:
+    return name.removesuffix(ARROW_SUFFIX).removesuffix(TAR_SUFFIX)
+
+
+def done_units(store: Store, prefix: str) -> dict[str, str]:
+    """Unit -> path of its shard, for every finished unit in folder `prefix`; one listing."""
+    names = [name for name in store.names(prefix) if "/" not in name]
+    done = {stem(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
+    return done | {stem(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
+
+
+def remove(store: Store, rel: str) -> None:
+    """Remove a shard: the file that says "done" first, then the description beside it."""
+    store.remove(rel)
+    if rel.endswith(TAR_SUFFIX):
+        store.remove(rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX)
+
+
+def remove_twin(store: Store, rel: str) -> None:
+    """Remove the unit's shard in the other format: a unit done again after a change of `cache.format` has one
+    shard, not two that differ."""
+    if rel.endswith(ARROW_SUFFIX):
+        remove(store, rel.removesuffix(ARROW_SUFFIX) + TAR_SUFFIX)
+    else:
+        store.remove(rel.removesuffix(TAR_SUFFIX) + ARROW_SUFFIX)
+
+
+def rebuild_command(path: str) -> str:
+    """The program that makes shards of this path's kind again."""
+    folders = path.split("/")[:-1]
+    kinds = [name for name in folders if name in ENCODERS]
+    return ENCODERS[kinds[-1]] if kinds else "encode-text and encode-latents"
+
+
+def to_json(value: Any) -> bytes:
+    """Canonical JSON: sorted keys, no spaces, UTF-8, NaN refused."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
+    """xxh3-128 over id, info and each present tensor's name, dtype, shape and bytes, sorted by name. Each
+    part is preceded by its length (8 bytes, little-endian), so no two rows share a framing."""
+    parts: list[Any] = [id.encode(), info]
+    for name in sorted(tensors):
+        array = tensors[name]
+        shape = struct.pack(f"<{len(array.shape)}q", *array.shape)
+        parts += [name.encode(), array.dtype.encode(), shape, array.raw()]
+    return hash_bytes(*parts)
+
+
+def describe(meta: ShardMeta, ids: Sequence[str], set_aside: Sequence[SetAside]) -> dict[str, Any]:
+    """The JSON object that a finished shard carries. Members set aside are sorted: they may have been found
+    in any order."""
+    if meta.ids:
+        accounted = {*ids, *(member.id for member in set_aside)}
+        unlike = accounted ^ set(meta.ids)
+        assert not unlike, f"unit {meta.unit}: members lost or invented: {unlike}"
+    aside = sorted((asdict(member) for member in set_aside), key=lambda member: tuple(member.values()))
+    return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": aside}
+
+
+def parse_meta(value: Any, path: str) -> ShardMeta:
+    """The inverse of `describe`; DamageError where a part is missing, or of another format version."""
+    version = value.get("format_version") if isinstance(value, dict) else None
+    if version != FORMAT_VERSION:
+        raise DamageError(path, f"its format version is {version!r}; this program reads {FORMAT_VERSION}")
+    try:
+        values = {name: value[name] for name in ShardMeta.__dataclass_fields__}
+        values["set_aside"] = [SetAside(**member) for member in values["set_aside"]]
+        if value["count"] != len(values["ids"]):
+            raise DamageError(
+                path, f"it says that it has {value['count']} rows and names {len(values['ids'])}"
+            )
+        return ShardMeta(**values)
+    except (KeyError, TypeError) as error:
+        raise DamageError(path, f"its description is incomplete ({error})") from error
+
+
+def check_row(row: Row, columns: Mapping[str, str], taken: set[str]) -> None:
+    """Our own mistakes in a row to be written: a tensor or dtype not announced, an id twice."""
+    assert row.id and row.id not in taken, f"row {row.id!r} is empty or there already"
+    for name, array in row.tensors.items():
+        announced = columns.get(name)
+        assert array.dtype == announced, f"row {row.id}: {name} is {array.dtype}, announced as {announced}"
+
+
+class Readers:
+    """Open readers, the `limit` last used: a random order over many shards holds few files and maps open."""
+
+    def __init__(self, store: Store, limit: int = 64) -> None:
+        assert limit > 0
+        self.store, self.limit = store, limit
+        self._open: OrderedDict[str, BaseReader] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, path: str, row: int, verify: bool = True) -> Row:
+        """Row `row` of the shard at `path` (relative to the store). Several threads may call it, in turn."""
+        with self._lock:
+            return self._get(path).read(row, verify)
+
+    def meta(self, path: str) -> ShardMeta:
+        with self._lock:
+            return self._get(path).meta
+
+    def _get(self, path: str) -> BaseReader:
+        if path not in self._open:
+            while len(self._open) >= self.limit:
+                self._open.popitem(last=False)[1].close()
+            self._open[path] = reader(self.store, path)
+        self._open.move_to_end(path)
+        return self._open[path]
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()

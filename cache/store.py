@@ -1,0 +1,284 @@
+"""Files under one root, on a local disk or any fsspec URL, that appear whole or not at all.
+
+A file is written beside its final name as `.<name>.<random>.tmp`, synced and renamed; on an object store it
+is spooled locally and put once. Whoever lists or opens a final name therefore sees a finished file, and what
+a killed process leaves behind is never listed.
+"""
+
+import errno
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+import pyarrow as pa
+
+from schemas.errors import LatentpressError
+
+TEMP_SUFFIX = ".tmp"
+
+NEXT_STEPS = {
+    errno.ENOSPC: "free space there, or choose another place, and run the same command again: "
+    "what is finished is kept",
+    errno.EFBIG: "raise the limit (ulimit -f) and run the same command again: what is finished is kept",
+    errno.EACCES: "give this user the right to read and write there, or choose another place",
+    errno.EROFS: "mount it for writing, or choose another place",
+    errno.EXDEV: "write the temporary file with open_temp, which puts it beside its final name",
+}
+NEXT_STEPS[errno.EDQUOT] = NEXT_STEPS[errno.ENOSPC]
+NEXT_STEPS[errno.EPERM] = NEXT_STEPS[errno.EACCES]
+REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file may not grow larger: a file-size limit is set",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.EROFS: "the file system is read-only",
+}
+
+
+class StoreError(LatentpressError):
+    """A file could not be written or read; says where, why and what to do. `path` and `reason` apart."""
+
+    def __init__(self, path: str, reason: str, next_step: str) -> None:
+        super().__init__(f"{path}: {reason}", next_step)
+        self.path, self.reason = path, reason
+
+    def document(self) -> dict[str, Any]:
+        return super().document() | {"path": self.path, "reason": self.reason}
+
+    def __reduce__(self) -> tuple:
+        return (StoreError, (self.path, self.reason, self.next_step))
+
+
+def replace(source: str, target: str) -> None:
+    """The one step at which a local file appears under its final name."""
+    os.replace(source, target)
+
+
+@contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Turn an OSError of the body into a StoreError about `path`. A missing file stays FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        code = error.errno or 0
+        reason = REASONS.get(code, error.strerror or str(error))
+        step = NEXT_STEPS.get(code, "check the path and the device, and run the same command again")
+        raise StoreError(path, reason, step) from error
+
+
+def _is_temp(name: str) -> bool:
+    return name.startswith(".") and name.endswith(TEMP_SUFFIX)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folders(folder: Path) -> None:
+    """Create `folder` and sync each parent that gained an entry, so that a power cut keeps the way to it."""
+    missing = [folder] if not folder.exists() else []
+    while missing and not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        _sync_folder(made.parent)
+
+
+class Store:
+    """A root folder: a path, or a URL that fsspec knows ("s3://bucket/x", "memory://x"). Names inside are
+    relative, with "/". Every method may raise StoreError; reading what is absent raises FileNotFoundError."""
+
+    def __init__(self, url: str | Path) -> None:
+        self.url = str(url)
+        self.fs, path = fsspec.core.url_to_fs(self.url)
+        self.base = path.rstrip("/")
+        self.root = Path(path) if "file" in _protocols(self.fs) else None
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def path(self, rel: str) -> str:
+        """The full name of `rel`, for messages and for the file system."""
+        return f"{self.base}/{rel}" if rel else self.base
+
+    def local(self, rel: str) -> Path | None:
+        """Where `rel` lies on this machine's disk; None on an object store."""
+        return None if self.root is None else self.root / rel
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def exists(self, rel: str) -> bool:
+        with explained(self.path(rel)):
+            local = self.local(rel)
+            if local is not None:
+                return local.exists()
+            self.fs.invalidate_cache()
+            return self.fs.exists(self.path(rel))
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Files under folder `prefix` at any depth, relative to it, sorted; [] where there is no such folder.
+        Temporaries are left out. One listing."""
+        with explained(self.path(prefix)):
+            found = self._local_names(prefix) if self.root is not None else self._remote_names(prefix)
+        return sorted(name for name in found if not _is_temp(name.rpartition("/")[2]))
+
+    def _local_names(self, prefix: str) -> list[str]:
+        assert self.root is not None
+        top = self.root / prefix
+        if not top.exists():
+            return []
+        names = []
+        for folder, _, files in os.walk(top, onerror=_reraise):
+            inside = Path(folder).relative_to(top).as_posix()
+            names += files if inside == "." else [f"{inside}/{file}" for file in files]
+        return names
+
+    def _remote_names(self, prefix: str) -> list[str]:
+        self.fs.invalidate_cache()
+        top = self.path(prefix.rstrip("/"))
+        try:
+            return [name[len(top) :].lstrip("/") for name in self.fs.find(top) if name.startswith(top + "/")]
+        except FileNotFoundError:
+            return []
+
+    def size(self, rel: str) -> int:
+        """Bytes of the file `rel`."""
+        with explained(self.path(rel)):
+            local = self.local(rel)
+            return local.stat().st_size if local is not None else self.fs.size(self.path(rel))
+
+    def read_bytes(self, rel: str) -> bytes:
+        with explained(self.path(rel)):
+            local = self.local(rel)
+            return local.read_bytes() if local is not None else self.fs.cat_file(self.path(rel))
+
+    def open(self, rel: str) -> pa.NativeFile:
+        """`rel` for random access: a memory map where it is local (reads are views into it), requests without
+        read-ahead elsewhere. Not safe for several threads at once."""
+        with explained(self.path(rel)):
+            local = self.local(rel)
+            if local is None:
+                return pa.PythonFile(self.fs.open(self.path(rel), "rb", cache_type="none"), mode="r")
+            if not local.stat().st_size:  # an empty file can't be mapped
+                return pa.BufferReader(b"")
+            return pa.memory_map(str(local), "r")
+
+    def read_table(self, rel: str, columns: list[str] | None = None) -> pa.Table:
+        """A table that `write_table` wrote; memory-mapped when local. StoreError where it is not whole."""
+        with self.open(rel) as file, explained(self.path(rel)):
+            try:
+                table = pa.ipc.open_file(file).read_all()
+            except pa.ArrowInvalid as error:
+                step = "remove the file and run the command that wrote it again"
+                raise StoreError(self.path(rel), f"not a whole Arrow file ({error})", step) from error
+        return table if columns is None else table.select(columns)
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def open_temp(self, rel: str) -> BinaryIO:
+        """A new file to write what will become `rel`; its `.name` is its path. Give that to `publish`, or
+        remove it. `create` does both."""
+        with explained(self.path(rel)):
+            local = self.local(rel)
+            folder = spool_folder() if local is None else local.parent
+            _make_folders(folder)
+            temp = folder / f".{rel.rpartition('/')[2]}.{secrets.token_hex(8)}{TEMP_SUFFIX}"
+            return open(temp, "xb")
+
+    def publish(self, temp: str | Path, rel: str) -> None:
+        """Make the finished file `temp` appear as `rel`, whole, in place of any older one; `temp` is gone
+        afterwards, whether this succeeds or raises."""
+        try:
+            with explained(self.path(rel)):
+                local = self.local(rel)
+                if local is None:
+                    self.fs.put_file(str(temp), self.path(rel))
+                else:
+                    _sync_file(temp)
+                    replace(str(temp), str(local))
+                    _sync_folder(local.parent)
+        finally:
+            Path(temp).unlink(missing_ok=True)
+
+    @contextmanager
+    def create(self, rel: str) -> Iterator[BinaryIO]:
+        """Write `rel` in the body; published when the body ends; nothing of it stays if it raises."""
+        file = self.open_temp(rel)
+        try:
+            with explained(self.path(rel)), file:
+                yield file
+            self.publish(file.name, rel)
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+    def publish_bytes(self, rel: str, data: bytes) -> None:
+        with self.create(rel) as file:
+            file.write(data)
+
+    def write_table(self, rel: str, table: pa.Table) -> None:
+        """Publish `table` as an Arrow IPC file; its bytes depend on the rows, not on their chunks."""
+        with self.create(rel) as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table.combine_chunks())
+
+    def remove(self, rel: str) -> None:
+        """Remove `rel`; nothing happens where it is absent."""
+        with explained(self.path(rel)):
+            local = self.local(rel)
+            if local is not None:
+                local.unlink(missing_ok=True)
+            elif self.exists(rel):
+                self.fs.rm_file(self.path(rel))
+
+    def sweep(self, older_than_s: float) -> list[str]:
+        """Remove temporaries not written to for `older_than_s` seconds; returns their paths. Give more than
+        the longest time that one file takes to write, since another process may be writing now."""
+        top, before, removed = self.root or spool_folder(), time.time() - older_than_s, []
+        with explained(str(top)):
+            for folder, _, files in os.walk(top):
+                for file in filter(_is_temp, files):
+                    path = Path(folder, file)
+                    if _modified(path) < before:
+                        path.unlink(missing_ok=True)
+                        removed.append(str(path))
+        return sorted(removed)
+
+
+def spool_folder() -> Path:
+    """Where files for object stores are written before they are put; one folder for each user."""
+    return Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}"
+
+
+def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _sync_file(path: str | Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _modified(path: Path) -> float:
+    """Time of the last change; never old for a file that its owner has just renamed or removed."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
+def _reraise(error: OSError) -> None:
+    """For os.walk: a folder removed meanwhile is no error, one that can't be read is."""
+    if not isinstance(error, FileNotFoundError):
+        raise error

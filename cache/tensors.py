@@ -1,0 +1,81 @@
+"""An array as it lies in a shard: a dtype's name, a shape and raw little-endian bytes.
+
+Arrow and numpy have no bfloat16; here it is its 16-bit pattern, so that caches need no torch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: dtype name -> the numpy dtype of its bytes. Names are torch's.
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "uint8": np.dtype("u1"),
+}
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array. ValueError for an unknown dtype or a negative dimension."""
+    if dtype not in NUMPY_DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not stored in shards; choose from {', '.join(NUMPY_DTYPES)}")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape {shape} has a negative dimension")
+    return math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """`data` is anything with the buffer protocol: contiguous, row-major, little-endian, as long as dtype
+    and shape say (ValueError otherwise). It may be a view into a memory map: it is not to be written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+
+    def __post_init__(self) -> None:
+        expected = nbytes_of(self.dtype, self.shape)
+        if self.nbytes != expected:
+            raise ValueError(
+                f"{self.nbytes} bytes can't be {self.dtype} of shape {self.shape}, which has {expected} bytes"
+            )
+
+    @classmethod
+    def from_numpy(cls, array: np.ndarray, dtype: str | None = None) -> "Array":
+        """Wrap `array` without a copy where it is contiguous and little-endian. `dtype="bfloat16"` takes the
+        uint16 patterns; every other dtype is the array's own."""
+        name = dtype or array.dtype.name
+        if name not in NUMPY_DTYPES:
+            raise ValueError(f"dtype {name!r} is not stored in shards; choose from {', '.join(NUMPY_DTYPES)}")
+        own = "uint16" if name == "bfloat16" else name
+        if array.dtype.name != own:
+            raise ValueError(f"{name} is made from {own}, not from {array.dtype.name}; convert it first")
+        raw = np.ascontiguousarray(array, dtype=NUMPY_DTYPES[name]).reshape(-1).view(np.uint8)
+        return cls(name, tuple(array.shape), raw)
+
+    def numpy(self) -> np.ndarray:
+        """The array, read-only and without a copy; bfloat16 as uint16 patterns."""
+        array = np.frombuffer(self.data, dtype=NUMPY_DTYPES[self.dtype]).reshape(self.shape)
+        array.flags.writeable = False
+        return array
+
+    def raw(self) -> memoryview:
+        """The bytes, flat and without a copy."""
+        view = memoryview(self.data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+
+    @property
+    def nbytes(self) -> int:
+        return memoryview(self.data).nbytes
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Array):
+            return NotImplemented
+        return (self.dtype, self.shape, self.raw()) == (other.dtype, other.shape, other.raw())
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,231 @@
+"""How every program speaks: its options, its log and progress, its report, its exit code.
+
+A program is a function of the configuration that returns a report, and one line:
+
+    def run(config: Config, options: Options, console: Console) -> Report: ...
+
+    app = program("bucket", "Divide media into buckets and plan the work.", run)
+    if __name__ == "__main__":
+        app()
+
+Keyword-only parameters of `run` become options of that program alone, declared as typer declares them:
+
+    def run(config, options, console, *, fix: Annotated[bool, typer.Option(help="...")] = False): ...
+
+Log and progress go to standard error and the report to standard output (with --json as one JSON document), so
+that a pipe always gets the report alone.
+"""
+
+import inspect
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import typer
+
+from schemas.errors import DAMAGE, INTERRUPTED, OK, REMAINS, USAGE, LatentpressError
+from schemas.options import (
+    WHOLE,
+    ConfigOption,
+    DeviceOption,
+    DryRunOption,
+    JsonOption,
+    Options,
+    SetOption,
+    Shard,
+    ShardOption,
+    WorkersOption,
+)
+from schemas.report import Report, plain
+
+# What a program's file needs, in one import.
+__all__ = ["DAMAGE", "OK", "REMAINS", "USAGE", "Console", "Options", "Progress", "Report", "Shard", "program"]
+
+SECONDS_BETWEEN_LINES = 5.0  # of progress where there is no terminal
+OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
+EXIT_CODES = (
+    "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
+)
+
+
+class Progress:
+    """Counts what is done of `total` (None: not known). Safe to advance from several threads."""
+
+    def __init__(
+        self, total: float | None, show: Callable[["Progress"], None], clock: Callable[[], float]
+    ) -> None:
+        self.total, self.done = total, 0.0
+        self._show, self._clock, self._start, self._lock = show, clock, clock(), threading.Lock()
+
+    def advance(self, n: float = 1) -> None:
+        with self._lock:
+            self.done += n
+            self._show(self)
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self._start
+
+    def state(self, unit: str) -> str:
+        """Like "12/140 units, 1.5 units/s, 0:01:25 left"."""
+        rate = self.done / self.seconds if self.seconds > 0 else 0.0
+        text = f"{self.done:.10g}" if self.total is None else f"{self.done:.10g}/{self.total:.10g}"
+        text += f" {unit}, {rate:.3g} {unit}/s"
+        if self.total is None or rate == 0 or self.done >= self.total:
+            return text
+        return f"{text}, {timedelta(seconds=round((self.total - self.done) / rate))} left"
+
+
+class Console:
+    """A program's voice. Everything but the report goes to `stderr`; the report goes to `stdout`.
+
+    On a terminal progress is a bar; elsewhere a line at most every `interval` seconds, and one at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        json: bool = False,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        interval: float = SECONDS_BETWEEN_LINES,
+    ) -> None:
+        from rich.console import Console as RichConsole
+
+        plainly: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+        self.json = json
+        self.stdout = stdout or sys.stdout
+        self._rich = RichConsole(file=stderr or sys.stderr, **plainly)
+        self._clock, self._interval = clock, interval
+
+    def log(self, message: str) -> None:
+        self._rich.print(message)
+
+    def warn(self, message: str) -> None:
+        self._rich.print(f"warning: {message}", style="yellow")
+
+    def error(self, message: str) -> None:
+        self._rich.print(f"error: {message}", style="bold red")
+
+    @contextmanager
+    def progress(self, total: float | None, description: str, unit: str = "items") -> Iterator[Progress]:
+        """A context in which `.advance(n)` moves the progress of `total` units."""
+        terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        with (self._bar if terminal else self._lines)(total, description, unit) as progress:
+            yield progress
+
+    @contextmanager
+    def _bar(self, total: float | None, description: str, unit: str) -> Iterator[Progress]:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+        with Bar(*columns, console=self._rich) as bar:
+            task = bar.add_task(description, total=total, state="")
+            progress = Progress(
+                total, lambda p: bar.update(task, completed=p.done, state=p.state(unit)), self._clock
+            )
+            progress.advance(0)
+            yield progress
+
+    @contextmanager
+    def _lines(self, total: float | None, description: str, unit: str) -> Iterator[Progress]:
+        last = self._clock()
+
+        def show(progress: Progress) -> None:
+            nonlocal last
+            if self._clock() - last >= self._interval:
+                last = self._clock()
+                self.log(f"{description}: {progress.state(unit)}")
+
+        progress = Progress(total, show, self._clock)
+        try:
+            yield progress
+        finally:
+            took = timedelta(seconds=round(progress.seconds))
+            self.log(f"{description}: {progress.state(unit)}, after {took}")
+
+    def finish(self, report: Report) -> int:
+        """Print the report and give the exit code."""
+        print(report.json() if self.json else report.summary(), file=self.stdout, flush=True)
+        return report.exit_code
+
+    def fail(self, name: str, error: LatentpressError) -> int:
+        """Print the error and its next step, with --json as a document too, and give its exit code."""
+        self.error(error.message)
+        if error.next_step:
+            self.log(error.next_step)
+        if self.json:
+            document = {"program": name, "error": error.document(), "exit_code": error.exit_code}
+            print(json.dumps(plain(document), indent=2, ensure_ascii=False), file=self.stdout, flush=True)
+        return error.exit_code
+
+
+class Interrupted(LatentpressError):
+    exit_code = INTERRUPTED
+
+
+Run = Callable[..., Report]
+
+
+def program(name: str, help: str, run: Run, *, examples: Sequence[str] = (), extra: str = "") -> typer.Typer:
+    """The typer application of one program. `run(config, options, console, **own options) -> Report`.
+
+    examples: argument lines shown under --help, without the program's name. extra: the installation extra
+    whose libraries the program imports; where one is missing, the error says how to install it.
+    """
+
+    def command(
+        config: ConfigOption = Path("pipeline.yaml"),
+        overrides: SetOption = None,
+        dry_run: DryRunOption = False,
+        json: JsonOption = False,
+        shard: ShardOption = WHOLE,
+        device: DeviceOption = None,
+        workers: WorkersOption = None,
+        **own: Any,
+    ) -> None:
+        options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
+        raise typer.Exit(execute(name, run, options, own, extra=extra))
+
+    common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    # typer reads a program's options from its signature.
+    command.__signature__ = inspect.Signature([*common, *own])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in (*common, *own)}
+    shown = "\n\n".join(f"  latentpress {name} {line}".rstrip() for line in ("", "--dry-run", *examples))
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name, help=f"{help}\n\nExamples:\n\n{shown}\n\n{EXIT_CODES}")(command)
+    return app
+
+
+def execute(
+    name: str, run: Run, options: Options, own: Mapping[str, Any] | None = None, *, extra: str = ""
+) -> int:
+    """Load the configuration, run, print the report or the error, and give the exit code."""
+    from schemas.loading import load
+
+    console = Console(json=options.json)
+    try:
+        config = load(options.config, options.overrides)
+        return console.finish(replace(run(config, options, console, **(own or {})), dry_run=options.dry_run))
+    except LatentpressError as error:
+        return console.fail(name, error)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not extra or missing in OUR_PACKAGES:
+            raise
+        step = f"Install what this program needs: pip install -e '.[{extra}]'"
+        return console.fail(name, LatentpressError(f"{name} needs the library {missing!r}: not found", step))
+    except KeyboardInterrupt:
+        return console.fail(
+            name, Interrupted(f"{name} was interrupted", "Started again it goes on where it stopped.")
+        )

@@ -1,0 +1,34 @@
+"""What goes wrong in a way that its reader can mend, and the exit codes of every program.
+
+An error of this family is shown as its message and its next step, without a traceback. Anything else that
+escapes a program is a bug of ours and keeps its traceback.
+"""
+
+from typing import Any, ClassVar
+
+OK = 0  # everything is done
+USAGE = 2  # wrong usage or configuration
+REMAINS = 3  # work remains, or failed
+DAMAGE = 4  # damaged data was found
+INTERRUPTED = 130  # Ctrl-C, as a shell reports it
+
+
+class LatentpressError(Exception):
+    """Base of the errors meant for a user: what is wrong, the valid choices, the next step.
+
+    `next_step` is a sentence or a command. A subclass says with `exit_code` how a program that met it ends.
+    """
+
+    exit_code: ClassVar[int] = REMAINS
+
+    def __init__(self, message: str, next_step: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.next_step}" if self.next_step else self.message
+
+    def document(self) -> dict[str, Any]:
+        """The error as it stands under "error" in a JSON report; subclasses add their attributes."""
+        return {"type": type(self).__name__, "message": self.message, "next_step": self.next_step}

@@ -1,0 +1,178 @@
+"""Read pipeline.yaml: overrides applied, relative paths resolved, every error with its file, line and key.
+
+Relative paths in the configuration (and in --set) are relative to the folder of the configuration file. URLs
+(`s3://...`, `memory://...`) stay as they are. `model.path` may name a repo: it stays as it is unless such a
+folder exists or it begins with "." or "~".
+
+`python -m schemas.loading` prints the JSON Schema that editors use.
+"""
+
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, get_args, get_origin
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+
+from schemas.catalogue import FAMILIES
+from schemas.config import Config
+from schemas.errors import USAGE, LatentpressError
+from schemas.explain import dotted, explain, fields_of, is_section
+from schemas.overrides import put, split
+from schemas.yamlfile import Document, Key, YamlErrors, parse
+
+
+class ConfigError(LatentpressError, ValueError):
+    """The configuration cannot be used; `errors` has one line for each thing that is wrong with it."""
+
+    exit_code: ClassVar[int] = USAGE
+
+    def __init__(self, errors: Sequence[str], next_step: str = "") -> None:
+        super().__init__("\n".join(errors), next_step)
+        self.errors = list(errors)
+
+    def document(self) -> dict[str, Any]:
+        return {**super().document(), "errors": self.errors}
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in the file `path` with `overrides` ("train.steps=10") put over it.
+
+    Raises ConfigError with every error found, each as "pipeline.yaml:17: train.optimizer.lr: what is wrong".
+    """
+    path = Path(path)
+    document = _read(path)
+    if document.value is None:
+        document.value = {}
+    if not isinstance(document.value, dict):
+        raise ConfigError([f"{path}:1: expected keys and values; valid keys: {', '.join(fields_of(Config))}"])
+    set_paths, errors = _override(document.value, overrides)
+    _drop_empty(document.value, Config)
+    _resolve_paths(document.value, path.absolute().parent)
+    try:
+        config = Config.model_validate(document.value)
+    except ValidationError as error:
+        problems = [problem for each in error.errors(include_url=False) for problem in explain(each)]
+        errors += [
+            line for _, line in sorted({_place(path, document, set_paths, *each) for each in problems})
+        ]
+    if errors:
+        raise ConfigError(errors)
+    return config
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that `load` reads back as an equal one."""
+    out = io.StringIO()
+    yaml = YAML(pure=True)
+    yaml.width = 4096
+    yaml.dump(config.model_dump(mode="json", by_alias=True), out)
+    return out.getvalue()
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the configuration, with the flavours of each family."""
+    schema = Config.model_json_schema(by_alias=True)
+    model = schema["$defs"]["Model"]
+    model["properties"]["family"]["enum"] = list(FAMILIES)
+    model["allOf"] = [
+        {
+            "if": {"properties": {"family": {"const": name}}},
+            "then": {"properties": {"flavour": {"enum": [*family.flavours, None]}}},
+        }
+        for name, family in FAMILIES.items()
+    ]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "latentpress pipeline",
+    }
+
+
+def _read(path: Path) -> Document:
+    try:
+        return parse(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        step = "Copy the pipeline.yaml of the source tree and edit it, or name yours with --config."
+        raise ConfigError([f"{path}: no such file"], step) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"]) from error
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except YamlErrors as error:
+        raise ConfigError([f"{path}:{line}: {message}" for line, message in error.problems]) from error
+
+
+def _override(config: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[Key, str], list[str]]:
+    """Apply the overrides; give the path of each with its key as written, and the errors."""
+    paths: dict[Key, str] = {}
+    errors = []
+    for text in overrides:
+        try:
+            key, value = split(text)
+            paths[put(config, key, value)] = key
+        except ValueError as error:
+            errors.append(f"--set {text.partition('=')[0].strip()}: {error}")
+    return paths, errors
+
+
+def _place(
+    file: Path, document: Document, set_paths: dict[Key, str], path: Key, message: str
+) -> tuple[int, str]:
+    """The line to sort by, and the error with its place: the --set that caused it, or the file and line."""
+    for set_path, key in set_paths.items():
+        if path == set_path or (set_path[: len(path)] == path and path not in document.lines):
+            return 0, f"--set {key}: {message}"
+        if path[: len(set_path)] == set_path:
+            return 0, f"--set {key}: {dotted(path)}: {message}"
+    known = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in document.lines)
+    line = document.lines[known]
+    return line, f"{file}:{line}: {dotted(path)}: {message}"
+
+
+def _drop_empty(value: Any, kind: Any) -> None:
+    """Take out sections in which every key is commented out (they read as null): the defaults serve."""
+    if is_section(kind) and isinstance(value, dict):
+        for key, inner in fields_of(kind).items():
+            if is_section(inner) and key in value and value[key] is None:
+                del value[key]
+            _drop_empty(value.get(key), inner)
+    elif get_origin(kind) is tuple and isinstance(value, list):
+        for item in value:
+            _drop_empty(item, get_args(kind)[0])
+
+
+def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
+    def absolute(text: str) -> str:
+        return text if "://" in text else os.path.abspath(folder / Path(text).expanduser())
+
+    def absolute_if_there(text: str) -> str:
+        there = absolute(text)
+        return there if text.startswith((".", "~")) or os.path.isdir(there) else text
+
+    _change(config, ("root", "output"), absolute)
+    config.setdefault("output", absolute("output"))
+    _change(config.get("model"), ("path",), absolute_if_there)
+    for dataset in _items(config, "datasets"):
+        _change(dataset, ("instance_data_dir", "media_root", "conditioning_data"), absolute)
+    for prompt in _items(config.get("validation"), "prompts"):
+        _change(prompt, ("image",), absolute)
+
+
+def _items(section: Any, key: str) -> list[Any]:
+    items = section.get(key) if isinstance(section, dict) else None
+    return items if isinstance(items, list) else []
+
+
+def _change(section: Any, keys: Sequence[str], change: Callable[[str], str]) -> None:
+    """Change the texts at `keys`; anything else there is left to validation."""
+    for key in keys if isinstance(section, dict) else ():
+        if isinstance(section.get(key), str) and section[key]:
+            section[key] = change(section[key])
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))

@@ -1,0 +1,114 @@
+"""The options that every program takes, as typer types and as one value."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
+
+import typer
+
+from schemas.config import Config, Resources
+
+T = TypeVar("T")
+
+
+class Shard(NamedTuple):
+    """This process' part of the work: number `number` (from 0) of `total`."""
+
+    number: int = 0
+    total: int = 1
+
+    def of(self, items: Sequence[T]) -> list[T]:
+        """Every total-th item, from `number` on: the parts are disjoint and together they are everything."""
+        return list(items[self.number :: self.total])
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.total}"
+
+
+WHOLE = Shard()
+
+
+def parse_shard(text: str | Shard) -> Shard:
+    """Read "i/n" with 0 <= i < n; anything else is wrong usage."""
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", str(text))
+    shard = Shard(int(match[1]), int(match[2])) if match else None
+    if shard is None or shard.number >= shard.total:
+        raise typer.BadParameter(f"{text!r} is not i/n with 0 <= i < n; three parts are 0/3, 1/3 and 2/3")
+    return shard
+
+
+def parse_device(text: str) -> str:
+    """Read a device's name; anything else is wrong usage."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
+        raise typer.BadParameter(f"{text!r} is not one of auto, cpu, cuda, cuda:N")
+    return text
+
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The configuration.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one key: train.optimizer.lr=1e-4, datasets.photos.resolution=256. Repeatable.",
+    ),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be done and how much, no more.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")]
+ShardOption = Annotated[
+    Shard,
+    typer.Option(
+        "--shard",
+        parser=parse_shard,
+        show_default=False,
+        metavar="I/N",
+        help="Do part I (from 0) of N alone.  [default: all]",
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        parser=parse_device,
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:N.  [default: as configured]",
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", min=1, metavar="N", help="Processes on this machine.  [default: as configured]"
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says. `device` and `workers` are None where the configuration decides."""
+
+    config: Path = Path("pipeline.yaml")
+    overrides: tuple[str, ...] = ()
+    dry_run: bool = False
+    json: bool = False
+    shard: Shard = WHOLE
+    device: str | None = None
+    workers: int | None = None
+
+    def resources(self, config: Config, stage: str) -> Resources:
+        """The stage's resources as configured, with --device and --workers put over them."""
+        given = {"device": self.device, "workers": self.workers}
+        update = {key: value for key, value in given.items() if value is not None}
+        return config.stages.resources(stage).model_copy(update=update)
+
+    def argv(self) -> list[str]:
+        """These options as another program of the project takes them."""
+        out = ["--config", str(self.config)]
+        out += [word for override in self.overrides for word in ("--set", override)]
+        out += [flag for flag, on in (("--dry-run", self.dry_run), ("--json", self.json)) if on]
+        out += ["--shard", str(self.shard)] if self.shard.total > 1 else []
+        out += ["--device", self.device] if self.device else []
+        return out + (["--workers", str(self.workers)] if self.workers else [])

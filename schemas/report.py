@@ -1,0 +1,112 @@
+"""What a program says when it ends: as one JSON document, or as a summary for a reader. Pure."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from schemas.errors import DAMAGE, OK, REMAINS
+
+SHOWN = 20  # items of a list that the summary shows
+
+
+@dataclass
+class Report:
+    """What a program did. done, skipped, remaining: counts of its own kind of item.
+
+    set_aside, failed, damage: one dict an item, with "item", "path", "reason" and "message" where they apply.
+    Items set aside are no failure; failed ones are, and are tried again by the next run. rejects: where the
+    full list of what was set aside is kept. next_steps: commands. details: anything else; a value that is a
+    list of flat dicts is shown as a table.
+    """
+
+    program: str
+    done: int = 0
+    skipped: int = 0
+    remaining: int = 0
+    set_aside: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
+    damage: list[dict[str, Any]] = field(default_factory=list)
+    next_steps: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    rejects: str = ""
+    dry_run: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """DAMAGE before REMAINS before OK. What a dry run would do is not work that was left."""
+        if self.damage:
+            return DAMAGE
+        return REMAINS if self.failed or (self.remaining and not self.dry_run) else OK
+
+    def document(self) -> dict[str, Any]:
+        """The report as plain JSON values; numbers that JSON has no word for (NaN) become null."""
+        return plain({**vars(self), "exit_code": self.exit_code})
+
+    def json(self) -> str:
+        return json.dumps(self.document(), indent=2, ensure_ascii=False, allow_nan=False)
+
+    def summary(self) -> str:
+        """The report for a reader: counts, details, what needs attention, what to do next."""
+        counts = {"to do" if self.dry_run else "remaining": self.remaining, "set aside": len(self.set_aside)}
+        counts |= {"failed": len(self.failed), "damaged": len(self.damage)}
+        words = [f"{self.done} done", f"{self.skipped} skipped"]
+        words += [f"{count} {what}" for what, count in counts.items() if count]
+        lines = [f"{self.program}{' (dry run)' if self.dry_run else ''}: {', '.join(words)}"]
+        for key, value in self.details.items():
+            lines += _detail(key, value)
+        lines += _listing("Set aside", self.set_aside, self.rejects)
+        lines += _listing("Failed", self.failed) + _listing("Damaged", self.damage)
+        lines += ["Next:", *(f"  {step}" for step in self.next_steps)] if self.next_steps else []
+        return "\n".join(lines)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON knows it: numpy scalars and paths unwrapped, NaN and infinities as null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return plain(value.item()) if hasattr(value, "item") else str(value)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Aligned lines, one a row, under the keys of the first row; numbers to the right."""
+    keys = list(rows[0])
+    cells = [keys] + [[str(row.get(key, "")) for key in keys] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
+    right = [all(isinstance(row.get(key, 0), int | float) for row in rows) for key in keys]
+    aligned = [
+        [cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in columns]
+        for columns in (zip(line, widths, right, strict=True) for line in cells)
+    ]
+    return ["  ".join(line).rstrip() for line in aligned]
+
+
+def _detail(key: str, value: Any) -> list[str]:
+    name = key.replace("_", " ")
+    if isinstance(value, Mapping):
+        return [f"  {name}:", *(f"  {line}" for inner in value.items() for line in _detail(*inner))]
+    if isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value):
+        return [f"  {name}:", *(f"    {line}" for line in table(value))]
+    if isinstance(value, list | tuple):
+        value = ", ".join(str(item) for item in value)
+    return [f"  {name}: {value:g}" if isinstance(value, float) else f"  {name}: {value}"]
+
+
+def _listing(title: str, items: Sequence[Mapping[str, Any]], full: str = "") -> list[str]:
+    if not items:
+        return []
+    lines = [f"{title}:"]
+    for item in items[:SHOWN]:
+        what = item.get("path") or item.get("item") or "?"
+        why = ": ".join(str(item[key]) for key in ("reason", "message") if item.get(key))
+        lines.append(f"  {what}  {why}".rstrip())
+    if len(items) > SHOWN:
+        lines.append(f"  ... and {len(items) - SHOWN} more")
+    return lines + ([f"  the full list: {full}"] if full else [])

@@ -1,0 +1,120 @@
+"""YAML 1.2 read with the line of everything in it.
+
+The core schema and nothing more: `1e-4` is a number, `no`, `on` and `yes` are text, a date is text. Tags and
+merge keys are refused, duplicate keys are errors.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+Key = tuple[str | int, ...]
+_TAG = "tag:yaml.org,2002:"
+
+
+class YamlErrors(ValueError):
+    """What is wrong with a document: (line from 1, message) of each problem."""
+
+    def __init__(self, problems: list[tuple[int, str]]) -> None:
+        super().__init__("; ".join(f"line {line}: {message}" for line, message in problems))
+        self.problems = problems
+
+
+@dataclass
+class Document:
+    """`value`: plain dicts, lists and scalars. `lines`: the line (from 1) where each key path stands."""
+
+    value: Any = None
+    lines: dict[Key, int] = field(default_factory=dict)
+    problems: list[tuple[int, str]] = field(default_factory=list)
+
+
+def parse(text: str) -> Document:
+    """Read one document; an empty one has the value None. Raises YamlErrors with every problem found."""
+    if directive := re.match(r"%YAML[ \t]+(?!1\.2\b)\S+", text):
+        raise YamlErrors([(1, f"{directive[0]}: this is read as YAML 1.2; remove the directive")])
+    try:
+        root = YAML(typ="safe", pure=True).compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        message = " ".join(part for part in (error.context, error.problem) if part)
+        if "'\\t'" in message:
+            message = "a tab cannot indent YAML; use spaces"
+        raise YamlErrors([(mark.line + 1 if mark else 1, f"not valid YAML: {message}")]) from error
+    except YAMLError as error:
+        raise YamlErrors([(1, f"not valid YAML: {error}")]) from error
+    document = Document(lines={(): 1})
+    if root is not None:
+        document.value = _build(root, (), document, ())
+    if document.problems:
+        raise YamlErrors(document.problems)
+    return document
+
+
+def _build(node: Node, path: Key, document: Document, above: tuple[int, ...]) -> Any:
+    line = node.start_mark.line + 1
+    document.lines.setdefault(path, line)
+    tag = str(node.tag).removeprefix(_TAG)
+    if id(node) in above:
+        document.problems.append((line, "an alias cannot stand inside what it names"))
+        return None
+    above = (*above, id(node))
+    if isinstance(node, MappingNode) and tag == "map":
+        return _mapping(node, path, document, above)
+    if isinstance(node, SequenceNode) and tag == "seq":
+        return [_build(item, (*path, i), document, above) for i, item in enumerate(node.value)]
+    if isinstance(node, ScalarNode) and tag in ("str", "null", "bool", "int", "float", "timestamp", "value"):
+        return _scalar(tag, node.value)
+    document.problems.append((line, f"tag {node.tag} is not supported; remove it"))
+    return None
+
+
+def _mapping(node: MappingNode, path: Key, document: Document, above: tuple[int, ...]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, ScalarNode) or str(key.tag) == f"{_TAG}merge":
+            document.problems.append(
+                (line, "keys are plain words; merge and composed keys are not supported")
+            )
+            continue
+        name = str(key.value)
+        if name in out:
+            dotted, before = ".".join(map(str, (*path, name))), document.lines[(*path, name)]
+            document.problems.append((line, f"{dotted}: this key stands already in line {before}"))
+            continue
+        document.lines[(*path, name)] = line
+        out[name] = _build(value, (*path, name), document, above)
+    return out
+
+
+def _scalar(tag: str, text: str) -> Any:
+    if tag == "null":
+        return None
+    if tag == "bool":
+        return text.lower() == "true"
+    if tag == "int":
+        return _integer(text)
+    if tag == "float":
+        return _float(text)
+    return text
+
+
+def _integer(text: str) -> int:
+    digits = text.replace("_", "")
+    sign = -1 if digits.startswith("-") else 1
+    digits = digits.lstrip("+-")
+    base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2].lower())
+    return sign * (int(digits[2:], base) if base else int(digits))
+
+
+def _float(text: str) -> float:
+    digits = text.replace("_", "").lower()
+    if digits.endswith(".nan"):
+        return math.nan
+    return float(digits.replace(".inf", "inf"))

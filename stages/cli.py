@@ -1,0 +1,61 @@
+"""`latentpress <program> …`: dispatch by name; only the chosen program is imported.
+
+The trainer is another package that this one may not import: it is started in place of this process.
+"""
+
+import importlib
+import os
+import sys
+
+PROGRAMS = {
+    "discover": "find media, captions and companions; name files by content",
+    "bucket": "divide media into buckets; plan samples, texts and work units",
+    "encode-text": "captions, null prompts and validation prompts -> embeddings",
+    "encode-latents": "images and clips -> latents",
+    "index": "join them into the training set",
+    "train": "shards -> adapter or model, checkpoints, validation latents",
+    "decode": "validation latents -> pictures and videos",
+    "run": "all of the above in order, skipping what is done",
+    "status": "per stage: done, remaining, set aside, bytes",
+    "verify": "read every shard and check every checksum",
+}
+
+
+def usage() -> str:
+    width = max(map(len, PROGRAMS))
+    lines = [f"  {name.ljust(width)}  {what}" for name, what in PROGRAMS.items()]
+    return "\n".join(
+        [
+            "usage: latentpress PROGRAM [options]",
+            "",
+            "From folders of images and videos to a trained adapter, by cached stages.",
+            "",
+            *lines,
+            "",
+            "latentpress PROGRAM --help tells the options of one. They read pipeline.yaml unless --config names another.",
+        ]
+    )
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        sys.exit(0 if arguments else 2)
+    name, rest = arguments[0], arguments[1:]
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"latentpress {version('latentpress')}")
+        return
+    if name not in PROGRAMS:
+        print(f"error: {name!r} is no program; choose from {', '.join(PROGRAMS)}", file=sys.stderr)
+        sys.exit(2)
+    if name == "train":
+        os.execv(sys.executable, [sys.executable, "-m", "trainer", *rest])
+    module = importlib.import_module(f"stages.{name.replace('-', '_')}")
+    module.app(args=rest, prog_name=f"latentpress {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""decode: validation latents -> PNG and MP4 through the autoencoder, and a contact sheet of the whole run.
+
+Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
+<output>/<run>/samples/contact-sheet.png. What is decoded already is not decoded again.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from schemas.config import Config
+from schemas.console import Console, Options, Report, program
+from schemas.errors import LatentpressError
+
+SUFFIXES = {False: ".png", True: ".mp4"}
+
+
+def run(config: Config, options: Options, console: Console) -> Report:
+    folder = Path(config.output) / config.train.run
+    report = Report(program="decode", dry_run=options.dry_run)
+    files = sorted((folder / "validation").glob("*/*.safetensors"))
+    pending = [file for file in files if not target(folder, config, file).exists()]
+    mine = options.shard.of(pending)
+    report.skipped = len(files) - len(pending)
+    if options.dry_run:
+        report.remaining = len(mine)
+        return report
+    if not files:
+        console.log(f"no validation latents under {folder / 'validation'}: nothing to decode")
+        return report
+    if mine:
+        _decode_all(config, options, console, folder, mine, report)
+    sheet = folder / "samples" / "contact-sheet.png"
+    if mine or not sheet.exists():
+        contact_sheet(config, folder, files, sheet)
+    report.details = {"samples": str(folder / "samples"), "contact sheet": str(sheet)}
+    return report
+
+
+def target(folder: Path, config: Config, file: Path) -> Path:
+    """Where a latent's picture or video goes."""
+    return folder / "samples" / file.parent.name / (file.stem + SUFFIXES[config.model.spec.video])
+
+
+def _decode_all(
+    config: Config, options: Options, console: Console, folder: Path, files: list[Path], report: Report
+) -> None:
+    from stages import loading
+
+    autoencoder = loading.autoencoder(config, loading.device(options.resources(config, "decode")))
+    with console.progress(len(files), "decode", "samples") as progress:
+        for file in files:
+            latent, about = read_latent(file)
+            if about["family"] != config.model.family:
+                report.failed.append(
+                    {"item": file.name, "path": str(file), "reason": "other-family", "message": about["family"]}
+                )
+                continue
+            import torch
+
+            frames = autoencoder.decode(torch.from_numpy(latent)[None])[0]
+            write(target(folder, config, file), np.asarray(frames), frames_per_second(config))
+            report.done += 1
+            progress.advance(1)
+
+
+def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """(latent_CTHW float32, what the trainer says of it)."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as content:
+            return content.get_tensor("latent").astype(np.float32), _about(content.metadata())
+    except (SafetensorError, OSError) as error:
+        raise LatentpressError(
+            f"{file} can't be read: {error}", "delete it, and run `latentpress train` again"
+        ) from error
+
+
+def _about(metadata: dict[str, str]) -> dict[str, Any]:
+    return json.loads(metadata["latentpress"])
+
+
+def frames_per_second(config: Config) -> float:
+    """validation.fps, else the first video dataset's frame rate."""
+    rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
+    return config.validation.fps or next(iter(rates), 24.0)
+
+
+def write(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
+    """Write uint8 frames as PNG (its first frame) or MP4, by the path's suffix; under its name only when whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        if path.suffix == ".png":
+            from PIL import Image
+
+            Image.fromarray(frames_THWC[0]).save(temporary)
+        else:
+            write_video(temporary, frames_THWC, fps)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
+    """H.264 in MP4, nearly lossless; sides must be even, as every bucket's are."""
+    from fractions import Fraction
+
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "14"})
+        stream.height, stream.width = frames_THWC.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        for frame in frames_THWC:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+        container.mux(stream.encode())
+
+
+def contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -> None:
+    """A table of pictures: a row for each prompt, a column for each step; of a video its middle frame."""
+    from PIL import Image, ImageDraw
+
+    steps = sorted({file.parent.name for file in files})
+    names = sorted({file.stem for file in files})
+    cell, label = 256, 20
+    sheet = Image.new("RGB", (len(steps) * cell, len(names) * (cell + label)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, name in enumerate(names):
+        for column, step in enumerate(steps):
+            x, y = column * cell, row * (cell + label)
+            draw.text((x + 4, y + 4), f"{name}  {step}", fill="black")
+            file = folder / "validation" / step / f"{name}.safetensors"
+            for image in _thumbnails(target(folder, config, file), cell):
+                sheet.paste(image, (x + (cell - image.width) // 2, y + label + (cell - image.height) // 2))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
+    sheet.save(temporary)
+    os.replace(temporary, path)
+
+
+def _thumbnails(path: Path, cell: int) -> Iterator[Any]:
+    """The one picture of a decoded file at most `cell` pixels wide and high; none where there is no file."""
+    from PIL import Image
+
+    if not path.exists():
+        return
+    if path.suffix == ".png":
+        image = Image.open(path).convert("RGB")
+    else:
+        from stages.media.video import probe_video, read_frames
+
+        middle = probe_video(path).duration / 2
+        image = Image.fromarray(next(iter(read_frames(path, [middle]))))
+    image.thumbnail((cell, cell), Image.Resampling.LANCZOS)
+    yield image
+
+
+app = program("decode", "Turn validation latents into pictures and videos.", run, extra="encode")
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,67 @@
+"""encode-latents: images and clips -> latents, one shard for each unit.
+
+For i2v the first frame is also encoded alone, for i2i the source image too: the row's `condition`. Latents are
+in the model's space (multiplied by the autoencoder's scaling factor). The posterior is sampled with a seed that
+the sample's identity alone determines.
+"""
+
+from typing import Annotated, Any
+
+import typer
+
+from cache.store import Store
+from schemas.config import Config
+from schemas.console import Console, Options, Report, program
+from schemas.identity import fingerprint
+from stages.bucket import current_plan
+from stages.media import pixels
+from stages.stage import EncodingStage, Job, Worker, run_stage
+from stages.weights import fingerprint_of
+
+VERSION = 1  # of what this file does to bytes; raise it with any change of them
+
+
+def parts(config: Config) -> dict[str, Any]:
+    """Everything beyond the samples that determines a shard's bytes."""
+    model, family = config.model, config.model.spec
+    return {
+        "stage": "encode-latents",
+        "version": VERSION,
+        "autoencoder": family.autoencoder,
+        "settings": family.latent_settings,
+        "weights": fingerprint_of(model.source, family.latent_parts, model.revision),
+        "precision": config.latents.precision or model.precision,
+        "posterior": config.latents.posterior,
+        "decoder": config.latents.decoder,
+        "resize": pixels.RESIZE,
+        "colour": pixels.COLOUR,
+    }
+
+
+def find_fingerprint(config: Config) -> str:
+    return fingerprint(parts(config))
+
+
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    retry_set_aside: Annotated[bool, typer.Option(help="Try again everything that was set aside.")] = False,
+) -> Report:
+    plan = current_plan(Store(config.root), config)
+    return run_stage(STAGE, plan, find_fingerprint(config), config, options, console, retry_set_aside)
+
+
+def load(job: Job) -> Worker:
+    """The worker of this stage; imports torch and loads the autoencoder."""
+    from stages.vae.worker import LatentsWorker
+
+    return LatentsWorker(job)
+
+
+STAGE = EncodingStage("encode-latents", "latents", parts, load)
+app = program("encode-latents", "Encode images and clips with the family's autoencoder.", run, extra="encode")
+
+if __name__ == "__main__":
+    app()

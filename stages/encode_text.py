@@ -1,0 +1,69 @@
+"""encode-text: captions, null prompts and validation prompts -> embeddings, one shard for each unit.
+
+Every distinct text once, at its true length. For i2i the prompt holds the source image as its sample is cut, so
+the embedding is a function of both.
+"""
+
+from typing import Annotated, Any
+
+import typer
+
+from cache.store import Store
+from schemas.config import Config
+from schemas.console import Console, Options, Report, program
+from schemas.identity import fingerprint
+from stages.bucket import current_plan
+from stages.stage import EncodingStage, Job, Worker, run_stage
+from stages.weights import fingerprint_of
+
+VERSION = 1  # of what this file does to bytes; raise it with any change of them
+
+
+def parts(config: Config) -> dict[str, Any]:
+    """Everything beyond the texts that determines a shard's bytes."""
+    model, family, template = config.model, config.model.spec, config.model.template
+    what = {
+        "stage": "encode-text",
+        "version": VERSION,
+        "encoder": family.text_encoder,
+        "weights": fingerprint_of(model.source, family.text_parts, model.revision),
+        "precision": config.text.precision or model.precision,
+        "template": {"name": template.name, "text": template.text, "crop": template.crop},
+        "max_length": config.text.max_length or template.max_length,
+    }
+    if template.with_image:
+        from stages.media import pixels
+
+        what |= {"resize": pixels.RESIZE, "colour": pixels.COLOUR}
+    return what
+
+
+def find_fingerprint(config: Config) -> str:
+    return fingerprint(parts(config))
+
+
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    retry_set_aside: Annotated[bool, typer.Option(help="Try again everything that was set aside.")] = False,
+) -> Report:
+    plan = current_plan(Store(config.root), config)
+    report = run_stage(STAGE, plan, find_fingerprint(config), config, options, console, retry_set_aside)
+    report.details["null prompts"] = len({row["null_text"] for row in plan.active if row["null_text"]}) or 1
+    return report
+
+
+def load(job: Job) -> Worker:
+    """The worker of this stage; imports torch and loads the text encoder."""
+    from stages.text.worker import TextWorker
+
+    return TextWorker(job)
+
+
+STAGE = EncodingStage("encode-text", "text", parts, load)
+app = program("encode-text", "Encode captions, null prompts and validation prompts.", run, extra="encode")
+
+if __name__ == "__main__":
+    app()

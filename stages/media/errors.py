@@ -1,0 +1,46 @@
+"""What is raised for a file that can't be used, whatever is wrong with it."""
+
+import os
+import stat
+from pathlib import Path
+
+
+class MediaError(Exception):
+    """A media file can't be used. The item is set aside with `reason`; nothing else stops.
+
+    reason: a short code that reports count by ("empty-file", "not-an-image", "truncated", …).
+    problem: what is wrong with the file, to follow "PATH: ".
+    advice: what a person can do about it.
+    """
+
+    def __init__(self, reason: str, path: str | os.PathLike[str], problem: str, advice: str) -> None:
+        # All four as arguments of Exception, so that the error survives pickling between worker processes.
+        super().__init__(reason, os.fspath(path), problem, advice)
+        self.reason = reason
+        self.path = os.fspath(path)
+        self.problem = problem
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}; {self.advice}"
+
+
+def require_file(path: str | os.PathLike[str]) -> int:
+    """The size in bytes of a regular file that has content; MediaError otherwise."""
+    try:
+        status = Path(path).stat()
+    except FileNotFoundError as error:
+        raise MediaError("missing", path, "is not there", "restore it or run discover again") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise MediaError("unreadable", path, "is not a regular file", "point the dataset at files")
+    if status.st_size == 0:
+        raise MediaError("empty-file", path, "has no bytes", "copy it again or delete it")
+    return status.st_size
+
+
+def unreadable(path: str | os.PathLike[str], error: OSError) -> MediaError:
+    """The MediaError for a file that the operating system doesn't let us read."""
+    problem = f"can't be read ({error.strerror or error})"
+    return MediaError("unreadable", path, problem, "check its permissions and the disk, then run again")

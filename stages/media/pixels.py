@@ -1,0 +1,43 @@
+"""From a picture to the numbers that an autoencoder takes, equal to what diffusers' pipelines make of it."""
+
+import os
+
+import numpy as np
+from PIL import Image
+
+from schemas.geometry import Bucket, Crop
+from stages.media.errors import MediaError
+from stages.media.image import MAX_PIXELS
+
+# These name the preprocessing in a cache's fingerprint: whoever changes what the code does changes the name.
+RESIZE = "pillow-lanczos"
+COLOUR = "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below"
+DECODER = "pyav"
+
+
+def fit(
+    image: Image.Image, crop: Crop, bucket: Bucket, *, path: str | os.PathLike[str] = "image"
+) -> np.ndarray:
+    """Resize with Lanczos and cut: uint8 (bucket.height, bucket.width, 3).
+
+    The filter is that of diffusers' VaeImageProcessor and VideoProcessor. The picture is stretched to the
+    crop's resize as it is, so that frames with pixels that are not square get their true shape in the same
+    step, where the crop was computed from the display size. Raises MediaError, naming `path`, where the
+    resize would be enormous.
+    """
+    if crop.resize_width * crop.resize_height > MAX_PIXELS:
+        problem = f"is so narrow that covering {bucket} takes {crop.resize_width}x{crop.resize_height} pixels"
+        raise MediaError("too-large", path, problem, "crop it to a more common shape or remove it")
+    resized = image.resize((crop.resize_width, crop.resize_height), resample=Image.Resampling.LANCZOS)
+    box = (crop.x, crop.y, crop.x + bucket.width, crop.y + bucket.height)
+    assert box[2] <= resized.width and box[3] <= resized.height, f"{crop} leaves no {bucket}"
+    return np.asarray(resized.crop(box).convert("RGB"))
+
+
+def normalise(pixels: np.ndarray) -> np.ndarray:
+    """uint8 (H, W, 3) or (T, H, W, 3) to float32 in [-1, 1], (3, H, W) or (3, T, H, W), contiguous. The same
+    operations in the same order as VaeImageProcessor's, so that the numbers are equal to the last bit.
+    """
+    assert pixels.dtype == np.uint8 and pixels.ndim in (3, 4) and pixels.shape[-1] == 3, pixels.shape
+    scaled = np.float32(2.0) * (pixels.astype(np.float32) / np.float32(255.0)) - np.float32(1.0)
+    return np.ascontiguousarray(np.moveaxis(scaled, -1, 0))

@@ -1,0 +1,199 @@
+"""The contract of an encoding stage, and the loop that runs one.
+
+A stage is a kind of unit, a fingerprint, and a `Worker`: made once in each process from a `Job`, it loads its
+model and turns one unit into one shard. Which units there are comes from the plan; which are done, from one
+listing of shard names. So any number of processes on any number of machines need no lock and no coordination.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cache import rejects
+from cache.generations import Generation, Unit
+from cache.shard import done_units
+from cache.store import Store
+from schemas.config import Config, Resources
+from schemas.console import Console, Options, Report
+from schemas.errors import USAGE, LatentpressError
+
+
+class WrongUse(LatentpressError):
+    """The options do not fit the program."""
+
+    exit_code = USAGE
+
+
+def refuse_shard(options: Options, program: str) -> None:
+    """Only the encoding stages and decode can be divided: the others are one small job."""
+    if options.shard.total > 1:
+        raise WrongUse(
+            f"{program} is one job and can't be divided with --shard",
+            f"run `latentpress {program}` once; --shard is for encode-text and encode-latents",
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker process needs to know; small, and sent to it as it is."""
+
+    config: Config
+    generation: str
+    fingerprint: str
+    resources: Resources
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a unit. set_aside: rows of schemas.tables.REJECTS. shard: its path, None if it failed."""
+
+    unit: str
+    shard: str | None
+    encoded: int = 0
+    bytes: int = 0
+    set_aside: tuple[dict, ...] = ()
+    error: str = ""
+
+
+class Worker(Protocol):
+    """Loaded once in a process; `run_unit` publishes one shard. It calls `advance` after each member."""
+
+    def run_unit(self, unit: Unit, advance: Callable[[int], None]) -> Outcome: ...
+
+
+@dataclass(frozen=True)
+class EncodingStage:
+    """One encoding stage. `parts`: everything beyond its inputs that determines its bytes (no torch needed to
+    say it). `load`: imports the model's library and makes the worker."""
+
+    name: str
+    kind: str  # the folder of its shards: text | latents
+    parts: Callable[[Config], dict[str, Any]]
+    load: Callable[[Job], Worker]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done and what is done, for one stage and one plan."""
+
+    generation: Generation
+    fingerprint: str
+    units: list[Unit]
+    done: dict[str, str]  # unit id -> shard path
+    again: set[str]  # units whose shard lacks a member that the plan still wants and that may work now
+
+    @property
+    def todo(self) -> list[Unit]:
+        return [unit for unit in self.units if unit.unit_id not in self.done or unit.unit_id in self.again]
+
+
+def reject_folder(stage: str, fingerprint: str) -> str:
+    return f"{stage}/{fingerprint}"
+
+
+def find_work(
+    store: Store, stage: str, kind: str, fingerprint: str, plan: Generation, retry: bool = False
+) -> Work:
+    """Compare the plan's units with the shards there are. retry: try everything again that was set aside."""
+    units = plan.units(kind)
+    done = done_units(store, f"{kind}/{fingerprint}")
+    wanted = plan.active_texts if kind == "text" else plan.active_samples
+    again = {
+        unit
+        for unit, rows in rejects.read(store, reject_folder(stage, fingerprint)).items()
+        if any((row["retry"] or retry) and row["item"] in wanted for row in rows)
+    }
+    return Work(plan, fingerprint, units, done, again & set(done))
+
+
+def run_stage(
+    stage: EncodingStage,
+    plan: Generation,
+    fingerprint: str,
+    config: Config,
+    options: Options,
+    console: Console,
+    retry: bool = False,
+) -> Report:
+    """Do this process' part of what remains of a stage, and report."""
+    store = Store(config.root)
+    work = find_work(store, stage.name, stage.kind, fingerprint, plan, retry)
+    mine = options.shard.of(work.todo)
+    report = Report(program=stage.name, skipped=sum(len(u.members) for u in work.units) - _members(work.todo))
+    report.details = {
+        "cache": f"{stage.kind}/{fingerprint}",
+        "units": f"{len(work.units)}, {len(work.units) - len(work.todo)} done before, {len(mine)} in this run",
+        "MiB to come": round(sum(unit.estimated_bytes for unit in mine) / 2**20, 2),
+    }
+    if options.dry_run:
+        report.remaining = _members(mine)
+    elif mine:
+        _write_provenance(store, stage, fingerprint, config)
+        job = Job(config, plan.name, fingerprint, options.resources(config, stage.name))
+        _run_units(store, stage, job, mine, config, console, report)
+    _list_set_aside(store, stage, fingerprint, plan, report)
+    return report
+
+
+def _members(units: Sequence[Unit]) -> int:
+    return sum(len(unit.members) for unit in units)
+
+
+def _run_units(
+    store: Store,
+    stage: EncodingStage,
+    job: Job,
+    units: list[Unit],
+    config: Config,
+    console: Console,
+    report: Report,
+) -> None:
+    from stages.engines.local import run_units
+
+    limit = config.stages.max_reject_fraction
+    tried = aside = 0
+    written = 0
+    what = "texts" if stage.kind == "text" else "samples"
+    with console.progress(_members(units), stage.name, what) as progress:
+        for outcome in run_units(stage.load, job, units, progress.advance):
+            if outcome.shard is None:
+                members = len(next(unit for unit in units if unit.unit_id == outcome.unit).members)
+                report.failed.append({"item": outcome.unit, "reason": "failed", "message": outcome.error})
+                report.remaining += members
+                continue
+            rejects.write(
+                store, reject_folder(stage.name, job.fingerprint), outcome.unit, list(outcome.set_aside)
+            )
+            report.done += outcome.encoded
+            written += outcome.bytes
+            tried += outcome.encoded + len(outcome.set_aside)
+            aside += len(outcome.set_aside)
+            if aside > limit * max(tried, 10):
+                raise LatentpressError(
+                    f"{stage.name} stopped: {aside} of {tried} {what} were set aside, more than "
+                    f"stages.max_reject_fraction = {limit}; the last: {outcome.set_aside[-1]['message']}",
+                    f"mend them or raise the limit; the list is under {store.path('rejects/' + stage.name)}",
+                )
+    report.details["MiB written"] = round(written / 2**20, 2)
+
+
+def _list_set_aside(
+    store: Store, stage: EncodingStage, fingerprint: str, plan: Generation, report: Report
+) -> None:
+    """Report every member set aside that the plan still wants, from this run and from earlier ones."""
+    wanted = plan.active_texts if stage.kind == "text" else plan.active_samples
+    folder = reject_folder(stage.name, fingerprint)
+    for rows in rejects.read(store, folder).values():
+        report.set_aside += [row for row in rows if row["item"] in wanted]
+    if report.set_aside:
+        report.rejects = store.path(f"rejects/{folder}")
+        report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once their cause is mended")
+
+
+def _write_provenance(store: Store, stage: EncodingStage, fingerprint: str, config: Config) -> None:
+    """provenance.json: in words, what the fingerprint stands for."""
+    rel = f"{stage.kind}/{fingerprint}/provenance.json"
+    if not store.exists(rel):
+        record = {"fingerprint": fingerprint, **stage.parts(config)}
+        store.publish_bytes(rel, json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode())

@@ -1,0 +1,136 @@
+"""status: for each stage what is done, what remains, what was set aside, and how many bytes lie where."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cache import rejects
+from cache.generations import Generation
+from cache.store import Store
+from schemas.config import Config
+from schemas.console import Console, Options, Report, program
+from schemas.errors import LatentpressError
+from stages import encode_latents, encode_text
+from stages.bucket import current_plan
+from stages.discover import media_path, read_media
+from stages.index import pointer
+from stages.stage import find_work, refuse_shard, reject_folder
+
+Row = dict[str, Any]
+
+
+def run(config: Config, options: Options, console: Console) -> Report:
+    refuse_shard(options, "status")
+    store = Store(config.root)
+    report = Report(program="status", dry_run=options.dry_run)
+    rows = [_discover(store, config)]
+    try:
+        plan = current_plan(store, config)
+    except LatentpressError as error:
+        report.next_steps.append(error.next_step)
+        report.details["stages"] = rows
+        report.remaining = 1
+        return report
+    rows.append(_bucket(store, config, plan))
+    for stage, kind, fingerprint in (
+        ("encode-text", "text", encode_text.find_fingerprint(config)),
+        ("encode-latents", "latents", encode_latents.find_fingerprint(config)),
+    ):
+        row = _encoding(store, plan, stage, kind, fingerprint)
+        rows.append(row)
+        if row["remaining"]:
+            report.next_steps.append(f"latentpress {stage}")
+        report.remaining += row["remaining"]
+        report.done += row["done"]
+    report.details["stages"] = rows
+    report.details["training set"] = _training_set(store, config)
+    report.details["libraries of the shards"] = _libraries(store, plan, config)
+    report.details["MiB under root"] = {kind: _mib(store, kind) for kind in ("media", "plans", "text", "latents", "sets")}
+    report.details["runs"] = _runs(config)
+    return report
+
+
+def _discover(store: Store, config: Config) -> Row:
+    datasets = [dataset for dataset in config.datasets if not dataset.disabled]
+    remaining = sum(not store.exists(media_path(dataset.id)) for dataset in datasets)
+    aside = rejects.read(store, "discover")
+    return {
+        "stage": "discover",
+        "what": "files",
+        "done": sum(len(read_media(store, dataset.id)) for dataset in datasets),
+        "remaining": remaining,
+        "set aside": sum(len(aside.get(dataset.id, [])) for dataset in datasets),
+        "MiB": _mib(store, "media"),
+    }
+
+
+def _bucket(store: Store, config: Config, plan: Generation) -> Row:
+    aside = rejects.read(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
+    samples = sum(row["role"] == "train" for row in plan.active)
+    return {
+        "stage": "bucket",
+        "what": "samples",
+        "done": samples,
+        "remaining": 0,
+        "set aside": len(aside),
+        "MiB": _mib(store, "plans"),
+    }
+
+
+def _encoding(store: Store, plan: Generation, stage: str, kind: str, fingerprint: str) -> Row:
+    work = find_work(store, stage, kind, fingerprint, plan)
+    wanted = plan.active_texts if kind == "text" else plan.active_samples
+    open_units = {unit.unit_id for unit in work.todo}
+    remaining = {name for unit in work.todo for name in unit.members if name in wanted}
+    lists = rejects.read(store, reject_folder(stage, fingerprint))
+    aside = {row["item"] for unit, rows in lists.items() if unit not in open_units for row in rows} & wanted
+    return {
+        "stage": stage,
+        "what": "texts" if kind == "text" else "samples",
+        "done": len(wanted - remaining - aside),
+        "remaining": len(remaining),
+        "set aside": len(aside),
+        "MiB": _mib(store, f"{kind}/{fingerprint}"),
+    }
+
+
+def _training_set(store: Store, config: Config) -> str:
+    rel = pointer(config.model.family, config.model.task)
+    return store.read_bytes(rel).decode() if store.exists(rel) else "none yet: latentpress index"
+
+
+def _libraries(store: Store, plan: Generation, config: Config) -> str:
+    """The versions that the plan's shards were made with; more than one set of them is worth a look."""
+    from cache.shard import Readers
+
+    readers = Readers(store)
+    found = set()
+    for stage, kind, fingerprint in (
+        ("encode-text", "text", encode_text.find_fingerprint(config)),
+        ("encode-latents", "latents", encode_latents.find_fingerprint(config)),
+    ):
+        for path in find_work(store, stage, kind, fingerprint, plan).done.values():
+            libraries = readers.meta(path).provenance["libraries"]
+            found.add(", ".join(f"{name} {version}" for name, version in sorted(libraries.items())))
+    if len(found) > 1:
+        return "MIXED: " + " | ".join(sorted(found))
+    return next(iter(found), "none yet")
+
+
+def _runs(config: Config) -> list[str]:
+    output = Path(config.output)
+    return sorted(path.name for path in output.iterdir() if path.is_dir()) if output.is_dir() else []
+
+
+def _mib(store: Store, prefix: str) -> float:
+    return round(sum(_sizes(store, prefix)) / 2**20, 2)
+
+
+def _sizes(store: Store, prefix: str) -> Iterable[int]:
+    return (store.size(f"{prefix}/{name}") for name in store.names(prefix))
+
+
+app = program("status", "Per stage: done, remaining, set aside, bytes.", run)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,47 @@
+"""What a text encoder is asked for and what it answers. Imports no torch, so that any program may."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stages.media.errors import MediaError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One caption to encode.
+
+    text: the cleaned caption, without its template. negative: it takes the pipeline's path for negative
+    prompts (null prompts too). image: for templates with an image, the source fitted to its bucket (RGB).
+    """
+
+    text: str
+    negative: bool = False
+    image: "Image.Image | None" = None
+
+
+@dataclass
+class TextResult:
+    """One caption encoded, on the CPU in the encoder's dtype.
+
+    embeds: (L, D), real tokens only. pooled: (D2,), or None where the family has none. tokens: what L would
+    be without a limit on the length. kept: L.
+    """
+
+    embeds: "torch.Tensor"
+    pooled: "torch.Tensor | None"
+    tokens: int
+    kept: int
+
+
+class RequestError(MediaError):
+    """A caption (or the image in it) that can't be encoded; it is set aside, and nothing else stops."""
+
+
+def refuse(reason: str, request: TextRequest, problem: str, advice: str) -> RequestError:
+    """The RequestError of a request, named by the beginning of its caption."""
+    short = request.text if len(request.text) <= 60 else request.text[:57] + "..."
+    return RequestError(reason, f"caption {short!r}", problem, advice)

@@ -1,0 +1,46 @@
+"""The HunyuanVideo VAE of Kandinsky 5 Video: 16 channels, stride 8 in space and 4 in time.
+
+diffusers encodes clips of more than 16 frames in overlapping windows. That is another result than encoding
+them whole, and it is what the pipelines' users have, so it is kept, and named in the cache's fingerprint.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+
+from stages.vae import base
+
+PARTS = base.PARTS
+
+
+class Autoencoder:
+    """Encodes and decodes clips with diffusers' defaults."""
+
+    def __init__(self, source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._vae = base.load(AutoencoderKLHunyuanVideo, source, revision, dtype, device)
+
+    def settings(self) -> dict[str, bool | int | str]:
+        """What else than weights and dtype determines the latents. window, stride: frames."""
+        return {
+            "tiling": self._vae.use_tiling,
+            "framewise": self._vae.use_framewise_encoding,
+            "window": self._vae.tile_sample_min_num_frames,
+            "stride": self._vae.tile_sample_stride_num_frames,
+        }
+
+    @torch.inference_mode()
+    def encode(
+        self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.Posterior
+    ) -> torch.Tensor:
+        """Scaled latents_BCTHW on the CPU of clips in [-1, 1]; T is 1 + a multiple of 4."""
+        assert pixels_BCTHW.shape[2] % 4 == 1, f"frames: {tuple(pixels_BCTHW.shape)}"
+        pixels_BCTHW = pixels_BCTHW.to(self._vae.device, self._vae.dtype)
+        parameters = self._vae.encode(pixels_BCTHW).latent_dist.parameters
+        return (base.draw(parameters, seeds, posterior) * self._vae.config.scaling_factor).cpu()
+
+    @torch.inference_mode()
+    def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        """uint8 frames_BTHWC on the CPU of scaled latents; 4 (T - 1) + 1 frames."""
+        latents_BCTHW = latents_BCTHW.to(self._vae.device, self._vae.dtype)
+        return base.to_bytes(self._vae.decode(latents_BCTHW / self._vae.config.scaling_factor).sample)

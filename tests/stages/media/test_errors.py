@@ -1,0 +1,28 @@
+import pickle
+
+import pytest
+
+from stages.media.errors import MediaError, require_file
+
+
+def test_the_message_names_the_file_the_problem_and_the_next_step():
+    error = MediaError("truncated", "a/b.mp4", "ends at 1.0 s", "replace it with a whole copy")
+    assert str(error) == "a/b.mp4: ends at 1.0 s; replace it with a whole copy"
+    assert error.reason == "truncated"
+
+
+def test_an_error_survives_the_way_between_processes(tmp_path):
+    error = MediaError("truncated", tmp_path / "b.mp4", "ends", "replace it")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.reason, copy.path, str(copy)) == (error.reason, str(tmp_path / "b.mp4"), str(error))
+
+
+def test_files_that_cannot_be_used_are_told_apart(tmp_path):
+    empty, full = tmp_path / "empty", tmp_path / "full"
+    empty.touch()
+    full.write_bytes(b"abc")
+    assert require_file(full) == 3
+    for path, reason in ((empty, "empty-file"), (tmp_path / "none", "missing"), (tmp_path, "unreadable")):
+        with pytest.raises(MediaError) as caught:
+            require_file(path)
+        assert caught.value.reason == reason

@@ -1,0 +1,151 @@
+"""Checkpoints: exact, atomic, checked, pruned."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from schemas.config import Optimizer
+from trainer import checkpoint
+from trainer.optim import BadSteps, DivergedError, clip, learning_rate, make_optimizer, set_rate
+
+
+def model(seed: int) -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)}
+    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+
+
+def step(parameters, optimizer, number: int) -> float:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(5, 4, generator=generator)
+    hidden = torch.tanh(x @ parameters["a.weight"].T + parameters["a.bias"])
+    loss = ((hidden @ parameters["b.weight"].T - 1) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def trained(steps: int) -> tuple:
+    parameters = model(0)
+    optimizer = make_optimizer(parameters.values(), Optimizer(lr=0.01))
+    losses = [step(parameters, optimizer, number) for number in range(steps)]
+    return parameters, optimizer, losses
+
+
+def test_restored_training_goes_on_exactly(tmp_path: Path) -> None:
+    *_, losses = trained(8)
+    parameters, optimizer, _ = trained(5)
+    checkpoint.save(tmp_path, 5, parameters, optimizer, {"seed": 0}, {"epoch": 1})
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found.step == 5 and found.state["epoch"] == 1
+    again = model(9)
+    other = make_optimizer(again.values(), Optimizer(lr=0.01))
+    checkpoint.restore(found, again, other)
+    assert [step(again, other, number) for number in range(5, 8)] == losses[5:]
+
+
+def test_bfloat16_weights_survive(tmp_path: Path) -> None:
+    parameters = {"w": torch.nn.Parameter(torch.randn(4, 4).bfloat16())}
+    optimizer = make_optimizer(parameters.values(), Optimizer())
+    checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
+    again = {"w": torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))}
+    checkpoint.restore(checkpoint.newest(tmp_path), again, make_optimizer(again.values(), Optimizer()))
+    assert torch.equal(again["w"], parameters["w"])
+
+
+@pytest.mark.parametrize("moment", ["save_file", "rename"])
+def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypatch) -> None:
+    """A process that ends in the middle of writing: the one before stays the newest, and the rest is swept."""
+    parameters, optimizer, _ = trained(2)
+    checkpoint.save(tmp_path, 2, parameters, optimizer, {}, {})
+    child = os.fork()
+    if child == 0:
+        owner = checkpoint if moment == "save_file" else os
+        monkeypatch.setattr(owner, moment, lambda *_: os._exit(7))
+        checkpoint.save(tmp_path, 3, parameters, optimizer, {}, {})
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert [path.name for path in tmp_path.glob(".step-*")], "something was cut off"
+    assert checkpoint.newest(tmp_path).step == 2
+    checkpoint.prune(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
+    parameters, optimizer, _ = trained(1)
+    for number in (1, 2, 30, 999_999, 1_000_000):
+        checkpoint.save(tmp_path, number, parameters, optimizer, {}, {})
+    checkpoint.prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
+    assert checkpoint.newest(tmp_path).step == 1_000_000
+    assert checkpoint.newest(tmp_path / "none") is None
+
+
+def test_other_terms_are_refused_and_named(tmp_path: Path) -> None:
+    parameters, optimizer, _ = trained(1)
+    checkpoint.save(tmp_path, 1, parameters, optimizer, {"seed": 1, "set": "a", "betas": (0.9, 0.95)}, {})
+    found = checkpoint.newest(tmp_path)
+    checkpoint.check_terms(found, {"seed": 1, "set": "a", "betas": (0.9, 0.95)}, {})
+    with pytest.raises(checkpoint.ResumeError) as caught:
+        checkpoint.check_terms(found, {"seed": 2, "set": "b", "betas": (0.9, 0.95)}, {"set": "Set train.set=a."})
+    message = str(caught.value)
+    assert "seed: 1 there, 2 now" in message and "set: 'a' there, 'b' now" in message
+    assert "Set train.set=a." in message and "betas" not in message
+
+
+@pytest.mark.parametrize("name", [checkpoint.TRAINABLE, checkpoint.OPTIMIZER])
+def test_damage_is_found(tmp_path: Path, name: str) -> None:
+    parameters, optimizer, _ = trained(1)
+    path = checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {}) / name
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(checkpoint.ResumeError, match=rf"{name} is damaged"):
+        checkpoint.restore(checkpoint.newest(tmp_path), parameters, optimizer)
+    shutil.rmtree(path.parent)
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    parameters, optimizer, _ = trained(1)
+    checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
+    other = {"c": torch.nn.Parameter(torch.zeros(1))}
+    with pytest.raises(checkpoint.ResumeError, match=r"other weights.*a\.bias"):
+        checkpoint.restore(checkpoint.newest(tmp_path), other, make_optimizer(other.values(), Optimizer()))
+
+
+def test_learning_rate() -> None:
+    constant = Optimizer(lr=1.0, warmup=4)
+    assert [learning_rate(constant, n, 10) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    cosine = Optimizer(lr=2.0, warmup=2, schedule="cosine")
+    rates = [learning_rate(cosine, n, 12) for n in range(12)]
+    assert rates[:3] == [1.0, 2.0, 2.0] and rates[7] == pytest.approx(1.0)
+    assert rates[2:] == sorted(rates[2:], reverse=True) and 0 < rates[-1] < 0.1
+    assert learning_rate(Optimizer(lr=3.0, warmup=0), 0, 5) == 3.0
+    optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(1))], constant)
+    set_rate(optimizer, 0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_clipping_scales_to_the_norm() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    assert clip(parameters, 1.0) == pytest.approx(5.0)
+    assert parameters[0].grad[0] == pytest.approx(0.6, abs=1e-4)
+
+
+def test_bad_steps_are_counted_and_end_the_run() -> None:
+    bad = BadSteps(2)
+    assert bad.finite(0, 1.0, 1.0)
+    assert not bad.finite(1, float("nan"), 1.0)
+    assert not bad.finite(2, 1.0, float("inf"))
+    assert not bad.finite(150, float("nan"), 1.0), "those of long ago are forgiven"
+    assert bad.total == 3
+    bad.finite(151, float("nan"), 1.0)
+    with pytest.raises(DivergedError, match=r"3 of the last 100.*max_bad_steps is 2"):
+        bad.finite(152, float("nan"), 1.0)
+    with pytest.raises(DivergedError, match=r"learning rate|train\.optimizer\.lr"):
+        BadSteps(0).finite(0, float("nan"), 1.0)

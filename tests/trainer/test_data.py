@@ -1,0 +1,155 @@
+"""Shards become batches: exact values, padding, randomness by position, a thread that hides nothing."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cache.plan import Plan
+from cache.shard import DamageError
+from cache.store import Store
+from cache.tensors import Array
+from cache.trainset import TrainSet
+from trainer.data import Feed, draws, read_ahead, tensor
+
+
+def opened(config) -> TrainSet:
+    return TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+
+
+def feed(config, batch_size: int = 2, global_batch: int = 4, **options) -> Feed:
+    data = opened(config)
+    return Feed(data, Plan(data.spans, 3, global_batch), batch_size, options.pop("dropout", 0.0), **options)
+
+
+def test_tensor_keeps_every_bit_and_is_writable() -> None:
+    values = torch.tensor([1.5, -2.25, 3e38, 1e-40]).bfloat16()
+    array = Array.from_numpy(values.view(torch.uint16).numpy(), "bfloat16")
+    copied = tensor(array)
+    assert copied.dtype == torch.bfloat16 and torch.equal(copied, values)
+    copied[0] = 7
+    assert tensor(array)[0] == 1.5
+    assert torch.equal(tensor(Array.from_numpy(np.arange(6.0).reshape(2, 3).astype("f4"))), torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize("form", ["arrow", "webdataset"])
+@pytest.mark.parametrize("kind", ["t2i", "i2i", "i2v", "sana"])
+def test_batches_hold_what_the_shards_hold(make_config, make_set, made, kind, form) -> None:
+    config = make_config(kind)
+    items, null, prompts = made.mixed_items(config)
+    make_set(config, items, null, prompts, form=form)
+    ordered = sorted(items, key=lambda item: item.bucket)
+    seen = set()
+    for step in range(6):
+        for part in feed(config).step(step).parts:
+            batch = part.batch
+            assert part.noise_BCTHW.shape == batch.latents_BCTHW.shape
+            for i, id in enumerate(batch.ids):
+                item = ordered[int(id.removeprefix("set1-sample"))]
+                seen.add(id)
+                assert item.bucket == batch.bucket
+                assert np.array_equal(batch.latents_BCTHW[i].numpy(), item.latent)
+                length = int(batch.text_mask_BL[i].sum())
+                assert batch.text_mask_BL[i, :length].all() and not batch.text_BLD[i, length:].any()
+                text = batch.text_BLD[i, :length].numpy()
+                assert any(np.array_equal(text, caption["embeds"]) for caption in item.texts)
+                assert (batch.pooled_BD is None) == (kind == "sana")
+                assert (batch.condition_BCTHW is None) == (kind in ("t2i", "sana"))
+                if batch.condition_BCTHW is not None:
+                    assert np.array_equal(batch.condition_BCTHW[i].numpy(), item.condition)
+    assert len(seen) == len(items)
+
+
+def test_bfloat16_sets_are_read(make_config, make_set) -> None:
+    config = make_config("t2i")
+    make_set(config, dtype="bfloat16")
+    batch = feed(config).step(0).parts[0].batch
+    assert batch.latents_BCTHW.dtype == torch.float32
+    assert torch.equal(batch.latents_BCTHW, batch.latents_BCTHW.bfloat16().float())
+
+
+def test_dropped_captions_are_the_null_prompt(make_config, make_set, made) -> None:
+    config = make_config("t2i")
+    items, null, prompts = made.mixed_items(config)
+    make_set(config, items, null, prompts)
+    batch = feed(config, dropout=1.0).step(0).parts[0].batch
+    assert np.array_equal(batch.text_BLD.numpy(), np.stack([null["embeds"]] * 2))
+    assert np.array_equal(batch.pooled_BD.numpy(), np.stack([null["pooled"]] * 2))
+
+
+def test_ranks_and_micro_batches_cut_the_same_global_batch(make_config, make_set) -> None:
+    config = make_config("t2i")
+    make_set(config)
+
+    def flat(parts) -> tuple:
+        return (
+            [id for part in parts for id in part.batch.ids],
+            torch.cat([part.noise_BCTHW for part in parts]),
+            torch.cat([part.u_B for part in parts]),
+        )
+
+    for step in range(3):
+        whole = flat(feed(config, 4, dropout=0.3).step(step).parts)
+        ranks = [feed(config, 1, dropout=0.3, rank=rank, world=2).step(step).parts for rank in (0, 1)]
+        ids, noise, u = flat([part for parts in ranks for part in parts])
+        assert [len(parts) for parts in ranks] == [2, 2]
+        assert ids == whole[0] and torch.equal(noise, whole[1]) and torch.equal(u, whole[2])
+
+
+def test_draws_are_standard_and_differ_by_seed_step_and_position() -> None:
+    noise, u = draws(0, 5, np.arange(400), (4, 1, 4, 4))
+    assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
+    normal = torch.logit(u)
+    assert abs(normal.mean()) < 0.15 and abs(normal.std() - 1) < 0.15
+    others = [draws(1, 5, np.arange(2), (4,)), draws(0, 6, np.arange(2), (4,)), draws(0, 5, np.arange(2, 4), (4,))]
+    first = draws(0, 5, np.arange(2), (4,))
+    assert not any(torch.equal(first[0], other[0]) or torch.equal(first[1], other[1]) for other in others)
+
+
+def test_reading_ahead_keeps_order_and_is_bounded() -> None:
+    asked: list[int] = []
+
+    def read(number: int) -> int:
+        asked.append(number)
+        return number * number
+
+    results = read_ahead(read, range(3, 50), depth=2)
+    assert next(results) == 9
+    time.sleep(0.3)
+    assert len(asked) <= 4
+    assert list(results) == [n * n for n in range(4, 50)]
+
+
+def test_an_error_in_the_thread_arrives_at_its_place() -> None:
+    def read(number: int) -> int:
+        if number == 2:
+            raise DamageError("x/latents/f/u.arrow", "its checksum does not match", 2, "id")
+        return number
+
+    results = read_ahead(read, range(5))
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(DamageError):
+        next(results)
+
+
+def test_leaving_early_ends_the_thread() -> None:
+    results = read_ahead(lambda number: number, range(10**6))
+    next(results)
+    results.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+
+
+def test_a_flipped_byte_stops_the_feed_before_the_batch(make_config, make_set) -> None:
+    config = make_config("t2i")
+    make_set(config)
+    for path in Path(config.root).glob("latents/*/*.arrow"):
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1  # inside some latent: tensors are nearly all of the file
+        path.write_bytes(raw)
+    with pytest.raises(DamageError, match="latents-") as caught:
+        for data in feed(config).steps(0, 9):
+            assert all(torch.isfinite(part.batch.latents_BCTHW).all() for part in data.parts)
+    assert caught.value.row is not None

@@ -1,0 +1,144 @@
+"""From shards to tensors: the only place where numpy becomes torch.
+
+Everything random about a sample, its noise and its sigma, is a function of (seed, step, position in the global
+batch), so a resumed run, or one on another number of ranks, sees the same.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from cache.plan import Ints, Plan, caption_dropped, caption_number
+from cache.tensors import Array
+from cache.trainset import Sample, TrainSet
+from schemas.identity import seed_of
+from trainer.batch import Batch, pad_text
+
+T = TypeVar("T")
+
+PREFETCHED = 2  # steps read ahead
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass on one rank. noise_BCTHW like the latents, u_B uniform in 0..1 (logit-normal): float32, CPU."""
+
+    batch: Batch
+    noise_BCTHW: torch.Tensor
+    u_B: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepData:
+    """This rank's share of one optimizer step."""
+
+    step: int
+    epoch: int
+    bucket: str
+    parts: list[MicroBatch]
+
+
+def tensor(array: Array) -> torch.Tensor:
+    """A writable torch tensor of the same dtype: one copy out of the memory map."""
+    copied = torch.from_numpy(np.array(array.numpy()))
+    return copied.view(torch.bfloat16) if array.dtype == "bfloat16" else copied
+
+
+def collate(samples: Sequence[Sample], bucket: str) -> Batch:
+    """Samples of one bucket as a float32 batch on the CPU; text is padded with zeros to the longest."""
+    text, mask = pad_text([tensor(sample.text["embeds"]).float() for sample in samples])
+    pooled = [tensor(sample.text["pooled"]).float() for sample in samples if "pooled" in sample.text]
+    conditions = [tensor(sample.condition).float() for sample in samples if sample.condition is not None]
+    assert len(pooled) in (0, len(samples)) and len(conditions) in (0, len(samples)), "half of a batch lacks a part"
+    return Batch(
+        latents_BCTHW=torch.stack([tensor(sample.latent).float() for sample in samples]),
+        condition_BCTHW=torch.stack(conditions) if conditions else None,
+        text_BLD=text,
+        text_mask_BL=mask,
+        pooled_BD=torch.stack(pooled) if pooled else None,
+        ids=[sample.id for sample in samples],
+        bucket=bucket,
+    )
+
+
+def draws(seed: int, step: int, positions: Ints, shape_CTHW: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(noise_BCTHW, u_B) of the given positions of a step's global batch. u is the sigmoid of a normal draw."""
+    noises, normals = [], []
+    for position in positions:
+        generator = torch.Generator().manual_seed(seed_of(f"{seed}/{step}/{int(position)}", "noise"))
+        normals.append(torch.randn((), generator=generator))
+        noises.append(torch.randn(tuple(shape_CTHW), generator=generator))
+    return torch.stack(noises), torch.sigmoid(torch.stack(normals))
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Reads the steps of one rank. batch_size: samples of one forward pass."""
+
+    data: TrainSet
+    plan: Plan
+    batch_size: int
+    caption_dropout: float
+    rank: int = 0
+    world: int = 1
+
+    def step(self, number: int) -> StepData:
+        """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
+        positions, share = self.plan.batch(number).share(self.rank, self.world)
+        seed, parts = self.plan.seed, []
+        captions = caption_number(seed, share.rows, share.passes, self.data.alternatives(share.rows))
+        dropped = caption_dropped(seed, number, positions, self.caption_dropout)
+        for first in range(0, len(positions), self.batch_size):
+            part = range(first, first + self.batch_size)
+            samples = [self.data.sample(int(share.rows[i]), int(captions[i]), bool(dropped[i])) for i in part]
+            batch = collate(samples, share.bucket)
+            noise, u = draws(seed, number, positions[first : part.stop], batch.latents_BCTHW.shape[1:])
+            parts.append(MicroBatch(batch, noise, u))
+        return StepData(number, share.epoch, share.bucket, parts)
+
+    def steps(self, first: int, last: int) -> Iterator[StepData]:
+        """Steps first..last-1, read ahead by a thread."""
+        return read_ahead(self.step, range(first, last))
+
+
+def read_ahead(read: Callable[[int], T], numbers: range, depth: int = PREFETCHED) -> Iterator[T]:
+    """`read(n)` of each number in order, at most `depth` results ahead, made by one background thread.
+
+    An exception in the thread is raised here, at its place in the order. Leaving the iterator ends the thread.
+    A thread is enough: reading is a memory map and a checksum, both outside of Python's lock.
+    """
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(item: object) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        for number in numbers:
+            if stop.is_set():
+                return
+            try:
+                put((read(number), None))
+            except BaseException as error:  # handed to the consumer, which raises it
+                return put((None, error))
+
+    thread = threading.Thread(target=work, name="read-ahead", daemon=True)
+    thread.start()
+    try:
+        for _ in numbers:
+            result, error = ready.get()
+            if error is not None:
+                raise error
+            yield result
+    finally:
+        stop.set()
+        thread.join()
