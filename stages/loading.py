@@ -18,6 +18,13 @@ from schemas.errors import LatentpressError
 from stages.stage import Outcome
 
 
+def quiet() -> None:
+    """The libraries' own progress bars off: the stages show theirs."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def device(resources: Resources) -> torch.device:
     """The device that this process computes on; sets the number of CPU threads, which shards record."""
     torch.set_num_threads(resources.threads)
@@ -49,6 +56,7 @@ def autoencoder(config: Config, where: torch.device) -> Any:
 
 def text_encoder(config: Config, where: torch.device) -> Any:
     """The family's text encoder, from the file under stages/text/ that the catalogue names."""
+    quiet()
     model = config.model
     module = importlib.import_module(f"stages.text.{model.spec.text_encoder}")
     dtype = getattr(torch, config.text.precision or model.precision)

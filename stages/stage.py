@@ -15,7 +15,7 @@ from cache.generations import Generation, Unit
 from cache.shard import done_units
 from cache.store import Store
 from schemas.config import Config, Resources
-from schemas.console import Console, Options, Report
+from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
 
 
@@ -85,7 +85,11 @@ class Work:
 
     @property
     def todo(self) -> list[Unit]:
-        return [unit for unit in self.units if unit.unit_id not in self.done or unit.unit_id in self.again]
+        return self.part(Shard())
+
+    def part(self, shard: Shard) -> list[Unit]:
+        """What remains of one part. Parts are cut from all units, so they stay the same while others finish."""
+        return [unit for unit in shard.of(self.units) if unit.unit_id not in self.done or unit.unit_id in self.again]
 
 
 def reject_folder(stage: str, fingerprint: str) -> str:
@@ -119,7 +123,7 @@ def run_stage(
     """Do this process' part of what remains of a stage, and report."""
     store = Store(config.root)
     work = find_work(store, stage.name, stage.kind, fingerprint, plan, retry)
-    mine = options.shard.of(work.todo)
+    mine = work.part(options.shard)
     report = Report(program=stage.name, skipped=sum(len(u.members) for u in work.units) - _members(work.todo))
     report.details = {
         "cache": f"{stage.kind}/{fingerprint}",

@@ -1,7 +1,7 @@
 """Fixtures shared by all tests."""
 
 import hashlib
-import importlib.util
+import importlib
 import os
 import shutil
 import sys
@@ -21,7 +21,8 @@ BUILDER = ROOT / "examples" / "tiny_models.py"
 def tiny() -> Callable[[str], Path]:
     """kind -> folder of a tiny random checkpoint, built once and shared by every process and later run."""
     libraries = [f"{name}=={version(name)}" for name in ("torch", "diffusers", "transformers")]
-    stamp = hashlib.sha256(BUILDER.read_bytes() + " ".join(libraries).encode()).hexdigest()[:12]
+    sources = b"".join(path.read_bytes() for path in sorted(BUILDER.parent.glob("tiny_*.py")))
+    stamp = hashlib.sha256(sources + " ".join(libraries).encode()).hexdigest()[:12]
 
     @cache
     def folder(kind: str) -> Path:
@@ -49,8 +50,5 @@ def _build(kind: str, target: Path) -> None:
 
 @cache
 def _builder():
-    spec = importlib.util.spec_from_file_location("tiny_models", BUILDER)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tiny_models"] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(BUILDER.parent))
+    return importlib.import_module(BUILDER.stem)

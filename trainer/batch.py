@@ -43,7 +43,7 @@ class Batch:
 
 
 def pad_text(texts_LD: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts (L_i, D) of unequal length -> (B, max L_i, D) zero-padded on the right, (B, max L_i) bool mask."""
+    """Texts (L_i, D) of unequal length -> (B, max L, D) zero-padded on the right, (B, max L) bool mask."""
     if not texts_LD:
         raise ValueError("no texts to pad; a batch has at least one sample")
     lengths = [text.shape[0] for text in texts_LD]

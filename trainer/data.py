@@ -26,11 +26,11 @@ PREFETCHED = 2  # steps read ahead
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass on one rank. noise_BCTHW like the latents, u_B uniform in 0..1 (logit-normal): float32, CPU."""
+    """One forward pass on one rank. noise_BCTHW like the latents, normal_B for sigma: standard normal, float32."""
 
     batch: Batch
     noise_BCTHW: torch.Tensor
-    u_B: torch.Tensor
+    normal_B: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def collate(samples: Sequence[Sample], bucket: str) -> Batch:
 
 
 def draws(seed: int, step: int, positions: Ints, shape_CTHW: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(noise_BCTHW, u_B) of the given positions of a step's global batch. u is the sigmoid of a normal draw."""
+    """(noise_BCTHW, normal_B), standard normal, of the given positions of a step's global batch."""
     noises, normals = [], []
     for position in positions:
         generator = torch.Generator().manual_seed(seed_of(f"{seed}/{step}/{int(position)}", "noise"))
         normals.append(torch.randn((), generator=generator))
         noises.append(torch.randn(tuple(shape_CTHW), generator=generator))
-    return torch.stack(noises), torch.sigmoid(torch.stack(normals))
+    return torch.stack(noises), torch.stack(normals)
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Feed:
             part = range(first, first + self.batch_size)
             samples = [self.data.sample(int(share.rows[i]), int(captions[i]), bool(dropped[i])) for i in part]
             batch = collate(samples, share.bucket)
-            noise, u = draws(seed, number, positions[first : part.stop], batch.latents_BCTHW.shape[1:])
-            parts.append(MicroBatch(batch, noise, u))
+            noise, normal = draws(seed, number, positions[first : part.stop], batch.latents_BCTHW.shape[1:])
+            parts.append(MicroBatch(batch, noise, normal))
         return StepData(number, share.epoch, share.bucket, parts)
 
     def steps(self, first: int, last: int) -> Iterator[StepData]:

@@ -121,16 +121,18 @@ def read_frames(
     ValueError for descending times.
     """
     check_ascending(times)
-    if not times:
-        return
-    with open_stream(path, threads) as (container, stream):
-        tolerance = time_tolerance(stream)
-        converter = VideoReformatter()
-        last: VideoFrame | None = None
-        for shown in _at_times(_shown_from(container, stream, times[0], path), times, tolerance, path):
-            if shown.frame is not last:
-                last, picture = shown.frame, _picture(converter, shown.frame, path)
-            yield picture
+    delivered = 0
+    if times and times[0] > _SEEK_BEYOND:
+        try:
+            for picture in _pictures(path, times, threads, seek=True):
+                yield picture
+                delivered += 1
+        except MediaError:
+            # Behind a seek, an open group of pictures or a gradual refresh refers to what was skipped.
+            # What is really damaged fails again from the beginning.
+            pass
+    if delivered < len(times):
+        yield from _pictures(path, times[delivered:], threads, seek=False)
 
 
 def check_ascending(times: Sequence[float]) -> None:
@@ -214,17 +216,28 @@ def _display_size(frame: VideoFrame, stream: VideoStream, rotation: int) -> tupl
     return (height, width) if rotation in (90, 270) else (width, height)
 
 
-def _shown_from(
-    container: InputContainer, stream: VideoStream, start: float, path: str | os.PathLike[str]
+def _pictures(
+    path: str | os.PathLike[str], times: Sequence[float], threads: int, *, seek: bool
+) -> Iterator[np.ndarray]:
+    with open_stream(path, threads) as (container, stream):
+        shown = _shown(container, stream, path, times[0] if seek else None)
+        converter = VideoReformatter()
+        last: VideoFrame | None = None
+        for frame in _at_times(shown, times, time_tolerance(stream), path):
+            if frame is not last:
+                last, picture = frame, _picture(converter, frame, path)
+            yield picture
+
+
+def _shown(
+    container: InputContainer, stream: VideoStream, path: str | os.PathLike[str], start: float | None
 ) -> Iterator[Shown]:
-    """Frames in order with their times, beginning at the last keyframe at or before `start`, or earlier."""
+    """Frames in order with their times, all or from the last keyframe at or before `start` seconds."""
     rate, tick = average_rate(stream), float(stream.time_base or 0)
     frames = decoded(from_keyframe(container, stream), stream, path)
     first = next(frames, None)
     if first is None:
-        raise MediaError(
-            "zero-frames", path, "has a video stream without a frame", "remove it from the dataset"
-        )
+        raise MediaError("zero-frames", path, "has no frame that can be decoded", REPLACE)
     if container.format.name == "avi":
         # AVI has no presentation times: with B-frames the stamps are shuffled, but its rate is constant.
         for index, frame in enumerate(chain([first], frames)):
@@ -232,13 +245,15 @@ def _shown_from(
         return
     origin = _stamp(first, path)
     frames = chain([first], frames)
-    if start > _SEEK_BEYOND:
+    if start is not None:
         frames = _seek(container, stream, origin, origin + math.floor(start / tick), path)
     previous = -math.inf
     for frame in frames:
         time = (_stamp(frame, path) - origin) * tick
         if time < previous:
             raise MediaError("bad-timestamps", path, f"goes back in time at {previous:.3f} s", REMUX)
+        if start is not None and previous < 0 and time > start:
+            raise _unsearchable(path)
         previous = time
         yield Shown(time, frame.duration * tick if frame.duration else 1 / rate, frame)
 
@@ -252,29 +267,32 @@ def _seek(
     that is presented too late: then once more from further back.
     """
     second = max(1, round(1 / stream.time_base)) if stream.time_base else 1
-    # The last attempt is before the first frame, where every container begins to read.
-    for wanted in (*(max(origin, target - back * second) for back in (0, 1, 4, 16)), origin - 10 * second):
-        container.seek(wanted, stream=stream, backward=True)
+    for back in (0, 1, 4, 16):
+        container.seek(max(origin, target - back * second), stream=stream, backward=True)
         packets = from_keyframe(container, stream)
         key = next(packets, None)
         if key is not None and key.pts is not None and key.pts <= target:
             return decoded(chain([key], packets), stream, path)
-    raise MediaError("unreadable", path, "can't be searched by time", REMUX)
+    raise _unsearchable(path)
+
+
+def _unsearchable(path: str | os.PathLike[str]) -> MediaError:
+    return MediaError("unreadable", path, "can't be searched by time", REMUX)
 
 
 def _at_times(
     shown: Iterator[Shown], times: Sequence[float], tolerance: float, path: str | os.PathLike[str]
-) -> Iterator[Shown]:
+) -> Iterator[VideoFrame]:
     held = next(shown, None)
     if held is None:
-        raise MediaError("unreadable", path, f"has no frame that can be decoded at {times[0]:.3f} s", REPLACE)
+        raise MediaError("zero-frames", path, f"has no frame to decode at {times[0]:.3f} s", REPLACE)
     ahead = next(shown, None)
     for time in times:
         while ahead is not None and ahead.time <= time + tolerance:
             held, ahead = ahead, next(shown, None)
         if ahead is None:
             require_within(path, time, held.time + held.duration, tolerance)
-        yield held
+        yield held.frame
 
 
 def _stamp(frame: VideoFrame, path: str | os.PathLike[str]) -> int:

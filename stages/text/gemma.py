@@ -1,8 +1,8 @@
 """Sana: Gemma-2's last hidden states of the complex human instruction and the caption.
 
 The pipeline pads to n + 298 tokens (n: the instruction's) and keeps row 0 and the last 299, that is, the
-positions from n - 1 on. Stored are the real ones among them; the rest is masked in the transformer and changes
-nothing.
+positions from n - 1 on. Stored are the real ones among them; the transformer masks the rest, which therefore
+changes nothing.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Encoder:
         """Tokens that the model reads for this request; for sorting into batches."""
         return min(len(self._all_ids(request)), self._limit(request))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode(self, requests: Sequence[TextRequest]) -> list[TextResult]:
         """One forward pass for all."""
         tokens = [self._all_ids(request) for request in requests]

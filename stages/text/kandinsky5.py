@@ -1,9 +1,9 @@
 """Kandinsky 5: Qwen2.5-VL's hidden states and CLIP's pooled output, equal to the pipelines' `encode_prompt`.
 
-The tokenizer and Qwen2VLImageProcessorPil are loaded by themselves: Qwen2VLProcessor, which the pipelines call,
-also holds a video processor and can't be made without torchvision. What it does for one image is to repeat the
-image's placeholder and to mark its tokens (mm_token_type_ids); without that mark the model gives the image's
-tokens one-dimensional positions, with no error and another result.
+The tokenizer and Qwen2VLImageProcessorPil are loaded by themselves: Qwen2VLProcessor, which the pipelines
+call, also holds a video processor and can't be made without torchvision. What it does for one image is to
+repeat the image's placeholder and to mark its tokens (mm_token_type_ids); without that mark the model gives
+the image's tokens one-dimensional positions, with no error and another result.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class Encoder:
         """Tokens that the model reads for this request, template and image included, to sort batches by."""
         return len(self._tokens(request).ids)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode(self, requests: Sequence[TextRequest]) -> list[TextResult]:
         """One forward pass for all. Raises RequestError for what can't be encoded, as `length` does."""
         tokens = [self._tokens(request) for request in requests]

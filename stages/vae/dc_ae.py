@@ -20,7 +20,7 @@ class Autoencoder:
         """What else than weights and dtype determines the latents."""
         return {"tiling": self._vae.use_tiling}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode(
         self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.Posterior
     ) -> torch.Tensor:
@@ -30,7 +30,7 @@ class Autoencoder:
         latents_BCHW = self._vae.encode(pixels_BCHW).latent * self._vae.config.scaling_factor
         return latents_BCHW.unsqueeze(2).cpu()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 images_BTHWC on the CPU of scaled latents; T is 1."""
         latents_BCHW = latents_BCTHW[:, :, 0].to(self._vae.device, self._vae.dtype)

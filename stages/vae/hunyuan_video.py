@@ -29,7 +29,7 @@ class Autoencoder:
             "stride": self._vae.tile_sample_stride_num_frames,
         }
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode(
         self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.Posterior
     ) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Autoencoder:
         parameters = self._vae.encode(pixels_BCTHW).latent_dist.parameters
         return (base.draw(parameters, seeds, posterior) * self._vae.config.scaling_factor).cpu()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 frames_BTHWC on the CPU of scaled latents; 4 (T - 1) + 1 frames."""
         latents_BCTHW = latents_BCTHW.to(self._vae.device, self._vae.dtype)

@@ -143,7 +143,7 @@ def run(code: str) -> subprocess.CompletedProcess:
     )
 
 
-WRITE_ALL = """
+WRITE_ALL = r"""
 import os, sys
 import cache.store as module
 from cache import arrow, shard, wds  # imported before a process gives up its rights
@@ -154,8 +154,9 @@ import pyarrow as pa
 def attempts(root):
     store = module.Store(root)
     big = bytes(3 << 20)
+    meta = ShardMeta("text", "f", "u", "")
     def write(format):
-        with shard.writer(store, "u-" + format, ShardMeta("text", "f", "u", ""), {"a": "uint8"}, format) as out:
+        with shard.writer(store, "u-" + format, meta, {"a": "uint8"}, format) as out:
             for number in range(3):
                 out.add(Row(f"r{number}", {"a": Array("uint8", (len(big),), big)}))
             out.finish()
@@ -253,9 +254,9 @@ def test_no_permission_to_read_or_list():
                 os.chown({folder!r} + "/a", 65534, -1)
                 os.setuid(65534)
             store = Store({folder!r})
-            for attempt in (lambda: store.names("a"), lambda: store.read_bytes("a/b"), lambda: store.open("a/b")):
+            for attempt, name in ((store.names, "a"), (store.read_bytes, "a/b"), (store.open, "a/b")):
                 try:
-                    attempt()
+                    attempt(name)
                     print("SUCCEEDED")
                 except StoreError as error:
                     print(error.message)

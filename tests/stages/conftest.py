@@ -52,7 +52,7 @@ class Project:
             stream.pix_fmt = "yuv420p"
             for index in range(frames):
                 shade = np.full((size[1], size[0], 3), index * 255 // frames, np.uint8)
-                shade[:, : size[0] // 2, 0] = len(name) * 20 % 255
+                shade[:, : size[0] // 2, 0] = sum(name.encode()) * 37 % 255
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
             container.mux(stream.encode())
         path.with_suffix(".txt").write_text(caption, encoding="utf-8")

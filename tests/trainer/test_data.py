@@ -88,21 +88,20 @@ def test_ranks_and_micro_batches_cut_the_same_global_batch(make_config, make_set
         return (
             [id for part in parts for id in part.batch.ids],
             torch.cat([part.noise_BCTHW for part in parts]),
-            torch.cat([part.u_B for part in parts]),
+            torch.cat([part.normal_B for part in parts]),
         )
 
     for step in range(3):
         whole = flat(feed(config, 4, dropout=0.3).step(step).parts)
         ranks = [feed(config, 1, dropout=0.3, rank=rank, world=2).step(step).parts for rank in (0, 1)]
-        ids, noise, u = flat([part for parts in ranks for part in parts])
+        ids, noise, normal = flat([part for parts in ranks for part in parts])
         assert [len(parts) for parts in ranks] == [2, 2]
-        assert ids == whole[0] and torch.equal(noise, whole[1]) and torch.equal(u, whole[2])
+        assert ids == whole[0] and torch.equal(noise, whole[1]) and torch.equal(normal, whole[2])
 
 
 def test_draws_are_standard_and_differ_by_seed_step_and_position() -> None:
-    noise, u = draws(0, 5, np.arange(400), (4, 1, 4, 4))
+    noise, normal = draws(0, 5, np.arange(400), (4, 1, 4, 4))
     assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
-    normal = torch.logit(u)
     assert abs(normal.mean()) < 0.15 and abs(normal.std() - 1) < 0.15
     others = [draws(1, 5, np.arange(2), (4,)), draws(0, 6, np.arange(2), (4,)), draws(0, 5, np.arange(2, 4), (4,))]
     first = draws(0, 5, np.arange(2), (4,))

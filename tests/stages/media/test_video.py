@@ -70,6 +70,10 @@ KINDS = {
     "vp9.webm": {"codec": "libvpx-vp9", "cpu-used": "8", "deadline": "realtime", "g": "10"},
     "mpeg4.avi": {"codec": "mpeg4", "g": "10"},
     "b-frames.avi": {"preset": "medium", "bf": "3"},
+    "open-groups.mp4": {"preset": "medium", "x264-params": "open-gop=1:keyint=10:bframes=3:scenecut=0"},
+    "open-groups.mkv": {"preset": "medium", "x264-params": "open-gop=1:keyint=10:bframes=3"},
+    "refresh.mp4": {"preset": "medium", "x264-params": "intra-refresh=1:keyint=10"},
+    "hevc.mp4": {"codec": "libx265", "preset": "ultrafast", "x265-params": "keyint=10:log-level=none"},
     "broadcast.ts": {"preset": "medium", "bf": "3"},
 }
 

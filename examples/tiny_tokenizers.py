@@ -1,0 +1,156 @@
+"""Small tokenizers for the tiny checkpoints: the real classes, trained on the spot on a few sentences."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+SENTENCES = (
+    "A small grey cat looks at the camera with green eyes.",
+    "A cup of black coffee stands on a saucer beside a silver spoon.",
+    "A rocket rises from the launch pad in a cloud of bright smoke.",
+    "An astronaut in an orange suit smiles before a flag and a model of the shuttle.",
+    "A man with a camera on a tripod stands in a field, black and white photograph.",
+    "People ride bicycles along a sunny street while cars pass by.",
+    "A big white rabbit wakes up on a green meadow, animated film.",
+    "A man talks inside a moving car, houses go past the window.",
+    "Turn the picture into a black and white drawing, mirror it, make it brighter or darker.",
+    "Static, 2D cartoon, worst quality, low quality, ugly, deformed, walking backwards.",
+    "Red, blue, yellow and brown flowers grow near the old stone wall of the house.",
+    "The moon over the sea at night; the sun over the mountains in the morning, 1234567890.",
+)
+QWEN_SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+# Words of the templates that are two tokens in Qwen's own vocabulary as well; every other word and sign is
+# one there. With them the prefixes of the video and t2i templates have 128 and 40 tokens, as many as their
+# pipelines crop.
+SPLIT_WORDS = {
+    " dynamism": (" dynam", "ism"),
+    " scren": (" scr", "en"),
+    " postprocessing": (" post", "processing"),
+}
+# The i2i prefix has 49 tokens in Qwen's own vocabulary, while its pipeline crops 54 (so five tokens of the
+# caption go too). These splits bring it to 54; the kind named prefix49 does without them.
+SPLIT_TO_54 = {
+    " Based": (" Bas", "ed"),
+    " target": (" tar", "get"),
+    " together": (" to", "gether"),
+    "second": ("sec", "ond"),
+}
+TEMPLATE_PIPELINES = ("Kandinsky5T2VPipeline", "Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")
+
+
+def template_prefixes() -> dict[str, tuple[str, int]]:
+    """Pipeline class -> (the template up to the caption, the number of tokens its encode_prompt crops)."""
+    import diffusers
+
+    pipes = {name: getattr(diffusers, name)(*[None] * 7) for name in TEMPLATE_PIPELINES}
+    return {
+        name: (pipe.prompt_template.split("{}")[0], pipe.prompt_template_encode_start_idx)
+        for name, pipe in pipes.items()
+    }
+
+
+def _learned(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list[str], list[Any]]:
+    """Trains a BPE tokenizer and returns (tokens in the order of their ids, merges)."""
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return sorted(model["vocab"], key=model["vocab"].get), [tuple(pair) for pair in model["merges"]]
+
+
+@cache
+def qwen_tokenizer(i2i_prefix: int = 54) -> Any:
+    """A Qwen2Tokenizer whose template prefixes have exactly the number of tokens that the pipelines crop.
+
+    `i2i_prefix`: 54, or 49 for the length that the i2i prefix has in Qwen's own vocabulary.
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
+
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    splits = SPLIT_WORDS | (SPLIT_TO_54 if i2i_prefix == 54 else {})
+    prefixes = template_prefixes()
+    plain = [text for prefix, _ in prefixes.values() for text in re.split(r"<\|\w+\|>", prefix)]
+    words = [word for text in plain for word, _ in split.pre_tokenize_str(text)]
+    pieces = [piece for word in words for piece in splits.get(word, (word,))]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False)
+    # Weighted so that the templates' words are learned whole before anything of the sentences.
+    vocab, merges = _learned(tokenizer, trainer, pieces * 50 + list(SENTENCES))
+    result = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(vocab)},
+        merges=merges,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=131072,
+        extra_special_tokens=list(QWEN_SPECIAL),
+    )
+    for name, (prefix, crop) in prefixes.items():
+        wanted = i2i_prefix if "I2I" in name else crop
+        count = len(result(prefix)["input_ids"])
+        assert count == wanted, f"{name}: its template's prefix has {count} tokens, not {wanted}"
+    return result
+
+
+@cache
+def clip_tokenizer() -> Any:
+    """A CLIPTokenizer of 77 tokens; the end token has the highest id, as in the original."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import CLIPTokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=900, end_of_word_suffix="</w>", show_progress=False)
+    texts = [re.sub(r"[^a-z]+", "\n", text.lower()).strip().split("\n") for text in SENTENCES]
+    learned, merges = _learned(tokenizer, trainer, [word for words in texts for word in words])
+    # Every byte, inside and at the end of a word: an unknown one would become the end token and cut the text.
+    vocab = dict.fromkeys(alphabet + [letter + "</w>" for letter in alphabet] + learned)
+    tokens = [*vocab, "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(
+        vocab={token: i for i, token in enumerate(tokens)}, merges=merges, model_max_length=77
+    )
+
+
+@cache
+def gemma_tokenizer() -> Any:
+    """A GemmaTokenizer: begin token, spaces as ▁, bytes for unknown letters."""
+    import inspect
+
+    from diffusers import SanaPipeline
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import GemmaTokenizer
+
+    instruction = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|▁?[^▁\n\p{P}]+|\p{P}|▁"), behavior="isolated")
+    trainer = trainers.BpeTrainer(vocab_size=1200, show_progress=False)
+    learned, merges = _learned(tokenizer, trainer, [*instruction, *SENTENCES, "\n", " "] * 2)
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    tokens = dict.fromkeys(special + [f"<0x{byte:02X}>" for byte in range(256)] + learned)
+    return GemmaTokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=merges,
+        add_bos_token=True,
+        model_max_length=8192,
+    )
+
+
+# Row of tiny_models.SHAPES -> its tokenizer.
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "qwen": qwen_tokenizer,
+    "qwen49": partial(qwen_tokenizer, 49),
+    "clip": clip_tokenizer,
+    "gemma": gemma_tokenizer,
+}

@@ -1,0 +1,145 @@
+"""Readers that know nothing but docs/cache-format.md: pyarrow, tarfile and xxhash, none of this project's."""
+
+import json
+import re
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+
+DOC = Path(__file__).parents[2] / "docs/cache-format.md"
+ROWS = {
+    "a0": {"embeds": ("bfloat16", (2, 3), bytes(range(12)))},
+    "b-1": {
+        "embeds": ("bfloat16", (0, 3), b""),
+        "pooled": ("float32", (2,), b"\x00\x00\x80?\x00\x00\x00\xc0"),
+    },
+}
+INFO = {"kept": 2, "text": "ü\n"}
+SAFETENSORS_NAMES = {"F32": "float32", "BF16": "bfloat16"}
+
+
+def checksum(id: str, info: bytes, tensors: dict) -> str:
+    parts = [id.encode(), info]
+    for name in sorted(tensors, key=str.encode):
+        dtype, shape, data = tensors[name]
+        parts += [name.encode(), dtype.encode(), b"".join(struct.pack("<q", size) for size in shape), data]
+    framed = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+    return xxhash.xxh3_128_hexdigest(framed)
+
+
+@pytest.fixture(params=["arrow", "webdataset"])
+def format(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def folder(tmp_path, format) -> Path:
+    """The shard, written by the project; where its files lie."""
+    from cache.shard import Row, SetAside, ShardMeta, writer
+    from cache.store import Store
+    from cache.tensors import Array
+
+    meta = ShardMeta("text", "f00d", "t-1", "", provenance={"torch": "2.13.0"})
+    columns = {"embeds": "bfloat16", "pooled": "float32"}
+    with writer(Store(tmp_path), "text/f00d/t-1", meta, columns, format) as out:
+        for id, tensors in ROWS.items():
+            out.add(Row(id, {name: Array(*tensor) for name, tensor in tensors.items()}, INFO))
+        out.set_aside(SetAside("gone", "missing", "no such file"))
+        out.finish()
+    return tmp_path / "text/f00d"
+
+
+def check_description(description: dict) -> None:
+    assert description["format_version"] == 1
+    assert (description["kind"], description["fingerprint"], description["unit"]) == ("text", "f00d", "t-1")
+    assert (description["bucket"], description["ids"], description["count"]) == ("", list(ROWS), 2)
+    assert description["set_aside"] == [{"id": "gone", "reason": "missing", "message": "no such file"}]
+    assert description["provenance"] == {"torch": "2.13.0"}
+
+
+@pytest.mark.parametrize("format", ["arrow"], indirect=True)
+def test_an_arrow_shard_with_pyarrow_alone(folder):
+    with pa.memory_map(str(folder / "t-1.arrow")) as file:
+        shard = pa.ipc.open_file(file)
+        description = shard.schema.metadata[b"latentpress"]
+        assert (
+            xxhash.xxh3_128_hexdigest(description) == shard.schema.metadata[b"latentpress_checksum"].decode()
+        )
+        check_description(json.loads(description))
+        assert shard.num_record_batches == 2
+        for number, (id, tensors) in enumerate(ROWS.items()):
+            batch = shard.get_batch(number)
+            assert batch.num_rows == 1
+            row = batch.to_pylist()[0]
+            found = {
+                name: (
+                    batch.schema.field(name).metadata[b"dtype"].decode(),
+                    tuple(row[f"{name}_shape"]),
+                    row[name],
+                )
+                for name in ("embeds", "pooled")
+                if row[name] is not None
+            }
+            assert (row["id"], found, json.loads(row["info"])) == (id, tensors, INFO)
+            assert row["checksum"] == checksum(id, row["info"].encode(), found)
+    names = ["id", "embeds", "embeds_shape", "pooled", "pooled_shape", "info", "checksum"]
+    assert shard.schema.names == names
+    types = [str(type) for type in shard.schema.types]
+    assert types == [
+        "string",
+        "large_binary",
+        "list<item: int32>",
+        "large_binary",
+        "list<item: int32>",
+    ] + 2 * ["string"]
+
+
+def open_safetensors(data: bytes) -> dict:
+    (size,) = struct.unpack("<Q", data[:8])
+    assert size % 8 == 0
+    body = data[8 + size :]
+    return {
+        name: (SAFETENSORS_NAMES[entry["dtype"]], tuple(entry["shape"]), body[slice(*entry["data_offsets"])])
+        for name, entry in json.loads(data[8 : 8 + size]).items()
+    }
+
+
+@pytest.mark.parametrize("format", ["webdataset"], indirect=True)
+def test_a_tar_shard_with_the_standard_library(folder):
+    text, data = (folder / "t-1.tar.json").read_bytes(), (folder / "t-1.tar").read_bytes()
+    sidecar = json.loads(text)
+    check_description(sidecar)
+    assert list(sidecar)[-1] == "checksum"
+    assert sidecar["checksum"] == xxhash.xxh3_128_hexdigest(text[: text.rindex(b',"checksum":"')])
+    assert (sidecar["size"], sidecar["xxh3_128"]) == (len(data), xxhash.xxh3_128_hexdigest(data))
+    for (id, tensors), entry in zip(ROWS.items(), sidecar["rows"], strict=True):
+        content, info = (data[offset : offset + size] for offset, size in (entry["tensors"], entry["info"]))
+        assert (entry["id"], open_safetensors(content), json.loads(info)) == (id, tensors, INFO)
+        assert entry["checksum"] == checksum(id, info, tensors)
+    with tarfile.open(folder / "t-1.tar") as tar:
+        assert tar.getnames() == [f"{id}.{suffix}" for id in ROWS for suffix in ("safetensors", "json")]
+    assert len(data) % 10240 == 0
+
+
+def test_the_worked_example_of_the_checksum():
+    text = DOC.read_text()
+    block = re.search(r"```\n((?:[0-9a-f]{16} [0-9a-f]+\n)+)```", text)
+    assert block is not None
+    framed = bytes.fromhex(block.group(1))
+    said = re.search(r"xxh3-128 of these (\d+) bytes is `([0-9a-f]{32})`", text)
+    assert said is not None
+    assert (str(len(framed)), xxhash.xxh3_128_hexdigest(framed)) == said.groups()
+    pooled = np.array([1, -2], "<f4").tobytes()
+    assert checksum("ab", b'{"tokens":3}', {"pooled": ("float32", (2,), pooled)}) == said.group(2)
+
+
+def test_the_tables_and_folders_named_exist():
+    """The page names the columns' home and the version that the code has."""
+    from schemas.tables import FORMAT_VERSION
+
+    assert f"Format version: **{FORMAT_VERSION}**" in DOC.read_text()

@@ -1,0 +1,128 @@
+"""The catalogue against the installed pipelines: an upgrade of diffusers that changes them fails here."""
+
+import ast
+import inspect
+import textwrap
+
+import diffusers
+import pytest
+from transformers import AutoTokenizer
+
+from schemas.catalogue import FAMILIES, flavour_of
+
+PIPELINES = {
+    ("kandinsky5-image", "t2i"): "Kandinsky5T2IPipeline",
+    ("kandinsky5-image", "i2i"): "Kandinsky5I2IPipeline",
+    ("kandinsky5-video", "t2v"): "Kandinsky5T2VPipeline",
+    ("kandinsky5-video", "i2v"): "Kandinsky5I2VPipeline",
+    ("sana", "t2i"): "SanaPipeline",
+}
+KANDINSKY = [key for key in PIPELINES if key[0] != "sana"]
+
+
+def pipeline(key):
+    kind = getattr(diffusers, PIPELINES[key])
+    return kind(*[None] * (5 if key[0] == "sana" else 7))
+
+
+def default(function, name):
+    return inspect.signature(function).parameters[name].default
+
+
+def assigned(function, name) -> list[str]:
+    """Strings that the function's body gives to the variable `name`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return [
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and [getattr(target, "id", None) for target in node.targets] == [name]
+    ]
+
+
+def test_every_task_of_every_family_is_compared():
+    assert {(name, task) for name, family in FAMILIES.items() for task in family.templates} == set(PIPELINES)
+    tasks = {
+        (name, flavour.task) for name, family in FAMILIES.items() for flavour in family.flavours.values()
+    }
+    assert tasks == set(PIPELINES)
+
+
+@pytest.mark.parametrize("key", KANDINSKY)
+def test_kandinsky_templates(key):
+    template, pipe = FAMILIES[key[0]].templates[key[1]], pipeline(key)
+    assert template.text == pipe.prompt_template
+    assert template.crop == pipe.prompt_template_encode_start_idx
+    assert template.max_length == default(pipe.__call__, "max_sequence_length")
+    assert template.max_length == default(pipe.encode_prompt, "max_sequence_length")
+    assert template.with_image == ("image" in inspect.signature(pipe.encode_prompt).parameters)
+
+
+def test_sanas_instruction():
+    template, pipe = FAMILIES["sana"].templates["t2i"], pipeline(("sana", "t2i"))
+    assert template.text == "\n".join(default(pipe.__call__, "complex_human_instruction")) + "{}"
+    assert template.max_length == default(pipe.__call__, "max_sequence_length")
+    assert template.crop is None and not template.negative_uses_template
+    assert default(pipe.__call__, "clean_caption") is False
+
+
+@pytest.mark.parametrize("key", PIPELINES)
+def test_inference_defaults(key):
+    family, pipe = FAMILIES[key[0]], pipeline(key)
+    assert family.guidance == default(pipe.__call__, "guidance_scale")
+    assert family.steps == default(pipe.__call__, "num_inference_steps")
+
+
+@pytest.mark.parametrize("key", PIPELINES)
+def test_negative_prompts(key):
+    family, pipe = FAMILIES[key[0]], pipeline(key)
+    if key[0] == "sana":
+        assert family.negative_prompt == default(pipe.__call__, "negative_prompt")
+    else:
+        assert assigned(type(pipe).__call__, "negative_prompt") == [family.negative_prompt]
+
+
+@pytest.mark.parametrize("key", PIPELINES)
+def test_strides(key):
+    family, pipe = FAMILIES[key[0]], pipeline(key)
+    if key[0] == "sana":
+        assert family.spatial_stride == pipe.vae_scale_factor == family.side_multiple
+    else:
+        assert family.spatial_stride == pipe.vae_scale_factor_spatial
+        assert family.temporal_stride == getattr(pipe, "vae_scale_factor_temporal", 1)
+        assert family.side_multiple == 2 * family.spatial_stride, "the transformer's patches are 2x2"
+
+
+def test_prefixes_have_as_many_tokens_as_are_cropped(tiny):
+    counted = {}
+    for family, task in KANDINSKY:
+        tokenizer = AutoTokenizer.from_pretrained(tiny(f"{family}-{task}") / "tokenizer")
+        prefix = FAMILIES[family].templates[task].text.split("{}")[0]
+        counted[task] = len(tokenizer(prefix)["input_ids"])
+        assert counted[task] == FAMILIES[family].templates[task].crop
+    assert counted == {"t2i": 40, "i2i": 54, "t2v": 128, "i2v": 128}
+
+
+def test_what_is_stored_and_loaded_is_named():
+    for family in FAMILIES.values():
+        assert family.default in family.flavours
+        assert all(flavour.name == name for name, flavour in family.flavours.items())
+        assert {"text_encoder", "tokenizer"} <= set(family.text_parts) and family.latent_parts == ("vae",)
+
+
+def test_the_parts_are_those_that_the_encoders_load():
+    from stages.text import gemma, kandinsky5
+
+    assert FAMILIES["sana"].text_parts == gemma.PARTS
+    assert (
+        FAMILIES["kandinsky5-image"].text_parts == FAMILIES["kandinsky5-video"].text_parts == kandinsky5.PARTS
+    )
+
+
+def test_an_unknown_family_or_flavour_is_answered_with_the_valid_ones():
+    assert flavour_of("sana", "sana-600m-512px").shift == 4.0
+    with pytest.raises(ValueError, match="valid families: kandinsky5-image, kandinsky5-video, sana"):
+        flavour_of("kandinsky4", "x")
+    with pytest.raises(ValueError, match="valid flavours: .*i2v-pro-sft-5s"):
+        flavour_of("kandinsky5-video", "i2v-lite-pretrain-5s")

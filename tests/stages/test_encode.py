@@ -1,0 +1,282 @@
+"""The encoding stages as a user runs them: what is encoded when, and what a change costs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache.shard import reader
+from cache.store import Store
+from stages import bucket, discover, encode_latents, encode_text, index
+
+IMAGE = "kandinsky5-image-t2i"
+
+
+def prepare(home, *overrides: str) -> None:
+    home.run(discover.run, *overrides)
+    home.run(bucket.run, *overrides)
+
+
+def encode(home, *overrides: str, **options):
+    return (
+        home.run(encode_text.run, *overrides, **options),
+        home.run(encode_latents.run, *overrides, **options),
+    )
+
+
+@pytest.fixture
+def photos(project):
+    """Four images of two shapes with a caption each, discovered and bucketed."""
+    home = project(IMAGE)
+    for number in range(4):
+        home.image(f"{number}.png", (64, 64) if number % 2 else (96, 64), f"picture number {number}", number)
+    prepare(home)
+    return home
+
+
+def test_everything_once_and_nothing_the_second_time(photos) -> None:
+    text, latents = encode(photos)
+    assert (text.done, latents.done) == (5, 4)  # four captions and the null prompt
+    before = photos.shards("text"), photos.shards("latents")
+    text, latents = encode(photos)
+    assert (text.done, text.skipped, latents.done, latents.skipped) == (0, 5, 0, 4)
+    assert (photos.shards("text"), photos.shards("latents")) == before
+
+
+def test_dry_run_says_how_much_and_writes_nothing(photos) -> None:
+    text, latents = encode(photos, dry_run=True)
+    assert (text.remaining, latents.remaining) == (5, 4)
+    assert photos.shards("text") == photos.shards("latents") == {}
+
+
+def test_text_is_stored_at_its_true_length(photos) -> None:
+    encode(photos)
+    store = Store(photos.root)
+    lengths = set()
+    for name in photos.shards("text"):
+        shard = reader(store, f"text/{name}")
+        for row in range(len(shard)):
+            found = shard.read(row)
+            assert found.tensors["embeds"].shape[0] == found.info["kept"]
+            lengths.add(found.tensors["embeds"].shape[0])
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("format", ["arrow", "webdataset"])
+def test_three_parts_give_the_same_shards_as_one_run(photos, format: str) -> None:
+    one = f"cache.format={format}"
+    encode(photos, one)
+    whole = photos.shards("text"), photos.shards("latents")
+    other = "root=parts"
+    prepare(photos, other, one)
+    for part in range(3):
+        encode(photos, other, one, shard=f"{part}/3")
+    folder = photos.folder / "parts"
+    for kind, shards in zip(("text", "latents"), whole, strict=True):
+        parts = {str(p.relative_to(folder / kind)): p for p in (folder / kind).rglob("*.*") if p.suffix in (".arrow", ".tar")}
+        assert {name: path.read_bytes() for name, path in parts.items()} == shards
+
+
+@pytest.mark.slow
+def test_two_workers_give_the_same_shards_as_one(photos) -> None:
+    encode(photos)
+    prepare(photos, "root=two")
+    encode(photos, "root=two", workers=2)
+    for kind in ("text", "latents"):
+        folder = photos.folder / "two" / kind
+        assert {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.arrow")} == photos.shards(kind)
+
+
+def changed(home, *overrides: str) -> tuple[int, int]:
+    """(texts, samples) that are encoded anew after a change."""
+    prepare(home, *overrides)
+    text, latents = encode(home, *overrides)
+    return text.done, latents.done
+
+
+def test_a_changed_caption_encodes_that_text_alone(photos) -> None:
+    encode(photos)
+    (photos.media / "0.txt").write_text("quite another caption")
+    assert changed(photos) == (1, 0)
+    rows = json.loads(json.dumps(photos.run(index.run).details))
+    assert rows["texts"] == 5  # the old caption is no part of the set any more
+
+
+def test_a_changed_file_encodes_that_sample_alone(photos) -> None:
+    encode(photos)
+    photos.image("0.png", (96, 64), "picture number 0", seed=99)
+    assert changed(photos) == (0, 1)
+
+
+def test_a_renamed_file_encodes_nothing(photos) -> None:
+    encode(photos)
+    for suffix in (".png", ".txt"):
+        (photos.media / f"0{suffix}").rename(photos.media / f"other{suffix}")
+    assert changed(photos) == (0, 0)
+
+
+def test_a_deleted_file_leaves_the_set_and_comes_back_without_encoding(photos) -> None:
+    encode(photos)
+    content = (photos.media / "0.png").read_bytes()
+    (photos.media / "0.png").unlink()
+    assert changed(photos) == (0, 0)
+    assert photos.run(index.run).details["samples"] == 3
+    (photos.media / "0.png").write_bytes(content)
+    assert changed(photos) == (0, 0)
+    assert photos.run(index.run).details["samples"] == 4
+
+
+def test_a_changed_resolution_encodes_the_latents_alone_and_back_again_nothing(photos) -> None:
+    encode(photos)
+    assert changed(photos, "datasets.photos.resolution=96") == (0, 4)
+    assert changed(photos) == (0, 0)
+
+
+def test_a_grown_dataset_encodes_what_is_new(photos) -> None:
+    encode(photos)
+    before = photos.shards("latents")
+    photos.image("new.png", (64, 64), "something new", seed=7)
+    assert changed(photos) == (1, 1)
+    assert before.items() <= photos.shards("latents").items()
+
+
+def test_settings_that_change_bytes_change_the_cache_and_others_do_not(photos) -> None:
+    config = photos.config()
+    text, latents = encode_text.find_fingerprint(config), encode_latents.find_fingerprint(config)
+
+    def prints(*overrides: str) -> tuple[bool, bool]:
+        other = photos.config(*overrides)
+        return encode_text.find_fingerprint(other) != text, encode_latents.find_fingerprint(other) != latents
+
+    assert prints("model.precision=bfloat16") == (True, True)
+    assert prints("text.precision=bfloat16") == (True, False)
+    assert prints("latents.precision=bfloat16") == (False, True)
+    assert prints("text.max_length=256") == (True, False)
+    assert prints("latents.posterior=mode") == (False, True)
+    assert prints("latents.decoder=decord") == (False, True)
+    assert prints("model.flavour=i2i-lite-sft", "datasets.photos.conditioning_data=media") == (True, False)  # template
+    for harmless in ("train.steps=5", "cache.unit_mib=9", "cache.format=webdataset", "stages.encode-text.workers=3"):
+        assert prints(harmless) == (False, False), harmless
+    assert prints("datasets.photos.media_root=/elsewhere", "train.seed=4") == (False, False)
+
+
+@pytest.mark.parametrize(("part", "which"), [("text_encoder", (True, False)), ("vae", (False, True)), ("transformer", (False, False))])
+def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path, part: str, which: tuple) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(photos.settings["model"]["path"], copy)
+    config = photos.config()
+    same = photos.config(f"model.path={copy}")
+    assert encode_text.find_fingerprint(same) == encode_text.find_fingerprint(config)
+    weights = next((copy / part).glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    import stages.weights
+
+    stages.weights._hash_content.cache_clear()
+    found = (
+        encode_text.find_fingerprint(same) != encode_text.find_fingerprint(config),
+        encode_latents.find_fingerprint(same) != encode_latents.find_fingerprint(config),
+    )
+    assert found == which
+
+
+def test_a_file_changed_since_discovery_is_set_aside_and_tried_again(photos) -> None:
+    path = photos.media / "0.png"
+    content = path.read_bytes()
+    photos.image("0.png", (96, 64), "picture number 0", seed=50)
+    _, latents = encode(photos)
+    assert (latents.done, photos.rejects(latents)) == (3, {"0.png": "changed"})
+    path.write_bytes(content)
+    _, latents = encode(photos)
+    assert (latents.set_aside, latents.exit_code) == ([], 0)
+    assert photos.run(index.run).details["samples"] == 4
+
+
+def test_a_file_damaged_beyond_its_header_is_set_aside_and_the_rest_goes_on(project) -> None:
+    home = project(IMAGE)
+    for number in range(12):
+        home.image(f"{number}.jpg", (64, 64), f"picture {number}", number)
+    big = home.image("cut.jpg", (640, 640), "cut", 40)
+    big.write_bytes(big.read_bytes()[:2000])
+    prepare(home)
+    _, latents = encode(home)
+    assert home.rejects(latents) == {"cut.jpg": "truncated"}
+    joined = home.run(index.run)
+    assert (joined.exit_code, joined.details["samples"]) == (0, 12)
+    again = home.run(encode_latents.run)
+    assert (again.done, home.rejects(again)) == (0, {"cut.jpg": "truncated"})  # listed, not read again
+    big.write_bytes(home.image("whole.jpg", (640, 640), "cut", 40).read_bytes())
+
+
+def test_index_says_what_is_missing_and_which_command_makes_it(photos) -> None:
+    photos.run(encode_text.run)
+    report = photos.run(index.run)
+    assert (report.exit_code, report.remaining) == (3, 4)
+    assert report.next_steps[0].startswith("latentpress encode-latents")
+
+
+def test_a_prompt_added_later_names_the_command(photos) -> None:
+    encode(photos)
+    photos.settings["validation"] = {"size": "64x64", "prompts": [{"name": "new", "prompt": "a new prompt"}]}
+    photos.run(bucket.run)
+    report = photos.run(index.run)
+    assert report.next_steps[0].startswith("latentpress encode-text")
+    assert photos.run(encode_text.run).done == 1
+    assert photos.run(index.run).exit_code == 0
+
+
+def test_both_formats_hold_the_same_rows_and_either_counts_as_done(photos) -> None:
+    encode(photos)
+    prepare(photos, "root=tar", "cache.format=webdataset")
+    encode(photos, "root=tar", "cache.format=webdataset")
+    for kind in ("text", "latents"):
+        for name in photos.shards(kind):
+            arrow = reader(Store(photos.root), f"{kind}/{name}")
+            tar = reader(Store(photos.folder / "tar"), f"{kind}/{name.removesuffix('.arrow')}.tar")
+            assert arrow.meta == tar.meta
+            for row in range(len(arrow)):
+                a, b = arrow.read(row), tar.read(row)
+                assert (a.id, a.info, a.tensors.keys()) == (b.id, b.info, b.tensors.keys())
+                for key in a.tensors:
+                    np.testing.assert_array_equal(a.tensors[key].numpy(), b.tensors[key].numpy())
+    _, latents = encode(photos, "cache.format=webdataset")
+    assert latents.done == 0
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "kandinsky5-video-t2v", "kandinsky5-video-i2v", "sana"])
+def test_every_flavour_from_media_to_set(project, kind: str) -> None:
+    home = project(kind)
+    i2i, video = kind.endswith("i2i"), "video" in kind
+    for number in range(2):
+        if video:
+            home.video(f"{number}.mp4", caption=f"clip {number}")
+        else:
+            home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    if i2i:
+        home.settings["datasets"][0]["conditioning_data"] = "sources"
+        for number in range(2):
+            home.image(f"../sources/{number}.png", (80, 80), "", 10 + number)
+    prompt = {"name": "try", "prompt": "a try"}
+    if kind.endswith(("i2i", "i2v")):
+        home.image("../first.png", (70, 64), "")
+        prompt["image"] = "first.png"
+    home.settings["validation"] = {"size": "64x64@9" if video else "64x64", "prompts": [prompt]}
+    prepare(home)
+    encode(home)
+    report = home.run(index.run)
+    assert (report.exit_code, report.details["samples"]) == (0, 2)
+    meta = json.loads((home.root / report.details["set"] / "set.json").read_text())
+    (entry,) = meta["validation"]
+    assert (entry["condition"] is not None) == kind.endswith(("i2i", "i2v"))
+    assert (meta["null_text"] is None) == i2i
+    for name in home.shards("latents"):
+        shard = reader(Store(home.root), f"latents/{name}")
+        for row in range(len(shard)):
+            tensors = shard.read(row).tensors
+            frames = 3 if video and "@9" in shard.meta.bucket else 1
+            assert tensors["latent"].shape[1] == frames
+            assert ("condition" in tensors) == (kind.endswith(("i2i", "i2v")) and (i2i and len(shard) > 1 or frames == 3))

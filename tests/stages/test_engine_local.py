@@ -1,0 +1,76 @@
+"""The local engine: units in this process or in several, and what becomes of a unit whose process dies."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cache.generations import Unit
+from schemas.config import Config, Resources
+from schemas.errors import LatentpressError
+from stages.engines.local import run_units
+from stages.stage import Job, Outcome
+
+
+class Echo:
+    """A worker that writes a file for each unit; units named die-* kill their process, the first time or always."""
+
+    def __init__(self, job: Job) -> None:
+        self.folder = Path(job.config.root)
+
+    def run_unit(self, unit: Unit, advance: Callable[[int], None]) -> Outcome:
+        mark = self.folder / f"tried-{unit.unit_id}"
+        if unit.unit_id.startswith("die") and not (mark.exists() and "once" in unit.unit_id):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if unit.unit_id == "error":
+            raise LatentpressError("no more room", "make some")
+        advance(len(unit.members))
+        (self.folder / unit.unit_id).write_text(str(os.getpid()))
+        return Outcome(unit.unit_id, unit.unit_id, encoded=len(unit.members))
+
+
+def job(folder: Path, workers: int) -> Job:
+    config = Config.model_validate(
+        {"root": str(folder), "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
+    )
+    return Job(config, "generation", "fingerprint", Resources(workers=workers))
+
+
+def units(*names: str) -> list[Unit]:
+    return [Unit(name, "latents", "8x8@1", ("a", "b"), 1) for name in names]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
+    counted: list[int] = []
+    names = [f"u{number}" for number in range(6)]
+    outcomes = list(run_units(Echo, job(tmp_path, workers), units(*names), counted.append))
+    assert sorted(outcome.unit for outcome in outcomes) == names
+    assert sum(counted) == 12
+    processes = {(tmp_path / name).read_text() for name in names}
+    assert len(processes) <= workers
+    assert (str(os.getpid()) in processes) == (workers == 1)
+
+
+def test_a_process_that_dies_takes_its_unit_alone_which_is_tried_again(tmp_path: Path) -> None:
+    names = ("u0", "die-once", "u1", "u2", "u3")
+    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), units(*names), lambda n: None)}
+    assert set(outcomes) == set(names)
+    assert all(outcome.shard for outcome in outcomes.values())
+
+
+def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(tmp_path: Path) -> None:
+    names = ("u0", "die-always", "u1", "u2")
+    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), units(*names), lambda n: None)}
+    assert outcomes["die-always"].shard is None
+    assert "died 2 times" in outcomes["die-always"].error
+    assert all(outcomes[name].shard for name in ("u0", "u1", "u2"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_meant_for_the_user_reaches_the_caller(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(LatentpressError, match="no more room"):
+        list(run_units(Echo, job(tmp_path, workers), units("error", "u1"), lambda n: None))

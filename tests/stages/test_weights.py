@@ -1,0 +1,146 @@
+"""Finding weights and naming them by their content."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.weights import WeightsError, fingerprint_of, resolve
+
+COMMIT, OTHER = "0" * 38 + "ab", "1" * 40
+
+
+def checkpoint(folder: Path) -> Path:
+    for name, content in {
+        "model_index.json": "{}",
+        "vae/config.json": '{"a": 1}',
+        "vae/model.safetensors": "weights",
+        "tokenizer/tokenizer.json": "{}",
+        "tokenizer/deep/more.txt": "x",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+def test_a_directory_is_named_by_the_content_of_its_parts(tmp_path):
+    here = checkpoint(tmp_path / "here")
+    there = shutil.copytree(here, tmp_path / "elsewhere/under another name")
+    first = fingerprint_of(str(here), ["vae", "tokenizer"], None)
+    assert json.loads(json.dumps(first)) == first
+    assert fingerprint_of(str(there), ["tokenizer", "vae"], None) == first
+    assert fingerprint_of(str(here), ["vae"], None) != first
+
+
+@pytest.mark.parametrize("change", ["content", "name", "new file", "config"])
+def test_any_change_of_a_part_changes_the_name(tmp_path, change):
+    folder = checkpoint(tmp_path)
+    weights = folder / "vae/model.safetensors"
+    before, other = (
+        fingerprint_of(str(folder), ["vae"], None),
+        fingerprint_of(str(folder), ["tokenizer"], None),
+    )
+    if change == "content":
+        weights.write_text("Weights")  # as long as before, and perhaps in the same second
+        os.utime(weights, ns=(1, 1))
+    elif change == "name":
+        weights.rename(folder / "vae/model.fp16.safetensors")
+    elif change == "new file":
+        (folder / "vae/extra.json").write_text("")
+    else:
+        (folder / "vae/config.json").write_text('{"a": 2}')
+    assert fingerprint_of(str(folder), ["vae"], None) != before
+    assert fingerprint_of(str(folder), ["tokenizer"], None) == other
+
+
+def test_what_systems_leave_behind_changes_nothing(tmp_path):
+    folder = checkpoint(tmp_path)
+    before = fingerprint_of(str(folder), ["vae"], None)
+    (folder / "vae/.DS_Store").write_text("x")
+    (folder / "vae/.cache").mkdir()
+    (folder / "vae/.cache/lock").write_text("x")
+    (folder / "README.md").write_text("x")
+    assert fingerprint_of(str(folder), ["vae"], None) == before
+
+
+def test_resolve_gives_the_directory_itself(tmp_path, monkeypatch):
+    folder = checkpoint(tmp_path / "model")
+    assert resolve(str(folder), None, ["vae"]) == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/model", None, ["vae"]) == folder
+
+
+def test_a_missing_part_is_answered_with_what_is_there_and_what_belongs(tmp_path):
+    folder = checkpoint(tmp_path)
+    (folder / "text_encoder").mkdir()  # without a file in it
+    for call in (fingerprint_of, resolve):
+        arguments = {"source": str(folder), "revision": None, "parts": ["vae", "text_encoder"]}
+        with pytest.raises(WeightsError, match=r"lacks text_encoder; it holds model_index.json") as caught:
+            call(**arguments)
+        assert isinstance(caught.value, ValueError)
+        assert "vae, text_encoder" in caught.value.next_step
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "./models/x", "model", "a/b/c", "no such/repo"])
+def test_what_is_neither_directory_nor_repository_is_refused(source):
+    with pytest.raises(WeightsError, match="neither a directory nor a repository id"):
+        fingerprint_of(source, ["vae"], None)
+
+
+CALL = """
+import json, sys
+from stages.weights import WeightsError, fingerprint_of, resolve
+call, *arguments = json.loads(sys.argv[1])
+try:
+    print(json.dumps([str({"fingerprint_of": fingerprint_of, "resolve": resolve}[call](*arguments)), ""]))
+except WeightsError as error:
+    print(json.dumps(["", str(error)]))
+assert "torch" not in sys.modules
+"""
+
+
+def offline(home: Path, *call) -> list[str]:
+    """[result, error] of a call in a process that has only the cache at `home`."""
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-c", CALL, json.dumps(call)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A Hugging Face cache with one repository: `main` is COMMIT, and OTHER is there as well."""
+    repo = tmp_path / "hub/models--someone--something"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs/main").write_text(COMMIT)
+    for commit in (COMMIT, OTHER):
+        checkpoint(repo / "snapshots" / commit)
+    return tmp_path
+
+
+def test_a_repository_is_named_by_its_commit(home):
+    result, error = offline(home, "fingerprint_of", "someone/something", ["vae", "tokenizer"], None)
+    expected = {"repo": "someone/something", "commit": COMMIT, "parts": ["tokenizer", "vae"]}
+    assert (result, error) == (str(expected), "")
+    result, _ = offline(home, "fingerprint_of", "someone/something", ["vae"], OTHER)
+    assert OTHER in result and COMMIT not in result
+
+
+def test_a_repository_is_resolved_from_the_cache(home):
+    for revision, commit in ((None, COMMIT), ("main", COMMIT), (OTHER, OTHER)):
+        result, error = offline(home, "resolve", "someone/something", revision, ["vae"])
+        assert (Path(result).name, error) == (commit, "")
+
+
+@pytest.mark.parametrize("call", ["fingerprint_of", "resolve"])
+def test_a_repository_that_is_not_there_says_what_to_do(home, call):
+    arguments = (["vae"], "v2") if call == "fingerprint_of" else ("v2", ["vae"])
+    result, error = offline(home, call, "someone/other", *arguments)
+    assert result == "" and "someone/other at revision v2 can't be had" in error
+    assert "HF_ENDPOINT" in error and "model.path" in error

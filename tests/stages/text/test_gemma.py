@@ -1,0 +1,148 @@
+"""Stored embeddings of Sana against the installed pipeline, and what its transformer makes of both."""
+
+import inspect
+
+import pytest
+import torch
+from diffusers import SanaPipeline, SanaTransformer2DModel
+from transformers import AutoTokenizer, Gemma2Model
+
+from schemas.catalogue import FAMILIES
+from schemas.prompts import clean
+from stages.text.gemma import Encoder
+from stages.text.request import TextRequest
+
+TEMPLATE = FAMILIES["sana"].templates["t2i"]
+INSTRUCTION = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+CAPTIONS = [
+    "",
+    "A Small Grey Cat looks at the camera with green eyes.",
+    "  Ünïcödé 猫は窓の外を見る 🐈‍⬛ — “quotes” &lt;b&gt; {braces} \n two lines ",
+    "a red flower near the old stone wall of the house, " * 12,
+    "words that go on " * 150,
+]
+LIMIT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tiny):
+    torch.set_num_threads(1)
+    return tiny("sana")
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return Encoder(str(folder), None, TEMPLATE, TEMPLATE.max_length, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    pipe = SanaPipeline(*[None] * 5)
+    pipe.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    pipe.text_encoder = Gemma2Model.from_pretrained(folder / "text_encoder").eval()
+    return pipe
+
+
+def asked(caption: str, negative: bool = False) -> TextRequest:
+    return TextRequest(clean(caption, TEMPLATE), negative=negative)
+
+
+@torch.no_grad()
+def reference(pipe, caption, negative):
+    """(embeds_BLD, mask_BL) of 300 rows, as the pipeline hands them to its transformer."""
+    result = pipe.encode_prompt(
+        "" if negative else caption,
+        negative_prompt=caption if negative else "",
+        device=torch.device("cpu"),
+        complex_human_instruction=INSTRUCTION,
+    )
+    return result[2:] if negative else result[:2]
+
+
+def padded(embeds_LD, length=300):
+    """(embeds_BLD, mask_BL): zeros behind the stored rows."""
+    rows = torch.zeros(1, length, embeds_LD.shape[1])
+    rows[0, : len(embeds_LD)] = embeds_LD
+    return rows, (torch.arange(length) < len(embeds_LD)).long()[None]
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_embeddings_equal_the_pipelines_real_rows(encoder, pipe, negative, record_property):
+    largest = 0.0
+    results = encoder.encode([asked(caption, negative) for caption in CAPTIONS])
+    for result, caption in zip(results, CAPTIONS, strict=True):
+        embeds_BLD, mask_BL = reference(pipe, caption, negative)
+        stored_BLD, stored_mask_BL = padded(result.embeds)
+        assert torch.equal(mask_BL, stored_mask_BL)
+        assert result.pooled is None and result.kept == len(result.embeds) == mask_BL.sum()
+        real = mask_BL.bool()
+        largest = max(largest, (embeds_BLD[real] - stored_BLD[real]).abs().max().item())
+    record_property("largest_difference", largest)
+    print(f"sana, negative={negative}: largest difference {largest:.2e}")
+    assert largest <= LIMIT
+
+
+def test_the_transformer_sees_no_difference(encoder, pipe, folder, record_property):
+    transformer = SanaTransformer2DModel.from_pretrained(folder / "transformer").eval()
+    latents = torch.randn(1, 32, 4, 4, generator=torch.Generator().manual_seed(0))
+    largest, outputs = 0.0, []
+    for caption, negative in [
+        *((caption, False) for caption in CAPTIONS),
+        ("", True),
+        ("ugly, blurry", True),
+    ]:
+        stored = padded(encoder.encode([asked(caption, negative)])[0].embeds)
+        with torch.no_grad():
+            ours, theirs = (
+                transformer(latents, embeds, torch.tensor([500.0]), encoder_attention_mask=mask).sample
+                for embeds, mask in (stored, reference(pipe, caption, negative))
+            )
+        largest = max(largest, (ours - theirs).abs().max().item())
+        outputs.append(ours)
+    record_property("largest_difference", largest)
+    print(f"sana, transformer's output: largest difference {largest:.2e} of mean {ours.abs().mean():.2f}")
+    assert largest <= LIMIT
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-3, "the transformer ignores the text"
+
+
+def test_overlong_captions_are_counted_and_cut(encoder):
+    long, short = encoder.encode([asked(CAPTIONS[-1]), asked("a cat")])
+    assert long.kept == 300 < long.tokens
+    assert short.kept == short.tokens
+    negative = encoder.encode([asked(CAPTIONS[-1], negative=True)])[0]
+    assert negative.kept == 300 < negative.tokens
+
+
+def test_a_shorter_limit_is_the_pipelines(folder, pipe):
+    encoder = Encoder(str(folder), None, TEMPLATE, 64, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        embeds_BLD, mask_BL, *_ = pipe.encode_prompt(
+            CAPTIONS[3],
+            device=torch.device("cpu"),
+            complex_human_instruction=INSTRUCTION,
+            max_sequence_length=64,
+        )
+    result = encoder.encode([asked(CAPTIONS[3])])[0]
+    assert result.kept == 64 == mask_BL.sum()
+    assert (result.embeds - embeds_BLD[0]).abs().max() <= LIMIT
+
+
+def test_a_result_does_not_depend_on_what_it_is_batched_with(encoder):
+    requests = [asked(caption, negative) for caption in CAPTIONS for negative in (False, True)]
+    for together, one in zip(encoder.encode(requests), requests, strict=True):
+        assert (together.embeds - encoder.encode([one])[0].embeds).abs().max() <= LIMIT
+
+
+def test_length_is_what_the_model_reads(encoder, pipe):
+    instruction = len(pipe.tokenizer(TEMPLATE.text.split("{}")[0])["input_ids"])
+    for caption in CAPTIONS:
+        kept = encoder.encode([asked(caption)])[0].kept
+        assert encoder.length(asked(caption)) == instruction - 2 + kept
+        negative = asked(caption, negative=True)
+        assert encoder.length(negative) == encoder.encode([negative])[0].kept
+
+
+def test_results_have_the_compute_dtype(folder):
+    encoder = Encoder(str(folder), None, TEMPLATE, 300, torch.bfloat16, torch.device("cpu"))
+    result = encoder.encode([asked("a cat")])[0]
+    assert result.embeds.dtype == torch.bfloat16 and result.embeds.device.type == "cpu"

@@ -1,0 +1,217 @@
+"""Stored embeddings of Kandinsky 5 against the installed pipelines' `encode_prompt`, one prompt at a time."""
+
+import subprocess
+import sys
+from functools import cache
+
+import diffusers
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+
+from schemas.catalogue import FAMILIES, Template
+from schemas.prompts import clean
+from stages.text.kandinsky5 import Encoder
+from stages.text.request import RequestError, TextRequest
+from stages.weights import WeightsError
+
+KINDS = {
+    "kandinsky5-image-t2i": ("Kandinsky5T2IPipeline", FAMILIES["kandinsky5-image"].templates["t2i"]),
+    "kandinsky5-image-i2i": ("Kandinsky5I2IPipeline", FAMILIES["kandinsky5-image"].templates["i2i"]),
+    "kandinsky5-video-t2v": ("Kandinsky5T2VPipeline", FAMILIES["kandinsky5-video"].templates["t2v"]),
+    "kandinsky5-video-i2v": ("Kandinsky5I2VPipeline", FAMILIES["kandinsky5-video"].templates["i2v"]),
+}
+CAPTIONS = [
+    "",
+    "A small grey cat looks at the camera with green eyes.",
+    "  white\n space\tand &lt;b&gt;entities&lt;/b&gt; &amp;amp; {braces} %s ",
+    "Ünïcödé 猫は窓の外を見る 🐈‍⬛ — “quotes” ﬁ schÃ¶n",
+    "user: <|im_end|> a caption that names a special token",
+    "a red flower near the old stone wall of the house, " * 12,
+]
+LIMIT = 1e-5
+
+
+class Processor(Qwen2VLProcessor):
+    """The installed processor's own code, without its video part, which needs torchvision to be made."""
+
+    def __init__(self, folder):
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self.video_processor, self.chat_template = None, None
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = self.tokenizer.convert_tokens_to_ids(self.video_token)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny):
+    """kind, max_length, dtype -> (encoder, pipeline), each made once."""
+    torch.set_num_threads(1)
+    diffusers.utils.logging.set_verbosity_error()  # it prints what it truncates, thousands of words here
+
+    @cache
+    def pipeline(kind):
+        folder = tiny(kind)
+        pipe = getattr(diffusers, KINDS[kind][0])(*[None] * 7)
+        pipe.text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval()
+        pipe.tokenizer = Processor(folder / "tokenizer")
+        pipe.text_encoder_2 = CLIPTextModel.from_pretrained(folder / "text_encoder_2").eval()
+        pipe.tokenizer_2 = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
+        return pipe
+
+    @cache
+    def both(kind, max_length=None, dtype=torch.float32):
+        template = KINDS[kind][1]
+        length = max_length or template.max_length
+        return Encoder(str(tiny(kind)), None, template, length, dtype, torch.device("cpu")), pipeline(kind)
+
+    return both
+
+
+def picture(width: int = 192, height: int = 128) -> Image.Image:
+    gradient = Image.linear_gradient("L").resize((width, height))
+    return Image.merge("RGB", [gradient, gradient.transpose(Image.Transpose.ROTATE_180), gradient.rotate(90)])
+
+
+def request(template: Template, caption: str, image: Image.Image | None = None) -> TextRequest:
+    return TextRequest(clean(caption, template), image=image)
+
+
+@torch.no_grad()
+def reference(pipe, caption, image=None, **options):
+    """(embeds_LD, pooled_D) of the pipeline."""
+    if image is not None:
+        options["image"] = [image]
+    embeds, pooled, lengths = pipe.encode_prompt(caption, device=torch.device("cpu"), **options)
+    return embeds[0, : lengths[-1]], pooled[0]
+
+
+def differences(encoder, pipe, captions, images, **options) -> float:
+    """Encodes all captions in one batch and compares each with the pipeline; the largest difference."""
+    requests = [request(encoder.template, *pair) for pair in zip(captions, images, strict=True)]
+    largest = 0.0
+    for result, caption, image in zip(encoder.encode(requests), captions, images, strict=True):
+        embeds, pooled = reference(pipe, caption, image, **options)
+        assert result.embeds.shape == embeds.shape and result.pooled.shape == pooled.shape
+        assert result.kept == len(embeds) and result.embeds.isfinite().all()
+        gaps = (result.embeds - embeds).abs().max(), (result.pooled - pooled).abs().max()
+        largest = max(largest, *(gap.item() for gap in gaps))
+    return largest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings_equal_the_pipelines(loaded, kind, record_property):
+    encoder, pipe = loaded(kind)
+    sizes = [(192, 128), (128, 192), (160, 160), (320, 64), (192, 128), (192, 128)]
+    images = [picture(*size) if encoder.template.with_image else None for size in sizes]
+    largest = differences(encoder, pipe, CAPTIONS, images)
+    record_property("largest_difference", largest)
+    print(f"{kind}: largest difference {largest:.2e}")
+    assert largest <= LIMIT
+
+
+@pytest.mark.parametrize("max_length", [256, 512, 1024])
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v"])
+def test_overlong_captions_are_cut_as_by_the_pipeline(loaded, kind, max_length, record_property):
+    encoder, pipe = loaded(kind, max_length)
+    captions = ["word " * 1200, "A small grey cat, 猫 and schön; " * 120, "short"]
+    largest = differences(encoder, pipe, captions, [None] * 3, max_sequence_length=max_length)
+    record_property("largest_difference", largest)
+    print(f"{kind} at {max_length}: largest difference {largest:.2e}")
+    assert largest <= LIMIT
+    long, _, short = encoder.encode([request(encoder.template, caption) for caption in captions])
+    assert long.tokens > max_length >= long.kept
+    assert short.tokens == short.kept
+
+
+def test_overlong_i2i_captions_lose_their_end_and_keep_the_image(loaded):
+    encoder, pipe = loaded("kandinsky5-image-i2i", 256)
+    image, words = picture(), "red blue yellow brown " * 200
+    result = encoder.encode([request(encoder.template, words, image)])[0]
+    assert result.kept == 256 < result.tokens
+
+    # The same caption cut by hand fits, and gives the same embeddings by the pipeline.
+    ids = pipe.tokenizer.tokenizer(encoder.template.text.split("{}")[0] + words)["input_ids"]
+    suffix = len(reference(pipe, "", image)[0])
+    kept = pipe.tokenizer.tokenizer.decode(ids[encoder.crop : encoder.crop + 256 - suffix])
+    embeds, _ = reference(pipe, kept, image)
+    assert (result.embeds - embeds).abs().max() <= LIMIT
+
+
+def test_i2i_embeddings_depend_on_the_image_and_the_caption(loaded):
+    encoder, _ = loaded("kandinsky5-image-i2i")
+    pairs = [("a cat", picture()), ("a cat", picture().rotate(180)), ("a dog", picture())]
+    first, other_image, other_caption = encoder.encode([request(encoder.template, *pair) for pair in pairs])
+    assert first.embeds.shape == other_image.embeds.shape
+    assert (first.embeds - other_image.embeds).abs().max() > 1e-3
+    assert (first.embeds[-1] - other_caption.embeds[-1]).abs().max() > 1e-3
+
+
+def test_a_result_does_not_depend_on_what_it_is_batched_with(loaded):
+    for kind in ("kandinsky5-image-t2i", "kandinsky5-image-i2i"):
+        encoder, _ = loaded(kind)
+        image = picture(224, 128) if encoder.template.with_image else None
+        requests = [request(encoder.template, caption, image) for caption in CAPTIONS]
+        for together, one in zip(encoder.encode(requests), requests, strict=True):
+            alone = encoder.encode([one])[0]
+            assert (together.embeds - alone.embeds).abs().max() <= LIMIT
+            assert (together.pooled - alone.pooled).abs().max() <= LIMIT
+
+
+def test_length_is_what_the_model_reads(loaded):
+    for kind, image in (("kandinsky5-image-t2i", None), ("kandinsky5-image-i2i", picture())):
+        encoder, _ = loaded(kind)
+        for caption in CAPTIONS:
+            asked = request(encoder.template, caption, image)
+            assert encoder.length(asked) == encoder.crop + encoder.encode([asked])[0].kept
+
+
+def test_what_cannot_be_encoded_is_refused_with_a_reason(loaded):
+    encoder, _ = loaded("kandinsky5-image-i2i", 16)
+    with pytest.raises(RequestError, match=r"image takes \d+ tokens and text.max_length is 16") as caught:
+        encoder.length(request(encoder.template, "a cat", picture(512, 512)))
+    assert caught.value.reason == "image-too-long"
+    encoder, _ = loaded("kandinsky5-image-i2i")
+    with pytest.raises(RequestError, match="stand for media") as caught:
+        encoder.encode([request(encoder.template, "a <|image_pad|> cat", picture())])
+    assert caught.value.reason == "placeholder-in-caption"
+    with pytest.raises(RequestError, match="aspect ratio"):
+        encoder.length(request(encoder.template, "a cat", picture(2048, 8)))
+
+
+def test_compute_dtype_and_device_of_results(loaded):
+    encoder, _ = loaded("kandinsky5-image-t2i", None, torch.bfloat16)
+    result = encoder.encode([request(encoder.template, "a cat")])[0]
+    assert result.embeds.dtype == result.pooled.dtype == torch.bfloat16
+    assert result.embeds.device.type == result.pooled.device.type == "cpu"
+
+
+def test_template_prefixes_have_their_true_length(tiny):
+    for kind, length in (
+        ("kandinsky5-video-t2v", 128),
+        ("kandinsky5-image-t2i", 40),
+        ("kandinsky5-image-i2i", 54),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(tiny(kind) / "tokenizer")
+        template = KINDS[kind][1]
+        assert len(tokenizer(template.text.split("{}")[0])["input_ids"]) == length == template.crop
+
+
+def test_a_missing_part_is_named(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    template = KINDS["kandinsky5-image-t2i"][1]
+    with pytest.raises(WeightsError, match="lacks text_encoder, tokenizer"):
+        Encoder(str(tmp_path), None, template, 512, torch.float32, torch.device("cpu"))
+
+
+def test_the_text_program_loads_no_autoencoder_pipeline_or_transformer():
+    code = (
+        "import sys, stages.text.kandinsky5, stages.text.gemma\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'diffusers'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,273 @@
+"""The loop: equal however it is cut, exact when resumed, stopped by damage, complete in what it leaves behind."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from cache.plan import Plan
+from cache.shard import DamageError
+from cache.store import Store
+from cache.trainset import TrainSet
+from schemas.console import DAMAGE, OK, USAGE, Console, Options, execute
+from trainer import train as loop
+from trainer.__main__ import run as program_run
+from trainer.checkpoint import ResumeError
+from trainer.optim import DivergedError
+
+
+def quiet() -> Console:
+    return Console(stderr=open(os.devnull, "w"))  # noqa: SIM115 (as long-lived as the console)
+
+
+def train(config) -> dict:
+    data = TrainSet.open(Store(config.root), config.train.set, config.model.family, config.model.task)
+    plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
+    return loop.train(config, data, plan, quiet(), "cpu")
+
+
+def lines(config, key: str = "loss") -> dict[int, float]:
+    path = Path(config.output) / config.train.run / "metrics.jsonl"
+    return {line["step"]: line[key] for line in loop.read_metrics(path) if key in line}
+
+
+KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
+    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
+    adapter = {"type": "full"} if kind == "sana" else {"rank": 2}
+    config = make_config(kind, validation=look, steps=3, checkpoint_every=2, adapter=adapter)
+    make_set(config)
+    result = train(config)
+    folder = Path(config.output) / "run"
+    assert result["done"] == 3 and result["steps not finite"] == 0
+    assert list(lines(config)) == [1, 2, 3] and list(lines(config, "eval_loss")) == [0, 2, 3]
+    saved = folder / ("model/transformer/config.json" if kind == "sana" else "adapter/pytorch_lora_weights.safetensors")
+    assert saved.is_file()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert not [path for path in folder.rglob("*.bin")] + [path for path in folder.rglob("*.pt")]
+    assert "set: set1" in (folder / "config.yaml").read_text()
+    assert list((folder / "tensorboard").glob("events.*"))
+    shown = sorted(path.relative_to(folder).as_posix() for path in folder.glob("validation/*/*"))
+    assert shown == [f"validation/step-{step:06d}/one.safetensors" for step in (0, 2, 3)]
+    with safe_open(folder / shown[-1], framework="pt") as file:
+        about = json.loads(file.metadata()["latentpress"])
+        latent = file.get_tensor("latent")
+    assert about["family"] == config.model.family and about["prompt"] == "one"
+    length = 2 if kind in ("t2v", "i2v") else 1
+    side = 64 // config.model.spec.spatial_stride
+    assert latent.shape == (config.model.spec.latent_channels, length, side, side) and latent.isfinite().all()
+    assert not torch.equal(latent, load_file(folder / shown[0])["latent"])
+
+
+def trained_weights(config) -> dict[str, torch.Tensor]:
+    return load_file(Path(config.output) / "run" / "checkpoints" / f"step-{config.train.steps:06d}" / "trainable.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["t2i", "i2v", "sana"])
+def test_accumulation_equals_one_large_batch(make_config, make_set, kind) -> None:
+    """The same loss within 1e-5 and the same gradient norm within 1e-4, however the global batch is cut."""
+    runs = []
+    for name, batch, accumulate in (("one", 4, 1), ("two", 2, 2), ("four", 1, 4)):
+        config = make_config(kind, name=name, batch_size=batch, accumulate=accumulate, steps=2)
+        make_set(config)
+        train(config)
+        runs.append((lines(config), lines(config, "grad_norm")))
+    for losses, norms in runs[1:]:
+        assert losses == pytest.approx(runs[0][0], rel=1e-5)
+        assert norms == pytest.approx(runs[0][1], rel=1e-4 if kind == "sana" else 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["t2i", "sana"])
+def test_gradient_checkpointing_changes_no_loss(make_config, make_set, kind) -> None:
+    found = []
+    for name, on in (("off", False), ("on", True)):
+        config = make_config(kind, name=name, batch_size=2, steps=3, gradient_checkpointing=on)
+        make_set(config)
+        train(config)
+        found.append(lines(config))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
+def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> None:
+    found = []
+    for precision in ("float32", "bfloat16"):
+        config = make_config(kind, name=precision, precision=precision, adapter=adapter, steps=3, batch_size=2)
+        make_set(config)
+        train(config)
+        assert {value.dtype for value in trained_weights(config).values()} == {torch.float32}
+        found.append(lines(config))
+    assert found[0] != found[1]
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+DROPOUT = {"rank": 4, "dropout": 0.3}
+
+
+def killable(make_config, make_set, name: str, **settings):
+    config = make_config(
+        "t2i", name=name, steps=9, batch_size=2, checkpoint_every=3, caption_dropout=0.3, adapter=DROPOUT, **settings
+    )
+    make_set(config)
+    return config
+
+
+def kill_at(config, step: int) -> None:
+    """Train in a forked child and SIGKILL it as soon as it has recorded `step`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            train(config)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 60
+    while max(lines(config), default=0) < step and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it ended before it was killed"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_killed_and_resumed_gives_the_same_losses(make_config, make_set) -> None:
+    """Bit for bit, with dropout in the adapter and of captions, killed twice."""
+    torch.set_num_threads(1)
+    whole = killable(make_config, make_set, "whole")
+    train(whole)
+    cut = killable(make_config, make_set, "cut")
+    for step in (4, 7):
+        kill_at(cut, step)
+        assert max(lines(cut)) < 9, "work was really cut off"
+    result = train(cut)
+    assert 0 < result["skipped"] < 9 and result["done"] == 9 - result["skipped"]
+    assert lines(cut) == lines(whole) and list(lines(cut)) == list(range(1, 10))
+    for name, value in trained_weights(whole).items():
+        assert torch.equal(value, trained_weights(cut)[name])
+
+
+def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
+    config = make_config("t2i", steps=2)
+    make_set(config)
+    train(config)
+    before = lines(config)
+    assert train(config)["done"] == 0
+    assert lines(config) == before
+
+
+def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> None:
+    config = make_config("t2i", steps=2)
+    make_set(config)
+    train(config)
+    longer = make_config("t2i", steps=3)
+    assert train(longer)["done"] == 1
+    for change, said in (({"seed": 5}, "seed: 0 there, 5 now"), ({"accumulate": 2}, "global batch: 1 there, 2 now")):
+        with pytest.raises(ResumeError, match=said):
+            train(make_config("t2i", steps=3, **change))
+    with pytest.raises(loop.RunError, match=r"train\.resume is false"):
+        train(make_config("t2i", steps=3, resume=False))
+
+
+def flip(config) -> None:
+    """One bit in the middle of every latent shard."""
+    for path in Path(config.root).glob("latents/*/*.arrow"):
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+
+
+def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path, monkeypatch, capsys) -> None:
+    config = make_config("t2i", steps=12, checkpoint_every=1)
+    make_set(config)
+    flip(config)
+    seen: list[str] = []
+    monkeypatch.setattr(
+        loop, "loss_of", lambda run, part, real=loop.loss_of: (seen.extend(part.batch.ids), real(run, part))[1]
+    )
+    with pytest.raises(DamageError) as caught:
+        train(config)
+    assert caught.value.id is not None and caught.value.id not in seen
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    assert execute("train", program_run, Options(path, json=True)) == DAMAGE
+    report = json.loads(capsys.readouterr().out)
+    assert report["damage"][0]["item"] == caught.value.id and "encode-latents" in report["damage"][0]["message"]
+
+
+def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, make_set, monkeypatch) -> None:
+    config = make_config("t2i", steps=8, max_bad_steps=2)
+    make_set(config)
+    bad = {1, 3}
+    real = loop.loss_of
+    calls = iter(range(100))
+    monkeypatch.setattr(
+        loop, "loss_of", lambda run, part: real(run, part) * (float("nan") if next(calls) in bad else 1.0)
+    )
+    assert train(config)["steps not finite"] == 2
+    losses = lines(config)
+    assert losses[2] is None and losses[4] is None and losses[8] is not None
+    assert all(value.isfinite().all() for value in trained_weights(config).values())
+    other = make_config("t2i", name="other", steps=8, max_bad_steps=2)
+    make_set(other)
+    bad |= set(range(100))
+    with pytest.raises(DivergedError, match=r"max_bad_steps is 2"):
+        train(other)
+
+
+def program(config, tmp_path: Path, capsys, *, dry_run: bool = False, **options) -> tuple[int, dict]:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    code = execute("train", program_run, Options(path, json=True, dry_run=dry_run, **options))
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_dry_run_says_what_would_be_trained(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", steps=40, batch_size=5)
+    make_set(config)
+    code, report = program(config, tmp_path, capsys, dry_run=True)
+    assert code == OK and report["remaining"] == 40 and report["details"]["samples"] == 12
+    assert report["details"]["steps per epoch"] == 3
+    buckets = {row["bucket"]: row for row in report["details"]["buckets"]}
+    assert buckets["64x64"] == {"bucket": "64x64", "samples": 8, "draws": 8, "fill": 2}
+    assert not (Path(config.output) / "run").exists()
+
+
+def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", steps=2)
+    make_set(config)
+    code, report = program(config, tmp_path, capsys)
+    assert code == OK and report["done"] == 2 and report["details"]["trainable parameters"] > 0
+    assert program(config, tmp_path, capsys)[1]["skipped"] == 2
+    missing = make_config("sana", name="work")
+    code, report = program(missing, tmp_path, capsys)
+    assert code == USAGE and "no training set for sana t2i" in report["error"]["message"]
+
+
+IMPORTS = """
+import sys
+import trainer.train
+bad = [name for name in sys.modules if "autoencoder" in name or name.startswith(("av.", "decord", "PIL.", "torchvision"))
+       or name.startswith("diffusers.pipelines.") or name.startswith("transformers.models.qwen")
+       or name.startswith(("transformers.models.clip", "transformers.models.gemma", "stages"))]
+print(bad)
+"""
+
+
+def test_importing_the_trainer_loads_no_encoder_and_help_no_torch() -> None:
+    import subprocess
+
+    def output(*words: str) -> str:
+        return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
+
+    assert output("-c", IMPORTS).strip() == "[]"
+    check = "import sys, trainer.__main__; print([m for m in ('torch', 'diffusers', 'accelerate') if m in sys.modules])"
+    assert output("-c", check).strip() == "[]"
+    assert "--dry-run" in output("-m", "trainer", "--help")

@@ -1,0 +1,103 @@
+"""train: a training set to an adapter or a model. Parses and plans first; torch is imported when there is work."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from cache.plan import Plan
+from cache.shard import DamageError
+from cache.store import Store
+from cache.trainset import TrainSet
+from schemas.config import Config
+from schemas.console import USAGE, Console, Options, Report, program
+from schemas.errors import LatentpressError
+
+
+class WrongUse(LatentpressError):
+    """An option that training has no use for."""
+
+    exit_code = USAGE
+
+
+def run(config: Config, options: Options, console: Console) -> Report:
+    if options.shard.total > 1:
+        raise WrongUse(
+            "training is one job and can't be divided with --shard",
+            "For several GPUs: accelerate launch -m trainer --config pipeline.yaml",
+        )
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
+    report = Report("train", dry_run=options.dry_run)
+    try:
+        data = TrainSet.open(Store(config.root), config.train.set, config.model.family, config.model.task)
+        plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate * world)
+        report.details = describe(config, data, plan)
+        warn(config, data, plan, console)
+        if options.dry_run:
+            done = steps_done(config)
+            report.remaining, report.skipped = max(0, config.train.steps - done), done
+            return report
+        from trainer.train import train
+
+        summary = train(config, data, plan, console, options.device or config.train.device)
+    except DamageError as damage:
+        where = {"item": damage.id, "path": damage.path, "row": damage.row, "reason": damage.reason}
+        report.damage.append({**where, "message": str(damage)})
+        report.next_steps.append("latentpress verify --delete-damaged, then latentpress run")
+        return report
+    report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
+    report.details |= summary
+    return report
+
+
+def describe(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:
+    """What would be trained on: numbers that need no model."""
+    buckets = [
+        {"bucket": span.bucket, "samples": span.count, "draws": int(draws), "fill": plan.filled.get(span.bucket, 0)}
+        for span, draws in zip(plan.spans, plan.draws, strict=True)
+    ]
+    return {
+        "run": str(Path(config.output) / config.train.run),
+        "set": f"sets/{data.id}",
+        "samples": len(data),
+        "buckets": buckets,
+        "global batch": plan.global_batch,
+        "steps per epoch": plan.batches_per_epoch,
+        "steps": config.train.steps,
+        "epochs": round(config.train.steps / plan.batches_per_epoch, 3),
+        "adapter": config.train.adapter.type,
+    }
+
+
+def warn(config: Config, data: TrainSet, plan: Plan, console: Console) -> None:
+    """Say what is allowed and may not be meant."""
+    for short in plan.shortages:
+        console.warn(
+            f"bucket {short.bucket} has {short.count} samples (repeats included) for a global batch of "
+            f"{plan.global_batch} and repeats them to fill it; repeats: {short.repeats} would do"
+        )
+    newer = data.newer_generation()
+    if newer is not None:
+        console.warn(
+            f"set {data.id} was made from plan {data.meta['generation']}; {newer} is newer. "
+            "`latentpress index` makes a set of it"
+        )
+    planned = {prompt["name"] for prompt in data.meta["validation"]}
+    missing = [prompt.name for prompt in config.validation.prompts if prompt.name not in planned]
+    if missing:
+        console.warn(
+            f"validation prompts {', '.join(missing)} are not in set {data.id} and are left out; "
+            "`latentpress run` encodes them and makes a set with them"
+        )
+
+
+def steps_done(config: Config) -> int:
+    """The step of the run's newest checkpoint; 0 where there is none."""
+    folder = Path(config.output) / config.train.run / "checkpoints"
+    steps = [int(path.name.removeprefix("step-")) for path in folder.glob("step-*")]
+    return max(steps, default=0) if config.train.resume else 0
+
+
+app = program("train", "Train an adapter or a model on a training set.", run, extra="train")
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,128 @@
+"""LoRA through peft, and saving what was trained in the formats that diffusers' pipelines load."""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
+from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
+
+ADAPTER = "default"
+Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no types to check
+
+PREFIX = "transformer"  # the pipelines' name of the component that the adapter belongs to
+
+
+def choose_targets(model: Model, patterns: Sequence[str]) -> list[str]:
+    """Full paths of the modules that LoRA can wrap and that one of the regular expressions matches whole.
+
+    LoRA wraps linear layers and convolutions that are not grouped. ValueError for a pattern without any.
+    """
+    wrappable = [name for name, module in model.named_modules() if _wrappable(module)]
+    for pattern in patterns:
+        if not any(re.fullmatch(pattern, name) for name in wrappable):
+            raise ValueError(
+                f"train.adapter.targets: {pattern!r} matches no module that LoRA can wrap; such modules are "
+                f"{', '.join(wrappable[:8])}, ... ({len(wrappable)} in all)"
+            )
+    return [name for name in wrappable if any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+def _wrappable(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) or (isinstance(module, torch.nn.Conv2d) and module.groups == 1)
+
+
+def add_lora(
+    model: Model,
+    targets: Sequence[str],
+    rank: int,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    *,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+) -> None:
+    """Freeze the model; give each target (a full module path) a float32 LoRA drawn from torch's generator.
+
+    alpha: default the rank; the update is scaled by alpha / rank. rank_pattern, alpha_pattern: exceptions, by
+    module path or a regular expression of its end.
+    """
+    if not targets:
+        raise ValueError("LoRA needs at least one target module")
+    model.requires_grad_(False)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=rank if alpha is None else alpha,  # type: ignore[arg-type]  # peft takes fractions
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        rank_pattern=dict(rank_pattern or {}),
+        alpha_pattern=dict(alpha_pattern or {}),
+    )
+    model.add_adapter(config, ADAPTER)
+    wrapped = adapted_modules(model)
+    assert sorted(wrapped) == sorted(targets), sorted(set(wrapped) ^ set(targets))[:5]
+    for parameter in trainable_parameters(model).values():
+        parameter.data = parameter.data.float()
+
+
+def train_fully(model: Model) -> None:
+    """Every parameter trainable, in float32: the master weights of a full-rank run (autocast computes)."""
+    model.requires_grad_(True)
+    model.float()
+
+
+def adapted_modules(model: Model) -> list[str]:
+    """Full paths of the modules that carry an adapter."""
+    return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def trainable_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
+    """Name -> parameter of everything that gradients reach, in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str, str] | None = None) -> Path:
+    """Write `directory`/pytorch_lora_weights.safetensors, which a pipeline's `load_lora_weights` reads.
+
+    metadata: further text for the file's header (under `latentpress.<key>`), beside the family and the
+    adapter's configuration, without which a pipeline would guess alpha. Written whole or not at all.
+    """
+    state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    tensors = {f"{PREFIX}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
+    header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(_configuration(model), sort_keys=True)}
+    notes = {"family": family, **(metadata or {})}
+    header |= {f"latentpress.{key}": value for key, value in notes.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    final = directory / LORA_WEIGHT_NAME_SAFE
+    temp = directory / f".{final.name}.{secrets.token_hex(8)}.tmp"
+    try:
+        save_file(tensors, temp, metadata=header)
+        os.replace(temp, final)
+    finally:
+        temp.unlink(missing_ok=True)
+    return final
+
+
+def _configuration(model: Model) -> dict[str, Any]:
+    """The adapter's peft configuration, keyed as diffusers does."""
+    config = model.peft_config[ADAPTER].to_dict()
+    # peft may have shortened the paths to suffixes that are unambiguous in this model; say what was adapted.
+    config["target_modules"] = sorted(adapted_modules(model))
+    # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
+    config["lora_dropout"] = 0.0
+    return {
+        f"{PREFIX}.{key}": sorted(value) if isinstance(value, set) else value for key, value in config.items()
+    }
+
+
+def save_full(model: Model, directory: Path) -> Path:
+    """Write the whole transformer as `directory`, in diffusers' layout, for its class's `from_pretrained`."""
+    model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,166 @@
+"""Kandinsky 5 Image and Video: the transformer, what it reads for each task, and what LoRA adapts.
+
+Equal to what the diffusers pipelines (pipelines/kandinsky5) give the model at inference, since that is where
+trained weights are used.
+"""
+
+import re
+from typing import Any
+
+import torch
+
+from schemas.catalogue import FAMILIES, Task
+from schemas.geometry import scale_class
+from trainer.batch import Batch
+from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install, sparse_params
+
+PIPELINES = {
+    "t2i": "Kandinsky5T2IPipeline",
+    "i2i": "Kandinsky5I2IPipeline",
+    "t2v": "Kandinsky5T2VPipeline",
+    "i2v": "Kandinsky5I2VPipeline",
+}
+STRIDE = FAMILIES["kandinsky5-video"].spatial_stride  # pixels of one latent, the same for images
+NORMALISED_FRAMES, REFERENCE_FRAMES = 4, 5  # of i2v's normalize_first_frame
+
+_TARGETS = re.compile(
+    r"(text|visual)_transformer_blocks\.\d+\."
+    r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
+)
+
+
+def load(
+    source: str,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    float32_rotary: bool = False,
+) -> Kandinsky5Transformer3DModel:
+    """The transformer of a checkpoint (a local folder or a repo id), alone, with masked attention.
+
+    Time embeddings and modulations stay in float32 whatever the dtype: never call `.to(dtype)` on the result.
+    """
+    model = Kandinsky5Transformer3DModel.from_pretrained(
+        source, subfolder="transformer", revision=revision, torch_dtype=dtype
+    )
+    install(model, float32_rotary)
+    return model.to(device)
+
+
+def clean_frames(task: Task) -> int:
+    """Leading latent frames that are given: neither noised nor in the loss."""
+    return 1 if task == "i2v" else 0
+
+
+def compute_dtype(model: Any) -> torch.dtype:
+    """The dtype that frozen weights have; adapters and modulations may be in float32 beside it."""
+    return model.visual_embeddings.in_layer.weight.dtype
+
+
+def sampling_dtype(model: Any) -> torch.dtype:
+    """In which the pipelines keep latents between denoising steps."""
+    return compute_dtype(model)
+
+
+def visual_input(
+    noisy_BCTHW: torch.Tensor, condition_BCTHW: torch.Tensor | None, task: Task, visual_cond: bool
+) -> torch.Tensor:
+    """What the pipelines' `prepare_latents` build, channels last: (B, T, H, W, 16), or 33 channels with
+    conditioning: the latent, the condition's latent, a mask channel.
+
+    i2v: frame 0 of the latent is the clean first frame, the conditioning channels are zero, the mask is 1 on
+    frame 0. i2i: the source's latent and ones. t2v: zeros. ValueError where checkpoint and task do not fit.
+    """
+    if task in ("i2i", "i2v") and condition_BCTHW is None:
+        raise ValueError(f"{task} needs the condition's latent, and this batch has none; run encode-latents")
+    if (task == "t2i" and visual_cond) or (task == "i2i" and not visual_cond):
+        fitting = "an image i2i or a video one" if visual_cond else "an image t2i one"
+        raise ValueError(f"the checkpoint is not made for {task}: by its visual_cond it is {fitting}")
+    latent = noisy_BCTHW.movedim(1, -1)  # BCTHW -> BTHWC
+    source, mask = torch.zeros_like(latent), torch.zeros_like(latent[..., :1])
+    if condition_BCTHW is not None and task in ("i2i", "i2v"):
+        condition = condition_BCTHW.movedim(1, -1).to(latent.dtype)
+        if task == "i2i":
+            source, mask = condition, torch.ones_like(mask)
+        else:
+            latent = torch.cat([condition, latent[:, 1:]], 1)
+            mask[:, :1] = 1
+    return torch.cat([latent, source, mask], -1) if visual_cond else latent
+
+
+def inputs(
+    model: Any,
+    noisy_BCTHW: torch.Tensor,
+    sigma_B: torch.Tensor,
+    batch: Batch,
+    task: Task,
+) -> dict[str, Any]:
+    """Keyword arguments of the transformer's forward pass.
+
+    The timestep is rounded to the compute dtype, as at inference.
+    """
+    dtype, device = compute_dtype(model), noisy_BCTHW.device
+    _, _, frames, height, width = noisy_BCTHW.shape
+    if height % 2 or width % 2:
+        raise ValueError(
+            f"{width * STRIDE}x{height * STRIDE} pixels: sides must be multiples of {2 * STRIDE}"
+        )
+    assert batch.pooled_BD is not None, "Kandinsky 5 texts have a pooled CLIP embedding"
+    video = task in ("t2v", "i2v")
+    positions = [torch.arange(n, device=device) for n in (frames, height // 2, width // 2)]
+    return {
+        "hidden_states": visual_input(noisy_BCTHW, batch.condition_BCTHW, task, model.visual_cond).to(dtype),
+        "encoder_hidden_states": batch.text_BLD.to(dtype),
+        "pooled_projections": batch.pooled_BD.to(dtype),
+        "timestep": (1000 * sigma_B).float().to(dtype),
+        "visual_rope_pos": positions,
+        "text_rope_pos": torch.arange(batch.text_BLD.shape[1], device=device),
+        "scale_factor": scale_class(width * STRIDE, height * STRIDE) if video else (1.0, 1.0, 1.0),
+        "sparse_params": sparse_params(model, frames, height, width) if video else None,
+        "text_mask_BL": None if bool(batch.text_mask_BL.all()) else batch.text_mask_BL,
+    }
+
+
+def predict(
+    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+) -> torch.Tensor:
+    """The predicted velocity, shaped as the latents. Of given frames (see `clean_frames`) it means nothing.
+
+    model: the transformer, or a DistributedDataParallel around it.
+    """
+    arguments = inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
+    return model(**arguments, return_dict=False).movedim(-1, 1)  # BTHWC -> BCTHW
+
+
+def start(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+    """What denoising starts from: i2v has its clean first frame."""
+    if task != "i2v":
+        return noise_BCTHW
+    assert batch.condition_BCTHW is not None
+    return torch.cat([batch.condition_BCTHW.to(noise_BCTHW.dtype), noise_BCTHW[:, :, 1:]], 2)
+
+
+def finish(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
+    """What the pipelines do to latents after denoising: for i2v, `normalize_first_frame`.
+
+    It moves the mean and deviation of the first four latent frames towards those of the next five, within
+    limits, against mesh artefacts.
+
+    With fewer than five latent frames there is nothing to compare with (the pipeline's are not finite then),
+    and they stay as they are.
+    """
+    if task != "i2v" or latents_BCTHW.shape[2] <= NORMALISED_FRAMES:
+        return latents_BCTHW
+    first = latents_BCTHW[:, :, :NORMALISED_FRAMES]
+    others = latents_BCTHW[:, :, NORMALISED_FRAMES : NORMALISED_FRAMES + REFERENCE_FRAMES]
+    axes = (1, 2, 3, 4)
+    mean, deviation = first.mean(axes, keepdim=True), first.std(axes, keepdim=True)
+    new_mean = torch.clamp(others.mean(), mean - 0.05, mean + 0.1)
+    new_deviation = torch.clamp(others.std(), deviation - 0.1, deviation + 0.25)
+    normalised = (first - mean) / deviation * new_deviation + new_mean
+    return torch.cat([normalised, latents_BCTHW[:, :, NORMALISED_FRAMES:]], 2)
+
+
+def lora_targets(model: Any) -> list[str]:
+    """Full module paths: the bare name `out_layer` would also match modules that LoRA cannot wrap."""
+    return [name for name, _ in model.named_modules() if _TARGETS.fullmatch(name)]

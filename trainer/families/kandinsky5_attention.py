@@ -1,0 +1,246 @@
+"""Attention of the Kandinsky 5 transformer in training: padded text masked, NABLA as inference computes it.
+
+The stock forward pass takes no text mask, so padding is attended and a sample's output depends on its batch
+mates. Here the keys of padded text are masked in the text blocks' self-attention and in the visual blocks'
+cross-attention; without padding every number equals the stock one.
+
+The mask reaches the processors through a holder that has a value only inside a forward pass. Gradient
+checkpointing computes blocks again during backward, when that pass is over: the model's own checkpointing
+puts back the mask that the block saw, and a processor that finds none refuses to go on.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.transformers import transformer_kandinsky as stock
+from torch.utils.checkpoint import checkpoint
+
+BLOCK = 64  # tokens of one NABLA block: 8x8 patches of one latent frame
+BLOCK_PIXELS = 128  # its edge: 8 patches of 2x2 latents of 8x8 pixels
+
+Sparse = dict[str, Any]
+Mask = torch.Tensor | None
+
+
+class TextMask:
+    """The (B, L) mask of real text tokens of the forward pass that is running; None where none is padded."""
+
+    def __init__(self) -> None:
+        self._running: list[Mask] = []
+
+    @contextmanager
+    def using(self, mask_BL: Mask) -> Iterator[None]:
+        self._running.append(mask_BL)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    @property
+    def current(self) -> Mask:
+        assert self._running, (
+            "an attention layer ran outside of the model's forward pass; checkpoint blocks with the model's "
+            "own enable_gradient_checkpointing(), which brings the text mask along"
+        )
+        return self._running[-1]
+
+
+class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
+    """The diffusers model, whose forward pass also takes `text_mask_BL`. `install` must have been called.
+
+    It has the stock name because save_pretrained writes it into config.json.
+    """
+
+    text_mask: TextMask
+
+    def forward(self, *args: Any, text_mask_BL: Mask = None, **kwargs: Any) -> Any:
+        with self.text_mask.using(text_mask_BL):
+            return super().forward(*args, **kwargs)
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func: Callable | None = None) -> None:
+        super().enable_gradient_checkpointing(gradient_checkpointing_func or self._checkpoint)
+
+    def _checkpoint(self, block: torch.nn.Module, *args: Any) -> Any:
+        mask = self.text_mask.current
+        version = None if mask is None else mask._version
+
+        def run(*inputs: Any) -> Any:
+            assert mask is None or mask._version == version, (
+                "the text mask was changed before the backward pass"
+            )
+            with self.text_mask.using(mask):
+                return block(*inputs)
+
+        return checkpoint(run, *args, use_reentrant=False)
+
+
+def install(model: Kandinsky5Transformer3DModel, float32_rotary: bool = False) -> None:
+    """Give every attention of the model its processor.
+
+    float32_rotary: keep the rotary embedding in float32, where the stock model rounds queries and keys to
+    bfloat16. For tests: it takes away the largest rounding error, and inference does not have it.
+    """
+    model.text_mask = TextMask()
+    for block in model.text_transformer_blocks:
+        block.self_attention.set_processor(Processor(model.text_mask, float32_rotary))
+    for block in model.visual_transformer_blocks:
+        block.self_attention.set_processor(Processor(None, float32_rotary))
+        block.cross_attention.set_processor(Processor(model.text_mask, float32_rotary))
+
+
+class Processor:
+    """The stock Kandinsky5AttnProcessor, with keys masked by `text_mask` where the keys are text."""
+
+    _attention_backend = None  # set by set_attention_backend; used where keys are not text and not sparse
+    _parallel_config = None
+
+    def __init__(self, text_mask: TextMask | None, float32_rotary: bool) -> None:
+        self.text_mask = text_mask
+        self.rotary_dtype = torch.float32 if float32_rotary else torch.bfloat16
+
+    def __call__(
+        self,
+        attn: stock.Kandinsky5Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        rotary_emb: torch.Tensor | None = None,
+        sparse_params: Sparse | None = None,
+    ) -> torch.Tensor:
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = (
+            projected.unflatten(-1, (attn.num_heads, -1))
+            for projected in (attn.to_query(hidden_states), attn.to_key(source), attn.to_value(source))
+        )
+        query = attn.query_norm(query.float()).type_as(query)
+        key = attn.key_norm(key.float()).type_as(key)
+        if rotary_emb is not None:
+            query, key = self._rotate(query, rotary_emb), self._rotate(key, rotary_emb)
+        return attn.out_layer(self._attend(query, key, value, sparse_params).flatten(-2, -1))
+
+    def _rotate(self, x_BLHD: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        pairs = x_BLHD.unflatten(-1, (-1, 1, 2)).to(torch.float32)
+        return (rope * pairs).sum(-1).reshape(x_BLHD.shape).to(self.rotary_dtype).type_as(x_BLHD)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: Sparse | None
+    ) -> torch.Tensor:
+        """All (B, L, heads, D)."""
+        if sparse is not None:
+            return nabla_attention(query, key, value, sparse)
+        if self.text_mask is None:
+            return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+        mask_BL = self.text_mask.current
+        assert mask_BL is None or mask_BL.shape == key.shape[:2], (mask_BL.shape, key.shape)
+        mask_B11L = None if mask_BL is None else mask_BL[:, None, None, :]
+        return dispatch_attention_fn(
+            query, key, value, attn_mask=mask_B11L, backend=AttentionBackendName.NATIVE
+        )
+
+
+# NABLA, for checkpoints whose own config says attention_type "nabla".
+
+
+def sparse_params(model: Any, frames: int, height: int, width: int) -> Sparse | None:
+    """The forward pass's `sparse_params` for latents of this size; None without NABLA.
+
+    Raises ValueError where the size is not a whole number of blocks.
+    """
+    config = model.config
+    if config.attention_type != "nabla":
+        return None
+    _, patch_h, patch_w = config.patch_size
+    rows, columns = height // patch_h, width // patch_w
+    if rows % 8 or columns % 8 or height % patch_h or width % patch_w:
+        raise ValueError(
+            f"{width * 8}x{height * 8} pixels: this checkpoint's sparse attention (NABLA) needs both sides to "
+            f"be multiples of {BLOCK_PIXELS}; choose other bucket sizes"
+        )
+    window = (config.attention_wT, config.attention_wH, config.attention_wW)
+    return {
+        "sta_mask": window_mask((frames, rows // 8, columns // 8), window, model.device)[None, None],
+        "attention_type": config.attention_type,
+        "to_fractal": True,
+        "P": config.attention_P,
+        "wT": config.attention_wT,
+        "wW": config.attention_wW,
+        "wH": config.attention_wH,
+        "add_sta": config.attention_add_sta,
+        "visual_shape": (frames, rows, columns),
+        "method": config.attention_method,
+    }
+
+
+def window_mask(
+    blocks: tuple[int, int, int], window: tuple[int, int, int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Which blocks always see which: those within half a window on each axis, as `fast_sta_nabla` has it.
+
+    (N, N) bool for N = T * H * W blocks.
+    """
+    axes = [torch.arange(size, device=device) for size in blocks]
+    places_N3 = torch.cartesian_prod(*axes).view(-1, 3)
+    distances_NN3 = (places_N3[:, None] - places_N3[None]).abs()
+    return (distances_NN3 <= torch.tensor([size // 2 for size in window], device=device)).all(-1)
+
+
+def nabla_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: Sparse
+) -> torch.Tensor:
+    """Attention (B, L, heads, D) over the blocks that `nablaT_v2` chooses; L in the order of blocks.
+
+    On CUDA compiled flex attention skips the other blocks; elsewhere a dense mask gives the same result, with
+    memory and time of full attention and more: for tests.
+    """
+    with torch.no_grad():  # the choice of blocks has no gradient
+        blocks = stock.nablaT_v2(query.detach(), key.detach(), sparse["sta_mask"], thr=sparse["P"])
+    query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    if query.device.type == "cuda":
+        out = compiled_flex(query.device, query.dtype, query.shape[-1])(query, key, value, block_mask=blocks)
+    else:
+        dense = blocks.to_dense().bool().repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense)
+    return out.transpose(1, 2)
+
+
+@functools.cache
+def compiled_flex(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor]:
+    """Compiled flex attention, after a check that it really leaves blocks out on this device."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex = torch.compile(flex_attention)
+    refuse_full_attention(flex, device, dtype, head_dim)
+    return flex
+
+
+def refuse_full_attention(
+    flex: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Raise RuntimeError unless `flex` obeys a block mask.
+
+    Flex attention that is not compiled ignores the block indices and computes full attention without a word.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, 1, 2 * BLOCK, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
+    one = torch.ones(1, 1, 2, dtype=torch.int32, device=device)
+    order = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32, device=device)[None, None]
+    diagonal = BlockMask.from_kv_blocks(torch.zeros_like(one), order, one, order, BLOCK_SIZE=BLOCK)
+    with torch.no_grad():
+        out = flex(*qkv, block_mask=diagonal)
+        halves = zip(*(x.split(BLOCK, 2) for x in qkv), strict=True)
+        apart = torch.cat(
+            [torch.nn.functional.scaled_dot_product_attention(q, k, v) for q, k, v in halves], 2
+        )
+    wrong = (out - apart).abs().max().item()
+    if not math.isfinite(wrong) or wrong > 0.05:
+        raise RuntimeError(
+            f"flex attention on {device} ignores its block mask (off by {wrong:.3g}): NABLA would silently be "
+            "full attention. It must be compiled: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, and "
+            "check that torch.compile works here (it needs a C++ compiler and Triton)"
+        )

@@ -1,0 +1,47 @@
+"""Flow matching as pure functions of tensors.
+
+x_sigma = (1 - sigma) x0 + sigma noise, and the model is asked for the velocity noise - x0; sigma 1 is noise,
+0 is data. The shift moves a distribution of sigma towards noise (above 1) or towards data (below 1).
+"""
+
+import torch
+
+
+def sigma_from_normal(normal_B: torch.Tensor, shift: float) -> torch.Tensor:
+    """Standard normal draws (B,) -> sigma in 0..1: the shifted logit-normal of Kandinsky 5 and Sana."""
+    return shift_sigma(torch.sigmoid(normal_B), shift)
+
+
+def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
+    """s u / (1 + (s - 1) u): keeps 0 and 1, the order, and is undone by the shift 1 / s."""
+    if shift <= 0:
+        raise ValueError(f"shift {shift}: must be more than 0; 1 changes nothing")
+    return shift * u_B / (1 + (shift - 1) * u_B)
+
+
+def interpolate(x0_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor, sigma_B: torch.Tensor) -> torch.Tensor:
+    """The sample with its share sigma of noise, shaped as x0."""
+    sigma = sigma_B.to(x0_BCTHW.dtype).view(-1, *[1] * (x0_BCTHW.ndim - 1))
+    return (1 - sigma) * x0_BCTHW + sigma * noise_BCTHW
+
+
+def velocity(x0_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor) -> torch.Tensor:
+    """What the model is to predict, the same at every sigma."""
+    return noise_BCTHW - x0_BCTHW
+
+
+def loss_per_sample(
+    prediction_BCTHW: torch.Tensor, target_BCTHW: torch.Tensor, skip_frames: int = 0
+) -> torch.Tensor:
+    """Mean squared error (B,) in float32 over each sample's own elements.
+
+    skip_frames: leading latent frames that are given to the model and so are no part of the loss (i2v: 1).
+    """
+    assert prediction_BCTHW.shape == target_BCTHW.shape, (prediction_BCTHW.shape, target_BCTHW.shape)
+    frames = target_BCTHW.shape[2]
+    if frames <= skip_frames:
+        raise ValueError(
+            f"{frames} latent frame(s), of which {skip_frames} given: nothing to learn; use longer clips"
+        )
+    difference = prediction_BCTHW[:, :, skip_frames:].float() - target_BCTHW[:, :, skip_frames:].float()
+    return difference.square().flatten(1).mean(1)

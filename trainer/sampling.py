@@ -1,0 +1,92 @@
+"""Denoising, as the pipelines do it: the checkpoint's own scheduler, guidance, and what a task adds.
+
+For equal weights, embeddings and noise the latents equal the pipeline's `output_type="latent"`.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import diffusers.schedulers
+import torch
+
+from schemas.catalogue import Task
+from trainer.batch import Batch
+
+SHIFT_KEYS = ("shift", "flow_shift")  # FlowMatchEulerDiscreteScheduler's name for it, and the others'
+
+
+def load_scheduler(source: str, revision: str | None = None, shift: float | None = None) -> Any:
+    """The scheduler of a checkpoint (its folder `scheduler`), as the class that it names.
+
+    shift: of sigma, instead of the checkpoint's own. Raises ValueError for a class that diffusers lacks or
+    that has no shift to set.
+    """
+    config = diffusers.schedulers.SchedulerMixin.load_config(source, subfolder="scheduler", revision=revision)
+    name = config.get("_class_name", "")
+    scheduler_class = getattr(diffusers.schedulers, name, None) if name.endswith("Scheduler") else None
+    if scheduler_class is None:
+        raise ValueError(
+            f"{source}/scheduler names the class {name!r}, which the installed diffusers "
+            f"{diffusers.__version__} does not have; install a newer one"
+        )
+    scheduler = scheduler_class.from_config(config)
+    if shift is None:
+        return scheduler
+    key = next((key for key in SHIFT_KEYS if key in scheduler.config), None)
+    if key is None:
+        raise ValueError(f"{source}/scheduler is a {name}, which has no shift; leave validation.shift out")
+    return scheduler_class.from_config(config, **{key: shift})
+
+
+@torch.no_grad()
+def denoise(
+    model: torch.nn.Module,
+    family: ModuleType,
+    task: Task,
+    batch: Batch,
+    negative: Batch | None,
+    noise_BCTHW: torch.Tensor,
+    scheduler: Any,
+    steps: int,
+    guidance: float,
+) -> torch.Tensor:
+    """Latents (B, C, T, h, w) on the model's device, from noise, in model space (decode divides by scale).
+
+    family: a module of trainer.families. batch, negative: their texts and conditions are read, their latents
+    are not; the negative is used above guidance 1. The model is in eval mode meanwhile.
+    """
+    training = model.training
+    model.eval()
+    try:
+        return _denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps, guidance)
+    finally:
+        model.train(training)
+
+
+def _denoise(
+    model: torch.nn.Module,
+    family: ModuleType,
+    task: Task,
+    batch: Batch,
+    negative: Batch | None,
+    noise_BCTHW: torch.Tensor,
+    scheduler: Any,
+    steps: int,
+    guidance: float,
+) -> torch.Tensor:
+    device = batch.text_BLD.device
+    dtype = family.sampling_dtype(getattr(model, "module", model))
+    x = family.start(noise_BCTHW.to(device, dtype), batch, task)
+    given = family.clean_frames(task)
+    scheduler.set_timesteps(steps, device=device)
+    for t in scheduler.timesteps:
+        # In float64, so that 1000 sigma is the scheduler's timestep again, to the last bit.
+        sigma_B = (t.double() / 1000).expand(x.shape[0])
+        velocity = family.predict(model, x, sigma_B, batch, task)
+        if guidance > 1 and negative is not None:
+            away = family.predict(model, x, sigma_B, negative, task)
+            velocity = away + guidance * (velocity - away)
+        # Sana's pipeline steps in float32, Kandinsky's in the model's dtype: as their latents are.
+        stepped = scheduler.step(velocity[:, :, given:].to(dtype), t, x[:, :, given:], return_dict=False)[0]
+        x = torch.cat([x[:, :, :given], stepped], 2)
+    return family.finish(x, task)

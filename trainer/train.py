@@ -1,0 +1,383 @@
+"""The training loop: `train` prepares, steps, looks, keeps and saves, in this order.
+
+Every random number of a step is a function of (seed, step, position in the global batch or rank), so a run that
+was killed and resumed, or moved to another number of GPUs, goes on as if nothing had happened.
+"""
+
+import importlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from cache.plan import Plan
+from cache.trainset import TrainSet
+from schemas.config import Config
+from schemas.console import Console
+from schemas.errors import USAGE, LatentpressError
+from schemas.identity import hash_json, seed_of
+from trainer import adapters, checkpoint, flow, validate
+from trainer.batch import Batch
+from trainer.data import Feed, MicroBatch, StepData
+from trainer.optim import BadSteps, clip, learning_rate, make_optimizer, set_rate
+
+HINTS = {
+    "set": "Set train.set to the older set to go on with it.",
+    "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
+    "seed": "Set train.seed back.",
+}
+
+
+class RunError(LatentpressError):
+    """The run can't be started as it is configured."""
+
+    exit_code = USAGE
+
+
+class Denoiser(torch.nn.Module):
+    """The transformer as the loss sees it: noisy latents in, float32 velocity out. What DDP wraps."""
+
+    def __init__(self, model: torch.nn.Module, family: ModuleType, task: str, autocast: torch.dtype | None):
+        super().__init__()
+        self.model, self.family, self.task, self.autocast = model, family, task, autocast
+
+    def forward(self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch) -> torch.Tensor:
+        with torch.autocast(noisy_BCTHW.device.type, self.autocast, enabled=self.autocast is not None):
+            return self.family.predict(self.model, noisy_BCTHW, sigma_B, batch, self.task).float()
+
+
+@dataclass
+class Run:
+    """What the parts of one training run share."""
+
+    config: Config
+    console: Console
+    accelerator: Accelerator
+    folder: Path
+    feed: Feed
+    family: ModuleType
+    model: torch.nn.Module
+    denoiser: torch.nn.Module
+    trainable: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    bad: BadSteps
+
+    @property
+    def skip_frames(self) -> int:
+        """Leading latent frames that are given, and so are no part of the loss."""
+        return self.family.clean_frames(self.config.model.task)
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def say(self, message: str) -> None:
+        if self.main:
+            self.console.log(message)
+
+
+def train(config: Config, data: TrainSet, plan: Plan, console: Console, device: str) -> dict[str, Any]:
+    """Train to config.train.steps and save the result under <output>/<run>.
+
+    device: auto, cpu, cuda or cuda:N. Returns what was done, for the report. Raises DamageError before a damaged
+    row reaches a gradient, DivergedError after too many steps that were not finite.
+    """
+    run = prepare(config, data, plan, console, device)
+    first = resume(run)
+    with metrics(run, first) as record:
+        if first == 0:
+            look(run, record, 0)
+        clock = Clock(first, config.train.steps, plan.global_batch)
+        for data_of_step in run.feed.steps(first, config.train.steps):
+            numbers = train_step(run, data_of_step)
+            done = data_of_step.step + 1
+            record({"step": done, **numbers, **clock.tick(done)}, shown=done % config.train.log_every == 0)
+            if due(done, config.validation.every, config.train.steps):
+                look(run, record, done)
+            if due(done, config.train.checkpoint_every, config.train.steps):
+                keep(run, done)
+    saved = save(run)
+    return summary(run, first, saved)
+
+
+# --- preparing ---------------------------------------------------------------------------------------------
+
+
+def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device: str) -> Run:
+    """Load the transformer, make what is trained trainable, and put both on the device."""
+    settings = config.train
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    folder = Path(config.output) / settings.run
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+    accelerator = Accelerator(cpu=device == "cpu", log_with="tensorboard", project_dir=str(folder))
+    ranks = accelerator.num_processes
+    assert plan.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
+    feed = Feed(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)
+    family = importlib.import_module(f"trainer.families.{config.model.spec.transformer}")
+    half = (settings.precision or config.model.precision) == "bfloat16"
+    full = settings.adapter.type == "full"
+    # Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
+    dtype = torch.bfloat16 if half and not full else torch.float32
+    torch.manual_seed(seed_of(str(settings.seed), "adapter"))
+    model = family.load(config.model.source, config.model.revision, dtype, accelerator.device)
+    trainable = make_trainable(model, family, config)
+    if settings.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    autocast = torch.bfloat16 if half and full else None
+    denoiser = accelerator.prepare(Denoiser(model, family, config.model.task, autocast))
+    optimizer = make_optimizer(trainable.values(), settings.optimizer)
+    bad = BadSteps(settings.max_bad_steps)
+    parts = (folder, feed, family, model, denoiser, trainable, optimizer, bad)
+    return Run(config, console, accelerator, *parts)
+
+
+def make_trainable(model: torch.nn.Module, family: ModuleType, config: Config) -> dict[str, torch.nn.Parameter]:
+    """Add a LoRA, or free every weight; name -> parameter of what gradients reach."""
+    adapter = config.train.adapter
+    if adapter.type == "full":
+        adapters.train_fully(model)
+        return adapters.trainable_parameters(model)
+    targets = (
+        adapters.choose_targets(model, adapter.targets) if adapter.targets else family.lora_targets(model)
+    )
+    adapters.add_lora(model, targets, adapter.rank, adapter.alpha, adapter.dropout)
+    return adapters.trainable_parameters(model)
+
+
+def terms(run: Run) -> dict[str, Any]:
+    """What a checkpoint and its continuation must have in common."""
+    config, plan = run.config, run.feed.plan
+    shape = {key: value for key, value in dict(run.model.config).items() if not key.startswith("_")}
+    return {
+        "set": run.feed.data.id,
+        "family": config.model.family,
+        "task": config.model.task,
+        "transformer": hash_json(json.loads(json.dumps(shape))),
+        "seed": plan.seed,
+        "global batch": plan.global_batch,
+        "caption_dropout": config.train.caption_dropout,
+        "shift": shift(config),
+        "adapter": config.train.adapter.model_dump(mode="json"),
+    }
+
+
+def shift(config: Config) -> float:
+    """The training shift of sigma: as configured, else the flavour's."""
+    return config.train.shift or config.model.chosen.shift
+
+
+def resume(run: Run) -> int:
+    """Go on from the newest checkpoint, if there is one; the number of steps done. Writes config.yaml."""
+    folder = run.folder / "checkpoints"
+    found = checkpoint.newest(folder)
+    if found is not None and not run.config.train.resume:
+        raise RunError(
+            f"{run.folder} has a checkpoint at step {found.step} and train.resume is false",
+            "Choose another train.run, remove that folder, or set train.resume to true.",
+        )
+    if found is not None:
+        checkpoint.check_terms(found, terms(run), HINTS)
+        checkpoint.restore(found, run.trainable, run.optimizer)
+        run.bad.steps, run.bad.total = found.state["bad steps"], found.state["bad total"]
+        run.say(f"going on from {found.path}, {found.step} steps done")
+    if run.main:
+        write_config(run)
+    run.accelerator.wait_for_everyone()
+    return found.step if found is not None else 0
+
+
+def write_config(run: Run) -> None:
+    """<run>/config.yaml: every setting as it was resolved, with the set's id in place of "current"."""
+    from ruamel.yaml import YAML
+
+    run.folder.mkdir(parents=True, exist_ok=True)
+    values = run.config.model_dump(mode="json", by_alias=True)
+    values["train"]["set"] = run.feed.data.id
+    temp = run.folder / f".config.yaml.{os.getpid()}"
+    with temp.open("w") as file:
+        YAML(typ="safe").dump(values, file)
+    temp.replace(run.folder / "config.yaml")
+
+
+# --- one step ----------------------------------------------------------------------------------------------
+
+
+def train_step(run: Run, data: StepData) -> dict[str, Any]:
+    """One optimizer step over this rank's share of the global batch; the numbers to record.
+
+    The loss is the mean over the global batch of each sample's own mean, however it is cut into forward passes.
+    """
+    config, step = run.config.train, data.step
+    torch.manual_seed(seed_of(f"{config.seed}/{step}/{run.accelerator.process_index}", "step"))
+    rate = learning_rate(config.optimizer, step, config.steps)
+    set_rate(run.optimizer, rate)
+    run.denoiser.train()
+    total, share = torch.zeros((), device=run.accelerator.device), config.batch_size * config.accumulate
+    for number, part in enumerate(data.parts):
+        more = number + 1 < len(data.parts)
+        with run.accelerator.no_sync(run.denoiser) if more else nullcontext():
+            loss = loss_of(run, part).sum() / share
+            loss.backward()
+        total += loss.detach()
+    value = float(run.accelerator.reduce(total, "mean"))
+    norm = clip(run.trainable.values(), config.optimizer.max_grad_norm)
+    taken = run.bad.finite(step, value, norm)
+    if taken:
+        run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    numbers = {"loss": value, "grad_norm": norm, "lr": rate, "epoch": data.epoch, "bucket": data.bucket}
+    return numbers if taken else {**numbers, "skipped": True}
+
+
+def loss_of(run: Run, part: MicroBatch) -> torch.Tensor:
+    """(B,) flow-matching loss of each sample of one forward pass."""
+    batch = part.batch.to(run.accelerator.device, torch.float32)
+    x0, noise = batch.latents_BCTHW, part.noise_BCTHW.to(run.accelerator.device)
+    sigma_B = flow.sigma_from_normal(part.normal_B.to(x0.device), shift(run.config))
+    predicted = run.denoiser(flow.interpolate(x0, noise, sigma_B), sigma_B, batch)
+    return flow.loss_per_sample(predicted, flow.velocity(x0, noise), run.skip_frames)
+
+
+# --- looking and keeping -----------------------------------------------------------------------------------
+
+
+def due(done: int, every: int, last: int) -> bool:
+    return done % every == 0 or done == last
+
+
+def look(run: Run, record: Any, done: int) -> None:
+    """Eval loss on the fixed grid, and the validation prompts denoised, after `done` steps."""
+    settings, predict = run.config.validation, run.accelerator.unwrap_model(run.denoiser)
+    if run.main:
+        predict.eval()
+        grid = validate.Grid(settings.eval_samples, settings.eval_sigmas, settings.seed, run.feed.batch_size)
+        if grid.samples and grid.sigmas:
+            found = validate.eval_loss(predict, run.feed.data, grid, run.accelerator.device, run.skip_frames)
+            record({"step": done, "eval_loss": found.mean, "eval_by_sigma": found.by_sigma})
+        folder = run.folder / "validation" / f"step-{done:06d}"
+        count = validate.write_samples(
+            run.model, run.family, run.config, run.feed.data, folder, predict.autocast
+        )
+        if count:
+            run.say(f"step {done}: {count} validation latents in {folder}")
+    run.accelerator.wait_for_everyone()
+
+
+def keep(run: Run, done: int) -> None:
+    """Write a checkpoint and remove the oldest ones."""
+    if run.main:
+        plan, folder = run.feed.plan, run.folder / "checkpoints"
+        epoch, batch = divmod(done, plan.batches_per_epoch)
+        extra = {"epoch": epoch, "batch": batch, "random": {"seed": plan.seed, "step": done}}
+        extra |= {"bad steps": run.bad.steps, "bad total": run.bad.total}
+        path = checkpoint.save(folder, done, run.trainable, run.optimizer, terms(run), extra)
+        checkpoint.prune(folder, run.config.train.keep_checkpoints)
+        run.say(f"step {done}: checkpoint {path}")
+    run.accelerator.wait_for_everyone()
+
+
+def save(run: Run) -> Path:
+    """Write the result: <run>/adapter/ for a LoRA, <run>/model/transformer/ for a full-rank run."""
+    config = run.config
+    if config.train.adapter.type == "full":
+        path = run.folder / "model" / adapters.PREFIX
+        if run.main:
+            adapters.save_full(run.model, path, getattr(torch, config.model.precision))
+    else:
+        path = run.folder / "adapter"
+        if run.main:
+            notes = {"set": run.feed.data.id, "steps": str(config.train.steps), "flavour": config.model.chosen.name}
+            adapters.save_lora(run.model, path, config.model.family, notes)
+    run.accelerator.wait_for_everyone()
+    return path
+
+
+def summary(run: Run, first: int, saved: Path) -> dict[str, Any]:
+    """The report of the run, resumed parts included."""
+    lines = read_metrics(run.folder / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    evals = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    result = {"done": run.config.train.steps - first, "skipped": first, "saved": str(saved)}
+    result["trainable parameters"] = sum(parameter.numel() for parameter in run.trainable.values())
+    result["loss"] = {"first": losses[0], "last": losses[-1]} if losses else {}
+    result["eval loss"] = {"first": evals[0], "last": evals[-1]} if evals else {}
+    result["steps not finite"] = run.bad.total
+    return result
+
+
+# --- the log -----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Speed over the steps of this process, and from it the time left."""
+
+    def __init__(self, first: int, last: int, global_batch: int):
+        self._first, self._last, self._batch, self._began = first, last, global_batch, time.monotonic()
+
+    def tick(self, done: int) -> dict[str, float]:
+        seconds = (time.monotonic() - self._began) / max(1, done - self._first)
+        return {"samples_per_s": self._batch / seconds, "seconds_left": seconds * (self._last - done)}
+
+
+@contextmanager
+def metrics(run: Run, first: int) -> Iterator[Any]:
+    """`record(numbers, shown=True)`: one line in metrics.jsonl, in TensorBoard, and on the console when shown.
+
+    Lines of steps after the checkpoint that the run goes on from are removed: they will be written again.
+    """
+    path = run.folder / "metrics.jsonl"
+    if run.main:
+        kept = [line for line in read_metrics(path) if line["step"] <= first] if first else []
+        temp = path.with_name(f".{path.name}.{os.getpid()}")
+        temp.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temp.replace(path)
+    run.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1}})
+
+    def record(numbers: dict[str, Any], shown: bool = True) -> None:
+        if not run.main:
+            return
+        line = {key: plain(value) for key, value in numbers.items()}
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        scalars = {key: value for key, value in line.items() if isinstance(value, float)}
+        run.accelerator.log(scalars, step=numbers["step"])
+        if shown:
+            run.say(spoken(numbers, run.config.train.steps))
+
+    try:
+        yield record
+    finally:
+        run.accelerator.end_training()
+
+
+def plain(value: Any) -> Any:
+    """JSON has no NaN: null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that was cut off by a kill is left out."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def spoken(numbers: dict[str, Any], last: int) -> str:
+    """One console line: "step 12/1000  loss 0.8123  ...  0:12:03 left"."""
+    words = [f"step {numbers['step']}/{last}"]
+    words += [f"{key} {numbers[key]:.4g}" for key in ("loss", "eval_loss", "grad_norm", "lr") if key in numbers]
+    if "seconds_left" in numbers:
+        left = timedelta(seconds=round(numbers["seconds_left"]))
+        words += [f"{numbers['samples_per_s']:.3g} samples/s", f"{left} left"]
+    return "  ".join([*words, *(["skipped: not finite"] if numbers.get("skipped") else [])])
