@@ -60,27 +60,19 @@ def measure(root: str, rows: int, shape: tuple[int, ...]) -> None:
     for format in shard.SUFFIXES:
         with get_context("fork").Pool(1) as pool:
             rel, seconds, memory = pool.apply(write, (root, format, rows, shape))
-        print(
-            f"{format:10} write  {rows / seconds:8.0f} rows/s  {mib / seconds:6.0f} MiB/s  +{memory:.0f} MiB"
-        )
+        print(f"{format:10} write  {rows / seconds:8.0f} rows/s  {mib / seconds:6.0f} MiB/s  +{memory:.0f} MiB")
         for name, order in (("sequential", sequential), ("random", shuffled)):
             for verify in (True, False):
                 best = min(read(root, rel, order, verify) for _ in range(5))
                 checked = "verified" if verify else "unverified"
-                print(
-                    f"{format:10} {name:10} {checked:10} {rows / best:8.0f} rows/s  {mib / best:6.0f} MiB/s"
-                )
+                print(f"{format:10} {name:10} {checked:10} {rows / best:8.0f} rows/s  {mib / best:6.0f} MiB/s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=0, help="0: as many as make about 128 MiB")
     parser.add_argument("--shape", default="16,1,128,128", help="of one tensor, separated by commas")
-    parser.add_argument(
-        "--root", type=Path, default=None, help="where to write; a temporary folder otherwise"
-    )
+    parser.add_argument("--root", type=Path, default=None, help="where to write; a temporary folder otherwise")
     options = parser.parse_args()
     shape = tuple(int(size) for size in options.shape.split(","))
     rows = options.rows or max(1, (128 << 20) // (2 * math.prod(shape)))

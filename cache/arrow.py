@@ -119,9 +119,7 @@ class ShardReader(BaseReader):
         described = metadata.get(META_KEY, b"")
         if xxhash.xxh3_128_hexdigest(described).encode() != metadata.get(META_CHECKSUM_KEY):
             raise DamageError(self.path, "its description is missing or changed")
-        self.meta = parse_meta(
-            self.attempt(lambda: json.loads(described), "its description is no JSON"), self.path
-        )
+        self.meta = parse_meta(self.attempt(lambda: json.loads(described), "its description is no JSON"), self.path)
         self.columns = self.attempt(lambda: _columns(schema), "its columns are not those of a shard")
         if self._batches.num_record_batches != len(self.meta.ids):
             count = self._batches.num_record_batches

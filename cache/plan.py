@@ -83,9 +83,7 @@ class Plan:
         self._batches = -(-self.draws // global_batch)
         self._until = np.cumsum(self._batches)
         if not len(self.spans):
-            raise ValueError(
-                "the training set has no samples; run `latentpress status` to see what is missing"
-            )
+            raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
 
     @property
     def samples(self) -> int:
@@ -114,9 +112,7 @@ class Plan:
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of optimizer step `step` (from 0); the epoch is step // batches_per_epoch."""
         epoch, number = divmod(step, self.batches_per_epoch)
-        place = shuffled(
-            np.array([number]), self.batches_per_epoch, seed_of(f"{self.seed}/{epoch}", "batches")
-        )[0]
+        place = shuffled(np.array([number]), self.batches_per_epoch, seed_of(f"{self.seed}/{epoch}", "batches"))[0]
         which = int(np.searchsorted(self._until, place, side="right"))
         span, draws = self.spans[which], int(self.draws[which])
         first = int(place - (self._until[which] - self._batches[which])) * self.global_batch
@@ -137,11 +133,7 @@ def _ends(span: Span) -> Ints | None:
 
 def _draws(span: Span) -> int:
     repeats = np.asarray(span.repeats)
-    return (
-        span.count * (1 + int(repeats))
-        if repeats.ndim == 0
-        else int(span.count + repeats.sum(dtype=np.int64))
-    )
+    return span.count * (1 + int(repeats)) if repeats.ndim == 0 else int(span.count + repeats.sum(dtype=np.int64))
 
 
 def _drawn(span: Span, ends: Ints | None, draw: Ints) -> tuple[Ints, Ints, Ints]:

@@ -28,6 +28,4 @@ def write(store: Store, stage: str, name: str, rows: list[dict]) -> None:
 def read(store: Store, stage: str) -> dict[str, list[dict]]:
     """name -> rows, of everything that `stage` set aside."""
     found = [name for name in store.names(f"rejects/{stage}") if name.endswith(".arrow")]
-    return {
-        name.removesuffix(".arrow"): store.read_table(f"rejects/{stage}/{name}").to_pylist() for name in found
-    }
+    return {name.removesuffix(".arrow"): store.read_table(f"rejects/{stage}/{name}").to_pylist() for name in found}

@@ -289,9 +289,7 @@ def parse_meta(value: Any, path: str) -> ShardMeta:
         values = {name: value[name] for name in ShardMeta.__dataclass_fields__}
         values["set_aside"] = [SetAside(**member) for member in values["set_aside"]]
         if value["count"] != len(values["ids"]):
-            raise DamageError(
-                path, f"it says that it has {value['count']} rows and names {len(values['ids'])}"
-            )
+            raise DamageError(path, f"it says that it has {value['count']} rows and names {len(values['ids'])}")
         return ShardMeta(**values)
     except (KeyError, TypeError) as error:
         raise DamageError(path, f"its description is incomplete ({error})") from error

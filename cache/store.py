@@ -23,8 +23,7 @@ from schemas.errors import LatentpressError
 TEMP_SUFFIX = ".tmp"
 
 NEXT_STEPS = {
-    errno.ENOSPC: "free space there, or choose another place, and run the same command again: "
-    "what is finished is kept",
+    errno.ENOSPC: "free space there, or choose another place, and run the same command again: what is finished is kept",
     errno.EFBIG: "raise the limit (ulimit -f) and run the same command again: what is finished is kept",
     errno.EACCES: "give this user the right to read and write there, or choose another place",
     errno.EROFS: "mount it for writing, or choose another place",

@@ -96,9 +96,7 @@ class TrainSet:
             least = int(column.min())
             spans.append(Span(bucket, start, stop - start, least if least == column.max() else column))
         if len({span.bucket for span in spans}) != len(spans):
-            raise SetError(
-                f"the index of set {self.id} is not sorted by bucket", "Run `latentpress index` again."
-            )
+            raise SetError(f"the index of set {self.id} is not sorted by bucket", "Run `latentpress index` again.")
         return spans
 
     @property
@@ -123,9 +121,7 @@ class TrainSet:
         entry = self._entry(self._index, row)
         stored = self._read(entry["shard"], entry["row"], entry["sample_id"])
         text = self._null_text(entry) if dropped else entry["texts"][caption]
-        return Sample(
-            entry["sample_id"], stored.tensors["latent"], stored.tensors.get("condition"), self._text(text)
-        )
+        return Sample(entry["sample_id"], stored.tensors["latent"], stored.tensors.get("condition"), self._text(text))
 
     @property
     def validation(self) -> list[ValidationPrompt]:
@@ -157,9 +153,7 @@ class TrainSet:
         own = entry["null_text"]
         number = self.meta["null_text"] if own is None else own
         if number is None:
-            raise SetError(
-                f"set {self.id} has no null prompt for {entry['sample_id']}", "Run `latentpress index`."
-            )
+            raise SetError(f"set {self.id} has no null prompt for {entry['sample_id']}", "Run `latentpress index`.")
         return number
 
     def _text(self, number: int) -> dict[str, Array]:

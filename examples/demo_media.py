@@ -34,9 +34,7 @@ IMAGES = {
         "Official portrait of a woman in an orange flight suit with a mission patch.",
         "An astronaut poses for a studio photograph.",
     ),
-    "brick.png": (
-        "A wall of long narrow bricks with light mortar, seen at an angle, black and white photograph.",
-    ),
+    "brick.png": ("A wall of long narrow bricks with light mortar, seen at an angle, black and white photograph.",),
     "camera.png": (
         "Black and white photograph of a man in a dark coat who looks through a film camera on a tripod, "
         "behind him a lawn and the buildings of a city.",
@@ -64,8 +62,7 @@ IMAGES = {
         "A shiny red cruiser motorcycle with a black seat, seen from the right side.",
     ),
     "rocket.jpg": (
-        "A white rocket stands on its launch pad at dusk between four steel towers, lit by bright "
-        "floodlights.",
+        "A white rocket stands on its launch pad at dusk between four steel towers, lit by bright floodlights.",
         "Evening at a launch site, a slim rocket under a dark blue sky.",
     ),
 }
@@ -239,9 +236,7 @@ def gather(out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     try:

@@ -159,9 +159,7 @@ KINDS = {
     "kandinsky5-video-t2v": Kind("Kandinsky5T2VPipeline", _VIDEO, {}, {"shift": 5.0}),
     "kandinsky5-video-i2v": Kind("Kandinsky5I2VPipeline", _VIDEO, {}, {"shift": 5.0}),
     "kandinsky5-video-t2v-nabla": Kind("Kandinsky5T2VPipeline", _VIDEO, _NABLA, {"shift": 5.0}),
-    "sana": Kind(
-        "SanaPipeline", {"transformer": "sana", "vae": "dc_ae", "text_encoder": "gemma"}, {}, _SANA_SCHEDULER
-    ),
+    "sana": Kind("SanaPipeline", {"transformer": "sana", "vae": "dc_ae", "text_encoder": "gemma"}, {}, _SANA_SCHEDULER),
     "dinov2": Kind(None, {"": "dinov2"}),
 }
 
@@ -325,9 +323,7 @@ def _write_tokenizers(kind: Kind, out: Path, wanted: Callable[[str], bool]) -> N
 def _write_scheduler(kind: Kind, out: Path) -> str:
     import diffusers
 
-    name = (
-        "DPMSolverMultistepScheduler" if "flow_shift" in kind.scheduler else "FlowMatchEulerDiscreteScheduler"
-    )
+    name = "DPMSolverMultistepScheduler" if "flow_shift" in kind.scheduler else "FlowMatchEulerDiscreteScheduler"
     getattr(diffusers, name)(**kind.scheduler).save_pretrained(out / "scheduler")
     return name
 
@@ -367,9 +363,7 @@ def build(
     spec, out = KINDS[kind], Path(out)
     names = {*spec.parts, *(name.replace("text_encoder", "tokenizer") for name in spec.parts), "scheduler"}
     if unknown := set(only or ()) - names:
-        raise ValueError(
-            f"no component {sorted(unknown)} in {kind}; choose of {', '.join(sorted(names - {''}))}"
-        )
+        raise ValueError(f"no component {sorted(unknown)} in {kind}; choose of {', '.join(sorted(names - {''}))}")
     out.mkdir(parents=True, exist_ok=True)
 
     def wanted(name: str) -> bool:
@@ -390,14 +384,10 @@ def build(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--kind", choices=list(KINDS))
-    which.add_argument(
-        "--all", action="store_true", help="every kind, each in a folder of its name under --out"
-    )
+    which.add_argument("--all", action="store_true", help="every kind, each in a folder of its name under --out")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", choices=list(SHAPES), default="tiny")

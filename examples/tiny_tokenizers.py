@@ -117,9 +117,7 @@ def clip_tokenizer() -> Any:
     # Every byte, inside and at the end of a word: an unknown one would become the end token and cut the text.
     vocab = dict.fromkeys(alphabet + [letter + "</w>" for letter in alphabet] + learned)
     tokens = [*vocab, "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=merges, model_max_length=77
-    )
+    return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, model_max_length=77)
 
 
 @cache

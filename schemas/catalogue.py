@@ -73,19 +73,19 @@ class Family:
 
 _T2I = Template(
     name="kandinsky5-t2i",
-    text="<|im_start|>system\nYou are a prompt engineer. Describe the image by detailing the color, shape, size, "
-    "texture, quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
-    "<|im_start|>user\n{}<|im_end|>",
+    text="<|im_start|>system\nYou are a prompt engineer. Describe the image by detailing the color, shape, "
+    "size, texture, quantity, text, spatial relationships of the objects and "
+    "background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>",
     crop=40,
     max_length=512,
     cleaning="kandinsky",
 )
 _I2I = Template(
     name="kandinsky5-i2i",
-    text="<|im_start|>system\nYou are a prompt engineer. Based on the provided source image (first image) and "
-    "target image (second image), create an interesting text prompt that can be used together with the source "
-    "image to create the target image:<|im_end|><|im_start|>user{}"
-    "<|vision_start|><|image_pad|><|vision_end|><|im_end|>",
+    text="<|im_start|>system\nYou are a prompt engineer. Based on the provided source image (first image) "
+    "and target image (second image), create an interesting text prompt that can be used together with the "
+    "source image to create the target "
+    "image:<|im_end|><|im_start|>user{}<|vision_start|><|image_pad|><|vision_end|><|im_end|>",
     crop=54,
     max_length=1024,
     cleaning="kandinsky",
@@ -96,12 +96,12 @@ _VIDEO = Template(
     text="\n".join(
         [
             "<|im_start|>system\nYou are a prompt engineer. Describe the video in detail.",
-            "Describe how the camera moves or shakes, describe the zoom and view angle, whether it follows the "
-            "objects.",
+            "Describe how the camera moves or shakes, describe the zoom and view angle, whether it follows "
+            "the objects.",
             "Describe the location of the video, main characters or objects and their action.",
             "Describe the dynamism of the video and presented actions.",
-            "Name the visual style of the video: whether it is a professional footage, user generated content, "
-            "some kind of animation, video game or scren content.",
+            "Name the visual style of the video: whether it is a professional footage, user generated "
+            "content, some kind of animation, video game or scren content.",
             "Describe the visual effects, postprocessing and transitions if they are presented in the video.",
             "Pay attention to the order of key actions shown in the scene.<|im_end|>",
             "<|im_start|>user\n{}<|im_end|>",
@@ -115,20 +115,21 @@ _SANA = Template(
     name="sana-complex-human-instruction",
     text="\n".join(
         [
-            "Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual descriptions suitable "
-            "for image generation. Evaluate the level of detail in the user prompt:",
-            "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
-            "relationships to create vivid and concrete scenes.",
+            "Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual descriptions "
+            "suitable for image generation. Evaluate the level of detail in the user prompt:",
+            "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, "
+            "and spatial relationships to create vivid and concrete scenes.",
             "- If the prompt is already detailed, refine and enhance the existing details slightly without "
             "overcomplicating.",
             "Here are examples of how to transform or refine prompts:",
-            "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round shape, "
-            "sleeping peacefully on a warm sunny windowsill, surrounded by pots of blooming red flowers.",
-            "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing "
-            "street lamps, a diverse crowd of people in colorful clothing, and a double-decker bus passing by "
-            "towering glass skyscrapers.",
-            "Please generate only the enhanced description for the prompt below and avoid including any additional "
-            "commentary or evaluations:",
+            "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round "
+            "shape, sleeping peacefully on a warm sunny windowsill, surrounded by pots of blooming red "
+            "flowers.",
+            "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring "
+            "glowing street lamps, a diverse crowd of people in colorful clothing, and a double-decker bus "
+            "passing by towering glass skyscrapers.",
+            "Please generate only the enhanced description for the prompt below and avoid including any "
+            "additional commentary or evaluations:",
             "User Prompt: {}",
         ]
     ),
@@ -140,10 +141,7 @@ _SANA = Template(
 
 
 def _kandinsky(task: Task, names: dict[str, str]) -> dict[str, Flavour]:
-    return {
-        name: Flavour(name, f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers", task)
-        for name, repo in names.items()
-    }
+    return {name: Flavour(name, f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers", task) for name, repo in names.items()}
 
 
 def _sana(names: dict[str, tuple[str, float]]) -> dict[str, Flavour]:
@@ -151,8 +149,8 @@ def _sana(names: dict[str, tuple[str, float]]) -> dict[str, Flavour]:
 
 
 _VIDEO_NEGATIVE = (
-    "Static, 2D cartoon, cartoon, 2d animation, paintings, images, worst quality, low quality, ugly, deformed, "
-    "walking backwards"
+    "Static, 2D cartoon, cartoon, 2d animation, paintings, images, worst quality, low quality, ugly, "
+    "deformed, walking backwards"
 )
 
 _QWEN_CLIP = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")

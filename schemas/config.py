@@ -6,7 +6,7 @@ Reading, overriding and reporting errors with their line is `schemas/loading.py`
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -28,15 +28,7 @@ Device = Annotated[str, Field(pattern=_DEVICE, description="auto, cpu, cuda or c
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "index", "train", "decode"]
-STAGE_ORDER: tuple[StageName, ...] = (
-    "discover",
-    "bucket",
-    "encode-text",
-    "encode-latents",
-    "index",
-    "train",
-    "decode",
-)
+STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 
 
 #: A key's path below the section that is checked, and what is wrong there.
@@ -57,9 +49,7 @@ class Incoherent(ValueError):
 class Section(BaseModel):
     """Base of every section: unknown keys forbidden, no silent conversion of text to numbers or truth."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Cache(Section):
@@ -145,9 +135,7 @@ class Dataset(Section):
         description="pixel_area: edge of a square of that area; area: megapixels; pixel: shorter edge",
     )
     crop: Literal["center"] = Field("center", description="how an image is cut to its bucket")
-    minimum_image_size: int = Field(
-        0, ge=0, description="a file whose shorter side has fewer pixels is set aside"
-    )
+    minimum_image_size: int = Field(0, ge=0, description="a file whose shorter side has fewer pixels is set aside")
     allow_upscale: bool = Field(True, description="false: a file smaller than its bucket is set aside")
     repeats: int = Field(0, ge=0, description="extra passes in an epoch: 0 = once")
     disabled: bool = False
@@ -172,9 +160,7 @@ class Latents(Section):
     )
     batch_size: int = Field(1, ge=1, description="samples of one forward pass of the autoencoder")
     precision: Precision | None = Field(None, description="default: model.precision")
-    decoder: Literal["pyav", "decord"] = Field(
-        "pyav", description="video decoder; decord: constant frame rate only"
-    )
+    decoder: Literal["pyav", "decord"] = Field("pyav", description="video decoder; decord: constant frame rate only")
 
 
 class Resources(Section):
@@ -248,9 +234,7 @@ class Train(Section):
     log_every: int = Field(1, ge=1, description="steps")
     device: Device = "auto"
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
-    max_bad_steps: int = Field(
-        5, ge=0, description="steps with a loss or gradient that is not finite, before it stops"
-    )
+    max_bad_steps: int = Field(5, ge=0, description="steps with a loss or gradient that is not finite, before it stops")
 
 
 class Prompt(Section):
@@ -274,9 +258,7 @@ class Validation(Section):
     seed: int = 0
     eval_samples: int = Field(8, ge=0, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[Share, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
-    fps: float | None = Field(
-        None, gt=0, description="of decoded videos; default: the first video dataset's rate"
-    )
+    fps: float | None = Field(None, gt=0, description="of decoded videos; default: the first video dataset's rate")
 
 
 class Config(Section):

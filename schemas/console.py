@@ -50,23 +50,24 @@ __all__ = ["DAMAGE", "OK", "REMAINS", "USAGE", "Console", "Options", "Progress",
 
 SECONDS_BETWEEN_LINES = 5.0  # of progress where there is no terminal
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
-EXIT_CODES = (
-    "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
-)
+EXIT_CODES = "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
 
 
 class Progress:
-    """Counts what is done of `total` (None: not known). Safe to advance from several threads."""
+    """Counts what is done of `total` (None: not known). Safe to advance from several threads.
 
-    def __init__(
-        self, total: float | None, show: Callable[["Progress"], None], clock: Callable[[], float]
-    ) -> None:
+    The rate is measured from the first advance on, so that loading a model does not count as slow work.
+    """
+
+    def __init__(self, total: float | None, show: Callable[["Progress"], None], clock: Callable[[], float]) -> None:
         self.total, self.done = total, 0.0
         self._show, self._clock, self._start, self._lock = show, clock, clock(), threading.Lock()
+        self._first: tuple[float, float] | None = None  # time and count of the first advance
 
     def advance(self, n: float = 1) -> None:
         with self._lock:
             self.done += n
+            self._first = self._first or (self._clock(), self.done)
             self._show(self)
 
     @property
@@ -75,12 +76,20 @@ class Progress:
 
     def state(self, unit: str) -> str:
         """Like "12/140 units, 1.5 units/s, 0:01:25 left"."""
-        rate = self.done / self.seconds if self.seconds > 0 else 0.0
+        rate = self._rate()
         text = f"{self.done:.10g}" if self.total is None else f"{self.done:.10g}/{self.total:.10g}"
-        text += f" {unit}, {rate:.3g} {unit}/s"
+        text += f" {unit}" + (f", {rate:.3g} {unit}/s" if rate else "")
         if self.total is None or rate == 0 or self.done >= self.total:
             return text
         return f"{text}, {timedelta(seconds=round((self.total - self.done) / rate))} left"
+
+    def _rate(self) -> float:
+        """Units a second since the first advance; 0 before a second one."""
+        if self._first is None:
+            return 0.0
+        since, counted = self._first
+        elapsed = self._clock() - since
+        return (self.done - counted) / elapsed if elapsed > 0 else 0.0
 
 
 class Console:
@@ -130,9 +139,7 @@ class Console:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
         with Bar(*columns, console=self._rich) as bar:
             task = bar.add_task(description, total=total, state="")
-            progress = Progress(
-                total, lambda p: bar.update(task, completed=p.done, state=p.state(unit)), self._clock
-            )
+            progress = Progress(total, lambda p: bar.update(task, completed=p.done, state=p.state(unit)), self._clock)
             progress.advance(0)
             yield progress
 
@@ -207,9 +214,7 @@ def program(name: str, help: str, run: Run, *, examples: Sequence[str] = (), ext
     return app
 
 
-def execute(
-    name: str, run: Run, options: Options, own: Mapping[str, Any] | None = None, *, extra: str = ""
-) -> int:
+def execute(name: str, run: Run, options: Options, own: Mapping[str, Any] | None = None, *, extra: str = "") -> int:
     """Load the configuration, run, print the report or the error, and give the exit code."""
     from schemas.loading import load
 
@@ -226,6 +231,4 @@ def execute(
         step = f"Install what this program needs: pip install -e '.[{extra}]'"
         return console.fail(name, LatentpressError(f"{name} needs the library {missing!r}: not found", step))
     except KeyboardInterrupt:
-        return console.fail(
-            name, Interrupted(f"{name} was interrupted", "Started again it goes on where it stopped.")
-        )
+        return console.fail(name, Interrupted(f"{name} was interrupted", "Started again it goes on where it stopped."))

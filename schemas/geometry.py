@@ -62,9 +62,7 @@ class Bucket:
             raise ValueError(f"bucket {self}: both sides must be multiples of {spatial_stride}")
         if (self.frames - 1) % temporal_stride:
             nearest = largest_valid_frames(self.frames, temporal_stride)
-            raise ValueError(
-                f"bucket {self}: (frames - 1) must be a multiple of {temporal_stride}; use {nearest}"
-            )
+            raise ValueError(f"bucket {self}: (frames - 1) must be a multiple of {temporal_stride}; use {nearest}")
         latent_frames = (self.frames - 1) // temporal_stride + 1
         return latent_frames, self.height // spatial_stride, self.width // spatial_stride
 
@@ -117,9 +115,7 @@ def aspect_buckets(area: int, stride: int, *, max_aspect: float = MAX_ASPECT) ->
     return tuple(sorted(pairs))
 
 
-def shorter_edge_buckets(
-    edge: float, stride: int, *, max_aspect: float = MAX_ASPECT
-) -> tuple[tuple[int, int], ...]:
+def shorter_edge_buckets(edge: float, stride: int, *, max_aspect: float = MAX_ASPECT) -> tuple[tuple[int, int], ...]:
     """All (width, height) whose shorter side is `edge` rounded to `stride`, up to `max_aspect`, sorted."""
     _check_stride(edge, stride)
     shorter = _nearest_multiple(edge, stride)
@@ -164,9 +160,7 @@ def cover_crop(width: int, height: int, bucket_width: int, bucket_height: int) -
     is.
     """
     if min(width, height, bucket_width, bucket_height) < 1:
-        raise ValueError(
-            f"{width}x{height} into {bucket_width}x{bucket_height}: every side must be 1 or more"
-        )
+        raise ValueError(f"{width}x{height} into {bucket_width}x{bucket_height}: every side must be 1 or more")
     if width * bucket_height >= height * bucket_width:
         resized = _rounded_division(width * bucket_height, height), bucket_height
     else:
@@ -222,9 +216,7 @@ def _check_stride(edge: float, stride: int) -> None:
     if stride < 1:
         raise ValueError(f"stride {stride}: must be 1 or more")
     if edge < stride:
-        raise ValueError(
-            f"an edge of {edge:g} pixels is less than the stride of {stride}: use a higher resolution"
-        )
+        raise ValueError(f"an edge of {edge:g} pixels is less than the stride of {stride}: use a higher resolution")
 
 
 def _nearest_multiple(value: float, stride: int) -> int:

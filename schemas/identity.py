@@ -12,7 +12,7 @@ import xxhash
 
 
 def hash_bytes(*parts: bytes) -> str:
-    """xxh3-128 (32 hex digits) of `parts`, each preceded by its length, so that ("ab", "c") != ("a", "bc")."""
+    """xxh3-128 (32 hex digits) of `parts`, each after its length, so that ("ab", "c") != ("a", "bc")."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -27,7 +27,7 @@ def hash_json(value: Any) -> str:
 
 
 def text_id(rendered: str, images: Sequence[str] = ()) -> str:
-    """Identity of one thing to encode: the rendered prompt's bytes and the identity of each image inside it."""
+    """Identity of one text to encode: the rendered prompt's bytes and the identity of each image in it."""
     return hash_bytes(rendered.encode(), *(image.encode() for image in images))
 
 
@@ -44,8 +44,8 @@ def sample_id(
 ) -> str:
     """Identity of one training sample: the media, its geometry, the chosen frames, and its companions.
 
-    `geometry` holds bucket and crop; `clip` holds start and rate (None for an image); `companions` maps a role
-    ("source") to that file's media id and geometry.
+    `geometry` holds bucket and crop; `clip` holds start and rate (None for an image); `companions` maps a
+    role ("source") to that file's media id and geometry.
     """
     return hash_json(
         {"media": media_id, "geometry": dict(geometry), "clip": clip, "companions": dict(companions or {})}

@@ -56,9 +56,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         config = Config.model_validate(document.value)
     except ValidationError as error:
         problems = [problem for each in error.errors(include_url=False) for problem in explain(each)]
-        errors += [
-            line for _, line in sorted({_place(path, document, set_paths, *each) for each in problems})
-        ]
+        errors += [line for _, line in sorted({_place(path, document, set_paths, *each) for each in problems})]
     if errors:
         raise ConfigError(errors)
     return config
@@ -119,9 +117,7 @@ def _override(config: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[Ke
     return paths, errors
 
 
-def _place(
-    file: Path, document: Document, set_paths: dict[Key, str], path: Key, message: str
-) -> tuple[int, str]:
+def _place(file: Path, document: Document, set_paths: dict[Key, str], path: Key, message: str) -> tuple[int, str]:
     """The line to sort by, and the error with its place: the --set that caused it, or the file and line."""
     for set_path, key in set_paths.items():
         if path == set_path or (set_path[: len(path)] == path and path not in document.lines):

@@ -55,9 +55,7 @@ SetOption = Annotated[
         help="Override one key: train.optimizer.lr=1e-4, datasets.photos.resolution=256. Repeatable.",
     ),
 ]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be done and how much, no more.")
-]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done and how much, no more.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")]
 ShardOption = Annotated[
     Shard,
@@ -80,9 +78,7 @@ DeviceOption = Annotated[
 ]
 WorkersOption = Annotated[
     int | None,
-    typer.Option(
-        "--workers", min=1, metavar="N", help="Processes on this machine.  [default: as configured]"
-    ),
+    typer.Option("--workers", min=1, metavar="N", help="Processes on this machine.  [default: as configured]"),
 ]
 
 

@@ -41,9 +41,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> Key:
         inner = here[step] if isinstance(here, list) else here.get(step)
         if inner is None:
             if get_origin(type_at(path)) is tuple:
-                raise ValueError(
-                    f"the list {dotted(path)} is not in the file; set all of it: {dotted(path)}=[...]"
-                )
+                raise ValueError(f"the list {dotted(path)} is not in the file; set all of it: {dotted(path)}=[...]")
             inner = here[step] = {}
         here = inner
     return path
@@ -60,6 +58,4 @@ def _item(here: Any, words: Sequence[str], path: Key) -> tuple[int, list[str]]:
     if words[0].isdecimal() and int(words[0]) < len(here):
         return int(words[0]), list(words[1:])
     valid = [str(name) for name in names if name is not None] + [str(i) for i in range(len(here))]
-    raise ValueError(
-        f"{dotted(path)} has no item {words[0]!r}; valid: {', '.join(valid) or 'none, it is empty'}"
-    )
+    raise ValueError(f"{dotted(path)} has no item {words[0]!r}; valid: {', '.join(valid) or 'none, it is empty'}")

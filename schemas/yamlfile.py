@@ -69,7 +69,11 @@ def _build(node: Node, path: Key, document: Document, above: tuple[int, ...]) ->
     if isinstance(node, SequenceNode) and tag == "seq":
         return [_build(item, (*path, i), document, above) for i, item in enumerate(node.value)]
     if isinstance(node, ScalarNode) and tag in ("str", "null", "bool", "int", "float", "timestamp", "value"):
-        return _scalar(tag, node.value)
+        try:
+            return _scalar(tag, node.value)
+        except UnicodeDecodeError:
+            document.problems.append((line, "half of a surrogate pair is no character"))
+            return None
     document.problems.append((line, f"tag {node.tag} is not supported; remove it"))
     return None
 
@@ -79,9 +83,7 @@ def _mapping(node: MappingNode, path: Key, document: Document, above: tuple[int,
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, ScalarNode) or str(key.tag) == f"{_TAG}merge":
-            document.problems.append(
-                (line, "keys are plain words; merge and composed keys are not supported")
-            )
+            document.problems.append((line, "keys are plain words; merge and composed keys are not supported"))
             continue
         name = str(key.value)
         if name in out:
@@ -102,7 +104,8 @@ def _scalar(tag: str, text: str) -> Any:
         return _integer(text)
     if tag == "float":
         return _float(text)
-    return text
+    # JSON writes a character beyond 16 bits as two escapes, which YAML reads as two characters.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def _integer(text: str) -> int:

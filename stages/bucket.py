@@ -22,8 +22,8 @@ from stages.discover import media_path, read_media
 from stages.media.errors import MediaError
 from stages.media.files import hash_file
 from stages.media.samples import VALIDATION
-from stages.stage import refuse_shard
 from stages.model_config import side_multiple
+from stages.stage import refuse_shard
 
 Row = dict[str, Any]
 

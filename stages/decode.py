@@ -6,7 +6,6 @@ Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,9 @@ def contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -
 
     steps = sorted({file.parent.name for file in files})
     names = sorted({file.stem for file in files})
-    cell, label = 256, 20
+    pictures = {file: _thumbnail(target(folder, config, file), 256) for file in files}
+    sizes = [side for picture in pictures.values() if picture for side in picture.size]
+    cell, label = max(160, *sizes), 20
     sheet = Image.new("RGB", (len(steps) * cell, len(names) * (cell + label)), "white")
     draw = ImageDraw.Draw(sheet)
     for row, name in enumerate(names):
@@ -135,19 +136,19 @@ def contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -
             x, y = column * cell, row * (cell + label)
             draw.text((x + 4, y + 4), f"{name}  {step}", fill="black")
             file = folder / "validation" / step / f"{name}.safetensors"
-            for image in _thumbnails(target(folder, config, file), cell):
-                sheet.paste(image, (x + (cell - image.width) // 2, y + label + (cell - image.height) // 2))
+            if picture := pictures.get(file):
+                sheet.paste(picture, (x + (cell - picture.width) // 2, y + label + (cell - picture.height) // 2))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
     sheet.save(temporary)
     os.replace(temporary, path)
 
 
-def _thumbnails(path: Path, cell: int) -> Iterator[Any]:
-    """The one picture of a decoded file at most `cell` pixels wide and high; none where there is no file."""
+def _thumbnail(path: Path, edge: int) -> Any:
+    """The one picture of a decoded file, at most `edge` pixels wide and high; None where there is no file."""
     from PIL import Image
 
     if not path.exists():
-        return
+        return None
     if path.suffix == ".png":
         image = Image.open(path).convert("RGB")
     else:
@@ -155,8 +156,8 @@ def _thumbnails(path: Path, cell: int) -> Iterator[Any]:
 
         middle = probe_video(path).duration / 2
         image = Image.fromarray(next(iter(read_frames(path, [middle]))))
-    image.thumbnail((cell, cell), Image.Resampling.LANCZOS)
-    yield image
+    image.thumbnail((edge, edge), Image.Resampling.LANCZOS)
+    return image
 
 
 app = program("decode", "Turn validation latents into pictures and videos.", run, extra="encode")

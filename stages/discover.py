@@ -94,9 +94,7 @@ def _read_all(
         for item, outcome in zip(items, pool.map(lambda i: _attempt(dataset, i, known), items), strict=True):
             if isinstance(outcome, MediaError):
                 aside.append(
-                    rejects.reject(
-                        "discover", f"{dataset.id}/{item.path}", item.path, outcome.reason, str(outcome)
-                    )
+                    rejects.reject("discover", f"{dataset.id}/{item.path}", item.path, outcome.reason, str(outcome))
                 )
             else:
                 rows.append(outcome)

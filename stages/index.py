@@ -53,7 +53,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
     rows = join.rows(plan, report)
     if not rows:
         raise LatentpressError(
-            "the training set would be empty: every sample was set aside", "see the rejects of each stage: latentpress status"
+            "the training set would be empty: every sample was set aside",
+            "see the rejects of each stage: latentpress status",
         )
     validation = join.validation(plan)
     record = {
@@ -112,7 +113,9 @@ class _Join:
 
     def rows(self, plan: Generation, report: Report) -> list[Row]:
         rows = []
-        for active in sorted(plan.active, key=lambda row: (row["bucket"], row["sample_id"], row["dataset"], row["path"])):
+        for active in sorted(
+            plan.active, key=lambda row: (row["bucket"], row["sample_id"], row["dataset"], row["path"])
+        ):
             if active["role"] != "train":
                 continue
             reason = self._why_not(active)

@@ -92,9 +92,7 @@ def bucket_sizes(family: Family, dataset: Dataset, side_multiple: int) -> tuple[
     return resolution_buckets(dataset.resolution or family.resolution, dataset.resolution_type, side_multiple)
 
 
-def _plan_item(
-    plan: Draft, config: Config, dataset: Dataset, sizes: Iterable[tuple[int, int]], row: Row
-) -> None:
+def _plan_item(plan: Draft, config: Config, dataset: Dataset, sizes: Iterable[tuple[int, int]], row: Row) -> None:
     reason = _unfit(config, dataset, sizes, row)
     if reason:
         item = f"{dataset.id}/{row['path']}"
@@ -132,9 +130,7 @@ def clip_frames(family: Family, dataset: Dataset, row: Row) -> int:
     return largest_valid_frames(max(1, min(dataset.video.num_frames, available)), family.temporal_stride)
 
 
-def _unfit(
-    config: Config, dataset: Dataset, sizes: Iterable[tuple[int, int]], row: Row
-) -> tuple[str, str] | None:
+def _unfit(config: Config, dataset: Dataset, sizes: Iterable[tuple[int, int]], row: Row) -> tuple[str, str] | None:
     """(reason, message) why an item can't become a sample, or None."""
     shorter = min(row["width"], row["height"])
     if shorter < dataset.minimum_image_size:
@@ -166,9 +162,7 @@ def _sample(config: Config, dataset: Dataset, bucket: Bucket, row: Row) -> Row:
     companions: Row = {}
     source_geometry = None
     if condition == "source":
-        source_geometry = geometry(
-            row["source_width"], row["source_height"], Bucket(bucket.width, bucket.height)
-        )
+        source_geometry = geometry(row["source_width"], row["source_height"], Bucket(bucket.width, bucket.height))
         companions["source"] = {"media": row["source_id"], "geometry": source_geometry}
     elif condition == "first-frame":
         companions["first-frame"] = True

@@ -96,9 +96,7 @@ def reject_folder(stage: str, fingerprint: str) -> str:
     return f"{stage}/{fingerprint}"
 
 
-def find_work(
-    store: Store, stage: str, kind: str, fingerprint: str, plan: Generation, retry: bool = False
-) -> Work:
+def find_work(store: Store, stage: str, kind: str, fingerprint: str, plan: Generation, retry: bool = False) -> Work:
     """Compare the plan's units with the shards there are. retry: try everything again that was set aside."""
     units = plan.units(kind)
     done = done_units(store, f"{kind}/{fingerprint}")
@@ -166,9 +164,7 @@ def _run_units(
                 report.failed.append({"item": outcome.unit, "reason": "failed", "message": outcome.error})
                 report.remaining += members
                 continue
-            rejects.write(
-                store, reject_folder(stage.name, job.fingerprint), outcome.unit, list(outcome.set_aside)
-            )
+            rejects.write(store, reject_folder(stage.name, job.fingerprint), outcome.unit, list(outcome.set_aside))
             report.done += outcome.encoded
             written += outcome.bytes
             tried += outcome.encoded + len(outcome.set_aside)
@@ -182,9 +178,7 @@ def _run_units(
     report.details["MiB written"] = round(written / 2**20, 2)
 
 
-def _list_set_aside(
-    store: Store, stage: EncodingStage, fingerprint: str, plan: Generation, report: Report
-) -> None:
+def _list_set_aside(store: Store, stage: EncodingStage, fingerprint: str, plan: Generation, report: Report) -> None:
     """Report every member set aside that the plan still wants, from this run and from earlier ones."""
     wanted = plan.active_texts if stage.kind == "text" else plan.active_samples
     folder = reject_folder(stage.name, fingerprint)

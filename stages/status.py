@@ -45,7 +45,9 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report.details["stages"] = rows
     report.details["training set"] = _training_set(store, config)
     report.details["libraries of the shards"] = _libraries(store, plan, config)
-    report.details["MiB under root"] = {kind: _mib(store, kind) for kind in ("media", "plans", "text", "latents", "sets")}
+    report.details["MiB under root"] = {
+        kind: _mib(store, kind) for kind in ("media", "plans", "text", "latents", "sets")
+    }
     report.details["runs"] = _runs(config)
     return report
 

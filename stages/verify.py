@@ -51,9 +51,7 @@ def run(
     return report
 
 
-app = program(
-    "verify", "Read every shard and check every checksum.", run, examples=["--delete-damaged"]
-)
+app = program("verify", "Read every shard and check every checksum.", run, examples=["--delete-damaged"])
 
 if __name__ == "__main__":
     app()

@@ -45,9 +45,7 @@ class UnitWorker(ABC):
         """One forward pass: a row for each member."""
 
     def run_unit(self, unit: Unit, advance: Advance) -> Outcome:
-        return loading.halving(
-            lambda limit, count: self._attempt(unit, limit, count), self.batch_limit, advance
-        )
+        return loading.halving(lambda limit, count: self._attempt(unit, limit, count), self.batch_limit, advance)
 
     def _attempt(self, unit: Unit, limit: int, advance: Advance) -> Outcome:
         """Make the shard with batches of at most `limit`, which it records."""

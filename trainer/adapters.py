@@ -117,9 +117,7 @@ def _configuration(model: Model) -> dict[str, Any]:
     config["target_modules"] = sorted(adapted_modules(model))
     # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
     config["lora_dropout"] = 0.0
-    return {
-        f"{PREFIX}.{key}": sorted(value) if isinstance(value, set) else value for key, value in config.items()
-    }
+    return {f"{PREFIX}.{key}": sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 
 def save_full(model: Model, directory: Path) -> Path:

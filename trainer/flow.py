@@ -30,9 +30,7 @@ def velocity(x0_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor) -> torch.Tensor:
     return noise_BCTHW - x0_BCTHW
 
 
-def loss_per_sample(
-    prediction_BCTHW: torch.Tensor, target_BCTHW: torch.Tensor, skip_frames: int = 0
-) -> torch.Tensor:
+def loss_per_sample(prediction_BCTHW: torch.Tensor, target_BCTHW: torch.Tensor, skip_frames: int = 0) -> torch.Tensor:
     """Mean squared error (B,) in float32 over each sample's own elements.
 
     skip_frames: leading latent frames that are given to the model and so are no part of the loss (i2v: 1).
@@ -40,8 +38,6 @@ def loss_per_sample(
     assert prediction_BCTHW.shape == target_BCTHW.shape, (prediction_BCTHW.shape, target_BCTHW.shape)
     frames = target_BCTHW.shape[2]
     if frames <= skip_frames:
-        raise ValueError(
-            f"{frames} latent frame(s), of which {skip_frames} given: nothing to learn; use longer clips"
-        )
+        raise ValueError(f"{frames} latent frame(s), of which {skip_frames} given: nothing to learn; use longer clips")
     difference = prediction_BCTHW[:, :, skip_frames:].float() - target_BCTHW[:, :, skip_frames:].float()
     return difference.square().flatten(1).mean(1)

@@ -21,7 +21,8 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
     shift: of sigma, instead of the checkpoint's own. Raises ValueError for a class that diffusers lacks or
     that has no shift to set.
     """
-    config = diffusers.schedulers.SchedulerMixin.load_config(source, subfolder="scheduler", revision=revision)
+    any_class = diffusers.schedulers.FlowMatchEulerDiscreteScheduler  # each reads the same file
+    config = any_class.load_config(source, subfolder="scheduler", revision=revision)
     name = config.get("_class_name", "")
     scheduler_class = getattr(diffusers.schedulers, name, None) if name.endswith("Scheduler") else None
     if scheduler_class is None:

@@ -92,12 +92,16 @@ def train(config: Config, data: TrainSet, plan: Plan, console: Console, device: 
     device: auto, cpu, cuda or cuda:N. Returns what was done, for the report. Raises DamageError before a damaged
     row reaches a gradient, DivergedError after too many steps that were not finite.
     """
-    run = prepare(config, data, plan, console, device)
-    first = resume(run)
+    return fit(prepare(config, data, plan, console, device))
+
+
+def fit(run: Run) -> dict[str, Any]:
+    """Steps, looks, checkpoints and the result of a prepared run; the numbers of `summary`."""
+    config, first = run.config, resume(run)
     with metrics(run, first) as record:
         if first == 0:
             look(run, record, 0)
-        clock = Clock(first, config.train.steps, plan.global_batch)
+        clock = Clock(first, config.train.steps, run.feed.plan.global_batch)
         for data_of_step in run.feed.steps(first, config.train.steps):
             numbers = train_step(run, data_of_step)
             done = data_of_step.step + 1
@@ -149,9 +153,7 @@ def make_trainable(model: torch.nn.Module, family: ModuleType, config: Config) -
     if adapter.type == "full":
         adapters.train_fully(model)
         return adapters.trainable_parameters(model)
-    targets = (
-        adapters.choose_targets(model, adapter.targets) if adapter.targets else family.lora_targets(model)
-    )
+    targets = adapters.choose_targets(model, adapter.targets) if adapter.targets else family.lora_targets(model)
     adapters.add_lora(model, targets, adapter.rank, adapter.alpha, adapter.dropout)
     return adapters.trainable_parameters(model)
 
@@ -267,9 +269,7 @@ def look(run: Run, record: Any, done: int) -> None:
             found = validate.eval_loss(predict, run.feed.data, grid, run.accelerator.device, run.skip_frames)
             record({"step": done, "eval_loss": found.mean, "eval_by_sigma": found.by_sigma})
         folder = run.folder / "validation" / f"step-{done:06d}"
-        count = validate.write_samples(
-            run.model, run.family, run.config, run.feed.data, folder, predict.autocast
-        )
+        count = validate.write_samples(run.model, run.family, run.config, run.feed.data, folder, predict.autocast)
         if count:
             run.say(f"step {done}: {count} validation latents in {folder}")
     run.accelerator.wait_for_everyone()
@@ -294,7 +294,7 @@ def save(run: Run) -> Path:
     if config.train.adapter.type == "full":
         path = run.folder / "model" / adapters.PREFIX
         if run.main:
-            adapters.save_full(run.model, path, getattr(torch, config.model.precision))
+            adapters.save_full(run.model, path)
     else:
         path = run.folder / "adapter"
         if run.main:

@@ -47,9 +47,7 @@ class EvalLoss:
 
 
 @torch.no_grad()
-def eval_loss(
-    predict: Predict, data: TrainSet, grid: Grid, device: torch.device, skip_frames: int = 0
-) -> EvalLoss:
+def eval_loss(predict: Predict, data: TrainSet, grid: Grid, device: torch.device, skip_frames: int = 0) -> EvalLoss:
     """Mean loss over rows spread evenly over the set, their first captions, at every sigma of the grid.
 
     A row's noise depends on (grid.seed, its sample id) alone, so the number compares checkpoints and runs of one

@@ -18,9 +18,7 @@ Load = Callable[[Job], Worker]
 TRIES = 2  # of a unit whose process died
 
 
-def run_units(
-    load: Load, job: Job, units: Sequence[Unit], advance: Callable[[int], None]
-) -> Iterator[Outcome]:
+def run_units(load: Load, job: Job, units: Sequence[Unit], advance: Callable[[int], None]) -> Iterator[Outcome]:
     """Run all units and yield what became of each, in the order in which they end."""
     workers = min(job.resources.workers, len(units))
     if workers > 1:

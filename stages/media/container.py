@@ -19,9 +19,7 @@ REMUX = "write it anew, for example with ffmpeg -i IN OUT.mp4"
 
 
 @contextmanager
-def open_stream(
-    path: str | os.PathLike[str], threads: int = 1
-) -> Iterator[tuple[InputContainer, VideoStream]]:
+def open_stream(path: str | os.PathLike[str], threads: int = 1) -> Iterator[tuple[InputContainer, VideoStream]]:
     """The container and its first real video stream, closed at the end; FFmpeg's errors become MediaError.
 
     The decoder refuses damaged data instead of painting over it (`err_detect=explode`).
@@ -57,9 +55,7 @@ def _open(path: str | os.PathLike[str]) -> InputContainer:
         raise MediaError("not-a-video", path, problem, f"{REPLACE} or remove it") from error
     except av.error.FFmpegError as error:
         problem = f"can't be opened ({error.strerror})"
-        raise MediaError(
-            "unreadable", path, problem, "check its permissions and the disk, then run again"
-        ) from error
+        raise MediaError("unreadable", path, problem, "check its permissions and the disk, then run again") from error
 
 
 def from_keyframe(container: InputContainer, stream: VideoStream) -> Iterator[Packet]:
@@ -67,9 +63,7 @@ def from_keyframe(container: InputContainer, stream: VideoStream) -> Iterator[Pa
     return dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
 
 
-def decoded(
-    packets: Iterable[Packet], stream: VideoStream, path: str | os.PathLike[str]
-) -> Iterator[VideoFrame]:
+def decoded(packets: Iterable[Packet], stream: VideoStream, path: str | os.PathLike[str]) -> Iterator[VideoFrame]:
     """Frames in order of presentation from packets that begin with a keyframe.
 
     Frames presented before that keyframe refer to others before it, which were not read, and are left out.

@@ -20,9 +20,7 @@ DECODER = "decord"
 _CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")
 
 
-def read_frames(
-    path: str | os.PathLike[str], times: Sequence[float], *, threads: int = 1
-) -> Iterator[np.ndarray]:
+def read_frames(path: str | os.PathLike[str], times: Sequence[float], *, threads: int = 1) -> Iterator[np.ndarray]:
     """For each time, ascending, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
 
     As `stages.media.video.read_frames`, and the same frames. Raises MediaError also for a variable frame
@@ -67,12 +65,8 @@ def _import_decord() -> ModuleType:
     return decord
 
 
-def _require_constant_rate(
-    path: str | os.PathLike[str], starts: np.ndarray, rate: float, tolerance: float
-) -> None:
+def _require_constant_rate(path: str | os.PathLike[str], starts: np.ndarray, rate: float, tolerance: float) -> None:
     even = np.linspace(0.0, starts[-1], len(starts))
     wrong_length = abs(starts[-1] - (len(starts) - 1) / rate) > 0.5 / rate
     if wrong_length or np.abs(starts - even).max() > tolerance:
-        raise MediaError(
-            "variable-rate", path, "has no constant frame rate", "use the decoder pyav, which is exact"
-        )
+        raise MediaError("variable-rate", path, "has no constant frame rate", "use the decoder pyav, which is exact")

@@ -15,9 +15,7 @@ COLOUR = "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below"
 DECODER = "pyav"
 
 
-def fit(
-    image: Image.Image, crop: Crop, bucket: Bucket, *, path: str | os.PathLike[str] = "image"
-) -> np.ndarray:
+def fit(image: Image.Image, crop: Crop, bucket: Bucket, *, path: str | os.PathLike[str] = "image") -> np.ndarray:
     """Resize with Lanczos and cut: uint8 (bucket.height, bucket.width, 3).
 
     The filter is that of diffusers' VaeImageProcessor and VideoProcessor. The picture is stretched to the

@@ -20,9 +20,7 @@ def media_file(config: Config, dataset: str, path: str) -> Path:
     if dataset == VALIDATION:
         prompt = next((prompt for prompt in config.validation.prompts if prompt.name == path), None)
         if prompt is None or prompt.image is None:
-            raise MediaError(
-                "missing", path, "is no validation prompt with an image", "run `latentpress bucket`"
-            )
+            raise MediaError("missing", path, "is no validation prompt with an image", "run `latentpress bucket`")
         return Path(prompt.image)
     return Path(_dataset(config, dataset).root) / path
 
@@ -41,9 +39,7 @@ def _dataset(config: Config, name: str) -> Dataset:
     found = next((dataset for dataset in config.datasets if dataset.id == name), None)
     if found is None:
         known = ", ".join(dataset.id for dataset in config.datasets)
-        raise MediaError(
-            "missing", name, f"is no dataset of this configuration ({known})", "run `latentpress bucket`"
-        )
+        raise MediaError("missing", name, f"is no dataset of this configuration ({known})", "run `latentpress bucket`")
     return found
 
 

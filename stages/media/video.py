@@ -103,15 +103,11 @@ def probe_video(path: str | os.PathLike[str]) -> VideoInfo:
         rotation = _rotation(frame, path)
         width, height = _display_size(frame, stream, rotation)
         if width * height > MAX_PIXELS:
-            raise MediaError(
-                "too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it"
-            )
+            raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it")
         return VideoInfo(width, height, rotation, *timing, codec=stream.codec_context.name)
 
 
-def read_frames(
-    path: str | os.PathLike[str], times: Sequence[float], *, threads: int = 1
-) -> Iterator[np.ndarray]:
+def read_frames(path: str | os.PathLike[str], times: Sequence[float], *, threads: int = 1) -> Iterator[np.ndarray]:
     """For each time, ascending, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
 
     Times that one frame answers give the same array. "At" allows for containers that round timestamps: one
@@ -307,9 +303,7 @@ def _picture(converter: VideoReformatter, frame: VideoFrame, path: str | os.Path
     converted = converter.reformat(
         frame,
         format="rgb24",
-        src_colorspace=_MATRICES.get(
-            frame.colorspace, Colorspace.ITU709 if high_definition else Colorspace.ITU601
-        ),
+        src_colorspace=_MATRICES.get(frame.colorspace, Colorspace.ITU709 if high_definition else Colorspace.ITU601),
         src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
         dst_color_range=ColorRange.JPEG,
         interpolation=_SCALER,

@@ -38,9 +38,7 @@ class Listing:
         """What was left alone, by extension: "no other files" or "12 other files: .json 3, .md 9"."""
         if not self.ignored:
             return "no other files"
-        counts = ", ".join(
-            f"{suffix or 'no extension'} {count}" for suffix, count in sorted(self.ignored.items())
-        )
+        counts = ", ".join(f"{suffix or 'no extension'} {count}" for suffix, count in sorted(self.ignored.items()))
         return f"{sum(self.ignored.values())} other files: {counts}"
 
 
@@ -66,9 +64,7 @@ def captions(dataset: Dataset, item: Item) -> list[str]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise MediaError(
-            "no-caption", path, "is not there", f"write a caption for {item.path} into it"
-        ) from None
+        raise MediaError("no-caption", path, "is not there", f"write a caption for {item.path} into it") from None
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 (byte {error.start})"
         raise MediaError("caption-not-utf8", path, problem, "save it as UTF-8") from error
@@ -85,9 +81,7 @@ def companion(dataset: Dataset, item: Item) -> Item:
     assert dataset.conditioning_data is not None
     root = _existing(dataset.conditioning_data, f"datasets.{dataset.id}.conditioning_data")
     stem = (root / item.path).with_suffix("")
-    found = sorted(
-        path for path in stem.parent.glob(f"{_escape(stem.name)}.*") if path.suffix.lower() in IMAGES
-    )
+    found = sorted(path for path in stem.parent.glob(f"{_escape(stem.name)}.*") if path.suffix.lower() in IMAGES)
     if not found:
         raise MediaError("no-source", root / item.path, "is not there", f"put the source image at {stem}.png")
     if len(found) > 1:

@@ -148,9 +148,7 @@ class Encoder:
         positions = torch.arange(ids_BL.shape[1], device=self.device)
         return {"position_ids": positions.expand(3, *ids_BL.shape)}
 
-    def _pixels(
-        self, requests: Sequence[TextRequest], ids_BL: torch.Tensor, mask_BL: torch.Tensor
-    ) -> dict[str, Any]:
+    def _pixels(self, requests: Sequence[TextRequest], ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> dict[str, Any]:
         assert self._images is not None
         halves = [_halved(request.image) for request in requests if request.image is not None]
         pictures = self._images(images=halves, return_tensors="pt")

@@ -21,9 +21,7 @@ class Autoencoder:
         return {"tiling": self._vae.use_tiling}
 
     @torch.no_grad()
-    def encode(
-        self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.Posterior
-    ) -> torch.Tensor:
+    def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.Posterior) -> torch.Tensor:
         """Scaled latents_BCTHW on the CPU of images in [-1, 1]; T is 1. seeds, posterior: of no effect."""
         assert pixels_BCTHW.shape[2] == 1, f"an image has one frame: {tuple(pixels_BCTHW.shape)}"
         pixels_BCHW = pixels_BCTHW[:, :, 0].to(self._vae.device, self._vae.dtype)

@@ -30,9 +30,7 @@ class Autoencoder:
         }
 
     @torch.no_grad()
-    def encode(
-        self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.Posterior
-    ) -> torch.Tensor:
+    def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.Posterior) -> torch.Tensor:
         """Scaled latents_BCTHW on the CPU of clips in [-1, 1]; T is 1 + a multiple of 4."""
         assert pixels_BCTHW.shape[2] % 4 == 1, f"frames: {tuple(pixels_BCTHW.shape)}"
         pixels_BCTHW = pixels_BCTHW.to(self._vae.device, self._vae.dtype)

@@ -28,9 +28,7 @@ class LatentsWorker(UnitWorker):
         self.batch_limit = self.config.latents.batch_size
         self._autoencoder = loading.autoencoder(self.config, self.device)
         #: where an active sample's files lie as of this plan
-        self._places = {
-            row["sample_id"]: (row["dataset"], row["path"], row["source_path"]) for row in self.plan.active
-        }
+        self._places = {row["sample_id"]: (row["dataset"], row["path"], row["source_path"]) for row in self.plan.active}
 
     def cost(self, batch: list[Pixels]) -> int:
         return len(batch)
@@ -61,6 +59,4 @@ class LatentsWorker(UnitWorker):
     def _latents(self, names: list[str], purpose: str, items: list[np.ndarray]) -> torch.Tensor:
         """latents_BCTHW; the posterior's seed depends on the sample and on what is encoded of it."""
         seeds = [seed_of(name, purpose) for name in names]
-        return self._autoencoder.encode(
-            torch.from_numpy(np.stack(items)), seeds, self.config.latents.posterior
-        )
+        return self._autoencoder.encode(torch.from_numpy(np.stack(items)), seeds, self.config.latents.posterior)

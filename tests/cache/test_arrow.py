@@ -76,9 +76,7 @@ def test_rows_come_back(store, format):
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_tensors_come_back(tmp_path, format, data):
-    columns = data.draw(
-        st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from(sorted(NUMPY_DTYPES)))
-    )
+    columns = data.draw(st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from(sorted(NUMPY_DTYPES))))
     shape = st.lists(st.integers(0, 3), max_size=4).map(tuple)
     rows = []
     for number in range(data.draw(st.integers(0, 3))):
@@ -89,9 +87,7 @@ def test_any_tensors_come_back(tmp_path, format, data):
             name: Array(columns[name], shapes[name], data.draw(st.binary(min_size=size, max_size=size)))
             for name, size in sizes.items()
         }
-        info = data.draw(
-            st.dictionaries(st.text(max_size=3), st.integers() | st.floats(-1e9, 1e9) | st.text())
-        )
+        info = data.draw(st.dictionaries(st.text(max_size=3), st.integers() | st.floats(-1e9, 1e9) | st.text()))
         rows.append(Row(f"r{number}", tensors, info))
     store = Store(tmp_path)
     with shard.writer(store, "u", text_meta(), columns, format) as out:
@@ -360,9 +356,7 @@ def test_datasets_reads_it(tmp_path):
     datasets = pytest.importorskip("datasets")
     store = Store(tmp_path)
     files = [str(tmp_path / write(store, f"text/f00d/{unit}", unit=unit)) for unit in ("a", "b")]
-    loaded = datasets.load_dataset(
-        "arrow", data_files=files, split="train", cache_dir=str(tmp_path / "cache")
-    )
+    loaded = datasets.load_dataset("arrow", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     assert loaded.num_rows == 6
     row, expected = loaded[5], make_row(2)
     assert row["id"] == "id2"
@@ -384,7 +378,5 @@ def test_an_arrow_file_that_is_no_shard_is_damage(tmp_path, change):
         table = table.slice(0, 2)
     with store.create(rel) as file, pa.ipc.new_file(file, table.schema) as sink:
         sink.write_table(table, max_chunksize=1)
-    with pytest.raises(
-        DamageError, match={"metadata": "description", "columns": "columns", "count": "2 rows"}[change]
-    ):
+    with pytest.raises(DamageError, match={"metadata": "description", "columns": "columns", "count": "2 rows"}[change]):
         shard.reader(store, rel)

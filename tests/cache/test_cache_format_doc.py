@@ -67,9 +67,7 @@ def test_an_arrow_shard_with_pyarrow_alone(folder):
     with pa.memory_map(str(folder / "t-1.arrow")) as file:
         shard = pa.ipc.open_file(file)
         description = shard.schema.metadata[b"latentpress"]
-        assert (
-            xxhash.xxh3_128_hexdigest(description) == shard.schema.metadata[b"latentpress_checksum"].decode()
-        )
+        assert xxhash.xxh3_128_hexdigest(description) == shard.schema.metadata[b"latentpress_checksum"].decode()
         check_description(json.loads(description))
         assert shard.num_record_batches == 2
         for number, (id, tensors) in enumerate(ROWS.items()):

@@ -205,9 +205,7 @@ def test_a_file_size_limit(tmp_path):
 def small_disk():
     """A tmpfs of 1 MiB."""
     with tempfile.TemporaryDirectory() as folder:
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True
-        )
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
         if mounted.returncode:
             pytest.skip(f"mounting is not permitted: {mounted.stderr.decode().strip()}")
         try:

@@ -83,9 +83,7 @@ def test_template_prefix_has_the_length_its_pipeline_crops(models: Path, kind: s
 def test_qwen_image_processor_loads_without_torchvision(models: Path) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    processor = Qwen2VLImageProcessorPil.from_pretrained(
-        models / "kandinsky5-image-i2i", subfolder="tokenizer"
-    )
+    processor = Qwen2VLImageProcessorPil.from_pretrained(models / "kandinsky5-image-i2i", subfolder="tokenizer")
     grid = processor(images=[Image.new("RGB", (112, 56))], return_tensors="pt")["image_grid_thw"]
     assert grid.tolist() == [[1, 4, 8]]
 
@@ -94,9 +92,7 @@ def test_clip_tokenizer_pads_to_77_and_knows_every_letter(models: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(models / "kandinsky5-image-t2i", subfolder="tokenizer_2")
-    ids = tokenizer("Zürich 42 zebra — 猫!", max_length=77, padding="max_length", truncation=True)[
-        "input_ids"
-    ]
+    ids = tokenizer("Zürich 42 zebra — 猫!", max_length=77, padding="max_length", truncation=True)["input_ids"]
     end = tokenizer.eos_token_id
     assert len(ids) == 77 and ids[0] == tokenizer.bos_token_id and end == max(ids) == len(tokenizer) - 1
     # The first end token ends the text: an unknown letter in it would be one too, and cut it there.
@@ -166,9 +162,7 @@ def test_text_states_are_of_order_one_and_depend_on_earlier_words(models: Path) 
             ids = tokenizer(text, return_tensors="pt")["input_ids"]
             states.append(encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1])
             assert 0.3 < states[-1].std() < 3
-        assert (states[0][:, -1] - states[1][:, -1]).abs().mean() > 0.05, (
-            "the last word does not see the second"
-        )
+        assert (states[0][:, -1] - states[1][:, -1]).abs().mean() > 0.05, "the last word does not see the second"
 
 
 def _inputs(kind: str) -> dict[str, torch.Tensor]:
@@ -208,9 +202,7 @@ def test_output_is_of_order_half_and_depends_on_every_input(models: Path, kind: 
     with torch.no_grad():
         output = _forward(model, kind, inputs)
         assert 0.25 < output.std() < 1.2
-        variants = {
-            name: torch.full((1,), 300.0) if name == "timestep" else -value for name, value in inputs.items()
-        }
+        variants = {name: torch.full((1,), 300.0) if name == "timestep" else -value for name, value in inputs.items()}
         changes = {name: inputs | {name: value} for name, value in variants.items()}
         if inputs["hidden_states"].shape[-1] == 33:
             for name, channels in (("condition", slice(16, 32)), ("mask", slice(32, 33))):
@@ -272,9 +264,7 @@ class Processor:
             return self.tokenizer(text, **options)
         seen = self.images(images=images, return_tensors="pt")
         counts = (seen["image_grid_thw"].prod(-1) // self.images.merge_size**2).tolist()
-        expanded = [
-            one.replace("<|image_pad|>", "<|image_pad|>" * n) for one, n in zip(text, counts, strict=True)
-        ]
+        expanded = [one.replace("<|image_pad|>", "<|image_pad|>" * n) for one, n in zip(text, counts, strict=True)]
         encoded = self.tokenizer(expanded, **options)
         encoded["mm_token_type_ids"] = (encoded["input_ids"] == self.image_token_id).int()
         encoded.update(seen)
@@ -330,9 +320,7 @@ def test_the_real_pipeline_generates(models: Path, kind: str) -> None:
         output = pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call)
         results.append(torch.as_tensor(next(iter(output.values()))))
     assert results[0].shape[-2:] == (64, call["width"]) and results[0].isfinite().all()
-    assert results[0].shape[-3] == 3 and (
-        results[0].shape[-4] == call.get("num_frames") or "video" not in kind
-    )
+    assert results[0].shape[-3] == 3 and (results[0].shape[-4] == call.get("num_frames") or "video" not in kind)
     assert results[0].std() > 0.02 and (results[0] - results[1]).abs().mean() > 1e-3
 
 

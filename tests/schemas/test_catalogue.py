@@ -43,9 +43,7 @@ def assigned(function, name) -> list[str]:
 
 def test_every_task_of_every_family_is_compared():
     assert {(name, task) for name, family in FAMILIES.items() for task in family.templates} == set(PIPELINES)
-    tasks = {
-        (name, flavour.task) for name, family in FAMILIES.items() for flavour in family.flavours.values()
-    }
+    tasks = {(name, flavour.task) for name, family in FAMILIES.items() for flavour in family.flavours.values()}
     assert tasks == set(PIPELINES)
 
 
@@ -115,14 +113,12 @@ def test_the_parts_are_those_that_the_encoders_load():
     from stages.text import gemma, kandinsky5
 
     assert FAMILIES["sana"].text_parts == gemma.PARTS
-    assert (
-        FAMILIES["kandinsky5-image"].text_parts == FAMILIES["kandinsky5-video"].text_parts == kandinsky5.PARTS
-    )
+    assert FAMILIES["kandinsky5-image"].text_parts == FAMILIES["kandinsky5-video"].text_parts == kandinsky5.PARTS
 
 
 def test_an_unknown_family_or_flavour_is_answered_with_the_valid_ones():
     assert flavour_of("sana", "sana-600m-512px").shift == 4.0
     with pytest.raises(ValueError, match="valid families: kandinsky5-image, kandinsky5-video, sana"):
         flavour_of("kandinsky4", "x")
-    with pytest.raises(ValueError, match="valid flavours: .*i2v-pro-sft-5s"):
+    with pytest.raises(ValueError, match=r"valid flavours: .*i2v-pro-sft-5s"):
         flavour_of("kandinsky5-video", "i2v-lite-pretrain-5s")

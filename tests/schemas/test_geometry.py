@@ -33,9 +33,7 @@ def test_an_image_bucket_is_one_frame():
     assert str(Bucket(640, 384)) == "640x384@1"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "640", "640x", "640x0", "0x5@1", "640x384@0", "640x384@", "-1x5", " 1x1", "1X1"]
-)
+@pytest.mark.parametrize("text", ["", "640", "640x", "640x0", "0x5@1", "640x384@0", "640x384@", "-1x5", " 1x1", "1X1"])
 def test_a_malformed_bucket_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="640x384@29"):
         Bucket.parse(text)
@@ -172,9 +170,7 @@ def test_no_frames_are_never_valid():
         largest_valid_frames(0)
 
 
-@given(
-    st.integers(1, 5000), st.sampled_from([8.0, 12.0, 23.976, 24.0, 25.0, 30000 / 1001, 50.0, 60.0, 240.0])
-)
+@given(st.integers(1, 5000), st.sampled_from([8.0, 12.0, 23.976, 24.0, 25.0, 30000 / 1001, 50.0, 60.0, 240.0]))
 def test_a_clip_holds_its_own_frames_even_when_its_duration_was_rounded(frames, rate):
     assert frames_available(frames / rate, rate) == frames
     assert frames_available(round(frames / rate, 3), rate) == frames

@@ -17,9 +17,7 @@ from schemas.prompts import clean, clean_kandinsky, clean_sana, render
 PIPELINES = (pipeline_kandinsky, pipeline_kandinsky_i2i, pipeline_kandinsky_i2v, pipeline_kandinsky_t2i)
 # Text with what cleaning is about: entities, mojibake, spaces of many kinds, quotes, ligatures.
 TEXTS = st.lists(
-    st.sampled_from(
-        ["&amp;amp;", "&lt;", "&#8217;", "schÃ¶n", "ﬁ", "“a”", "\u00a0", "\u2003", "\n\t", "\x1c", " "]
-    )
+    st.sampled_from(["&amp;amp;", "&lt;", "&#8217;", "schÃ¶n", "ﬁ", "“a”", "\u00a0", "\u2003", "\n\t", "\x1c", " "])
     | st.text(max_size=8)
 ).map("".join)
 

@@ -33,6 +33,7 @@ from schemas.yamlfile import YamlErrors, parse
         ("'false'", "false"),
         ('"1e-4"', "1e-4"),
         ("=", "="),
+        (r'"\ud83d\ude00"', "\U0001f600"),
         ("[1, a, {b: 2}]", [1, "a", {"b": 2}]),
     ],
 )
@@ -80,6 +81,7 @@ def test_every_key_and_item_has_its_line():
         ("a: 1\nb: {<<: {c: 1}}", 2, "merge"),
         ("? [1]\n: 2", 1, "keys are plain words"),
         ("%YAML 1.1\n---\na: no", 1, "remove the directive"),
+        ('a: "\\ud800"', 1, "half of a surrogate pair"),
         ("a: \x01", 1, "special characters are not allowed"),
     ],
 )

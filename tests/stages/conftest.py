@@ -41,7 +41,9 @@ class Project:
             path.with_suffix(".txt").write_text(caption, encoding="utf-8")
         return path
 
-    def video(self, name: str, frames: int = 24, size: tuple[int, int] = (64, 48), rate: int = 12, caption: str = "a clip") -> Path:
+    def video(
+        self, name: str, frames: int = 24, size: tuple[int, int] = (64, 48), rate: int = 12, caption: str = "a clip"
+    ) -> Path:
         import av
 
         path = self.media / name

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import discover
 from stages.discover import read_media
-from cache.store import Store
 
 MANY = "stages.max_reject_fraction=1.0"
 
@@ -18,7 +18,10 @@ def test_finds_images_with_their_captions(project) -> None:
     (home.media / "notes.md").write_text("not media")
     report = home.run(discover.run)
     rows = read_media(Store(home.root), "photos")
-    assert [(row["path"], row["width"], row["height"]) for row in rows] == [("deep/er/two.jpg", 30, 90), ("one.png", 64, 48)]
+    assert [(row["path"], row["width"], row["height"]) for row in rows] == [
+        ("deep/er/two.jpg", 30, 90),
+        ("one.png", 64, 48),
+    ]
     assert rows[1]["captions"] == ["first line", "second line"]
     assert report.exit_code == 0
     assert report.done == 2
@@ -66,7 +69,12 @@ def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> No
     home.image("good.png")
     whole = home.video("cut.mp4").read_bytes()
     (home.media / "cut.mp4").write_bytes(whole[: len(whole) // 3])
-    for name, data in (("empty.jpg", b""), ("empty.mp4", b""), ("text.jpg", b"not a picture"), ("text.mp4", b"no clip")):
+    for name, data in (
+        ("empty.jpg", b""),
+        ("empty.mp4", b""),
+        ("text.jpg", b"not a picture"),
+        ("text.mp4", b"no clip"),
+    ):
         (home.media / name).write_bytes(data)
         (home.media / name).with_suffix(".txt").write_text("x")
     home.image("silent.png", caption="").with_suffix(".txt").unlink()

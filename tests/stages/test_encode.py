@@ -74,7 +74,9 @@ def test_three_parts_give_the_same_shards_as_one_run(photos, format: str) -> Non
         encode(photos, other, one, shard=f"{part}/3")
     folder = photos.folder / "parts"
     for kind, shards in zip(("text", "latents"), whole, strict=True):
-        parts = {str(p.relative_to(folder / kind)): p for p in (folder / kind).rglob("*.*") if p.suffix in (".arrow", ".tar")}
+        parts = {
+            str(p.relative_to(folder / kind)): p for p in (folder / kind).rglob("*.*") if p.suffix in (".arrow", ".tar")
+        }
         assert {name: path.read_bytes() for name, path in parts.items()} == shards
 
 
@@ -161,7 +163,9 @@ def test_settings_that_change_bytes_change_the_cache_and_others_do_not(photos) -
     assert prints("datasets.photos.media_root=/elsewhere", "train.seed=4") == (False, False)
 
 
-@pytest.mark.parametrize(("part", "which"), [("text_encoder", (True, False)), ("vae", (False, True)), ("transformer", (False, False))])
+@pytest.mark.parametrize(
+    ("part", "which"), [("text_encoder", (True, False)), ("vae", (False, True)), ("transformer", (False, False))]
+)
 def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path, part: str, which: tuple) -> None:
     import shutil
 
@@ -279,4 +283,6 @@ def test_every_flavour_from_media_to_set(project, kind: str) -> None:
             tensors = shard.read(row).tensors
             frames = 3 if video and "@9" in shard.meta.bucket else 1
             assert tensors["latent"].shape[1] == frames
-            assert ("condition" in tensors) == (kind.endswith(("i2i", "i2v")) and (i2i and len(shard) > 1 or frames == 3))
+            assert ("condition" in tensors) == (
+                kind.endswith(("i2i", "i2v")) and ((i2i and len(shard) > 1) or frames == 3)
+            )

@@ -32,7 +32,9 @@ def test_tensor_keeps_every_bit_and_is_writable() -> None:
     assert copied.dtype == torch.bfloat16 and torch.equal(copied, values)
     copied[0] = 7
     assert tensor(array)[0] == 1.5
-    assert torch.equal(tensor(Array.from_numpy(np.arange(6.0).reshape(2, 3).astype("f4"))), torch.arange(6.0).view(2, 3))
+    assert torch.equal(
+        tensor(Array.from_numpy(np.arange(6.0).reshape(2, 3).astype("f4"))), torch.arange(6.0).view(2, 3)
+    )
 
 
 @pytest.mark.parametrize("form", ["arrow", "webdataset"])

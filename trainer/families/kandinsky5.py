@@ -102,9 +102,7 @@ def inputs(
     dtype, device = compute_dtype(model), noisy_BCTHW.device
     _, _, frames, height, width = noisy_BCTHW.shape
     if height % 2 or width % 2:
-        raise ValueError(
-            f"{width * STRIDE}x{height * STRIDE} pixels: sides must be multiples of {2 * STRIDE}"
-        )
+        raise ValueError(f"{width * STRIDE}x{height * STRIDE} pixels: sides must be multiples of {2 * STRIDE}")
     assert batch.pooled_BD is not None, "Kandinsky 5 texts have a pooled CLIP embedding"
     video = task in ("t2v", "i2v")
     positions = [torch.arange(n, device=device) for n in (frames, height // 2, width // 2)]
@@ -121,9 +119,7 @@ def inputs(
     }
 
 
-def predict(
-    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
-) -> torch.Tensor:
+def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     """The predicted velocity, shaped as the latents. Of given frames (see `clean_frames`) it means nothing.
 
     model: the transformer, or a DistributedDataParallel around it.

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.models.transformers import transformer_kandinsky as stock
 from torch.utils.checkpoint import checkpoint
@@ -70,16 +71,14 @@ class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
         version = None if mask is None else mask._version
 
         def run(*inputs: Any) -> Any:
-            assert mask is None or mask._version == version, (
-                "the text mask was changed before the backward pass"
-            )
+            assert mask is None or mask._version == version, "the text mask was changed before the backward pass"
             with self.text_mask.using(mask):
                 return block(*inputs)
 
         return checkpoint(run, *args, use_reentrant=False)
 
 
-def install(model: Kandinsky5Transformer3DModel, float32_rotary: bool = False) -> None:
+def install(model: Any, float32_rotary: bool = False) -> None:
     """Give every attention of the model its processor.
 
     float32_rotary: keep the rotary embedding in float32, where the stock model rounds queries and keys to
@@ -137,9 +136,7 @@ class Processor:
         mask_BL = self.text_mask.current
         assert mask_BL is None or mask_BL.shape == key.shape[:2], (mask_BL.shape, key.shape)
         mask_B11L = None if mask_BL is None else mask_BL[:, None, None, :]
-        return dispatch_attention_fn(
-            query, key, value, attn_mask=mask_B11L, backend=AttentionBackendName.NATIVE
-        )
+        return dispatch_attention_fn(query, key, value, attn_mask=mask_B11L, backend=AttentionBackendName.NATIVE)
 
 
 # NABLA, for checkpoints whose own config says attention_type "nabla".
@@ -157,8 +154,8 @@ def sparse_params(model: Any, frames: int, height: int, width: int) -> Sparse | 
     rows, columns = height // patch_h, width // patch_w
     if rows % 8 or columns % 8 or height % patch_h or width % patch_w:
         raise ValueError(
-            f"{width * 8}x{height * 8} pixels: this checkpoint's sparse attention (NABLA) needs both sides to "
-            f"be multiples of {BLOCK_PIXELS}; choose other bucket sizes"
+            f"{width * 8}x{height * 8} pixels: this checkpoint's sparse attention (NABLA) needs sides that "
+            f"are multiples of {BLOCK_PIXELS}; choose other bucket sizes"
         )
     window = (config.attention_wT, config.attention_wH, config.attention_wW)
     return {
@@ -188,22 +185,20 @@ def window_mask(
     return (distances_NN3 <= torch.tensor([size // 2 for size in window], device=device)).all(-1)
 
 
-def nabla_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: Sparse
-) -> torch.Tensor:
+def nabla_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: Sparse) -> torch.Tensor:
     """Attention (B, L, heads, D) over the blocks that `nablaT_v2` chooses; L in the order of blocks.
 
     On CUDA compiled flex attention skips the other blocks; elsewhere a dense mask gives the same result, with
     memory and time of full attention and more: for tests.
     """
     with torch.no_grad():  # the choice of blocks has no gradient
-        blocks = stock.nablaT_v2(query.detach(), key.detach(), sparse["sta_mask"], thr=sparse["P"])
+        blocks = stock.nablaT_v2(query, key, sparse["sta_mask"], thr=sparse["P"])
     query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     if query.device.type == "cuda":
         out = compiled_flex(query.device, query.dtype, query.shape[-1])(query, key, value, block_mask=blocks)
     else:
         dense = blocks.to_dense().bool().repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=dense)
     return out.transpose(1, 2)
 
 
@@ -234,13 +229,11 @@ def refuse_full_attention(
     with torch.no_grad():
         out = flex(*qkv, block_mask=diagonal)
         halves = zip(*(x.split(BLOCK, 2) for x in qkv), strict=True)
-        apart = torch.cat(
-            [torch.nn.functional.scaled_dot_product_attention(q, k, v) for q, k, v in halves], 2
-        )
+        apart = torch.cat([F.scaled_dot_product_attention(q, k, v) for q, k, v in halves], 2)
     wrong = (out - apart).abs().max().item()
     if not math.isfinite(wrong) or wrong > 0.05:
         raise RuntimeError(
-            f"flex attention on {device} ignores its block mask (off by {wrong:.3g}): NABLA would silently be "
-            "full attention. It must be compiled: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, and "
-            "check that torch.compile works here (it needs a C++ compiler and Triton)"
+            f"flex attention on {device} ignores its block mask (off by {wrong:.3g}): NABLA would silently "
+            "be full attention. It must be compiled: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, and "
+            "check that torch.compile works here"
         )

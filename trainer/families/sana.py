@@ -13,9 +13,7 @@ PIPELINES = {"t2i": "SanaPipeline"}
 
 # The feed-forward's depthwise convolution is left out: LoRA of a grouped convolution needs a rank that is a
 # multiple of its groups, which are thousands of channels. Its two pointwise ones are linear layers in effect.
-_TARGETS = re.compile(
-    r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
-)
+_TARGETS = re.compile(r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))")
 
 
 def load(
@@ -50,9 +48,7 @@ def sampling_dtype(model: Any) -> torch.dtype:
     return torch.float32
 
 
-def inputs(
-    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
-) -> dict[str, Any]:
+def inputs(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> dict[str, Any]:
     """Keyword arguments of the transformer's forward pass. T must be 1."""
     if task not in PIPELINES:
         raise ValueError(f"Sana has no task {task!r}; valid: {', '.join(PIPELINES)}")
@@ -66,9 +62,7 @@ def inputs(
     }
 
 
-def predict(
-    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
-) -> torch.Tensor:
+def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     """The predicted velocity, shaped as the latents.
 
     model: the transformer, or a DistributedDataParallel around it.

@@ -23,9 +23,7 @@ def write_video(path, stamps, time_base, rotation=0, codec="libx264"):
         for number, stamp in enumerate(stamps):
             bits = [255 * (number >> bit & 1) for bit in range(BITS)]
             row = np.repeat(np.array(bits, np.uint8), 16)
-            frame = av.VideoFrame.from_ndarray(
-                np.ascontiguousarray(np.broadcast_to(row[None, :, None], (64, 128, 3)))
-            )
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.broadcast_to(row[None, :, None], (64, 128, 3))))
             frame.pts, frame.time_base = stamp, time_base
             output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
@@ -60,9 +58,7 @@ def test_without_decord_the_error_names_the_other_decoder(tmp_path, without_deco
 @pytest.mark.parametrize(
     ("start", "rate", "count"), [(0, 25, 60), (0, 24, 57), (0.7, 25, 42), (0, 60, 140), (1.1, 8, 9)]
 )
-def test_both_decoders_give_the_same_frames_of_a_constant_rate(
-    tmp_path, suffix, rotation, start, rate, count
-):
+def test_both_decoders_give_the_same_frames_of_a_constant_rate(tmp_path, suffix, rotation, start, rate, count):
     pytest.importorskip("decord")
     path = write_video(tmp_path / f"a.{suffix}", range(60), Fraction(1, 25), rotation)
     times = clip_times(start, rate, count)

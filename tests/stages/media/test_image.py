@@ -134,9 +134,7 @@ def swapped_primaries():
         profile[entry : entry + 4] = names.get(tag, tag)
         if tag == b"desc":
             start, size = struct.unpack(">II", profile[entry + 4 : entry + 12])
-            text = (
-                profile[start : start + size].replace(b"s\0R\0G\0B", b"x\0R\0G\0B").replace(b"sRGB", b"xRGB")
-            )
+            text = profile[start : start + size].replace(b"s\0R\0G\0B", b"x\0R\0G\0B").replace(b"sRGB", b"xRGB")
             profile[start : start + size] = text
     return bytes(profile)
 

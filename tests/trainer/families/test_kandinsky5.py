@@ -1,0 +1,420 @@
+"""Against the installed pipelines, on tiny checkpoints in float32."""
+
+from types import SimpleNamespace
+
+import diffusers
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from diffusers.models.transformers import transformer_kandinsky as stock
+from torch.utils.checkpoint import checkpoint
+
+from trainer import adapters
+from trainer.batch import Batch, pad_text
+from trainer.families import kandinsky5
+from trainer.families import kandinsky5_attention as attention
+from trainer.flow import interpolate, loss_per_sample, velocity
+from trainer.sampling import denoise, load_scheduler
+
+KINDS = {
+    "t2i": "kandinsky5-image-t2i",
+    "i2i": "kandinsky5-image-i2i",
+    "t2v": "kandinsky5-video-t2v",
+    "i2v": "kandinsky5-video-i2v",
+}
+NABLA = "kandinsky5-video-t2v-nabla"
+TASKS = list(KINDS)
+VIDEO = ("t2v", "i2v")
+PIXELS = (32, 48)  # height, width
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_batch(lengths, latent_CTHW=(16, 1, 4, 6), condition=False, seed=0) -> Batch:
+    """Captions of the given numbers of tokens, with random latents."""
+    count, (channels, _, height, width) = len(lengths), latent_CTHW
+    text, mask = pad_text([random(length, 64, seed=seed + 100 + i) for i, length in enumerate(lengths)])
+    first = random(count, channels, 1, height, width, seed=seed + 1) if condition else None
+    latents = random(count, *latent_CTHW, seed=seed)
+    pooled = random(count, 32, seed=seed + 2)
+    return Batch(latents, first, text, mask, pooled, [str(i) for i in range(count)], "48x32@1")
+
+
+def one(batch: Batch, i: int) -> Batch:
+    """Sample i by itself, without padding."""
+    condition = None if batch.condition_BCTHW is None else batch.condition_BCTHW[i : i + 1]
+    text = batch.text_BLD[i][batch.text_mask_BL[i]][None]
+    mask = torch.ones(text.shape[:2], dtype=torch.bool)
+    pooled = batch.pooled_BD[i : i + 1]
+    return Batch(batch.latents_BCTHW[i : i + 1], condition, text, mask, pooled, [batch.ids[i]], batch.bucket)
+
+
+def make_pipeline(folder, task, transformer=None):
+    """The task's pipeline from its components, without text encoders."""
+    vae_class = diffusers.AutoencoderKLHunyuanVideo if task in VIDEO else diffusers.AutoencoderKL
+    pipe = getattr(diffusers, kandinsky5.PIPELINES[task])(
+        transformer=transformer or stock.Kandinsky5Transformer3DModel.from_pretrained(folder / "transformer"),
+        vae=vae_class.from_pretrained(folder / "vae"),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+    )
+    pipe.resolutions = [(PIXELS[1], PIXELS[0])]  # the image pipelines' list of sizes, each too large here
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def picture() -> PIL.Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (*PIXELS, 3), dtype=np.uint8)
+    return PIL.Image.fromarray(pixels)
+
+
+def drawn_by(pipe, task, frames, seed) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(noise_BCTHW, condition_BCTHW) as the pipeline's prepare_latents draws them from this seed."""
+    generator = torch.Generator().manual_seed(seed)
+    height, width = (side // 8 for side in PIXELS)
+    noise = torch.randn(1, frames, height, width, 16, generator=generator).movedim(-1, 1)
+    if task in ("t2i", "t2v"):
+        return noise, None
+    processor = pipe.video_processor if task == "i2v" else pipe.image_processor
+    pixels = processor.preprocess(picture(), height=PIXELS[0], width=PIXELS[1])
+    with torch.no_grad():
+        posterior = pipe.vae.encode(pixels[:, :, None] if task == "i2v" else pixels).latent_dist
+    condition = posterior.sample(generator=generator) * pipe.vae.config.scaling_factor
+    return noise, condition if task == "i2v" else condition[:, :, None]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_model_input_equals_prepare_latents(tiny, task):
+    pipe = make_pipeline(tiny(KINDS[task]), task)
+    sizes = {"batch_size": 1, "height": PIXELS[0], "width": PIXELS[1]}
+    sizes |= {"num_frames": 9} if task in VIDEO else {}
+    sizes |= {"image": picture()} if task in ("i2i", "i2v") else {}
+    generator = torch.Generator().manual_seed(5)
+    wanted = pipe.prepare_latents(**sizes, dtype=torch.float32, device=torch.device("cpu"), generator=generator)
+    noise, condition = drawn_by(pipe, task, 3 if task in VIDEO else 1, 5)
+    made = kandinsky5.visual_input(noise, condition, task, pipe.transformer.visual_cond)
+    assert made.shape[-1] == (16 if task == "t2i" else 33)
+    assert torch.equal(made, wanted)
+
+
+@pytest.mark.parametrize("task", VIDEO)
+@pytest.mark.parametrize("size", [(512, 768), (512, 512), (480, 848), (384, 688), (720, 1280), (256, 256)])
+def test_scale_factor_equals_the_pipelines(tiny, task, size):
+    model = kandinsky5.load(str(tiny(KINDS[task])))
+    latent = (16, 1, size[0] // 8, size[1] // 8)
+    batch = make_batch([3], latent, condition=task == "i2v")
+    arguments = kandinsky5.inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)
+    wanted = make_pipeline(tiny(KINDS[task]), task)._get_scale_factor(*size)
+    assert tuple(arguments["scale_factor"]) == wanted
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_denoised_latents_equal_the_pipelines(tiny, task, record_property):
+    folder = tiny(KINDS[task])
+    pipe, frames = make_pipeline(folder, task), 5 if task in VIDEO else 1
+    batch, negative = make_batch([7], seed=1), make_batch([4], seed=2)
+    texts = {}
+    for prefix, part in (("", batch), ("negative_", negative)):
+        texts[f"{prefix}prompt_embeds_qwen"] = part.text_BLD
+        texts[f"{prefix}prompt_embeds_clip"] = part.pooled_BD
+        texts[f"{prefix}prompt_cu_seqlens"] = torch.tensor([0, part.text_BLD.shape[1]], dtype=torch.int32)
+    options = {"num_frames": 17} if task in VIDEO else {}
+    options |= {"image": picture()} if task in ("i2i", "i2v") else {}
+    generator = torch.Generator().manual_seed(5)
+    wanted = pipe(
+        **texts,
+        **options,
+        height=PIXELS[0],
+        width=PIXELS[1],
+        num_inference_steps=4,
+        guidance_scale=3.0,
+        generator=generator,
+        output_type="latent",
+        return_dict=False,
+    )[0].movedim(-1, 1)
+    noise, condition = drawn_by(pipe, task, frames, 5)
+    batch.condition_BCTHW = negative.condition_BCTHW = condition
+    model, scheduler = kandinsky5.load(str(folder)), load_scheduler(str(folder))
+    made = denoise(model, kandinsky5, task, batch, negative, noise, scheduler, 4, 3.0)
+    assert made.shape == (1, 16, frames, 4, 6)
+    assert wanted.std() > 0.1
+    difference = (made - wanted).abs().max().item()
+    record_property("largest difference", difference)
+    assert difference <= 1e-4
+
+
+def test_i2v_without_later_frames_to_compare_with_keeps_its_latents():
+    latents = random(1, 16, 4, 4, 4)
+    assert torch.equal(kandinsky5.finish(latents, "i2v"), latents)
+    assert not torch.equal(kandinsky5.finish(random(1, 16, 5, 4, 4), "i2v"), random(1, 16, 5, 4, 4))
+
+
+def run(model, batch, task="t2v", sigma=0.6) -> torch.Tensor:
+    """Loss of each sample at fixed noise."""
+    noise = torch.cat([random(1, *batch.latents_BCTHW.shape[1:], seed=50 + int(id)) for id in batch.ids])
+    sigma_B = torch.full((len(batch),), sigma)
+    noisy = interpolate(batch.latents_BCTHW, noise, sigma_B)
+    predicted = kandinsky5.predict(model, noisy, sigma_B, batch, task)
+    return loss_per_sample(predicted, velocity(batch.latents_BCTHW, noise), kandinsky5.clean_frames(task))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", NABLA])
+def test_without_padding_every_bit_equals_the_stock_model(tiny, dtype, kind):
+    folder = str(tiny(kind))
+    model = kandinsky5.load(folder, dtype=dtype)
+    plain = stock.Kandinsky5Transformer3DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=dtype)
+    model.register_to_config(attention_type="regular")  # the stock NABLA needs compiled flex attention
+    batch = make_batch([5, 5], (16, 2, 4, 6))
+    arguments = kandinsky5.inputs(model, batch.latents_BCTHW, torch.tensor([0.3, 0.9]), batch, "t2v")
+    assert arguments.pop("text_mask_BL") is None
+    with torch.no_grad():
+        ours, theirs = (m(**arguments, return_dict=False) for m in (model, plain))
+    assert torch.equal(ours, theirs)
+
+
+def by_batch_and_alone(model, batch, task):
+    """(losses in a batch, losses one by one, largest relative difference of any parameter's gradient)."""
+    model.zero_grad()
+    together = run(model, batch, task)
+    together.mean().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    alone = torch.cat([run(model, one(batch, i), task) for i in range(len(batch))])
+    alone.mean().backward()
+    largest = max(
+        ((grads[name] - p.grad).norm() / p.grad.norm().clamp(min=1e-6)).item()
+        for name, p in model.named_parameters()
+        if name in grads
+    )
+    return together.detach(), alone.detach(), largest
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("float32_rotary", [True, False])
+def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, task, float32_rotary, record_property):
+    model = kandinsky5.load(str(tiny(KINDS[task])), float32_rotary=float32_rotary)
+    latent = (16, 2 if task in VIDEO else 1, 4, 6)
+    batch = make_batch([3, 17, 8], latent, condition=task in ("i2i", "i2v"))
+    together, alone, gradients = by_batch_and_alone(model, batch, task)
+    losses = (together - alone).abs().max().item()
+    record_property("loss", losses)
+    record_property("gradients", gradients)
+    assert losses <= (1e-5 if float32_rotary else 1e-3)
+    assert gradients <= (1e-4 if float32_rotary else 1e-2)
+
+
+def test_without_a_mask_losses_do_depend_on_batch_mates(tiny, monkeypatch):
+    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")), float32_rotary=True)
+    batch = make_batch([3, 17, 8], (16, 2, 4, 6))
+    monkeypatch.setattr(attention.TextMask, "current", None)
+    together, alone, _ = by_batch_and_alone(model, batch, "t2v")
+    assert (together - alone).abs().max() > 1e-3
+
+
+def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
+    model = kandinsky5.load(str(tiny(KINDS["i2v"])))
+    batch = make_batch([4], (16, 3, 4, 6), condition=True)
+    noisy = random(1, 16, 3, 4, 6, seed=9)
+    other = noisy.clone()
+    other[:, :, 0] += 5
+    with torch.no_grad():
+        first, second = (kandinsky5.predict(model, x, torch.tensor([0.5]), batch, "i2v") for x in (noisy, other))
+        assert torch.equal(first, second)
+        batch.condition_BCTHW = batch.condition_BCTHW + 1
+        assert not torch.equal(first, kandinsky5.predict(model, noisy, torch.tensor([0.5]), batch, "i2v"))
+
+
+def with_lora(model):
+    torch.manual_seed(0)
+    adapters.add_lora(model, kandinsky5.lora_targets(model), rank=4)
+    for name, parameter in adapters.trainable_parameters(model).items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def gradients_of(model, batch) -> dict[str, torch.Tensor]:
+    run(model, batch).sum().backward()
+    return {name: p.grad for name, p in adapters.trainable_parameters(model).items()}
+
+
+def test_checkpointing_gives_the_same_gradients_with_lora_and_padding(tiny):
+    batch = make_batch([3, 17, 8], (16, 2, 4, 6))
+    plain, saving = (with_lora(kandinsky5.load(str(tiny("kandinsky5-video-t2v")))) for _ in range(2))
+    saving.enable_gradient_checkpointing()
+    wanted = gradients_of(plain, batch)
+    # Another forward pass with another mask before this one's backward must not reach its recomputation.
+    losses = run(saving, batch)
+    run(saving, make_batch([9, 2, 17], (16, 2, 4, 6)))
+    losses.sum().backward()
+    for name, parameter in adapters.trainable_parameters(saving).items():
+        assert torch.equal(parameter.grad, wanted[name]), name
+
+
+def test_checkpointing_that_loses_the_mask_is_refused(tiny):
+    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")))
+    model.enable_gradient_checkpointing(lambda block, *args: checkpoint(block, *args, use_reentrant=False))
+    losses = run(model, make_batch([3, 5], (16, 1, 4, 6)))
+    with pytest.raises(AssertionError, match="enable_gradient_checkpointing"):
+        losses.sum().backward()
+
+
+def test_a_mask_changed_before_backward_is_refused(tiny):
+    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")))
+    model.enable_gradient_checkpointing()
+    batch = make_batch([3, 5], (16, 1, 4, 6))
+    losses = run(model, batch)
+    batch.text_mask_BL[0, 2] = False
+    with pytest.raises(AssertionError, match="mask was changed"):
+        losses.sum().backward()
+
+
+def test_bfloat16_keeps_time_embeddings_and_modulations_in_float32(tiny):
+    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")), dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        kept = "time_embeddings" in name or "modulation" in name
+        assert parameter.dtype == (torch.float32 if kept else torch.bfloat16), name
+    assert kandinsky5.compute_dtype(model) == torch.bfloat16
+    assert torch.isfinite(run(with_lora(model), make_batch([3, 5], (16, 1, 4, 6)))).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "message"),
+    [
+        ("kandinsky5-image-t2i", "i2i", "not made for i2i"),
+        ("kandinsky5-image-i2i", "t2i", "not made for t2i"),
+        ("kandinsky5-video-i2v", "i2v", "needs the condition's latent"),
+    ],
+)
+def test_a_checkpoint_or_batch_for_another_task_is_refused(tiny, kind, task, message):
+    model = kandinsky5.load(str(tiny(kind)))
+    batch = make_batch([3], condition=task == "i2i")
+    with pytest.raises(ValueError, match=message):
+        kandinsky5.inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)
+
+
+# NABLA
+
+SPARSE = {"attention_P": 0.35, "attention_wT": 1, "attention_wH": 1, "attention_wW": 1}
+LATENT = (16, 4, 32, 32)  # 4 frames of 256x256 pixels: 16 blocks
+
+
+class ByHand(stock.Kandinsky5AttnProcessor):
+    """NABLA from its definition: blocks that hold the share P of softmax(mean q . mean k), and a window."""
+
+    densities: list[float]
+
+    def __init__(self, keep_all=False):
+        self.densities, self.keep_all = [], keep_all
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None):
+        q, k, v = (
+            layer(hidden_states).unflatten(-1, (attn.num_heads, -1))
+            for layer in (attn.to_query, attn.to_key, attn.to_value)
+        )
+        q, k = (self.rotated(norm(x), rotary_emb) for norm, x in ((attn.query_norm, q), (attn.key_norm, k)))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        if not self.keep_all:
+            chosen = self.chosen(q.detach(), k.detach(), sparse_params)
+            self.densities.append(chosen.float().mean().item())
+            scores = scores.masked_fill(~torch.kron(chosen, torch.ones(64, 64)).bool(), float("-inf"))
+        return attn.out_layer((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2, -1))
+
+    @staticmethod
+    def rotated(x, rope):
+        pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
+        return (rope * pairs).sum(-1).reshape(x.shape).to(torch.bfloat16).float()
+
+    @staticmethod
+    def chosen(q, k, sparse_params):
+        q_mean, k_mean = (x.unflatten(2, (-1, 64)).mean(3) for x in (q, k))
+        weights = (q_mean @ k_mean.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        chosen = torch.zeros_like(weights, dtype=torch.bool)
+        for place in np.ndindex(*weights.shape[:-1]):
+            left_out = 0.0
+            for block in weights[place].argsort().tolist():
+                left_out += weights[place][block].item()
+                chosen[place][block] = left_out >= 1 - SPARSE["attention_P"]
+        return chosen | torch.eye(weights.shape[-1], dtype=torch.bool)  # a window of 1 is the block itself
+
+
+def nabla_run(tiny, processor=None):
+    """(prediction, gradients) of the sparse model, with its visual self-attention by `processor`."""
+    model = kandinsky5.load(str(tiny(NABLA)))
+    model.register_to_config(**SPARSE)
+    for block in model.visual_transformer_blocks if processor else ():
+        block.self_attention.set_processor(processor)
+    batch = make_batch([5], LATENT)
+    predicted = kandinsky5.predict(model, batch.latents_BCTHW, torch.tensor([0.5]), batch, "t2v")
+    predicted.square().sum().backward()
+    return predicted.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_nabla_equals_its_definition_and_differs_from_full_attention(tiny, record_property):
+    by_hand = ByHand()
+    (ours, our_grads), (wanted, grads), (full, _) = (
+        nabla_run(tiny, processor) for processor in (None, by_hand, ByHand(keep_all=True))
+    )
+    record_property("density", max(by_hand.densities))
+    assert max(by_hand.densities) < 0.5
+    difference = (ours - wanted).abs().max().item()
+    record_property("largest difference", difference)
+    record_property("from full attention", (full - wanted).abs().max().item())
+    assert difference <= 1e-4
+    assert (full - wanted).abs().max() > 100 * difference
+    assert our_grads.keys() == grads.keys()
+    for name, grad in our_grads.items():
+        assert (grad - grads[name]).norm() <= 1e-3 * grads[name].norm().clamp(min=1e-3), name
+
+
+def test_nabla_is_read_from_the_checkpoint_and_equals_get_sparse_params(tiny):
+    pipe = make_pipeline(tiny(NABLA), "t2v")
+    wanted = pipe.get_sparse_params(torch.zeros(1, 5, 32, 48, 33), "cpu")
+    made = attention.sparse_params(kandinsky5.load(str(tiny(NABLA))), 5, 32, 48)
+    assert made.keys() == wanted.keys()
+    assert torch.equal(made.pop("sta_mask"), wanted.pop("sta_mask"))
+    assert made == wanted
+    assert attention.sparse_params(kandinsky5.load(str(tiny(KINDS["t2v"]))), 5, 32, 48) is None
+
+
+@pytest.mark.parametrize("window", [(3, 3, 3), (1, 5, 3), (11, 3, 3)])
+def test_window_equals_fast_sta_nabla(window):
+    wanted = diffusers.Kandinsky5T2VPipeline.fast_sta_nabla(5, 4, 3, *window, device="cpu")
+    assert torch.equal(attention.window_mask((5, 4, 3), window), wanted)
+
+
+def test_nabla_needs_whole_blocks():
+    config = SimpleNamespace(attention_type="nabla", patch_size=(1, 2, 2))
+    with pytest.raises(ValueError, match=r"1280x720 pixels.* multiples of 128"):
+        attention.sparse_params(SimpleNamespace(config=config), 5, 90, 160)
+
+
+def test_flex_attention_that_is_not_compiled_is_refused():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with pytest.raises(RuntimeError, match="ignores its block mask"):
+        attention.refuse_full_attention(flex_attention, torch.device("cpu"), torch.float32, 32)
+
+
+def test_flex_attention_that_obeys_is_accepted():
+    def obedient(query, key, value, block_mask):
+        dense = block_mask.to_dense().bool().repeat_interleave(64, -2).repeat_interleave(64, -1)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense)
+
+    attention.refuse_full_attention(obedient, torch.device("cpu"), torch.float32, 32)

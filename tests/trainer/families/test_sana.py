@@ -1,0 +1,174 @@
+"""Against the installed pipeline, on a tiny checkpoint in float32."""
+
+import json
+
+import diffusers
+import pytest
+import torch
+
+from trainer.batch import Batch, pad_text
+from trainer.families import sana
+from trainer.flow import interpolate, loss_per_sample, velocity
+from trainer.sampling import denoise, load_scheduler
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_batch(lengths, height=3, width=4, seed=0) -> Batch:
+    text, mask = pad_text([random(length, 64, seed=seed + 100 + i) for i, length in enumerate(lengths)])
+    latents = random(len(lengths), 32, 1, height, width, seed=seed)
+    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "128x96@1")
+
+
+def one(batch: Batch, i: int) -> Batch:
+    """Sample i by itself, without padding."""
+    text = batch.text_BLD[i][batch.text_mask_BL[i]][None]
+    mask = torch.ones(text.shape[:2], dtype=torch.bool)
+    return Batch(batch.latents_BCTHW[i : i + 1], None, text, mask, None, [batch.ids[i]], batch.bucket)
+
+
+def make_pipeline(folder):
+    pipe = diffusers.SanaPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=diffusers.AutoencoderDC.from_pretrained(folder / "vae"),
+        transformer=diffusers.SanaTransformer2DModel.from_pretrained(folder / "transformer"),
+        scheduler=diffusers.DPMSolverMultistepScheduler.from_pretrained(folder / "scheduler"),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def as_the_pipeline_has_it(batch: Batch, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The same text padded to the pipeline's 300 rows, the padding being anything but zero."""
+    rows = batch.text_BLD.shape[1]
+    embeds = torch.cat([batch.text_BLD, random(len(batch), 300 - rows, 64, seed=77)], 1)
+    mask = torch.arange(300)[None] < batch.text_mask_BL.sum(1)[:, None]
+    return {f"{prefix}prompt_embeds": embeds, f"{prefix}prompt_attention_mask": mask.long()}
+
+
+@pytest.mark.parametrize("shift", [None, 5.0])
+def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift):
+    folder = tiny("sana")
+    pipe = make_pipeline(folder)
+    if shift:
+        pipe.scheduler = diffusers.DPMSolverMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=shift)
+    batch, negative = make_batch([9], seed=1), make_batch([4], seed=2)
+    wanted = pipe(
+        **as_the_pipeline_has_it(batch),
+        **as_the_pipeline_has_it(negative, "negative_"),
+        negative_prompt=None,
+        height=96,
+        width=128,
+        num_inference_steps=5,
+        guidance_scale=4.5,
+        generator=torch.Generator().manual_seed(5),
+        use_resolution_binning=False,
+        output_type="latent",
+        return_dict=False,
+    )[0]
+    noise = random(1, 32, 3, 4, seed=5)[:, :, None]
+    scheduler = load_scheduler(str(folder), shift=shift)
+    made = denoise(sana.load(str(folder)), sana, "t2i", batch, negative, noise, scheduler, 5, 4.5)
+    assert made.shape == (1, 32, 1, 3, 4)
+    assert wanted.std() > 0.1
+    difference = (made[:, :, 0] - wanted).abs().max().item()
+    record_property("largest difference", difference)
+    assert difference <= 1e-4
+
+
+def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny):
+    """At fractional timesteps too, which training has and the scheduler has not."""
+    folder = tiny("sana")
+    pipe, model = make_pipeline(folder), sana.load(str(folder))
+    batch, sigma = make_batch([9, 9]), torch.tensor([0.1234, 0.777])
+    text = as_the_pipeline_has_it(batch)
+    with torch.no_grad():
+        wanted = pipe.transformer(
+            batch.latents_BCTHW[:, :, 0],
+            encoder_hidden_states=text["prompt_embeds"],
+            encoder_attention_mask=text["prompt_attention_mask"],
+            timestep=1000 * sigma * pipe.transformer.config.timestep_scale,
+            return_dict=False,
+        )[0]
+        made = sana.predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
+    torch.testing.assert_close(made[:, :, 0], wanted, rtol=0, atol=1e-5)
+
+
+def test_timesteps_are_scaled_as_the_checkpoint_says(tiny):
+    model, batch = sana.load(str(tiny("sana"))), make_batch([3])
+    model.register_to_config(timestep_scale=0.001)
+    timestep = sana.inputs(model, batch.latents_BCTHW, torch.tensor([0.25]), batch, "t2i")["timestep"]
+    assert timestep.item() == pytest.approx(0.25)
+
+
+def run(model, batch) -> torch.Tensor:
+    noise = torch.cat([random(1, *batch.latents_BCTHW.shape[1:], seed=50 + int(id)) for id in batch.ids])
+    sigma_B = torch.full((len(batch),), 0.6)
+    noisy = interpolate(batch.latents_BCTHW, noise, sigma_B)
+    predicted = sana.predict(model, noisy, sigma_B, batch, "t2i")
+    return loss_per_sample(predicted, velocity(batch.latents_BCTHW, noise))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
+    model = sana.load(str(tiny("sana")))
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    batch = make_batch([3, 17, 8])
+    together = run(model, batch)
+    together.mean().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    alone = torch.cat([run(model, one(batch, i)) for i in range(3)])
+    alone.mean().backward()
+    losses = (together - alone).abs().max().item()
+    # A cross-attention key's bias has a gradient of zero but for rounding: hence the floor.
+    gradients = max(
+        ((grads[name] - p.grad).norm() / p.grad.norm().clamp(min=1e-3)).item() for name, p in model.named_parameters()
+    )
+    record_property("loss", losses)
+    record_property("gradients", gradients)
+    assert losses <= 1e-5
+    assert gradients <= 1e-4
+
+
+def test_without_a_mask_losses_do_depend_on_batch_mates(tiny):
+    model, batch = sana.load(str(tiny("sana"))), make_batch([3, 17])
+    unmasked = make_batch([3, 17])
+    unmasked.text_mask_BL[:] = True
+    with torch.no_grad():
+        assert (run(model, batch) - run(model, unmasked))[0].abs() > 1e-3
+
+
+def test_only_images_are_accepted(tiny):
+    model, batch = sana.load(str(tiny("sana"))), make_batch([3])
+    with pytest.raises(ValueError, match="no task 't2v'; valid: t2i"):
+        sana.inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
+
+
+def test_a_guidance_distilled_model_is_refused(tmp_path):
+    config = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 32, "cross_attention_dim": 32}
+    config |= {"num_cross_attention_heads": 1, "cross_attention_head_dim": 32, "caption_channels": 8}
+    model = diffusers.SanaTransformer2DModel(**config, guidance_embeds=True)
+    model.save_pretrained(tmp_path / "transformer")
+    with pytest.raises(ValueError, match="Sprint"):
+        sana.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "message"), [("FutureScheduler", "does not have"), ("DDIMScheduler", "no shift")])
+def test_a_scheduler_that_cannot_be_used_is_named(tmp_path, name, message):
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+        load_scheduler(str(tmp_path), shift=2.0)

@@ -1,0 +1,119 @@
+"""Learning is shown: what can only be known from the caption, or from the condition, is learned from it.
+
+Each set is made so that one input decides the latent: a picture per caption, or a function of the condition's
+latent under one caption for all. So a loss that falls, and that rises again when that input is exchanged for
+another sample's, says that this input is read.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cache.plan import Plan
+from cache.store import Store
+from cache.trainset import TrainSet
+from schemas.config import Config
+from schemas.console import Console
+from trainer import train as loop
+from trainer import validate
+
+GRID = {"eval_samples": 8, "eval_sigmas": [0.2, 0.4, 0.6, 0.8], "every": 100_000}
+FAST = {"batch_size": 8, "caption_dropout": 0.0, "gradient_checkpointing": False}
+
+
+def picture(rng: np.random.Generator, channels: int, size: int, frames: int = 1) -> np.ndarray:
+    """A smooth latent (C, T, h, w) of deviation 1: a few waves across the grid, the same in each frame."""
+    y, x = np.mgrid[:size, :size] / size
+    waves = [np.sin(2 * np.pi * (a * x + b * y) + rng.uniform(0, 6.28, (channels, 1, 1))) for a, b in ((1, 0), (0, 1))]
+    latent = sum(rng.normal(size=(channels, 1, 1)) * wave for wave in waves) + rng.normal(size=(channels, 1, 1))
+    latent = (latent / latent.std()).astype(np.float32)
+    return np.repeat(latent[:, None], frames, 1)
+
+
+def captioned(made, config: Config, bucket: str, size: int, shift: int = 0) -> tuple:
+    """Eight samples, each with a picture and a caption of its own; the captions moved on by `shift` samples."""
+    rng, pooled = np.random.default_rng(11), config.model.family != "sana"
+    pictures = [picture(rng, config.model.spec.latent_channels, size) for _ in range(8)]
+    texts = [made.caption(rng, 3 + i % 4, pooled) for i in range(8)]
+    items = [made.Item(bucket, pictures[i], [texts[(i + shift) % 8]]) for i in range(8)]
+    return items, made.caption(rng, 2, pooled), ()
+
+
+def conditioned(made, config: Config, bucket: str, size: int, shift: int = 0) -> tuple:
+    """32 samples under one caption. i2i: the target is the negative of the source. i2v: every later frame is the
+    first one. The conditions moved on by `shift` samples.
+    """
+    rng, video = np.random.default_rng(12), config.model.task == "i2v"
+    caption = made.caption(rng, 4)
+    sources = [picture(rng, 16, size, 3 if video else 1) for _ in range(32)]
+    items = [
+        made.Item(bucket, own if video else -own, [caption], sources[(i + shift) % 32][:, :1])
+        for i, own in enumerate(sources)
+    ]
+    return items, made.caption(rng, 2), ()
+
+
+@pytest.fixture
+def learn(make_config, make_set, made):
+    """learn(kind, make, size, seed=, **train): train on `make`'s samples; eval losses by name.
+
+    before, after: on the set that was trained on. swapped: after, with captions or conditions exchanged.
+    """
+
+    def run(kind: str, make: Callable, size: int, *, seed: int = 0, **settings: Any) -> dict[str, float]:
+        settings = {**FAST, **settings, "seed": seed}
+        config = make_config(kind, name=f"right{seed}", validation=GRID, **settings)
+        other = make_config(kind, name=f"swapped{seed}", validation=GRID, **settings)
+        side = size * config.model.spec.spatial_stride
+        bucket = f"{side}x{side}" + ("@9" if config.model.spec.video else "")
+        make_set(config, *make(made, config, bucket, size))
+        make_set(other, *make(made, config, bucket, size, 1))
+        data = opened(config)
+        plan = Plan(data.spans, seed, config.train.batch_size)
+        console = Console(stderr=open(os.devnull, "w"))  # noqa: SIM115 (as long-lived as the console)
+        trained = loop.prepare(config, data, plan, console, "cpu")
+        result = loop.fit(trained)["eval loss"]
+        trained.denoiser.eval()
+        grid = validate.Grid(8, config.validation.eval_sigmas, config.validation.seed, 4)
+        swapped = validate.eval_loss(trained.denoiser, opened(other), grid, torch.device("cpu"), trained.skip_frames)
+        return {"before": result["first"], "after": result["last"], "swapped": swapped.mean}
+
+    return run
+
+
+def opened(config: Config) -> TrainSet:
+    return TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_kandinsky_lora_learns_pictures_by_their_captions(learn, seed: int) -> None:
+    """At most 0.75 of the first loss; exchanged captions cost at least a quarter more."""
+    optimizer = {"lr": 1e-2, "warmup": 5}
+    loss = learn("t2i", captioned, 4, seed=seed, steps=80, adapter={"rank": 16}, optimizer=optimizer)
+    assert loss["after"] < 0.75 * loss["before"], loss
+    assert loss["swapped"] > 1.25 * loss["after"], loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_sana_full_rank_learns_pictures_by_their_captions(learn, seed: int) -> None:
+    """At most 0.6 of the first loss; exchanged captions cost at least half more."""
+    optimizer = {"lr": 1e-3, "warmup": 5}
+    loss = learn("sana", captioned, 4, seed=seed, steps=60, adapter={"type": "full"}, optimizer=optimizer)
+    assert loss["after"] < 0.6 * loss["before"], loss
+    assert loss["swapped"] > 1.5 * loss["after"], loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "share", "more"), [("i2i", 0.75, 1.25), ("i2v", 0.8, 1.15)])
+def test_conditions_are_read(learn, kind: str, share: float, more: float) -> None:
+    """What follows from the source image, or from the first frame, is learned, and another's misleads."""
+    optimizer = {"lr": 1e-2, "warmup": 5}
+    loss = learn(kind, conditioned, 4, steps=120, adapter={"rank": 16}, optimizer=optimizer)
+    assert loss["after"] < share * loss["before"], loss
+    assert loss["swapped"] > more * loss["after"], loss
