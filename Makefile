@@ -39,7 +39,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py $(FLAVOUR)
+	$(BIN)/python -m examples.demo $(FLAVOUR)
 
 clean:
 	rm -rf demo .tiny .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo_media import gather
+from examples.demo_media import gather
+from examples.demo_report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,8 +74,6 @@ def main() -> None:
     build_models(out, names)
     results = {name: run_flavour(name, out) for name in names}
     check_adapters(out, names)
-    from demo_report import write_report
-
     page = write_report(out, results)
     show_places(out, names, page, time.monotonic() - started)
 
@@ -90,8 +89,8 @@ def build_models(out: Path, names: list[str]) -> None:
         folder = out / "models" / kind
         if not (folder / "model_index.json").exists():
             say(f"building the tiny checkpoint {kind}")
-            command = [sys.executable, str(ROOT / "examples/tiny_models.py"), "--kind", kind, "--out", str(folder)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            command = [sys.executable, "-m", "examples.tiny_models", "--kind", kind, "--out", str(folder)]
+            subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def run_flavour(name: str, out: Path) -> dict[str, Any]:
@@ -112,9 +111,8 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
     report["seconds"] = time.monotonic() - started
     curve = eval_curve(folder / "output" / "demo" / "metrics.jsonl")
     report["eval"] = curve
-    say(
-        f"{name}: {report['seconds']:.0f} s; eval loss {curve[0][1]:.3f} -> {curve[-1][1]:.3f} after {curve[-1][0]} steps"
-    )
+    first, last = curve[0], curve[-1]
+    say(f"{name}: {report['seconds']:.0f} s; eval loss {first[1]:.3f} -> {last[1]:.3f} after {last[0]} steps")
     return report
 
 
@@ -163,6 +161,7 @@ def settings(name: str, out: Path) -> dict[str, Any]:
             "gradient_checkpointing": False,
             "adapter": {"type": flavour.adapter, "rank": 16},
             "optimizer": {"lr": flavour.lr, "warmup": 10, "schedule": "cosine"},
+            "threads": 1,
             "checkpoint_every": 50,
             "log_every": 20,
         },
@@ -181,7 +180,7 @@ def check_adapters(out: Path, names: list[str]) -> None:
     """Load each result in its diffusers pipeline, in one process of its own."""
     say("loading what was trained in the diffusers pipelines")
     folders = [str(out / name) for name in names]
-    subprocess.run([sys.executable, str(ROOT / "examples/load_adapter.py"), *folders], check=True)
+    subprocess.run([sys.executable, "-m", "examples.load_adapter", *folders], check=True, cwd=ROOT)
 
 
 def relative(path: Path) -> Path:

@@ -1,6 +1,6 @@
 """Load a trained adapter or model in its diffusers pipeline and show that it changes the output.
 
-    python examples/load_adapter.py demo/t2i demo/sana
+    python -m examples.load_adapter demo/t2i demo/sana
 
 Each argument is a project folder with a pipeline.yaml and a finished run. The pipeline is made without text
 encoders; the trained transformer's output is compared with the base model's for the same input.
@@ -8,10 +8,9 @@ encoders; the trained transformer's output is compared with the base model's for
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from schemas.config import Config
 from schemas.loading import load
@@ -45,6 +44,7 @@ def compare(config: Config) -> float:
     """Mean absolute difference of the transformer's output before and after loading what was trained."""
     import diffusers
 
+    diffusers.utils.logging.disable_progress_bar()
     cls = getattr(diffusers, pipeline_name(config))
     without = dict.fromkeys(name for name in NAMES if config.model.family != "sana" or not name.endswith("_2"))
     pipeline = cls.from_pretrained(config.model.source, **without)
@@ -59,7 +59,7 @@ def compare(config: Config) -> float:
     return (output(trained, inputs) - before).abs().mean().item()
 
 
-def example_inputs(transformer: torch.nn.Module) -> dict:
+def example_inputs(transformer: Any) -> dict:
     """Random inputs of the transformer's own widths."""
     config = transformer.config
     if "caption_channels" in config:
@@ -79,7 +79,7 @@ def example_inputs(transformer: torch.nn.Module) -> dict:
     }
 
 
-def output(transformer: torch.nn.Module, inputs: dict) -> torch.Tensor:
+def output(transformer: Any, inputs: dict) -> torch.Tensor:
     return transformer(**inputs, return_dict=True).sample
 
 

@@ -46,7 +46,7 @@ class Family:
     autoencoder's. resolution: default edge length whose square is the bucket's area (pixels). text_width:
     channels of one stored text token. text_parts, latent_parts: sub-folders of the checkpoint that determine
     what the encoders give. latent_settings: what else determines the latents; the autoencoder checks at load
-    that the installed diffusers still agrees.
+    that the installed diffusers still agrees. nabla: whether a checkpoint's config may ask for NABLA attention.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Family:
     text_parts: tuple[str, ...]
     latent_parts: tuple[str, ...]
     video: bool
+    nabla: bool
     guidance: float
     steps: int
     negative_prompt: str = ""
@@ -174,6 +175,7 @@ FAMILIES: dict[str, Family] = {
         latent_parts=("vae",),
         latent_settings={"tiling": False},
         video=False,
+        nabla=False,
         guidance=3.5,
         steps=50,
         templates={"t2i": _T2I, "i2i": _I2I},
@@ -208,6 +210,7 @@ FAMILIES: dict[str, Family] = {
         latent_parts=("vae",),
         latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},
         video=True,
+        nabla=True,
         guidance=5.0,
         steps=50,
         negative_prompt=_VIDEO_NEGATIVE,
@@ -240,6 +243,7 @@ FAMILIES: dict[str, Family] = {
         latent_parts=("vae",),
         latent_settings={"tiling": False},
         video=False,
+        nabla=False,
         guidance=4.5,
         steps=20,
         templates={"t2i": _SANA},

@@ -12,7 +12,7 @@ from typing import Any
 from cache import generations, rejects
 from cache.generations import Generation
 from cache.store import Store
-from schemas.config import Config
+from schemas.config import Config, Model
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, scale_class
@@ -22,10 +22,12 @@ from stages.discover import media_path, read_media
 from stages.media.errors import MediaError
 from stages.media.files import hash_file
 from stages.media.samples import VALIDATION
-from stages.model_config import side_multiple
 from stages.stage import refuse_shard
+from stages.weights import config_of
 
 Row = dict[str, Any]
+
+NABLA_SIDE = 128  # pixels: its blocks are 8x8 patches of 2x2 latents of 8x8 pixels
 
 
 def run(config: Config, options: Options, console: Console) -> Report:
@@ -83,6 +85,14 @@ def current_plan(store: Store, config: Config) -> Generation:
             "run `latentpress discover`, then `latentpress bucket`",
         )
     return found
+
+
+def side_multiple(model: Model) -> int:
+    """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is NABLA."""
+    family = model.spec
+    if family.nabla and config_of(model.source, model.revision, "transformer").get("attention_type") == "nabla":
+        return NABLA_SIDE
+    return family.side_multiple
 
 
 def _media(store: Store, dataset: str) -> list[Row]:

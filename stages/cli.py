@@ -32,7 +32,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "latentpress PROGRAM --help tells the options of one. They read pipeline.yaml unless --config names another.",
+            "latentpress PROGRAM --help tells the options of one; pipeline.yaml is read unless --config names another.",
         ]
     )
 

@@ -184,7 +184,7 @@ class _Join:
             "shards": pa.Table.from_pylist(shards, schema=SET_SHARDS),
         }
 
-    def _place(self, kind: str, place: Place) -> Place:
+    def _place(self, kind: str, place: Place) -> tuple[int, int]:
         path, row = place
         return self._shards.setdefault((kind, path), len(self._shards)), row
 

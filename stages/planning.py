@@ -5,7 +5,7 @@ whatever order they are listed in.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -72,7 +72,7 @@ def geometry(width: int, height: int, bucket: Bucket) -> Row:
     }
 
 
-def draft(config: Config, media: dict[str, Sequence[Row]], side_multiple: int) -> Draft:
+def draft(config: Config, media: Mapping[str, Sequence[Row]], side_multiple: int) -> Draft:
     """Plan all datasets. `media` maps a dataset's id to its rows of schemas.tables.MEDIA."""
     plan = Draft()
     template = config.model.template
@@ -201,7 +201,7 @@ def add_text(
     cleaned = prompts.clean(caption, template)
     rendered = prompts.render(cleaned, template, negative=negative)
     dataset, path, media_id, cut = image or (None, None, None, None)
-    images = [identity.image_in_prompt_id(media_id, cut)] if image else []
+    images = [identity.image_in_prompt_id(image[2], image[3])] if image else []
     name = identity.text_id(rendered, images)
     plan.texts.setdefault(
         name,

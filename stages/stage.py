@@ -17,6 +17,7 @@ from cache.store import Store
 from schemas.config import Config, Resources
 from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
+from stages.weights import pinned
 
 
 class WrongUse(LatentpressError):
@@ -132,7 +133,8 @@ def run_stage(
         report.remaining = _members(mine)
     elif mine:
         _write_provenance(store, stage, fingerprint, config)
-        job = Job(config, plan.name, fingerprint, options.resources(config, stage.name))
+        pinned_config = config.model_copy(update={"model": pinned(config.model)})
+        job = Job(pinned_config, plan.name, fingerprint, options.resources(config, stage.name))
         _run_units(store, stage, job, mine, config, console, report)
     _list_set_aside(store, stage, fingerprint, plan, report)
     return report

@@ -4,6 +4,7 @@ A source is a local directory in diffusers layout or the id of a Hugging Face re
 HF_ENDPOINT, HF_HUB_OFFLINE and the rest of huggingface_hub's own settings hold, as that library is called.
 """
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import xxhash
 
+from schemas.config import Model
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 
@@ -46,6 +48,27 @@ def resolve(source: str, revision: str | None, parts: Sequence[str]) -> Path:
         folder = _fetch(source, revision, parts)
     _require(folder, parts)
     return folder
+
+
+def config_of(source: str, revision: str | None, part: str) -> dict[str, Any]:
+    """The config.json of one part; of a repository only that file is fetched. Raises WeightsError."""
+    folder = _local(source)
+    name = f"{part}/config.json"
+    if folder is None:
+        from huggingface_hub import hf_hub_download
+
+        path = Path(_calling(hf_hub_download, source, revision, filename=name))
+    else:
+        _require(folder, (part,))
+        path = folder / name
+    return json.loads(path.read_bytes())
+
+
+def pinned(model: Model) -> Model:
+    """The model with its revision resolved, so that worker processes started later load the same weights."""
+    if _local(model.source) is not None:
+        return model
+    return model.model_copy(update={"revision": _commit(model.source, model.revision)})
 
 
 def _local(source: str) -> Path | None:

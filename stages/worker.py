@@ -68,8 +68,8 @@ class UnitWorker(ABC):
                     encoded += 1
                     size += sum(array.nbytes for array in row.tensors.values())
                 advance(len(batch))
-            for row in aside:
-                shard.set_aside(SetAside(row["item"], row["reason"], row["message"]))
+            for member in aside:
+                shard.set_aside(SetAside(member["item"], member["reason"], member["message"]))
             path = shard.finish()
         return Outcome(unit.unit_id, path, encoded, size, tuple(aside))
 

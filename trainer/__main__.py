@@ -25,7 +25,9 @@ def run(config: Config, options: Options, console: Console) -> Report:
             "training is one job and can't be divided with --shard",
             "For several GPUs: accelerate launch -m trainer --config pipeline.yaml",
         )
-    world = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher, as RANK is
+    if int(os.environ.get("RANK", "0")) > 0:
+        console.stdout = open(os.devnull, "w")  # noqa: SIM115 (one report, from rank 0)
     report = Report("train", dry_run=options.dry_run)
     try:
         data = TrainSet.open(Store(config.root), config.train.set, config.model.family, config.model.task)

@@ -3,6 +3,8 @@
 For equal weights, embeddings and noise the latents equal the pipeline's `output_type="latent"`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -39,7 +41,18 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
     return scheduler_class.from_config(config, **{key: shift})
 
 
-@torch.no_grad()
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; afterwards the model is in the mode it was in."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
 def denoise(
     model: torch.nn.Module,
     family: ModuleType,
@@ -56,38 +69,20 @@ def denoise(
     family: a module of trainer.families. batch, negative: their texts and conditions are read, their latents
     are not; the negative is used above guidance 1. The model is in eval mode meanwhile.
     """
-    training = model.training
-    model.eval()
-    try:
-        return _denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps, guidance)
-    finally:
-        model.train(training)
-
-
-def _denoise(
-    model: torch.nn.Module,
-    family: ModuleType,
-    task: Task,
-    batch: Batch,
-    negative: Batch | None,
-    noise_BCTHW: torch.Tensor,
-    scheduler: Any,
-    steps: int,
-    guidance: float,
-) -> torch.Tensor:
     device = batch.text_BLD.device
     dtype = family.sampling_dtype(getattr(model, "module", model))
     x = family.start(noise_BCTHW.to(device, dtype), batch, task)
     given = family.clean_frames(task)
     scheduler.set_timesteps(steps, device=device)
-    for t in scheduler.timesteps:
-        # In float64, so that 1000 sigma is the scheduler's timestep again, to the last bit.
-        sigma_B = (t.double() / 1000).expand(x.shape[0])
-        velocity = family.predict(model, x, sigma_B, batch, task)
-        if guidance > 1 and negative is not None:
-            away = family.predict(model, x, sigma_B, negative, task)
-            velocity = away + guidance * (velocity - away)
-        # Sana's pipeline steps in float32, Kandinsky's in the model's dtype: as their latents are.
-        stepped = scheduler.step(velocity[:, :, given:].to(dtype), t, x[:, :, given:], return_dict=False)[0]
-        x = torch.cat([x[:, :, :given], stepped], 2)
+    with evaluating(model):
+        for t in scheduler.timesteps:
+            # In float64, so that 1000 sigma is the scheduler's timestep again, to the last bit.
+            sigma_B = (t.double() / 1000).expand(x.shape[0])
+            velocity = family.predict(model, x, sigma_B, batch, task)
+            if guidance > 1 and negative is not None:
+                away = family.predict(model, x, sigma_B, negative, task)
+                velocity = away + guidance * (velocity - away)
+            # Sana's pipeline steps in float32, Kandinsky's in the model's dtype: as their latents are.
+            stepped = scheduler.step(velocity[:, :, given:].to(dtype), t, x[:, :, given:], return_dict=False)[0]
+            x = torch.cat([x[:, :, :given], stepped], 2)
     return family.finish(x, task)

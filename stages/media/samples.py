@@ -8,7 +8,7 @@ from PIL import Image
 from schemas.config import Config, Dataset
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, Crop, clip_times
-from stages.media import pixels
+from stages.media import decord_backend, pixels, video
 from stages.media.errors import MediaError
 from stages.media.image import load_image
 
@@ -57,10 +57,7 @@ def read_frames(path: Path, sample: dict, decoder: str) -> np.ndarray:
     """uint8 (T, H, W, 3): the sample's chosen frames cut to its bucket; T = 1 for an image."""
     if sample["kind"] == "image":
         return fit_image(path, sample["geometry"])[None]
-    if decoder == "decord":
-        from stages.media import decord_backend as backend
-    else:
-        from stages.media import video as backend
+    backend = decord_backend if decoder == "decord" else video
     crop, bucket = crop_of(sample["geometry"])
     times = clip_times(sample["start"], sample["rate"], bucket.frames)
     frames = backend.read_frames(path, times)

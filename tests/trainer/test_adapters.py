@@ -236,7 +236,7 @@ for family, folder in ((kandinsky5, sys.argv[1]), (sana, sys.argv[2])):
     load_scheduler(folder)
 print(json.dumps(sorted(sys.modules)))
 """
-# What diffusers' loaders and peft import: auto and encoder_decoder are tables and base classes, bloom one helper.
+# What diffusers' loaders and peft import: tables (auto), a configuration (encoder_decoder), a helper (bloom).
 ALLOWED = {
     "transformers.models.auto",
     "transformers.models.encoder_decoder",

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -111,6 +112,34 @@ def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> N
         found.append(lines(config))
     assert found[0] != found[1]
     assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
+def test_two_processes_train_as_one(make_config, make_set, tmp_path, kind, adapter) -> None:
+    """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process."""
+    common = {"steps": 4, "caption_dropout": 0.3, "adapter": adapter, "batch_size": 2}
+    alone = make_config(kind, name="alone", accumulate=4, **common)
+    two = make_config(kind, name="two", accumulate=2, **common)
+    make_set(alone)
+    make_set(two)
+    train(alone)
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "trainer"]
+    done = subprocess.run(
+        [sys.executable, *command, "--config", str(path), "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert json.loads(done.stdout)["done"] == 4, "one report, from rank 0"
+    assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
+    longer = {**common, "steps": 6}
+    for name in ("alone", "two"):
+        train(make_config(kind, name=name, accumulate=4, **longer))
+    assert lines(two) == pytest.approx(lines(alone), rel=1e-4)
 
 
 DROPOUT = {"rank": 4, "dropout": 0.3}
@@ -264,8 +293,6 @@ print([name for name in sys.modules if "autoencoder" in name or any(f"{name}.".s
 
 
 def test_importing_the_trainer_loads_no_encoder_and_help_no_torch() -> None:
-    import subprocess
-
     def output(*words: str) -> str:
         return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
 

@@ -234,6 +234,6 @@ def refuse_full_attention(
     if not math.isfinite(wrong) or wrong > 0.05:
         raise RuntimeError(
             f"flex attention on {device} ignores its block mask (off by {wrong:.3g}): NABLA would silently "
-            "be full attention. It must be compiled: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, and "
-            "check that torch.compile works here"
+            "be full attention. It must be compiled: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, "
+            "and check that torch.compile works here"
         )
