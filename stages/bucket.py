@@ -21,7 +21,7 @@ from stages import planning
 from stages.discover import media_path, read_media
 from stages.media.errors import MediaError
 from stages.media.files import hash_file
-from stages.media.samples import VALIDATION
+from stages.planning import VALIDATION
 from stages.stage import refuse_shard
 from stages.weights import config_of
 

@@ -128,7 +128,7 @@ def contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -
     names = sorted({file.stem for file in files})
     pictures = {file: _thumbnail(target(folder, config, file), 256) for file in files}
     sizes = [side for picture in pictures.values() if picture for side in picture.size]
-    cell, label = max(160, *sizes), 20
+    cell, label = max([160, *sizes]), 20
     sheet = Image.new("RGB", (len(steps) * cell, len(names) * (cell + label)), "white")
     draw = ImageDraw.Draw(sheet)
     for row, name in enumerate(names):
@@ -138,6 +138,7 @@ def contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -
             file = folder / "validation" / step / f"{name}.safetensors"
             if picture := pictures.get(file):
                 sheet.paste(picture, (x + (cell - picture.width) // 2, y + label + (cell - picture.height) // 2))
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
     sheet.save(temporary)
     os.replace(temporary, path)

@@ -26,6 +26,7 @@ from schemas.geometry import (
 Row = dict[str, Any]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+VALIDATION = "validation"  # the role, and the dataset's name, of what validation prompts bring along
 CONDITION = {"t2i": "none", "t2v": "none", "i2i": "source", "i2v": "first-frame"}
 
 

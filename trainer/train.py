@@ -6,13 +6,9 @@ was killed and resumed, or moved to another number of GPUs, goes on as if nothin
 
 import importlib
 import json
-import math
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +22,7 @@ from schemas.config import Config
 from schemas.console import Console
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json, seed_of
-from trainer import adapters, checkpoint, flow, validate
+from trainer import adapters, checkpoint, flow, metrics, validate
 from trainer.batch import Batch
 from trainer.data import Feed, MicroBatch, StepData
 from trainer.optim import BadSteps, clip, learning_rate, make_optimizer, set_rate
@@ -66,7 +62,7 @@ class Run:
     folder: Path
     feed: Feed
     family: ModuleType
-    model: torch.nn.Module
+    model: Any  # the family's transformer, a diffusers ModelMixin
     denoiser: torch.nn.Module
     trainable: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -98,10 +94,10 @@ def train(config: Config, data: TrainSet, plan: Plan, console: Console, device: 
 def fit(run: Run) -> dict[str, Any]:
     """Steps, looks, checkpoints and the result of a prepared run; the numbers of `summary`."""
     config, first = run.config, resume(run)
-    with metrics(run, first) as record:
+    with metrics.recording(run.accelerator, run.folder, first, config.train.steps, run.say) as record:
         if first == 0:
             look(run, record, 0)
-        clock = Clock(first, config.train.steps, run.feed.plan.global_batch)
+        clock = metrics.Clock(first, config.train.steps, run.feed.plan.global_batch)
         for data_of_step in run.feed.steps(first, config.train.steps):
             numbers = train_step(run, data_of_step)
             done = data_of_step.step + 1
@@ -110,8 +106,7 @@ def fit(run: Run) -> dict[str, Any]:
                 look(run, record, done)
             if due(done, config.train.checkpoint_every, config.train.steps):
                 keep(run, done)
-    saved = save(run)
-    return summary(run, first, saved)
+        return summary(run, first, save(run))
 
 
 # --- preparing ---------------------------------------------------------------------------------------------
@@ -135,8 +130,11 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     # Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
     dtype = torch.bfloat16 if half and not full else torch.float32
     torch.manual_seed(seed_of(str(settings.seed), "adapter"))
-    model = family.load(config.model.source, config.model.revision, dtype, accelerator.device)
-    trainable = make_trainable(model, family, config)
+    try:
+        model = family.load(config.model.source, config.model.revision, dtype, accelerator.device)
+        trainable = make_trainable(model, family, config)
+    except (ValueError, OSError) as error:  # how diffusers and the family refuse a source, and the adapter a target
+        raise RunError(str(error), "Correct model.path, model.flavour or train.adapter.") from error
     if settings.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     autocast = torch.bfloat16 if half and full else None
@@ -161,7 +159,7 @@ def make_trainable(model: torch.nn.Module, family: ModuleType, config: Config) -
 def terms(run: Run) -> dict[str, Any]:
     """What a checkpoint and its continuation must have in common."""
     config, plan = run.config, run.feed.plan
-    shape = {key: value for key, value in dict(run.model.config).items() if not key.startswith("_")}
+    shape = {key: value for key, value in run.model.config.items() if not key.startswith("_")}
     return {
         "set": run.feed.data.id,
         "family": config.model.family,
@@ -259,7 +257,7 @@ def due(done: int, every: int, last: int) -> bool:
     return done % every == 0 or done == last
 
 
-def look(run: Run, record: Any, done: int) -> None:
+def look(run: Run, record: metrics.Record, done: int) -> None:
     """Eval loss on the fixed grid, and the validation prompts denoised, after `done` steps."""
     settings, predict = run.config.validation, run.accelerator.unwrap_model(run.denoiser)
     if run.main:
@@ -306,7 +304,7 @@ def save(run: Run) -> Path:
 
 def summary(run: Run, first: int, saved: Path) -> dict[str, Any]:
     """The report of the run, resumed parts included."""
-    lines = read_metrics(run.folder / "metrics.jsonl")
+    lines = metrics.read(run.folder / metrics.NAME)
     losses = [line["loss"] for line in lines if "loss" in line]
     evals = [line["eval_loss"] for line in lines if "eval_loss" in line]
     result = {"done": run.config.train.steps - first, "skipped": first, "saved": str(saved)}
@@ -315,69 +313,3 @@ def summary(run: Run, first: int, saved: Path) -> dict[str, Any]:
     result["eval loss"] = {"first": evals[0], "last": evals[-1]} if evals else {}
     result["steps not finite"] = run.bad.total
     return result
-
-
-# --- the log -----------------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Speed over the steps of this process, and from it the time left."""
-
-    def __init__(self, first: int, last: int, global_batch: int):
-        self._first, self._last, self._batch, self._began = first, last, global_batch, time.monotonic()
-
-    def tick(self, done: int) -> dict[str, float]:
-        seconds = (time.monotonic() - self._began) / max(1, done - self._first)
-        return {"samples_per_s": self._batch / seconds, "seconds_left": seconds * (self._last - done)}
-
-
-@contextmanager
-def metrics(run: Run, first: int) -> Iterator[Any]:
-    """`record(numbers, shown=True)`: one line in metrics.jsonl, in TensorBoard, and on the console when shown.
-
-    Lines of steps after the checkpoint that the run goes on from are removed: they will be written again.
-    """
-    path = run.folder / "metrics.jsonl"
-    if run.main:
-        kept = [line for line in read_metrics(path) if line["step"] <= first] if first else []
-        temp = path.with_name(f".{path.name}.{os.getpid()}")
-        temp.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temp.replace(path)
-    run.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1}})
-
-    def record(numbers: dict[str, Any], shown: bool = True) -> None:
-        if not run.main:
-            return
-        line = {key: plain(value) for key, value in numbers.items()}
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        scalars = {key: value for key, value in line.items() if isinstance(value, float)}
-        run.accelerator.log(scalars, step=numbers["step"])
-        if shown:
-            run.say(spoken(numbers, run.config.train.steps))
-
-    try:
-        yield record
-    finally:
-        run.accelerator.end_training()
-
-
-def plain(value: Any) -> Any:
-    """JSON has no NaN: null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that was cut off by a kill is left out."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def spoken(numbers: dict[str, Any], last: int) -> str:
-    """One console line: "step 12/1000  loss 0.8123  ...  0:12:03 left"."""
-    words = [f"step {numbers['step']}/{last}"]
-    words += [f"{key} {numbers[key]:.4g}" for key in ("loss", "eval_loss", "grad_norm", "lr") if key in numbers]
-    if "seconds_left" in numbers:
-        left = timedelta(seconds=round(numbers["seconds_left"]))
-        words += [f"{numbers['samples_per_s']:.3g} samples/s", f"{left} left"]
-    return "  ".join([*words, *(["skipped: not finite"] if numbers.get("skipped") else [])])

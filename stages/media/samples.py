@@ -11,8 +11,7 @@ from schemas.geometry import Bucket, Crop, clip_times
 from stages.media import decord_backend, pixels, video
 from stages.media.errors import MediaError
 from stages.media.image import load_image
-
-VALIDATION = "validation"  # the dataset name of what validation prompts bring along
+from stages.planning import VALIDATION
 
 
 def media_file(config: Config, dataset: str, path: str) -> Path:

@@ -3,6 +3,7 @@
 import time
 import tracemalloc
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_seeds_and_epochs_differ_and_repeat_themselves() -> None:
 def test_buckets_alternate_within_an_epoch() -> None:
     plan = Plan([Span("a", 0, 300), Span("b", 300, 300)], 0, 10)
     names = [batch.bucket for batch in epoch_of(plan, 0)]
-    changes = sum(x != y for x, y in zip(names, names[1:], strict=False))
+    changes = sum(x != y for x, y in pairwise(names))
     assert names.count("a") == names.count("b") == 30 and 15 < changes < 45
 
 

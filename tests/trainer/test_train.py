@@ -18,6 +18,7 @@ from cache.shard import DamageError
 from cache.store import Store
 from cache.trainset import TrainSet
 from schemas.console import DAMAGE, OK, USAGE, Console, Options, execute
+from trainer import metrics
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.checkpoint import ResumeError
@@ -36,7 +37,7 @@ def train(config) -> dict:
 
 def lines(config, key: str = "loss") -> dict[int, float]:
     path = Path(config.output) / config.train.run / "metrics.jsonl"
-    return {line["step"]: line[key] for line in loop.read_metrics(path) if key in line}
+    return {line["step"]: line[key] for line in metrics.read(path) if key in line}
 
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
@@ -282,12 +283,37 @@ def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys)
     assert code == USAGE and "no training set for sana t2i" in report["error"]["message"]
 
 
+def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", batch_size=5, validation={"prompts": [{"name": "new", "prompt": "x"}]})
+    make_set(config)
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    execute("train", program_run, Options(path, dry_run=True))
+    said = capsys.readouterr().err
+    assert "bucket 96x64 has 4 samples" in said and "repeats: 1 would do" in said
+    assert "validation prompts new are not in set set1" in said and "latentpress run" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"adapter": {"targets": ["nothing"]}}, "nothing"), ({"path": "/no/such/folder"}, "/no/such/folder")],
+)
+def test_a_wrong_model_or_target_is_explained(make_config, make_set, tmp_path, capsys, change, said) -> None:
+    config = make_config("t2i", **{key: value for key, value in change.items() if key != "path"})
+    if "path" in change:
+        config = config.model_copy(update={"model": config.model.model_copy(update=change)})
+    make_set(config)
+    code, report = program(config, tmp_path, capsys)
+    assert code == USAGE and said in report["error"]["message"]
+
+
 # PIL is not looked for: diffusers' own utilities import it for every model class.
 IMPORTS = """
 import sys
 import trainer.train, trainer.families.kandinsky5, trainer.families.sana
 unwanted = ("av", "decord", "torchvision", "skimage", "stages", "diffusers.pipelines")
-unwanted += tuple(f"transformers.models.{name}" for name in ("qwen2", "qwen2_vl", "qwen2_5_vl", "clip", "gemma2"))
+encoders = ("qwen2", "qwen2_vl", "qwen2_5_vl", "clip", "gemma2")
+unwanted += tuple(f"transformers.models.{name}" for name in encoders)
 print([name for name in sys.modules if "autoencoder" in name or any(f"{name}.".startswith(f"{un}.") for un in unwanted)])
 """
 

@@ -49,7 +49,7 @@ class ByHand(stock.Kandinsky5AttnProcessor):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         if not self.keep_all:
-            chosen = self.chosen(q.detach(), k.detach(), sparse_params)
+            chosen = self.chosen(q.detach(), k.detach())
             self.densities.append(chosen.float().mean().item())
             scores = scores.masked_fill(~torch.kron(chosen, torch.ones(64, 64)).bool(), float("-inf"))
         return attn.out_layer((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2, -1))
@@ -60,7 +60,7 @@ class ByHand(stock.Kandinsky5AttnProcessor):
         return (rope * pairs).sum(-1).reshape(x.shape)
 
     @staticmethod
-    def chosen(q, k, sparse_params):
+    def chosen(q, k):
         q_mean, k_mean = (x.unflatten(2, (-1, 64)).mean(3) for x in (q, k))
         weights = (q_mean @ k_mean.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
         chosen = torch.zeros_like(weights, dtype=torch.bool)
