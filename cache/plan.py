@@ -70,7 +70,7 @@ class Shortage:
 class Plan:
     """The global batches of every epoch: a pure function of (spans, seed, global batch size).
 
-    Memory: nothing per sample, or 8 bytes per sample of a bucket whose rows differ in their repeats.
+    Memory: nothing per sample, or 12 bytes per sample of a bucket whose rows differ in their repeats.
     """
 
     def __init__(self, spans: Sequence[Span], seed: int, global_batch: int):

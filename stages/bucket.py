@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cache import generations, rejects
-from cache.generations import Generation
 from cache.store import Store
-from schemas.config import Config, Model
+from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, scale_class
@@ -21,13 +20,11 @@ from stages import planning
 from stages.discover import media_path, read_media
 from stages.media.errors import MediaError
 from stages.media.files import hash_file
+from stages.plan import side_multiple
 from stages.planning import VALIDATION
 from stages.stage import refuse_shard
-from stages.weights import config_of
 
 Row = dict[str, Any]
-
-NABLA_SIDE = 128  # pixels: its blocks are 8x8 patches of 2x2 latents of 8x8 pixels
 
 
 def run(config: Config, options: Options, console: Console) -> Report:
@@ -74,25 +71,6 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report.skipped = len(plan.samples) + len(plan.texts) - report.done
     report.details["generation"] = generation.name + ("" if new else " (unchanged)")
     return report
-
-
-def current_plan(store: Store, config: Config) -> Generation:
-    """The plan of this configuration, or an error that says which program makes it."""
-    found = generations.newest(store, planning.plan_key(config, side_multiple(config.model)))
-    if found is None:
-        raise LatentpressError(
-            "there is no plan for this configuration (none was made, or its datasets, model or validation changed)",
-            "run `latentpress discover`, then `latentpress bucket`",
-        )
-    return found
-
-
-def side_multiple(model: Model) -> int:
-    """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is NABLA."""
-    family = model.spec
-    if family.nabla and config_of(model.source, model.revision, "transformer").get("attention_type") == "nabla":
-        return NABLA_SIDE
-    return family.side_multiple
 
 
 def _media(store: Store, dataset: str) -> list[Row]:

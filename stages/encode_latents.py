@@ -5,17 +5,12 @@ in the model's space (multiplied by the autoencoder's scaling factor). The poste
 the sample's identity alone determines.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from cache.store import Store
 from schemas.config import Config
-from schemas.console import Console, Options, Report, program
-from schemas.identity import fingerprint
-from stages.bucket import current_plan
+from schemas.console import program
 from stages.media import pixels
-from stages.stage import EncodingStage, Job, Worker, run_stage
+from stages.stage import EncodingStage, Job, Worker
 from stages.weights import fingerprint_of
 
 VERSION = 1  # of what this file does to bytes; raise it with any change of them
@@ -38,21 +33,6 @@ def parts(config: Config) -> dict[str, Any]:
     }
 
 
-def find_fingerprint(config: Config) -> str:
-    return fingerprint(parts(config))
-
-
-def run(
-    config: Config,
-    options: Options,
-    console: Console,
-    *,
-    retry_set_aside: Annotated[bool, typer.Option(help="Try again everything that was set aside.")] = False,
-) -> Report:
-    plan = current_plan(Store(config.root), config)
-    return run_stage(STAGE, plan, find_fingerprint(config), config, options, console, retry_set_aside)
-
-
 def load(job: Job) -> Worker:
     """The worker of this stage; imports torch and loads the autoencoder."""
     from stages.vae.worker import LatentsWorker
@@ -61,6 +41,7 @@ def load(job: Job) -> Worker:
 
 
 STAGE = EncodingStage("encode-latents", "latents", parts, load)
+run = STAGE.run
 app = program("encode-latents", "Encode images and clips with the family's autoencoder.", run, extra="encode")
 
 if __name__ == "__main__":

@@ -4,16 +4,11 @@ Every distinct text once, at its true length. For i2i the prompt holds the sourc
 the embedding is a function of both.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from cache.store import Store
 from schemas.config import Config
-from schemas.console import Console, Options, Report, program
-from schemas.identity import fingerprint
-from stages.bucket import current_plan
-from stages.stage import EncodingStage, Job, Worker, run_stage
+from schemas.console import program
+from stages.stage import EncodingStage, Job, Worker
 from stages.weights import fingerprint_of
 
 VERSION = 1  # of what this file does to bytes; raise it with any change of them
@@ -38,23 +33,6 @@ def parts(config: Config) -> dict[str, Any]:
     return what
 
 
-def find_fingerprint(config: Config) -> str:
-    return fingerprint(parts(config))
-
-
-def run(
-    config: Config,
-    options: Options,
-    console: Console,
-    *,
-    retry_set_aside: Annotated[bool, typer.Option(help="Try again everything that was set aside.")] = False,
-) -> Report:
-    plan = current_plan(Store(config.root), config)
-    report = run_stage(STAGE, plan, find_fingerprint(config), config, options, console, retry_set_aside)
-    report.details["null prompts"] = len({row["null_text"] for row in plan.active if row["null_text"]}) or 1
-    return report
-
-
 def load(job: Job) -> Worker:
     """The worker of this stage; imports torch and loads the text encoder."""
     from stages.text.worker import TextWorker
@@ -63,6 +41,7 @@ def load(job: Job) -> Worker:
 
 
 STAGE = EncodingStage("encode-text", "text", parts, load)
+run = STAGE.run
 app = program("encode-text", "Encode captions, null prompts and validation prompts.", run, extra="encode")
 
 if __name__ == "__main__":

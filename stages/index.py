@@ -20,8 +20,8 @@ from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 from schemas.tables import FORMAT_VERSION, INDEX, SET_SHARDS, SET_TEXTS
 from stages import encode_latents, encode_text
-from stages.bucket import current_plan
-from stages.stage import Work, find_work, refuse_shard
+from stages.plan import current_plan
+from stages.stage import Work, refuse_shard
 
 Row = dict[str, Any]
 Place = tuple[str, int]  # shard path, row
@@ -41,12 +41,9 @@ def run(config: Config, options: Options, console: Console) -> Report:
     store = Store(config.root)
     plan = current_plan(store, config)
     report = Report(program="index", dry_run=options.dry_run)
-    prints = {"text": encode_text.find_fingerprint(config), "latents": encode_latents.find_fingerprint(config)}
     readers = Readers(store)
-    texts = collect(readers, find_work(store, "encode-text", "text", prints["text"], plan), plan.active_texts)
-    latents = collect(
-        readers, find_work(store, "encode-latents", "latents", prints["latents"], plan), plan.active_samples
-    )
+    text_work, latents_work = (stage.STAGE.work(store, config, plan) for stage in (encode_text, encode_latents))
+    texts, latents = collect(readers, text_work), collect(readers, latents_work)
     if texts.missing or latents.missing:
         return _report_missing(report, texts, latents)
     join = _Join(texts, latents)
@@ -65,7 +62,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         "template": config.model.template.name,
         "generation": plan.name,
         "cache_format": config.cache.format,
-        "fingerprints": prints,
+        "fingerprints": {"text": text_work.fingerprint, "latents": latents_work.fingerprint},
         "provenance": {"text": encode_text.parts(config), "latents": encode_latents.parts(config)},
         "null_text": join.text(plan.info["null_text"]) if plan.info["null_text"] else None,
         "validation": validation,
@@ -86,7 +83,7 @@ def pointer(family: str, task: str) -> str:
     return f"sets/current-{family}-{task}.json"
 
 
-def collect(readers: Readers, work: Work, wanted: set[str]) -> Encoded:
+def collect(readers: Readers, work: Work) -> Encoded:
     """Find each wanted id in the shards of a stage."""
     places: dict[str, Place] = {}
     aside: dict[str, SetAside] = {}
@@ -96,11 +93,11 @@ def collect(readers: Readers, work: Work, wanted: set[str]) -> Encoded:
             continue
         meta = readers.meta(path)
         for row, name in enumerate(meta.ids):
-            if name in wanted:
+            if name in work.wanted:
                 places.setdefault(name, (path, row))
-        aside.update((member.id, member) for member in meta.set_aside if member.id in wanted)
+        aside.update((member.id, member) for member in meta.set_aside if member.id in work.wanted)
     aside = {name: member for name, member in aside.items() if name not in places}
-    return Encoded(places, aside, wanted - set(places) - set(aside))
+    return Encoded(places, aside, work.wanted - set(places) - set(aside))
 
 
 class _Join:

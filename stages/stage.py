@@ -8,7 +8,9 @@ listing of shard names. So any number of processes on any number of machines nee
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+import typer
 
 from cache import rejects
 from cache.generations import Generation, Unit
@@ -17,6 +19,8 @@ from cache.store import Store
 from schemas.config import Config, Resources
 from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
+from schemas.identity import fingerprint
+from stages.plan import current_plan
 from stages.weights import pinned
 
 
@@ -73,16 +77,64 @@ class EncodingStage:
     parts: Callable[[Config], dict[str, Any]]
     load: Callable[[Job], Worker]
 
+    def fingerprint(self, config: Config) -> str:
+        return fingerprint(self.parts(config))
+
+    def work(self, store: Store, config: Config, plan: Generation, retry: bool = False) -> "Work":
+        """Compare the plan's units with the shards there are. retry: try again everything that was set aside."""
+        name = self.fingerprint(config)
+        wanted = plan.active_texts if self.kind == "text" else plan.active_samples
+        done = done_units(store, f"{self.kind}/{name}")
+        lists = rejects.read(store, reject_folder(self.name, name))
+        again = {
+            unit
+            for unit, rows in lists.items()
+            if any((row["retry"] or retry) and row["item"] in wanted for row in rows)
+        }
+        return Work(plan, name, plan.units(self.kind), wanted, done, again & set(done), lists)
+
+    def run(
+        self,
+        config: Config,
+        options: Options,
+        console: Console,
+        *,
+        retry_set_aside: Annotated[bool, typer.Option(help="Try again everything that was set aside.")] = False,
+    ) -> Report:
+        """Do this process' part of what remains, and report."""
+        store = Store(config.root)
+        work = self.work(store, config, current_plan(store, config), retry_set_aside)
+        mine = work.part(options.shard)
+        before = len(work.units) - len(work.todo)
+        report = Report(program=self.name, skipped=_members(work.units) - _members(work.todo))
+        report.details = {
+            "cache": f"{self.kind}/{work.fingerprint}",
+            "units": f"{len(work.units)}, {before} done before, {len(mine)} in this run",
+            "MiB to come": round(sum(unit.estimated_bytes for unit in mine) / 2**20, 2),
+        }
+        if options.dry_run:
+            report.remaining = _members(mine)
+        elif mine:
+            _write_provenance(store, self, work.fingerprint, config)
+            pinned_config = config.model_copy(update={"model": pinned(config.model)})
+            job = Job(pinned_config, work.plan.name, work.fingerprint, options.resources(config, self.name))
+            _run_units(store, self, job, mine, config, console, report)
+            work = self.work(store, config, work.plan)
+        _list_set_aside(store, self, work, report)
+        return report
+
 
 @dataclass(frozen=True)
 class Work:
     """What is to be done and what is done, for one stage and one plan."""
 
-    generation: Generation
+    plan: Generation
     fingerprint: str
     units: list[Unit]
+    wanted: set[str]  # members that the plan holds active
     done: dict[str, str]  # unit id -> shard path
-    again: set[str]  # units whose shard lacks a member that the plan still wants and that may work now
+    again: set[str]  # units whose shard lacks a wanted member that may work now
+    lists: dict[str, list[dict]]  # unit id -> what was set aside of it
 
     @property
     def todo(self) -> list[Unit]:
@@ -92,52 +144,14 @@ class Work:
         """What remains of one part. Parts are cut from all units, so they stay the same while others finish."""
         return [unit for unit in shard.of(self.units) if unit.unit_id not in self.done or unit.unit_id in self.again]
 
+    @property
+    def set_aside(self) -> list[dict]:
+        """Wanted members that were set aside, from this run and from earlier ones."""
+        return [row for rows in self.lists.values() for row in rows if row["item"] in self.wanted]
+
 
 def reject_folder(stage: str, fingerprint: str) -> str:
     return f"{stage}/{fingerprint}"
-
-
-def find_work(store: Store, stage: str, kind: str, fingerprint: str, plan: Generation, retry: bool = False) -> Work:
-    """Compare the plan's units with the shards there are. retry: try everything again that was set aside."""
-    units = plan.units(kind)
-    done = done_units(store, f"{kind}/{fingerprint}")
-    wanted = plan.active_texts if kind == "text" else plan.active_samples
-    again = {
-        unit
-        for unit, rows in rejects.read(store, reject_folder(stage, fingerprint)).items()
-        if any((row["retry"] or retry) and row["item"] in wanted for row in rows)
-    }
-    return Work(plan, fingerprint, units, done, again & set(done))
-
-
-def run_stage(
-    stage: EncodingStage,
-    plan: Generation,
-    fingerprint: str,
-    config: Config,
-    options: Options,
-    console: Console,
-    retry: bool = False,
-) -> Report:
-    """Do this process' part of what remains of a stage, and report."""
-    store = Store(config.root)
-    work = find_work(store, stage.name, stage.kind, fingerprint, plan, retry)
-    mine = work.part(options.shard)
-    report = Report(program=stage.name, skipped=sum(len(u.members) for u in work.units) - _members(work.todo))
-    report.details = {
-        "cache": f"{stage.kind}/{fingerprint}",
-        "units": f"{len(work.units)}, {len(work.units) - len(work.todo)} done before, {len(mine)} in this run",
-        "MiB to come": round(sum(unit.estimated_bytes for unit in mine) / 2**20, 2),
-    }
-    if options.dry_run:
-        report.remaining = _members(mine)
-    elif mine:
-        _write_provenance(store, stage, fingerprint, config)
-        pinned_config = config.model_copy(update={"model": pinned(config.model)})
-        job = Job(pinned_config, plan.name, fingerprint, options.resources(config, stage.name))
-        _run_units(store, stage, job, mine, config, console, report)
-    _list_set_aside(store, stage, fingerprint, plan, report)
-    return report
 
 
 def _members(units: Sequence[Unit]) -> int:
@@ -180,14 +194,10 @@ def _run_units(
     report.details["MiB written"] = round(written / 2**20, 2)
 
 
-def _list_set_aside(store: Store, stage: EncodingStage, fingerprint: str, plan: Generation, report: Report) -> None:
-    """Report every member set aside that the plan still wants, from this run and from earlier ones."""
-    wanted = plan.active_texts if stage.kind == "text" else plan.active_samples
-    folder = reject_folder(stage.name, fingerprint)
-    for rows in rejects.read(store, folder).values():
-        report.set_aside += [row for row in rows if row["item"] in wanted]
+def _list_set_aside(store: Store, stage: EncodingStage, work: Work, report: Report) -> None:
+    report.set_aside = work.set_aside
     if report.set_aside:
-        report.rejects = store.path(f"rejects/{folder}")
+        report.rejects = store.path(f"rejects/{reject_folder(stage.name, work.fingerprint)}")
         report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once their cause is mended")
 
 

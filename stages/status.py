@@ -6,15 +6,16 @@ from typing import Any
 
 from cache import rejects
 from cache.generations import Generation
+from cache.shard import Readers
 from cache.store import Store
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from stages import encode_latents, encode_text
-from stages.bucket import current_plan
 from stages.discover import media_path, read_media
 from stages.index import pointer
-from stages.stage import find_work, refuse_shard, reject_folder
+from stages.plan import current_plan
+from stages.stage import Work, refuse_shard
 
 Row = dict[str, Any]
 
@@ -32,19 +33,17 @@ def run(config: Config, options: Options, console: Console) -> Report:
         report.remaining = 1
         return report
     rows.append(_bucket(store, config, plan))
-    for stage, kind, fingerprint in (
-        ("encode-text", "text", encode_text.find_fingerprint(config)),
-        ("encode-latents", "latents", encode_latents.find_fingerprint(config)),
-    ):
-        row = _encoding(store, plan, stage, kind, fingerprint)
+    works = {stage.STAGE.name: stage.STAGE.work(store, config, plan) for stage in (encode_text, encode_latents)}
+    for name, work in works.items():
+        row = _encoding(store, name, work)
         rows.append(row)
         if row["remaining"]:
-            report.next_steps.append(f"latentpress {stage}")
+            report.next_steps.append(f"latentpress {name}")
         report.remaining += row["remaining"]
         report.done += row["done"]
     report.details["stages"] = rows
     report.details["training set"] = _training_set(store, config)
-    report.details["libraries of the shards"] = _libraries(store, plan, config)
+    report.details["libraries of the shards"] = _libraries(store, works.values())
     report.details["MiB under root"] = {
         kind: _mib(store, kind) for kind in ("media", "plans", "text", "latents", "sets")
     }
@@ -79,20 +78,17 @@ def _bucket(store: Store, config: Config, plan: Generation) -> Row:
     }
 
 
-def _encoding(store: Store, plan: Generation, stage: str, kind: str, fingerprint: str) -> Row:
-    work = find_work(store, stage, kind, fingerprint, plan)
-    wanted = plan.active_texts if kind == "text" else plan.active_samples
-    open_units = {unit.unit_id for unit in work.todo}
-    remaining = {name for unit in work.todo for name in unit.members if name in wanted}
-    lists = rejects.read(store, reject_folder(stage, fingerprint))
-    aside = {row["item"] for unit, rows in lists.items() if unit not in open_units for row in rows} & wanted
+def _encoding(store: Store, stage: str, work: Work) -> Row:
+    kind = "text" if stage == "encode-text" else "latents"
+    remaining = {name for unit in work.todo for name in unit.members if name in work.wanted}
+    aside = {row["item"] for row in work.set_aside} - remaining
     return {
         "stage": stage,
         "what": "texts" if kind == "text" else "samples",
-        "done": len(wanted - remaining - aside),
+        "done": len(work.wanted - remaining - aside),
         "remaining": len(remaining),
         "set aside": len(aside),
-        "MiB": _mib(store, f"{kind}/{fingerprint}"),
+        "MiB": _mib(store, f"{kind}/{work.fingerprint}"),
     }
 
 
@@ -101,17 +97,12 @@ def _training_set(store: Store, config: Config) -> str:
     return store.read_bytes(rel).decode() if store.exists(rel) else "none yet: latentpress index"
 
 
-def _libraries(store: Store, plan: Generation, config: Config) -> str:
+def _libraries(store: Store, works: Iterable[Work]) -> str:
     """The versions that the plan's shards were made with; more than one set of them is worth a look."""
-    from cache.shard import Readers
-
     readers = Readers(store)
     found = set()
-    for stage, kind, fingerprint in (
-        ("encode-text", "text", encode_text.find_fingerprint(config)),
-        ("encode-latents", "latents", encode_latents.find_fingerprint(config)),
-    ):
-        for path in find_work(store, stage, kind, fingerprint, plan).done.values():
+    for work in works:
+        for path in work.done.values():
             libraries = readers.meta(path).provenance["libraries"]
             found.add(", ".join(f"{name} {version}" for name, version in sorted(libraries.items())))
     if len(found) > 1:

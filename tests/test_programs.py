@@ -16,20 +16,25 @@ HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "av", "deco
 
 
 NEEDED = {
-    name.lower()
-    for name in ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "av", "pillow", "numpy")
-    + (
-        "pyarrow",
-        "fsspec",
-        "xxhash",
-        "pydantic",
-        "typer",
-        "rich",
-        "ruamel-yaml",
-        "ftfy",
-        "tensorboard",
-        "huggingface-hub",
-    )
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "av",
+    "pillow",
+    "numpy",
+    "pyarrow",
+    "fsspec",
+    "xxhash",
+    "pydantic",
+    "typer",
+    "rich",
+    "ruamel-yaml",
+    "ftfy",
+    "tensorboard",
+    "huggingface-hub",
 }
 
 

@@ -27,7 +27,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher, as RANK is
     if int(os.environ.get("RANK", "0")) > 0:
-        console.stdout = open(os.devnull, "w")  # noqa: SIM115 (one report, from rank 0)
+        console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (rank 0 speaks for all)
+        console = Console(stdout=nowhere, stderr=nowhere)
     report = Report("train", dry_run=options.dry_run)
     try:
         data = TrainSet.open(Store(config.root), config.train.set, config.model.family, config.model.task)

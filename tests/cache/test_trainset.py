@@ -225,5 +225,4 @@ def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
     """200,000 rows after 1,000 rows add less than 2 MiB (10 bytes a row) of memory that is not the file's own."""
     roots = [str(large(tmp_path / str(count), count)) for count in (1000, 200_000)]
     done = subprocess.run([sys.executable, "-c", MEASURE, *roots], capture_output=True, text=True, check=True)
-    print("KiB", done.stdout)
     assert int(done.stdout) < 2048, f"{done.stdout.strip()} KiB more for 200,000 rows"

@@ -145,11 +145,11 @@ def test_a_grown_dataset_encodes_what_is_new(photos) -> None:
 
 def test_settings_that_change_bytes_change_the_cache_and_others_do_not(photos) -> None:
     config = photos.config()
-    text, latents = encode_text.find_fingerprint(config), encode_latents.find_fingerprint(config)
+    text, latents = encode_text.STAGE.fingerprint(config), encode_latents.STAGE.fingerprint(config)
 
     def prints(*overrides: str) -> tuple[bool, bool]:
         other = photos.config(*overrides)
-        return encode_text.find_fingerprint(other) != text, encode_latents.find_fingerprint(other) != latents
+        return encode_text.STAGE.fingerprint(other) != text, encode_latents.STAGE.fingerprint(other) != latents
 
     assert prints("model.precision=bfloat16") == (True, True)
     assert prints("text.precision=bfloat16") == (True, False)
@@ -173,7 +173,7 @@ def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path,
     shutil.copytree(photos.settings["model"]["path"], copy)
     config = photos.config()
     same = photos.config(f"model.path={copy}")
-    assert encode_text.find_fingerprint(same) == encode_text.find_fingerprint(config)
+    assert encode_text.STAGE.fingerprint(same) == encode_text.STAGE.fingerprint(config)
     weights = next((copy / part).glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -182,8 +182,8 @@ def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path,
 
     stages.weights._hash_content.cache_clear()
     found = (
-        encode_text.find_fingerprint(same) != encode_text.find_fingerprint(config),
-        encode_latents.find_fingerprint(same) != encode_latents.find_fingerprint(config),
+        encode_text.STAGE.fingerprint(same) != encode_text.STAGE.fingerprint(config),
+        encode_latents.STAGE.fingerprint(same) != encode_latents.STAGE.fingerprint(config),
     )
     assert found == which
 

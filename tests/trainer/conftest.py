@@ -180,7 +180,9 @@ def make_config(tmp_path: Path, checkpoints: Callable[[str], Path]) -> Callable[
     def make(kind: str = "t2i", *, name: str = "work", validation: dict | None = None, **train: Any) -> Config:
         family, flavour, _ = KINDS[kind]
         assert family in FAMILIES
-        train = {"device": "cpu", "steps": 4, "checkpoint_every": 1000, "threads": 1, **train}
+        optimizer = {"lr": 2e-3, "warmup": 2}  # so that a few steps change the loss
+        fixed = {"device": "cpu", "steps": 4, "checkpoint_every": 1000, "threads": 1, "optimizer": optimizer}
+        train = {**fixed, **train}
         video = {"dataset_type": "video"} if kind in ("t2v", "i2v") else {}
         dataset = {"id": "made", "instance_data_dir": "none", **video}
         if kind == "i2i":

@@ -314,7 +314,8 @@ import trainer.train, trainer.families.kandinsky5, trainer.families.sana
 unwanted = ("av", "decord", "torchvision", "skimage", "stages", "diffusers.pipelines")
 encoders = ("qwen2", "qwen2_vl", "qwen2_5_vl", "clip", "gemma2")
 unwanted += tuple(f"transformers.models.{name}" for name in encoders)
-print([name for name in sys.modules if "autoencoder" in name or any(f"{name}.".startswith(f"{un}.") for un in unwanted)])
+found = [name for name in sys.modules if any(f"{name}.".startswith(f"{other}.") for other in unwanted)]
+print(found + [name for name in sys.modules if "autoencoder" in name])
 """
 
 

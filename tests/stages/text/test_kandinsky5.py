@@ -21,6 +21,8 @@ from stages.weights import WeightsError
 KINDS = {
     "kandinsky5-image-t2i": ("Kandinsky5T2IPipeline", FAMILIES["kandinsky5-image"].templates["t2i"]),
     "kandinsky5-image-i2i": ("Kandinsky5I2IPipeline", FAMILIES["kandinsky5-image"].templates["i2i"]),
+    # Qwen's own vocabulary gives this template's prefix 49 tokens, and the pipeline crops 54 all the same.
+    "kandinsky5-image-i2i-prefix49": ("Kandinsky5I2IPipeline", FAMILIES["kandinsky5-image"].templates["i2i"]),
     "kandinsky5-video-t2v": ("Kandinsky5T2VPipeline", FAMILIES["kandinsky5-video"].templates["t2v"]),
     "kandinsky5-video-i2v": ("Kandinsky5I2VPipeline", FAMILIES["kandinsky5-video"].templates["i2v"]),
 }

@@ -1,0 +1,89 @@
+"""`latentpress run`, as a user starts it: from a folder of pictures to an adapter, then nothing the second time."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from schemas.report import Report
+
+ROOT = Path(__file__).resolve().parent.parent
+ORDER = ["discover", "bucket", "encode-text", "encode-latents", "index", "train", "decode"]
+
+
+def latentpress(folder: Path, *arguments: str) -> tuple[int, dict, str]:
+    """Exit code, the JSON report, and the log."""
+    command = [sys.executable, "-m", "stages.cli", *arguments, "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture
+def home(tmp_path: Path, tiny):
+    from PIL import Image
+
+    media = tmp_path / "media"
+    media.mkdir()
+    for number in range(4):
+        Image.new("RGB", (64, 64), (60 * number, 20, 90)).save(media / f"{number}.png")
+        (media / f"{number}.txt").write_text(f"colour number {number}")
+    settings = {
+        "root": "work",
+        "model": {"family": "kandinsky5-image", "path": str(tiny("kandinsky5-image-t2i")), "precision": "float32"},
+        "datasets": [{"id": "colours", "instance_data_dir": "media", "resolution": 64}],
+        "train": {"run": "first", "steps": 6, "batch_size": 2, "threads": 1, "optimizer": {"warmup": 2}},
+        "validation": {
+            "size": "64x64",
+            "steps": 2,
+            "every": 3,
+            "eval_samples": 2,
+            "prompts": [{"name": "one", "prompt": "a colour"}],
+        },
+    }
+    (tmp_path / "pipeline.yaml").write_text(json.dumps(settings))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_from_pictures_to_an_adapter_and_the_second_time_nothing(home: Path) -> None:
+    code, report, log = latentpress(home, "run", "--dry-run")
+    assert code == 0, log
+    code, report, log = latentpress(home, "run")
+    assert code == 0, log
+    stages = {row["stage"]: row for row in report["details"]["stages"]}
+    assert list(stages) == ORDER
+    assert (stages["discover"]["done"], stages["encode-text"]["done"], stages["encode-latents"]["done"]) == (4, 6, 4)
+    run = home / "output" / "first"
+    assert (run / "adapter" / "pytorch_lora_weights.safetensors").exists()
+    assert sorted(path.parent.name for path in (run / "samples").rglob("one.png")) == [
+        "step-000000",
+        "step-000003",
+        "step-000006",
+    ]
+    before = {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
+    started = time.monotonic()
+    code, report, log = latentpress(home, "run")
+    print(f"the second run took {time.monotonic() - started:.1f} s")
+    assert code == 0, log
+    assert (report["done"], report["remaining"]) == (0, 0)
+    assert {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()} == before
+    code, report, _ = latentpress(home, "status")
+    assert (code, report["remaining"]) == (0, 0)
+
+
+def test_a_failing_stage_stops_the_run_with_its_message(home: Path) -> None:
+    for path in (home / "media").iterdir():
+        path.unlink()
+    code, report, _ = latentpress(home, "run")
+    assert code == 3
+    assert report["error"]["message"].startswith("bucket: nothing could be trained")
+
+
+def test_reports_of_all_programs_have_the_same_keys() -> None:
+    assert {"program", "done", "skipped", "remaining", "set_aside", "failed", "damage", "next_steps"} <= set(
+        Report("x").document()
+    )
