@@ -11,6 +11,7 @@ from cache.trainset import TrainSet
 from schemas.config import Config
 from schemas.console import USAGE, Console, Options, Report, program
 from schemas.errors import LatentpressError
+from trainer.terms import finished, newest_state, result
 
 
 class WrongUse(LatentpressError):
@@ -36,8 +37,13 @@ def run(config: Config, options: Options, console: Console) -> Report:
         report.details = describe(config, data, plan)
         warn(config, data, plan, console)
         if options.dry_run:
-            done = steps_done(config)
-            report.remaining, report.skipped = max(0, config.train.steps - done), done
+            state = newest_state(config)
+            report.skipped = min(state["step"], config.train.steps) if state else 0
+            report.remaining = config.train.steps - report.skipped
+            return report
+        if finished(config, data.id, plan):
+            report.skipped = config.train.steps
+            report.details["saved"] = str(result(config))
             return report
         from trainer.train import train
 
@@ -91,13 +97,6 @@ def warn(config: Config, data: TrainSet, plan: Plan, console: Console) -> None:
             f"validation prompts {', '.join(missing)} are not in set {data.id} and are left out; "
             "`latentpress run` encodes them and makes a set with them"
         )
-
-
-def steps_done(config: Config) -> int:
-    """The step of the run's newest checkpoint; 0 where there is none."""
-    folder = Path(config.output) / config.train.run / "checkpoints"
-    steps = [int(path.name.removeprefix("step-")) for path in folder.glob("step-*")]
-    return max(steps, default=0) if config.train.resume else 0
 
 
 app = program("train", "Train an adapter or a model on a training set.", run, extra="train")

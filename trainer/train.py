@@ -26,6 +26,7 @@ from trainer import adapters, checkpoint, flow, metrics, validate
 from trainer.batch import Batch
 from trainer.data import Feed, MicroBatch, StepData
 from trainer.optim import BadSteps, clip, learning_rate, make_optimizer, set_rate
+from trainer.terms import note_result, result, shift, terms
 
 HINTS = {
     "set": "Set train.set to the older set to go on with it.",
@@ -156,26 +157,11 @@ def make_trainable(model: torch.nn.Module, family: ModuleType, config: Config) -
     return adapters.trainable_parameters(model)
 
 
-def terms(run: Run) -> dict[str, Any]:
+def terms_of(run: Run) -> dict[str, Any]:
     """What a checkpoint and its continuation must have in common."""
-    config, plan = run.config, run.feed.plan
     shape = {key: value for key, value in run.model.config.items() if not key.startswith("_")}
-    return {
-        "set": run.feed.data.id,
-        "family": config.model.family,
-        "task": config.model.task,
-        "transformer": hash_json(json.loads(json.dumps(shape))),
-        "seed": plan.seed,
-        "global batch": plan.global_batch,
-        "caption_dropout": config.train.caption_dropout,
-        "shift": shift(config),
-        "adapter": config.train.adapter.model_dump(mode="json"),
-    }
-
-
-def shift(config: Config) -> float:
-    """The training shift of sigma: as configured, else the flavour's."""
-    return config.train.shift or config.model.chosen.shift
+    transformer = hash_json(json.loads(json.dumps(shape)))
+    return {**terms(run.config, run.feed.data.id, run.feed.plan), "transformer": transformer}
 
 
 def resume(run: Run) -> int:
@@ -188,7 +174,7 @@ def resume(run: Run) -> int:
             "Choose another train.run, remove that folder, or set train.resume to true.",
         )
     if found is not None:
-        checkpoint.check_terms(found, terms(run), HINTS)
+        checkpoint.check_terms(found, terms_of(run), HINTS)
         checkpoint.restore(found, run.trainable, run.optimizer)
         run.bad.steps, run.bad.total = found.state["bad steps"], found.state["bad total"]
         run.say(f"going on from {found.path}, {found.step} steps done")
@@ -280,24 +266,22 @@ def keep(run: Run, done: int) -> None:
         epoch, batch = divmod(done, plan.batches_per_epoch)
         extra = {"epoch": epoch, "batch": batch, "random": {"seed": plan.seed, "step": done}}
         extra |= {"bad steps": run.bad.steps, "bad total": run.bad.total}
-        path = checkpoint.save(folder, done, run.trainable, run.optimizer, terms(run), extra)
+        path = checkpoint.save(folder, done, run.trainable, run.optimizer, terms_of(run), extra)
         checkpoint.prune(folder, run.config.train.keep_checkpoints)
         run.say(f"step {done}: checkpoint {path}")
     run.accelerator.wait_for_everyone()
 
 
 def save(run: Run) -> Path:
-    """Write the result: <run>/adapter/ for a LoRA, <run>/model/transformer/ for a full-rank run."""
-    config = run.config
-    if config.train.adapter.type == "full":
-        path = run.folder / "model" / adapters.PREFIX
-        if run.main:
+    """Write the result: <run>/adapter/ for a LoRA, <run>/model/transformer/ for a full-rank run; note it last."""
+    config, path = run.config, result(run.config)
+    if run.main:
+        if config.train.adapter.type == "full":
             adapters.save_full(run.model, path)
-    else:
-        path = run.folder / "adapter"
-        if run.main:
+        else:
             notes = {"set": run.feed.data.id, "steps": str(config.train.steps), "flavour": config.model.chosen.name}
             adapters.save_lora(run.model, path, config.model.family, notes)
+        note_result(config)
     run.accelerator.wait_for_everyone()
     return path
 

@@ -1,0 +1,67 @@
+"""What a run was made on, and whether it is finished: answered from files, without torch.
+
+A checkpoint's state.json holds the terms that a continuation must share; see `trainer/checkpoint.py`.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from cache.plan import Plan
+from schemas.config import Config
+
+
+def terms(config: Config, set_id: str, plan: Plan) -> dict[str, Any]:
+    """The terms of a run that its configuration and training set determine (the transformer's shape joins them)."""
+    return {
+        "set": set_id,
+        "family": config.model.family,
+        "task": config.model.task,
+        "seed": plan.seed,
+        "global batch": plan.global_batch,
+        "caption_dropout": config.train.caption_dropout,
+        "shift": shift(config),
+        "adapter": config.train.adapter.model_dump(mode="json"),
+    }
+
+
+def shift(config: Config) -> float:
+    """The training shift of sigma: as configured, else the flavour's."""
+    return config.train.shift or config.model.chosen.shift
+
+
+def result(config: Config) -> Path:
+    """The folder of what the run saves at its end: adapter/ for a LoRA, model/transformer/ for a full-rank run."""
+    folder = Path(config.output) / config.train.run
+    return folder / "model" / "transformer" if config.train.adapter.type == "full" else folder / "adapter"
+
+
+def newest_state(config: Config) -> dict[str, Any] | None:
+    """state.json of the run's newest checkpoint; None where there is none or train.resume is false."""
+    folder = Path(config.output) / config.train.run / "checkpoints"
+    found = sorted(folder.glob("step-*/state.json"), key=lambda path: int(path.parent.name.removeprefix("step-")))
+    return json.loads(found[-1].read_bytes()) if found and config.train.resume else None
+
+
+def note_result(config: Config) -> None:
+    """Record, once the result is saved whole, after how many steps it was."""
+    path = _note(config)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"step": config.train.steps, "result": str(result(config))}))
+    temporary.replace(path)
+
+
+def finished(config: Config, set_id: str, plan: Plan) -> bool:
+    """Whether the run has done its steps on these terms and the result of these steps is saved."""
+    state = newest_state(config)
+    if state is None or state["step"] < config.train.steps or not result(config).is_dir():
+        return False
+    if not _note(config).exists() or json.loads(_note(config).read_bytes())["step"] != state["step"]:
+        return False
+    mine = terms(config, set_id, plan)
+    return {key: state["terms"].get(key) for key in mine} == mine
+
+
+def _note(config: Config) -> Path:
+    return Path(config.output) / config.train.run / "result.json"
