@@ -52,7 +52,7 @@ def compare(config: Config) -> float:
     inputs = example_inputs(pipeline.transformer)
     before = output(pipeline.transformer, inputs)
     if config.train.adapter.type == "full":
-        trained = type(pipeline.transformer).from_pretrained(run / "model")
+        trained = type(pipeline.transformer).from_pretrained(run / "model" / "transformer")
     else:
         pipeline.load_lora_weights(run / "adapter")
         trained = pipeline.transformer

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+# Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILDER = ROOT / "examples" / "tiny_models.py"
 
