@@ -3,7 +3,7 @@
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 # Installed before everything else, so that the build chosen here stays. For a card, give pip's words for the wheel
-# of its CUDA: make venv TORCH="torch --index-url ADDRESS", with the address that pytorch.org names for it.
+# of its CUDA: make venv TORCH="torch==2.13.0 --index-url ADDRESS", with the address that pytorch.org names for it.
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin

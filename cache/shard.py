@@ -73,8 +73,7 @@ class DamageError(LatentpressError):
         where = f"shard {path}" if row is None else f"shard {path}, row {row}, id {id}"
         super().__init__(
             f"{where}: {reason}",
-            "to rebuild it: latentpress verify --delete-damaged --config pipeline.yaml, "
-            f"then latentpress {rebuild_command(path)} --config pipeline.yaml",
+            f"to rebuild it: latentpress verify --delete-damaged, then latentpress {rebuild_command(path)}",
         )
 
     def document(self) -> dict[str, Any]:

@@ -106,9 +106,6 @@ class Video(Section):
     num_frames: int = Field(121, ge=1, description="frames of a clip; rounded down to 1 + a multiple of 4")
     min_frames: int = Field(5, ge=1, description="a clip that yields fewer is set aside")
     frame_rate: float = Field(24.0, gt=0, description="frames per second; frames are chosen by timestamp")
-    bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = Field(
-        "resolution_frames", description="resolution_frames: by size and length; aspect_ratio: by size alone"
-    )
 
     @model_validator(mode="after")
     def _coherent(self) -> "Video":

@@ -221,7 +221,9 @@ def execute(name: str, run: Run, options: Options, own: Mapping[str, Any] | None
     console = Console(json=options.json)
     try:
         config = load(options.config, options.overrides)
-        return console.finish(replace(run(config, options, console, **(own or {})), dry_run=options.dry_run))
+        report = run(config, options, console, **(own or {}))
+        steps = [options.completed(step) for step in report.next_steps]
+        return console.finish(replace(report, dry_run=options.dry_run, next_steps=steps))
     except LatentpressError as error:
         return console.fail(name, error)
     except ModuleNotFoundError as error:

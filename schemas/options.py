@@ -1,6 +1,7 @@
 """The options that every program takes, as typer types and as one value."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,15 @@ class Options:
         given = {"device": self.device, "workers": self.workers}
         update = {key: value for key, value in given.items() if value is not None}
         return config.stages.resources(stage).model_copy(update=update)
+
+    def completed(self, step: str) -> str:
+        """A command "latentpress PROGRAM ..." with the configuration and overrides that this one was given."""
+        words = step.split(" ", 2)
+        if words[0] != "latentpress" or len(words) < 2:
+            return step
+        given = ["--config", str(self.config)] if self.config != Options.config else []
+        given += [word for override in self.overrides for word in ("--set", override)]
+        return " ".join([*words[:2], *map(shlex.quote, given), *words[2:]])
 
     def argv(self) -> list[str]:
         """These options as another program of the project takes them."""

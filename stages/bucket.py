@@ -46,6 +46,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     units = planning.sample_units(config, new_samples) + planning.text_units(config, new_texts)
     report.details = _details(config, plan, units)
     _warn_small(config, report.details["buckets"], console)
+    _warn_scale(config, report.details["buckets"], console)
     if options.dry_run:
         report.remaining = len(new_samples) + len(new_texts)
         return report
@@ -186,6 +187,18 @@ def _details(config: Config, plan: planning.Draft, units: list[Row]) -> Row:
     }
 
 
+def _warn_scale(config: Config, buckets: list[Row], console: Console) -> None:
+    """Warn where a Lite checkpoint, made for sides of 480 to 854 pixels, gets buckets of the other scale class."""
+    if not config.model.spec.video or "lite" not in config.model.chosen.name:
+        return
+    outside = [row["bucket"] for row in buckets if row["scale class"] != "1x2x2"]
+    if outside:
+        console.warn(
+            f"{config.model.chosen.name} was made for sides of 480 to 854 pixels; outside are {', '.join(outside)}. "
+            "Choose a resolution whose buckets are all of scale class 1x2x2"
+        )
+
+
 def _warn_small(config: Config, buckets: list[Row], console: Console) -> None:
     """Warn of each bucket that holds fewer samples a pass than one global batch on one device."""
     batch = config.train.batch_size * config.train.accumulate
@@ -206,7 +219,7 @@ def _why_empty(media: dict[str, list[Row]], aside: list[Row]) -> str:
     return f"all {found} files were set aside: " + json.dumps(dict(reasons))
 
 
-app = program("bucket", "Divide media into buckets and plan samples, texts and work units.", run)
+app = program("bucket", "Divide media into buckets and plan samples, texts and work units.", run, extra="media")
 
 if __name__ == "__main__":
     app()

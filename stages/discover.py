@@ -68,10 +68,12 @@ def _discover(
     reused = sum(_unchanged(item, known.get(item.path)) for item in listing.items)
     report.skipped += reused
     report.done += len(listing.items) - reused - len(aside)
+    changed = sum(row["path"] in known and row["captions"] != known[row["path"]]["captions"] for row in rows)
     report.details[dataset.id] = {
         "images": sum(row["kind"] == "image" for row in rows),
         "videos": sum(row["kind"] == "video" for row in rows),
         "captions": sum(len(row["captions"]) for row in rows),
+        "files whose captions changed": changed,
         "set aside": len(aside),
         "other files": listing.ignored_text,
     }
@@ -179,7 +181,7 @@ def _check_limit(config: Config, dataset: Dataset, rows: list[Row], aside: list[
         )
 
 
-app = program("discover", "Find media, captions and companions; read headers; name files by content.", run)
+app = program("discover", "Find media and captions; read headers; name files by content.", run, extra="media")
 
 if __name__ == "__main__":
     app()

@@ -7,9 +7,10 @@ the sample's identity alone determines.
 
 from typing import Any
 
+from cache.store import Store
 from schemas.config import Config
 from schemas.console import program
-from stages.media import pixels
+from stages.media import preprocessing
 from stages.stage import EncodingStage, Job, Worker
 from stages.weights import fingerprint_of
 
@@ -24,12 +25,12 @@ def parts(config: Config) -> dict[str, Any]:
         "version": VERSION,
         "autoencoder": family.autoencoder,
         "settings": family.latent_settings,
-        "weights": fingerprint_of(model.source, family.latent_parts, model.revision),
+        "weights": fingerprint_of(model.source, family.latent_parts, model.revision, Store(config.root)),
         "precision": config.latents.precision or model.precision,
         "posterior": config.latents.posterior,
         "decoder": config.latents.decoder,
-        "resize": pixels.RESIZE,
-        "colour": pixels.COLOUR,
+        "resize": preprocessing.RESIZE,
+        "colour": preprocessing.COLOUR,
     }
 
 

@@ -6,8 +6,10 @@ the embedding is a function of both.
 
 from typing import Any
 
+from cache.store import Store
 from schemas.config import Config
 from schemas.console import program
+from stages.media import preprocessing
 from stages.stage import EncodingStage, Job, Worker
 from stages.weights import fingerprint_of
 
@@ -21,15 +23,13 @@ def parts(config: Config) -> dict[str, Any]:
         "stage": "encode-text",
         "version": VERSION,
         "encoder": family.text_encoder,
-        "weights": fingerprint_of(model.source, family.text_parts, model.revision),
+        "weights": fingerprint_of(model.source, family.text_parts, model.revision, Store(config.root)),
         "precision": config.text.precision or model.precision,
         "template": {"name": template.name, "text": template.text, "crop": template.crop},
         "max_length": config.text.max_length or template.max_length,
     }
     if template.with_image:
-        from stages.media import pixels
-
-        what |= {"resize": pixels.RESIZE, "colour": pixels.COLOUR}
+        what |= {"resize": preprocessing.RESIZE, "colour": preprocessing.COLOUR}
     return what
 
 

@@ -23,6 +23,8 @@ from stages import encode_latents, encode_text
 from stages.plan import current_plan
 from stages.stage import Work, refuse_shard
 
+SHOWN = 20  # of what is missing
+
 Row = dict[str, Any]
 Place = tuple[str, int]  # shard path, row
 
@@ -45,7 +47,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     text_work, latents_work = (stage.STAGE.work(store, config, plan) for stage in (encode_text, encode_latents))
     texts, latents = collect(readers, text_work), collect(readers, latents_work)
     if texts.missing or latents.missing:
-        return _report_missing(report, texts, latents)
+        return _report_missing(report, plan, texts, latents)
     join = _Join(texts, latents)
     rows = join.rows(plan, report)
     if not rows:
@@ -61,7 +63,6 @@ def run(config: Config, options: Options, console: Console) -> Report:
         "task": config.model.task,
         "template": config.model.template.name,
         "generation": plan.name,
-        "cache_format": config.cache.format,
         "fingerprints": {"text": text_work.fingerprint, "latents": latents_work.fingerprint},
         "provenance": {"text": encode_text.parts(config), "latents": encode_latents.parts(config)},
         "null_text": join.text(plan.info["null_text"]) if plan.info["null_text"] else None,
@@ -199,12 +200,21 @@ def _publish(store: Store, name: str, tables: dict[str, pa.Table], record: Row, 
         store.publish_bytes(rel, current)
 
 
-def _report_missing(report: Report, texts: Encoded, latents: Encoded) -> Report:
-    for found, program_name, what in ((texts, "encode-text", "texts"), (latents, "encode-latents", "samples")):
-        if found.missing:
+def _report_missing(report: Report, plan: Generation, texts: Encoded, latents: Encoded) -> Report:
+    """Name what is not encoded: texts by their words, samples by their files, and the command that makes them."""
+    words = [{"text": plan.texts[name]["text"][:60] or "(null prompt)", "id": name} for name in texts.missing]
+    files = {
+        (row["dataset"], row["path"], row["sample_id"]) for row in plan.active if row["sample_id"] in latents.missing
+    }
+    samples = [{"dataset": dataset, "path": path, "id": name} for dataset, path, name in sorted(files)]
+    for found, rows, stage, what in (
+        (texts, sorted(words, key=lambda row: row["text"]), "encode-text", "texts"),
+        (latents, samples, "encode-latents", "samples"),
+    ):
+        if rows:
             report.remaining += len(found.missing)
-            report.next_steps.append(f"latentpress {program_name}   # {len(found.missing)} {what} are not encoded yet")
-            report.details[f"missing {what}"] = sorted(found.missing)[:20]
+            report.next_steps.append(f"latentpress {stage}   # {len(found.missing)} {what} are not encoded yet")
+            report.details[f"missing {what} (the first {SHOWN} of {len(rows)})"] = rows[:SHOWN]
     report.next_steps.append("latentpress index")
     return report
 

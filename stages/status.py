@@ -1,5 +1,6 @@
 """status: for each stage what is done, what remains, what was set aside, and how many bytes lie where."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         report.remaining += row["remaining"]
         report.done += row["done"]
     report.details["stages"] = rows
-    report.details["training set"] = _training_set(store, config)
+    report.details["training set"] = _training_set(store, config, plan)
     report.details["libraries of the shards"] = _libraries(store, works.values())
     report.details["MiB under root"] = {
         kind: _mib(store, kind) for kind in ("media", "plans", "text", "latents", "sets")
@@ -92,9 +93,14 @@ def _encoding(store: Store, stage: str, work: Work) -> Row:
     }
 
 
-def _training_set(store: Store, config: Config) -> str:
+def _training_set(store: Store, config: Config, plan: Generation) -> str:
+    """The newest set of this family and task, and whether it is of the plan in force."""
     rel = pointer(config.model.family, config.model.task)
-    return store.read_bytes(rel).decode() if store.exists(rel) else "none yet: latentpress index"
+    if not store.exists(rel):
+        return "none yet: latentpress index"
+    name = json.loads(store.read_bytes(rel))["id"]
+    made_of = json.loads(store.read_bytes(f"sets/{name}/set.json"))["generation"]
+    return f"sets/{name}" + ("" if made_of == plan.name else f", of the older plan {made_of}: latentpress index")
 
 
 def _libraries(store: Store, works: Iterable[Work]) -> str:

@@ -11,6 +11,7 @@ from schemas.console import Console, Options, Report, program
 from stages.stage import refuse_shard
 
 KINDS = ("text", "latents")
+STALE = 24 * 3600  # seconds: no writer takes longer over one file
 
 
 def run(
@@ -29,12 +30,15 @@ def run(
     if options.dry_run:
         report.remaining = len(paths)
         return report
+    swept = store.sweep(STALE)
+    if swept:
+        console.log(f"removed {len(swept)} temporary files that killed processes left")
     again = set()
     with console.progress(len(paths), "verify", "shards") as progress:
         for path in paths:
             found = shard.verify(store, path)
             report.damage += [
-                {"path": path, "row": damage.row, "item": damage.id, "reason": "damaged", "message": damage.reason}
+                {"path": path, "row": damage.row, "item": damage.id, "reason": "damaged", "message": _where(damage)}
                 for damage in found
             ]
             if found:
@@ -49,6 +53,11 @@ def run(
         report.next_steps = [*steps, *(f"latentpress {name}" for name in sorted(again)), "latentpress index"]
     report.details["shards"] = len(paths)
     return report
+
+
+def _where(damage: shard.DamageError) -> str:
+    """The row that is meant, and what is wrong with it."""
+    return damage.reason if damage.row is None else f"row {damage.row} ({damage.id}): {damage.reason}"
 
 
 app = program("verify", "Read every shard and check every checksum.", run, examples=["--delete-damaged"])

@@ -14,11 +14,13 @@ from typing import Any
 
 import xxhash
 
+from cache.store import Store
 from schemas.config import Model
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 
 INDEX = "model_index.json"
+LARGE = 1 << 28  # bytes; hashing less takes no time worth remembering
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -27,18 +29,21 @@ class WeightsError(LatentpressError, ValueError):
     """A checkpoint, or a part of it, that isn't there or can't be reached."""
 
 
-def fingerprint_of(source: str, parts: Sequence[str], revision: str | None) -> dict[str, Any]:
+def fingerprint_of(
+    source: str, parts: Sequence[str], revision: str | None, memo: Store | None = None
+) -> dict[str, Any]:
     """What determines the weights of `parts`, for a cache's fingerprint; small JSON.
 
     A local directory: {"content"}, the xxh3 of every file of the parts' folders, whatever the directory's own
     name. A repository: {"repo", "commit", "parts"}; at most its small index is fetched. Raises WeightsError.
+    memo: where the hashes of large files are remembered by path, size and time, so that each is read once.
     """
     folder = _local(source)
     if folder is None:
         return {"repo": source, "commit": _commit(source, revision), "parts": sorted(parts)}
     _require(folder, parts)
     files = sorted((name, path) for part in parts for name, path in _files(folder, part))
-    return {"content": hash_json([[name, _hash_file(path)] for name, path in files])}
+    return {"content": hash_json([[name, _hash_file(path, memo)] for name, path in files])}
 
 
 def resolve(source: str, revision: str | None, parts: Sequence[str]) -> Path:
@@ -102,9 +107,17 @@ def _files(folder: Path, part: str) -> list[tuple[str, Path]]:
     return sorted((name.as_posix(), path) for name, path in shown)
 
 
-def _hash_file(path: Path) -> str:
-    about = path.stat()
-    return _hash_content(os.fspath(path.resolve()), about.st_size, about.st_mtime_ns)
+def _hash_file(path: Path, memo: Store | None) -> str:
+    about, where = path.stat(), os.fspath(path.resolve())
+    key = [where, about.st_size, about.st_mtime_ns]
+    rel = f"weights/{hash_json(key)}.json"
+    remember = memo is not None and about.st_size >= LARGE
+    if remember and memo is not None and memo.exists(rel):
+        return json.loads(memo.read_bytes(rel))["content"]
+    content = _hash_content(*key)
+    if remember and memo is not None:
+        memo.publish_bytes(rel, json.dumps({"path": where, "content": content}).encode())
+    return content
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.plan import Plan
-from cache.shard import DamageError
+from cache.shard import DamageError, rebuild_command
 from cache.store import Store
 from cache.trainset import TrainSet
 from schemas.config import Config
@@ -24,7 +24,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     if options.shard.total > 1:
         raise WrongUse(
             "training is one job and can't be divided with --shard",
-            "For several GPUs: accelerate launch -m trainer --config pipeline.yaml",
+            "For several GPUs: torchrun --nproc-per-node N -m trainer --config pipeline.yaml",
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher, as RANK is
     if int(os.environ.get("RANK", "0")) > 0:
@@ -49,9 +49,17 @@ def run(config: Config, options: Options, console: Console) -> Report:
 
         summary = train(config, data, plan, console, options.device or config.train.device)
     except DamageError as damage:
-        where = {"item": damage.id, "path": damage.path, "row": damage.row, "reason": damage.reason}
-        report.damage.append({**where, "message": str(damage)})
-        report.next_steps.append("latentpress verify --delete-damaged, then latentpress run")
+        row = "" if damage.row is None else f"row {damage.row}: "
+        report.damage.append(
+            {
+                "item": damage.id,
+                "path": damage.path,
+                "row": damage.row,
+                "reason": "damaged",
+                "message": row + damage.reason,
+            }
+        )
+        report.next_steps = ["latentpress verify --delete-damaged", f"latentpress {rebuild_command(damage.path)}"]
         return report
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.details |= summary
@@ -91,7 +99,13 @@ def warn(config: Config, data: TrainSet, plan: Plan, console: Console) -> None:
             "`latentpress index` makes a set of it"
         )
     planned = {prompt["name"] for prompt in data.meta["validation"]}
-    missing = [prompt.name for prompt in config.validation.prompts if prompt.name not in planned]
+    wanted = {prompt.name for prompt in config.validation.prompts}
+    missing = sorted(wanted - planned)
+    if planned - wanted:
+        console.warn(
+            f"set {data.id} holds validation prompts that the configuration does not: "
+            f"{', '.join(sorted(planned - wanted))}; they are used. `latentpress run` makes a set without them"
+        )
     if missing:
         console.warn(
             f"validation prompts {', '.join(missing)} are not in set {data.id} and are left out; "

@@ -121,7 +121,9 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     folder = Path(config.output) / settings.run
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
-    accelerator = Accelerator(cpu=device == "cpu", log_with="tensorboard", project_dir=str(folder))
+    accelerator = Accelerator(
+        cpu=device == "cpu", mixed_precision="no", log_with="tensorboard", project_dir=str(folder)
+    )
     ranks = accelerator.num_processes
     assert plan.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
     feed = Feed(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)

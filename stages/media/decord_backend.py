@@ -15,7 +15,6 @@ from stages.media.container import open_stream, require_within, time_tolerance
 from stages.media.errors import MediaError
 from stages.media.video import check_ascending, probe_video
 
-DECODER = "decord"
 # FFmpeg's names. In MPEG-TS decord replaces frames that it can't find by others, with no more than a warning.
 _CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")
 

@@ -9,11 +9,6 @@ from schemas.geometry import Bucket, Crop
 from stages.media.errors import MediaError
 from stages.media.image import MAX_PIXELS
 
-# These name the preprocessing in a cache's fingerprint: whoever changes what the code does changes the name.
-RESIZE = "pillow-lanczos"
-COLOUR = "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below"
-DECODER = "pyav"
-
 
 def fit(image: Image.Image, crop: Crop, bucket: Bucket, *, path: str | os.PathLike[str] = "image") -> np.ndarray:
     """Resize with Lanczos and cut: uint8 (bucket.height, bucket.width, 3).

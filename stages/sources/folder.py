@@ -64,7 +64,8 @@ def captions(dataset: Dataset, item: Item) -> list[str]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise MediaError("no-caption", path, "is not there", f"write a caption for {item.path} into it") from None
+        media = Path(dataset.root) / item.path
+        raise MediaError("no-caption", media, "has no caption", f"write one into {path.name} beside it") from None
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 (byte {error.start})"
         raise MediaError("caption-not-utf8", path, problem, "save it as UTF-8") from error

@@ -226,8 +226,8 @@ def test_damage_says_where_and_what_to_do(tmp_path, format):
     assert (damage.path, damage.row, damage.id) == (str(tmp_path / rel), 2, "id2")
     text = str(damage)
     assert f"{tmp_path / rel}, row 2, id id2: its checksum does not match" in text
-    assert "latentpress verify --delete-damaged --config pipeline.yaml" in text
-    assert "latentpress encode-latents --config pipeline.yaml" in text
+    assert "latentpress verify --delete-damaged" in text
+    assert "latentpress encode-latents" in text
     assert (damage.exit_code, damage.document()["row"]) == (4, 2)
     assert str(pickle.loads(pickle.dumps(damage))) == text, "it crosses from a worker process"
     assert 2 in [found.row for found in shard.verify(store, rel)]

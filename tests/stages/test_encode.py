@@ -8,6 +8,7 @@ import pytest
 
 from cache.shard import reader
 from cache.store import Store
+from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index
 
 IMAGE = "kandinsky5-image-t2i"
@@ -286,3 +287,44 @@ def test_every_flavour_from_media_to_set(project, kind: str) -> None:
             assert ("condition" in tensors) == (
                 kind.endswith(("i2i", "i2v")) and ((i2i and len(shard) > 1) or frames == 3)
             )
+
+
+def test_a_changed_template_encodes_every_text_and_no_latent(photos, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from schemas.catalogue import FAMILIES
+
+    encode(photos)
+    before = photos.shards("text")
+    templates = FAMILIES["kandinsky5-image"].templates
+    other = replace(templates["t2i"], text=templates["t2i"].text.replace("prompt engineer", "promt engineer"))
+    monkeypatch.setitem(templates, "t2i", other)
+    assert changed(photos) == (5, 0)
+    assert before.items() <= photos.shards("text").items()
+    monkeypatch.undo()
+    assert changed(photos) == (0, 0)
+
+
+def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None:
+    home = project(IMAGE)
+    for number in range(8):
+        path = home.image(f"{number}.jpg", (300, 300), f"picture {number}", number)
+        path.write_bytes(path.read_bytes()[:1500])
+    prepare(home)
+    with pytest.raises(LatentpressError, match=r"(?s)max_reject_fraction = 0\.2.*jpg"):
+        home.run(encode_latents.run)
+
+
+def test_a_video_shorter_than_asked_for_and_an_image_too_small_are_set_aside(project) -> None:
+    home = project("kandinsky5-video-t2v")
+    home.settings["datasets"][0] |= {
+        "minimum_image_size": 40,
+        "video": {"num_frames": 9, "min_frames": 9, "frame_rate": 12.0},
+    }
+    home.video("long.mp4", frames=24)
+    home.video("short.mp4", frames=4)
+    home.image("small.png", (30, 90))
+    home.run(discover.run)
+    report = home.run(bucket.run)
+    assert home.rejects(report) == {"short.mp4": "too-short", "small.png": "too-small"}
+    assert report.exit_code == 0

@@ -144,3 +144,23 @@ def test_a_repository_that_is_not_there_says_what_to_do(home, call):
     result, error = offline(home, call, "someone/other", *arguments)
     assert result == "" and "someone/other at revision v2 can't be had" in error
     assert "HF_ENDPOINT" in error and "model.path" in error
+
+
+def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, monkeypatch):
+    from cache.store import Store
+    from stages import weights
+
+    monkeypatch.setattr(weights, "LARGE", 1)
+    folder = tmp_path / "model"
+    (folder / "vae").mkdir(parents=True)
+    file = folder / "vae" / "weights.safetensors"
+    file.write_bytes(b"first")
+    memo = Store(tmp_path / "root")
+    first = weights.fingerprint_of(str(folder), ("vae",), None, memo)
+    weights._hash_content.cache_clear()
+    with monkeypatch.context() as never:
+        never.setattr(weights, "_hash_content", lambda *_: pytest.fail("read again"))
+        assert weights.fingerprint_of(str(folder), ("vae",), None, memo) == first
+    file.write_bytes(b"other")
+    os.utime(file, ns=(1, 1))
+    assert weights.fingerprint_of(str(folder), ("vae",), None, memo) != first

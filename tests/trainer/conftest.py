@@ -113,7 +113,7 @@ def write_set(
         out.store.write_table(f"sets/{name}/{table}.arrow", pa.Table.from_pylist(list(rows), schema))
     family, task = config.model.family, config.model.task
     meta = {"format_version": FORMAT_VERSION, "id": name, "family": family, "task": task, "null_text": 0}
-    meta |= {"flavour": config.model.chosen.name, "template": "made", "generation": "none", "cache_format": form}
+    meta |= {"flavour": config.model.chosen.name, "template": "made", "generation": "none"}
     meta |= {"validation": validation, "counts": {"samples": len(items), "texts": len(texts)}}
     out.store.publish_bytes(f"sets/{name}/set.json", json.dumps(meta).encode())
     out.store.publish_bytes(f"sets/current-{family}-{task}.json", json.dumps({"id": name}).encode())

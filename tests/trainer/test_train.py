@@ -231,7 +231,12 @@ def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
     assert execute("train", program_run, Options(path, json=True)) == DAMAGE
     report = json.loads(capsys.readouterr().out)
-    assert report["damage"][0]["item"] == caught.value.id and "encode-latents" in report["damage"][0]["message"]
+    damage = report["damage"][0]
+    assert damage["item"] == caught.value.id and f"row {caught.value.row}" in damage["message"]
+    assert [step.split(" --")[0] for step in report["next_steps"]] == [
+        "latentpress verify",
+        "latentpress encode-latents",
+    ]
 
 
 def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, make_set, monkeypatch) -> None:
