@@ -106,7 +106,10 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
     started = time.monotonic()
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     if process.returncode:
-        sys.exit(f"{name}: latentpress run ended with {process.returncode}:\n{process.stdout}")
+        sys.exit(
+            f"{process.stdout}\n{name}: latentpress run ended with {process.returncode}. `make clean` removes what an "
+            "earlier demo left, so that the next one begins anew"
+        )
     report = json.loads(process.stdout)
     report["seconds"] = time.monotonic() - started
     curve = eval_curve(folder / "output" / "demo" / "metrics.jsonl")
