@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from cache.store import Store
+from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
 from schemas.tables import ACTIVE, FORMAT_VERSION, SAMPLES, TEXTS, UNITS
 
@@ -41,7 +42,7 @@ class Generation:
     @cached_property
     def active(self) -> list[Row]:
         """Rows of schemas.tables.ACTIVE."""
-        return self.store.read_table(f"plans/{self.name}/active.arrow").to_pylist()
+        return _table(self.store, self.name, "active")
 
     @cached_property
     def active_samples(self) -> set[str]:
@@ -60,7 +61,7 @@ class Generation:
         wanted = self.active_texts if kind == "text" else self.active_samples
         units = []
         for name in _up_to(self.store, self.name):
-            for row in self.store.read_table(f"plans/{name}/units.arrow").to_pylist():
+            for row in _table(self.store, name, "units"):
                 if row["kind"] == kind and not wanted.isdisjoint(row["members"]):
                     units.append(Unit(**{**row, "members": tuple(row["members"])}))
         return units
@@ -78,7 +79,7 @@ class Generation:
     def _rows(self, table: str, key: str) -> dict[str, Row]:
         rows: dict[str, Row] = {}
         for name in _up_to(self.store, self.name):
-            for row in self.store.read_table(f"plans/{name}/{table}.arrow").to_pylist():
+            for row in _table(self.store, name, table):
                 rows.setdefault(row[key], row)
         return rows
 
@@ -88,12 +89,30 @@ def names(store: Store) -> list[str]:
     return sorted(name.split("/")[0] for name in store.names("plans") if name.endswith("/plan.json"))
 
 
+def _table(store: Store, name: str, table: str) -> list[Row]:
+    try:
+        return store.read_table(f"plans/{name}/{table}.arrow").to_pylist()
+    except FileNotFoundError as error:
+        raise _broken(store, name, f"no {table}.arrow") from error
+
+
+def _broken(store: Store, name: str, problem: str) -> LatentpressError:
+    return LatentpressError(
+        f"the plan {store.path(f'plans/{name}')} has {problem}",
+        "remove that folder and run `latentpress bucket`; shards of the same units are found again",
+    )
+
+
 def _up_to(store: Store, name: str) -> list[str]:
     return [other for other in names(store) if other <= name]
 
 
 def load(store: Store, name: str) -> Generation:
-    return Generation(store, name, json.loads(store.read_bytes(f"plans/{name}/plan.json")))
+    rel = f"plans/{name}/plan.json"
+    try:
+        return Generation(store, name, json.loads(store.read_bytes(rel)))
+    except ValueError as error:
+        raise _broken(store, name, f"a plan.json that is no JSON ({error})") from error
 
 
 def newest(store: Store, key: str) -> Generation | None:
@@ -109,7 +128,7 @@ def planned(store: Store, kind: str) -> set[str]:
     """Ids of every text or sample that some unit of some generation holds."""
     ids: set[str] = set()
     for name in names(store):
-        for row in store.read_table(f"plans/{name}/units.arrow").to_pylist():
+        for row in _table(store, name, "units"):
             if row["kind"] == kind:
                 ids.update(row["members"])
     return ids
@@ -137,7 +156,9 @@ def publish(
         return current
     existing = names(store)
     parent = existing[-1] if existing else None
-    name = f"{len(existing) + 1:06d}-{hash_bytes((parent or '').encode(), content.encode())[:12]}"
+    # After the newest, whatever older ones were removed.
+    number = int(parent.partition("-")[0]) + 1 if parent else 1
+    name = f"{number:06d}-{hash_bytes((parent or '').encode(), content.encode())[:12]}"
     for table, schema, rows in (
         ("samples", SAMPLES, samples),
         ("texts", TEXTS, texts),

@@ -102,7 +102,11 @@ class Store:
 
     def __init__(self, url: str | Path) -> None:
         self.url = str(url)
-        self.fs, path = fsspec.core.url_to_fs(self.url)
+        try:
+            self.fs, path = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:  # a library that is not installed, a protocol nobody knows
+            step = "install the library that fsspec names, or choose a folder of this machine"
+            raise StoreError(self.url, f"can't be opened: {error}", step) from error
         self.base = path.rstrip("/")
         self.root = Path(path) if "file" in _protocols(self.fs) else None
 

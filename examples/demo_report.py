@@ -2,8 +2,13 @@
 
 import html
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from cache.store import Store
+from schemas.loading import load
+from stages.plan import current_plan
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24 }
@@ -12,7 +17,9 @@ table { border-collapse: collapse; margin: .8rem 0 } td, th { padding: .25rem .8
 th { background: #f6f8fa; text-align: left } td.n { text-align: right; font-variant-numeric: tabular-nums }
 .row { display: flex; flex-wrap: wrap; gap: 2rem; align-items: flex-start }
 img { max-width: 100%; border: 1px solid #d0d7de; image-rendering: auto } code { background: #f6f8fa; padding: 0 .3rem }
-video { width: 288px; border: 1px solid #d0d7de } figcaption { color: #57606a; font-size: .85rem }
+video { width: 288px; border: 1px solid #d0d7de } figure { margin: .8rem 0 }
+.media img { height: 84px; border: 0; margin-right: 4px }
+figcaption { color: #57606a; font-size: .85rem }
 """
 
 
@@ -37,10 +44,29 @@ def _section(out: Path, name: str, report: dict[str, Any]) -> str:
     folder = out / name
     return f"""<h2>{html.escape(name)}</h2>
 <p><code>latentpress run --config {name}/pipeline.yaml</code>: {report["seconds"]:.0f} s</p>
+{_media(out, folder)}
 <div class="row"><div>{_stages(report)}{_shards(folder)}</div>
 <figure>{curve(report["eval"])}<figcaption>eval loss on fixed samples, noise and sigmas:
 {report["eval"][0][1]:.3f} &rarr; {report["eval"][-1][1]:.3f}</figcaption></figure></div>
 <figure>{_samples(out, folder)}<figcaption>validation samples by step</figcaption></figure>"""
+
+
+def _media(out: Path, folder: Path) -> str:
+    """The media that went in, and the buckets they became."""
+    config = load(folder / "pipeline.yaml")
+    place = Path(config.datasets[0].instance_data_dir)
+    files = sorted(path for path in place.iterdir() if path.suffix in (".png", ".jpg", ".mp4"))
+    shown = "".join(_thumbnail(path.relative_to(out).as_posix()) for path in files[:8])
+    plan = current_plan(Store(config.root), config)
+    buckets = Counter(row["bucket"] for row in plan.active if row["role"] == "train")
+    text = ", ".join(f"{count} of {bucket}" for bucket, count in sorted(buckets.items()))
+    return f'<figure class="media">{shown}<figcaption>{len(files)} files; buckets: {text}</figcaption></figure>'
+
+
+def _thumbnail(source: str) -> str:
+    if source.endswith(".mp4"):
+        return f'<video src="{source}" style="width:130px" muted></video> '
+    return f'<img alt="" src="{source}">'
 
 
 def _stages(report: dict[str, Any]) -> str:

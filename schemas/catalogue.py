@@ -46,7 +46,10 @@ class Family:
     autoencoder's. resolution: default edge length whose square is the bucket's area (pixels). text_width:
     channels of one stored text token. text_parts, latent_parts: sub-folders of the checkpoint that determine
     what the encoders give. latent_settings: what else determines the latents; the autoencoder checks at load
-    that the installed diffusers still agrees. nabla: whether a checkpoint's config may ask for NABLA attention.
+    that the installed diffusers still agrees. models: what the config of a sub-folder calls its model, so that
+    another family's checkpoint is refused by name. pipelines: task -> the pipeline of a checkpoint made for it.
+    nabla: whether a checkpoint's config may ask for NABLA attention. posterior: whether the autoencoder gives a
+    distribution to sample from.
     """
 
     name: str
@@ -63,11 +66,14 @@ class Family:
     text_width: int
     text_parts: tuple[str, ...]
     latent_parts: tuple[str, ...]
+    models: dict[str, str]
+    pipelines: dict[Task, str]
     video: bool
     nabla: bool
     guidance: float
     steps: int
     negative_prompt: str = ""
+    posterior: bool = True
     templates: dict[str, Template] = field(default_factory=dict)
     latent_settings: dict[str, int | bool | str] = field(default_factory=dict)
 
@@ -173,6 +179,8 @@ FAMILIES: dict[str, Family] = {
         text_width=3584,
         text_parts=_QWEN_CLIP,
         latent_parts=("vae",),
+        models={"text_encoder": "qwen2_5_vl", "vae": "AutoencoderKL"},
+        pipelines={"t2i": "Kandinsky5T2IPipeline", "i2i": "Kandinsky5I2IPipeline"},
         latent_settings={"tiling": False},
         video=False,
         nabla=False,
@@ -208,6 +216,8 @@ FAMILIES: dict[str, Family] = {
         text_width=3584,
         text_parts=_QWEN_CLIP,
         latent_parts=("vae",),
+        models={"text_encoder": "qwen2_5_vl", "vae": "AutoencoderKLHunyuanVideo"},
+        pipelines={"t2v": "Kandinsky5T2VPipeline", "i2v": "Kandinsky5I2VPipeline"},
         latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},
         video=True,
         nabla=True,
@@ -241,11 +251,14 @@ FAMILIES: dict[str, Family] = {
         text_width=2304,
         text_parts=("text_encoder", "tokenizer"),
         latent_parts=("vae",),
+        models={"text_encoder": "gemma2", "vae": "AutoencoderDC"},
+        pipelines={"t2i": "SanaPipeline"},
         latent_settings={"tiling": False},
         video=False,
         nabla=False,
         guidance=4.5,
         steps=20,
+        posterior=False,
         templates={"t2i": _SANA},
     ),
 }

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from schemas.catalogue import FAMILIES, Family, Flavour, Task, Template, flavour_of
+from schemas.geometry import resolution_buckets, target_area
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?)$"
@@ -34,6 +35,8 @@ STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 #: A key's path below the section that is checked, and what is wrong there.
 Problem = tuple[tuple[str | int, ...], str]
 
+MAX_BUCKET_PIXELS = 8192 * 8192
+VALIDATION = "validation"  # the dataset that the images of validation prompts belong to
 _SOURCE = Path(__file__).resolve().parent.parent
 PACKAGES = tuple(_SOURCE / name for name in ("schemas", "cache", "stages", "trainer"))
 
@@ -280,6 +283,9 @@ class Config(Section):
     def _folders(self) -> Iterator[Problem]:
         for key in ("root", "output"):
             value = getattr(self, key)
+            if key == "output" and "://" in value:
+                yield (key,), f"{value!r} is a URL; output is a folder of this machine, only root may be a URL"
+                continue
             if "://" not in value and any(Path(value).resolve().is_relative_to(top) for top in PACKAGES):
                 yield (key,), f"{value!r} lies inside a package of the source code; choose another folder"
 
@@ -291,8 +297,12 @@ class Config(Section):
                     ("datasets", i, "id"),
                     f"{dataset.id!r} is the id of an earlier dataset; ids must differ",
                 )
+            if dataset.id == VALIDATION:
+                yield ("datasets", i, "id"), f"{VALIDATION!r} stands for the validation prompts' images; choose another"
             if dataset.disabled:
                 continue
+            if problem := self._resolution(dataset):
+                yield ("datasets", i, "resolution"), problem
             video = dataset.dataset_type == "video"
             if video and not self.model.spec.video:
                 yield (
@@ -305,6 +315,22 @@ class Config(Section):
                 yield ("datasets", i, "conditioning_data"), "i2i needs the folder of the source images"
         if all(dataset.disabled for dataset in self.datasets):
             yield ("datasets",), "every dataset is disabled"
+
+    def _resolution(self, dataset: Dataset) -> str | None:
+        """What is wrong with a dataset's resolution, or None."""
+        resolution, kind = dataset.resolution or self.model.spec.resolution, dataset.resolution_type
+        area = target_area(resolution, kind)
+        if area > MAX_BUCKET_PIXELS:
+            meaning = {"area": "megapixels", "pixel": "the shorter edge", "pixel_area": "the edge of a square"}[kind]
+            return (
+                f"{resolution:g} asks for pictures of {area / 1e6:.0f} megapixels (resolution_type {kind}: {meaning}); "
+                f"at most {MAX_BUCKET_PIXELS / 1e6:.0f}"
+            )
+        try:
+            resolution_buckets(resolution, kind, self.model.spec.side_multiple)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _prompts(self) -> Iterator[Problem]:
         task, prompts = self.model.task, self.validation.prompts

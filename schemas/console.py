@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -112,6 +113,9 @@ class Console:
         plainly: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
         self.json = json
         self.stdout = stdout or sys.stdout
+        for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is escaped, no crash
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         self._rich = RichConsole(file=stderr or sys.stderr, **plainly)
         self._clock, self._interval = clock, interval
 

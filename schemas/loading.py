@@ -1,8 +1,8 @@
 """Read pipeline.yaml: overrides applied, relative paths resolved, every error with its file, line and key.
 
 Relative paths in the configuration (and in --set) are relative to the folder of the configuration file. URLs
-(`s3://...`, `memory://...`) stay as they are. `model.path` may name a repo: it stays as it is unless such a
-folder exists or it begins with "." or "~".
+(`s3://...`, `memory://...`) stay as they are; `file://` is a path like any other. `model.path` may name a repo: it
+stays as it is unless such a folder exists or it begins with "." or "~".
 
 `python -m schemas.loading` prints the JSON Schema that editors use.
 """
@@ -143,6 +143,7 @@ def _drop_empty(value: Any, kind: Any) -> None:
 
 def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     def absolute(text: str) -> str:
+        text = text.removeprefix("file://")
         return text if "://" in text else os.path.abspath(folder / Path(text).expanduser())
 
     def absolute_if_there(text: str) -> str:

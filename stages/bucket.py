@@ -11,7 +11,7 @@ from typing import Any
 
 from cache import generations, rejects
 from cache.store import Store
-from schemas.config import Config
+from schemas.config import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, scale_class
@@ -21,7 +21,6 @@ from stages.discover import media_path, read_media
 from stages.media.errors import MediaError
 from stages.media.files import hash_file
 from stages.plan import side_multiple
-from stages.planning import VALIDATION
 from stages.stage import refuse_shard
 
 Row = dict[str, Any]

@@ -1,7 +1,7 @@
 """decode: validation latents -> PNG and MP4 through the autoencoder, and a contact sheet of the whole run.
 
 Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
-<output>/<run>/samples/contact-sheet.png. What is decoded already is not decoded again.
+<output>/<run>/samples/contact-sheet.png. What is decoded already is not decoded again, unless the latent is newer.
 """
 
 import json
@@ -22,7 +22,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     folder = Path(config.output) / config.train.run
     report = Report(program="decode", dry_run=options.dry_run)
     files = sorted((folder / "validation").glob("*/*.safetensors"))
-    mine = [file for file in options.shard.of(files) if not target(folder, config, file).exists()]
+    mine = [file for file in options.shard.of(files) if not _is_decoded(file, target(folder, config, file))]
     report.skipped = len(options.shard.of(files)) - len(mine)
     if options.dry_run:
         report.remaining = len(mine)
@@ -37,6 +37,11 @@ def run(config: Config, options: Options, console: Console) -> Report:
         contact_sheet(config, folder, files, sheet)
     report.details = {"samples": str(folder / "samples"), "contact sheet": str(sheet)}
     return report
+
+
+def _is_decoded(file: Path, decoded: Path) -> bool:
+    """Whether the picture is there and not older than its latent, as after another training of the same name."""
+    return decoded.exists() and decoded.stat().st_mtime_ns >= file.stat().st_mtime_ns
 
 
 def target(folder: Path, config: Config, file: Path) -> Path:
@@ -73,7 +78,7 @@ def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
     try:
         with safe_open(file, framework="np") as content:
             return content.get_tensor("latent").astype(np.float32), _about(content.metadata())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise LatentpressError(
             f"{file} can't be read: {error}", "delete it, and run `latentpress train` again"
         ) from error

@@ -60,10 +60,10 @@ def _discover(
         return
     rows, aside = _read_all(dataset, listing.items, known, options, config, console)
     rows.sort(key=lambda row: row["path"])
-    _check_limit(config, dataset, rows, aside)
+    rejects.write(store, "discover", dataset.id, aside)
+    _check_limit(store, config, dataset, rows, aside)
     if rows != before or not store.exists(media_path(dataset.id)):
         store.write_table(media_path(dataset.id), pa.Table.from_pylist(rows, schema=MEDIA))
-    rejects.write(store, "discover", dataset.id, aside)
     report.set_aside += aside
     reused = sum(_unchanged(item, known.get(item.path)) for item in listing.items)
     report.skipped += reused
@@ -89,14 +89,17 @@ def _read_all(
 ) -> tuple[list[Row], list[Row]]:
     rows, aside = [], []
     workers = options.resources(config, "discover").workers
+    companions = folder.Companions(dataset) if dataset.conditioning_data is not None else None
     with (
         ThreadPoolExecutor(max_workers=workers) as pool,
         console.progress(len(items), f"discover {dataset.id}", "files") as progress,
     ):
-        for item, outcome in zip(items, pool.map(lambda i: _attempt(dataset, i, known), items), strict=True):
+        outcomes = pool.map(lambda item: _attempt(dataset, item, known, companions), items)
+        for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, MediaError):
+                name = printable(item.path)
                 aside.append(
-                    rejects.reject("discover", f"{dataset.id}/{item.path}", item.path, outcome.reason, str(outcome))
+                    rejects.reject("discover", f"{dataset.id}/{name}", name, outcome.reason, printable(str(outcome)))
                 )
             else:
                 rows.append(outcome)
@@ -104,9 +107,11 @@ def _read_all(
     return rows, aside
 
 
-def _attempt(dataset: Dataset, item: folder.Item, known: dict[str, Row]) -> Row | MediaError:
+def _attempt(
+    dataset: Dataset, item: folder.Item, known: dict[str, Row], companions: folder.Companions | None
+) -> Row | MediaError:
     try:
-        return _describe(dataset, item, known.get(item.path))
+        return _describe(dataset, item, known.get(item.path), companions)
     except MediaError as error:
         return error
     except OSError as error:
@@ -117,8 +122,15 @@ def _unchanged(item: folder.Item, row: Row | None) -> bool:
     return row is not None and (row["size"], row["mtime_ns"]) == (item.size, item.mtime_ns)
 
 
-def _describe(dataset: Dataset, item: folder.Item, row: Row | None) -> Row:
+def printable(text: str) -> str:
+    """`text` with the bytes of a file's name that are not UTF-8 shown as escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _describe(dataset: Dataset, item: folder.Item, row: Row | None, companions: folder.Companions | None) -> Row:
     """One row of the media table; captions are read anew each time, the media only when it changed."""
+    if printable(item.path) != item.path:
+        raise MediaError("name-not-utf8", item.path, "has a name that is not UTF-8", "rename it")
     captions = folder.captions(dataset, item)
     if _unchanged(item, row):
         assert row is not None
@@ -128,7 +140,7 @@ def _describe(dataset: Dataset, item: folder.Item, row: Row | None) -> Row:
         media.update(path=item.path, size=item.size, mtime_ns=item.mtime_ns, kind=item.kind)
         media.update(_probe(Path(dataset.root) / item.path, item.kind))
     media["captions"] = captions
-    media.update(_source(dataset, item, media))
+    media.update(_source(dataset, item, media, companions))
     return media
 
 
@@ -147,11 +159,11 @@ def _probe(path: Path, kind: str) -> Row:
     return {"media_id": hash_file(path), **found}
 
 
-def _source(dataset: Dataset, item: folder.Item, media: Row) -> Row:
+def _source(dataset: Dataset, item: folder.Item, media: Row, companions: folder.Companions | None) -> Row:
     """The i2i source image's columns, read only when that file changed."""
-    if dataset.conditioning_data is None:
+    if companions is None or dataset.conditioning_data is None:
         return dict.fromkeys(name for name in MEDIA.names if name.startswith("source"))
-    source = folder.companion(dataset, item)
+    source = companions.of(item)
     if (media["source"], media["source_size"], media["source_mtime_ns"]) == (
         source.path,
         source.size,
@@ -169,7 +181,7 @@ def _source(dataset: Dataset, item: folder.Item, media: Row) -> Row:
     }
 
 
-def _check_limit(config: Config, dataset: Dataset, rows: list[Row], aside: list[Row]) -> None:
+def _check_limit(store: Store, config: Config, dataset: Dataset, rows: list[Row], aside: list[Row]) -> None:
     total = len(rows) + len(aside)
     limit = config.stages.max_reject_fraction
     if total and len(aside) / total > limit:
@@ -177,7 +189,8 @@ def _check_limit(config: Config, dataset: Dataset, rows: list[Row], aside: list[
         raise LatentpressError(
             f"{dataset.id}: {len(aside)} of {total} files would be set aside, more than "
             f"stages.max_reject_fraction = {limit}:\n{listed}",
-            "mend or remove them, or raise the limit with --set stages.max_reject_fraction=1.0",
+            "mend or remove them, or raise the limit with --set stages.max_reject_fraction=1.0; "
+            f"the whole list: {store.path(f'rejects/discover/{dataset.id}.arrow')}",
         )
 
 

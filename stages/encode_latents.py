@@ -27,8 +27,9 @@ def parts(config: Config) -> dict[str, Any]:
         "settings": family.latent_settings,
         "weights": fingerprint_of(model.source, family.latent_parts, model.revision, Store(config.root)),
         "precision": config.latents.precision or model.precision,
-        "posterior": config.latents.posterior,
-        "decoder": config.latents.decoder,
+        # What has no effect on this family's latents is no part of their name.
+        "posterior": config.latents.posterior if family.posterior else None,
+        "decoder": config.latents.decoder if family.video else None,
         "resize": preprocessing.RESIZE,
         "colour": preprocessing.COLOUR,
     }

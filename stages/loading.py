@@ -5,17 +5,20 @@ Imported by workers only, after everything that needs no model has been settled.
 
 import importlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from cache.tensors import Array
-from schemas.config import Config, Resources
+from schemas.config import Config, Model, Resources
 from schemas.errors import LatentpressError
 from stages.stage import Outcome
+from stages.weights import WeightsError, require_model
 
 
 def quiet() -> None:
@@ -44,7 +47,8 @@ def autoencoder(config: Config, where: torch.device) -> Any:
     family = config.model.spec
     module = importlib.import_module(f"stages.vae.{family.autoencoder}")
     dtype = getattr(torch, config.latents.precision or config.model.precision)
-    loaded = module.Autoencoder(config.model.source, config.model.revision, dtype, where)
+    with explained(config.model, "vae"):
+        loaded = module.Autoencoder(config.model.source, config.model.revision, dtype, where)
     if loaded.settings() != family.latent_settings:
         raise LatentpressError(
             f"the installed diffusers encodes otherwise than the cache's name says: {loaded.settings()} instead of "
@@ -61,7 +65,23 @@ def text_encoder(config: Config, where: torch.device) -> Any:
     module = importlib.import_module(f"stages.text.{model.spec.text_encoder}")
     dtype = getattr(torch, config.text.precision or model.precision)
     length = config.text.max_length or model.template.max_length
-    return module.Encoder(model.source, model.revision, model.template, length, dtype, where)
+    with explained(model, "text_encoder"):
+        return module.Encoder(model.source, model.revision, model.template, length, dtype, where)
+
+
+@contextmanager
+def explained(model: Model, part: str) -> Iterator[None]:
+    """Loading a model: one of another family is refused by name, and damaged weights become a WeightsError."""
+    require_model(model, part)
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, LatentpressError | torch.cuda.OutOfMemoryError):
+            raise
+        raise WeightsError(
+            f"{model.source}: {part}, or what belongs to it, can't be loaded: {type(error).__name__}: {error}",
+            "replace the checkpoint with a whole copy in diffusers layout",
+        ) from error
 
 
 def provenance(resources: Resources, where: torch.device) -> dict[str, Any]:

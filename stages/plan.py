@@ -6,7 +6,7 @@ from cache.store import Store
 from schemas.config import Config, Model
 from schemas.errors import LatentpressError
 from stages import planning
-from stages.weights import config_of
+from stages.weights import config_of, require_task
 
 NABLA_SIDE = 128  # pixels: its blocks are 8x8 patches of 2x2 latents of 8x8 pixels
 
@@ -23,8 +23,12 @@ def current_plan(store: Store, config: Config) -> Generation:
 
 
 def side_multiple(model: Model) -> int:
-    """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is NABLA."""
+    """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is NABLA.
+
+    Raises OtherCheckpoint where the checkpoint is for another family or task.
+    """
     family = model.spec
+    require_task(model)
     if family.nabla and config_of(model.source, model.revision, "transformer").get("attention_type") == "nabla":
         return NABLA_SIDE
     return family.side_multiple

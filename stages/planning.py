@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import PurePath
 from typing import Any
 
 from cache.rejects import reject
 from schemas import identity, prompts
 from schemas.catalogue import Family
 from schemas.config import Config, Dataset
+from schemas.errors import LatentpressError
 from schemas.geometry import (
     Bucket,
     choose_bucket,
@@ -26,7 +28,7 @@ from schemas.geometry import (
 Row = dict[str, Any]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-VALIDATION = "validation"  # the role, and the dataset's name, of what validation prompts bring along
+_CLEANED_AWAY = ("empty-caption", "nothing is left of its caption once the pipeline has cleaned it; write another")
 CONDITION = {"t2i": "none", "t2v": "none", "i2i": "source", "i2v": "first-frame"}
 
 
@@ -49,6 +51,11 @@ def plan_key(config: Config, side_multiple: int) -> str:
         for dataset in config.datasets
         if not dataset.disabled
     ]
+    # An image by its name alone: its folder may lie elsewhere on another machine, and its content is checked.
+    shown = [
+        prompt.model_dump(exclude={"image"}, mode="json") | {"image": prompt.image and PurePath(prompt.image).name}
+        for prompt in config.validation.prompts
+    ]
     return identity.hash_json(
         {
             "family": config.model.family,
@@ -56,7 +63,7 @@ def plan_key(config: Config, side_multiple: int) -> str:
             "template": config.model.template.name,
             "side_multiple": side_multiple,
             "datasets": sorted(datasets, key=lambda dataset: dataset["id"]),
-            "validation": config.validation.model_dump(include={"prompts", "size"}, mode="json"),
+            "validation": {"size": config.validation.size, "prompts": shown},
         }
     )
 
@@ -90,11 +97,15 @@ def draft(config: Config, media: Mapping[str, Sequence[Row]], side_multiple: int
 
 def bucket_sizes(family: Family, dataset: Dataset, side_multiple: int) -> tuple[tuple[int, int], ...]:
     """The (width, height) in pixels that this dataset's items can be cut to."""
-    return resolution_buckets(dataset.resolution or family.resolution, dataset.resolution_type, side_multiple)
+    try:
+        return resolution_buckets(dataset.resolution or family.resolution, dataset.resolution_type, side_multiple)
+    except ValueError as error:
+        raise LatentpressError(f"datasets.{dataset.id}.resolution: {error}", "raise it") from error
 
 
 def _plan_item(plan: Draft, config: Config, dataset: Dataset, sizes: Iterable[tuple[int, int]], row: Row) -> None:
-    reason = _unfit(config, dataset, sizes, row)
+    captions = [caption for caption in row["captions"] if prompts.clean(caption, config.model.template)]
+    reason = _unfit(config, dataset, sizes, row) if captions else _CLEANED_AWAY
     if reason:
         item = f"{dataset.id}/{row['path']}"
         plan.set_aside.append(reject("bucket", item, row["path"], *reason))
@@ -114,7 +125,7 @@ def _plan_item(plan: Draft, config: Config, dataset: Dataset, sizes: Iterable[tu
             "source_path": sample["source_path"],
             "bucket": str(bucket),
             "repeats": dataset.repeats,
-            "texts": [add_text(plan, config, caption, image=image) for caption in row["captions"]],
+            "texts": [add_text(plan, config, caption, image=image) for caption in captions],
             "null_text": add_text(plan, config, "", negative=True, image=image) if image else None,
         }
     )

@@ -20,6 +20,7 @@ from schemas.config import Config, Resources
 from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
+from stages.media.places import Places
 from stages.plan import current_plan
 from stages.weights import pinned
 
@@ -86,12 +87,23 @@ class EncodingStage:
         wanted = plan.active_texts if self.kind == "text" else plan.active_samples
         done = done_units(store, f"{self.kind}/{name}")
         lists = rejects.read(store, reject_folder(self.name, name))
+        places = Places(config, plan)
         again = {
             unit
             for unit, rows in lists.items()
-            if any((row["retry"] or retry) and row["item"] in wanted for row in rows)
+            if any(
+                row["item"] in wanted and (retry or (row["retry"] and places.whole(self.kind, row["item"])))
+                for row in rows
+            )
         }
-        return Work(plan, name, plan.units(self.kind), wanted, done, again & set(done), lists)
+        units = plan.units(self.kind)
+        lost = wanted.difference(*(unit.members for unit in units))
+        if lost:
+            raise LatentpressError(
+                f"plan {plan.name} wants {len(lost)} items that no unit holds: an older plan was removed",
+                "run `latentpress bucket`, which plans them again",
+            )
+        return Work(plan, name, units, wanted, done, again & set(done), lists)
 
     def run(
         self,
@@ -114,11 +126,14 @@ class EncodingStage:
         }
         if options.dry_run:
             report.remaining = _members(mine)
-        elif mine:
+            _list_set_aside(store, self, work, report)
+            return report
+        limit = _Limit(self, store, config, work)
+        if mine:
             _write_provenance(store, self, work.fingerprint, config)
             pinned_config = config.model_copy(update={"model": pinned(config.model)})
             job = Job(pinned_config, work.plan.name, work.fingerprint, options.resources(config, self.name))
-            _run_units(store, self, job, mine, config, console, report)
+            _run_units(store, self, job, mine, limit, console, report)
             work = self.work(store, config, work.plan)
         _list_set_aside(store, self, work, report)
         return report
@@ -163,35 +178,55 @@ def _run_units(
     stage: EncodingStage,
     job: Job,
     units: list[Unit],
-    config: Config,
+    limit: "_Limit",
     console: Console,
     report: Report,
 ) -> None:
     from stages.engines.local import run_units
 
-    limit = config.stages.max_reject_fraction
-    tried = aside = 0
+    members = {unit.unit_id: unit.members for unit in units}
     written = 0
     what = "texts" if stage.kind == "text" else "samples"
     with console.progress(_members(units), stage.name, what) as progress:
         for outcome in run_units(stage.load, job, units, progress.advance):
             if outcome.shard is None:
-                members = len(next(unit for unit in units if unit.unit_id == outcome.unit).members)
                 report.failed.append({"item": outcome.unit, "reason": "failed", "message": outcome.error})
-                report.remaining += members
+                report.remaining += len(members[outcome.unit])
                 continue
             rejects.write(store, reject_folder(stage.name, job.fingerprint), outcome.unit, list(outcome.set_aside))
             report.done += outcome.encoded
             written += outcome.bytes
-            tried += outcome.encoded + len(outcome.set_aside)
-            aside += len(outcome.set_aside)
-            if aside > limit * max(tried, 10):
-                raise LatentpressError(
-                    f"{stage.name} stopped: {aside} of {tried} {what} were set aside, more than "
-                    f"stages.max_reject_fraction = {limit}; the last: {outcome.set_aside[-1]['message']}",
-                    f"mend them or raise the limit; the list is under {store.path('rejects/' + stage.name)}",
-                )
+            limit.count(members[outcome.unit], outcome.set_aside)
     report.details["MiB written"] = round(written / 2**20, 2)
+
+
+class _Limit:
+    """Of the members that the plan wants, what was tried and set aside, in this run and in earlier ones.
+
+    LatentpressError, at once or by `count`, where more than `max_reject_fraction` of them were set aside. A run
+    that was stopped so is stopped again, until they are mended or the limit is raised.
+    """
+
+    def __init__(self, stage: EncodingStage, store: Store, config: Config, work: Work) -> None:
+        self._stage, self._wanted = stage, work.wanted
+        self._folder = store.path(f"rejects/{reject_folder(stage.name, work.fingerprint)}")
+        self._fraction = config.stages.max_reject_fraction
+        self._tried = self._aside = 0
+        settled = [unit for unit in work.units if unit.unit_id in work.done and unit.unit_id not in work.again]
+        members = [name for unit in settled for name in unit.members]
+        self.count(members, [row for unit in settled for row in work.lists.get(unit.unit_id, [])])
+
+    def count(self, members: Sequence[str], set_aside: Sequence[dict]) -> None:
+        self._tried += sum(name in self._wanted for name in members)
+        aside = [row for row in set_aside if row["item"] in self._wanted]
+        self._aside += len(aside)
+        if aside and self._aside > self._fraction * max(self._tried, 10):
+            what = "texts" if self._stage.kind == "text" else "samples"
+            raise LatentpressError(
+                f"{self._stage.name} stopped: {self._aside} of {self._tried} {what} were set aside, more than "
+                f"stages.max_reject_fraction = {self._fraction}; the last: {aside[-1]['message']}",
+                f"mend them and run with --retry-set-aside, or raise the limit; the list is under {self._folder}",
+            )
 
 
 def _list_set_aside(store: Store, stage: EncodingStage, work: Work, report: Report) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import xxhash
 
 from cache.store import Store
+from schemas.catalogue import FAMILIES
 from schemas.config import Model
-from schemas.errors import LatentpressError
+from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json
 
 INDEX = "model_index.json"
@@ -27,6 +28,47 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 class WeightsError(LatentpressError, ValueError):
     """A checkpoint, or a part of it, that isn't there or can't be reached."""
+
+
+class OtherCheckpoint(WeightsError):
+    """A checkpoint of another family or task than the configuration says."""
+
+    exit_code = USAGE
+
+
+def require_task(model: Model) -> None:
+    """OtherCheckpoint where a local directory says that it is another of the catalogue's pipelines.
+
+    Pipelines that the catalogue does not know pass: their parts are looked at one by one (`require_model`).
+    """
+    folder = _local(model.source)
+    if folder is None or not (folder / INDEX).is_file():
+        return
+    found = _json(folder / INDEX).get("_class_name")
+    wanted = model.spec.pipelines[model.task]
+    made_for = [
+        f"{family.name} {task}"
+        for family in FAMILIES.values()
+        for task, name in family.pipelines.items()
+        if name == found
+    ]
+    if found != wanted and made_for:
+        raise OtherCheckpoint(
+            f"{folder} is a checkpoint for {', '.join(made_for)} ({found}), and the configuration says "
+            f"{model.family} {model.task} ({wanted})",
+            "correct model.path, or model.family and model.flavour",
+        )
+
+
+def require_model(model: Model, part: str) -> None:
+    """OtherCheckpoint where the part holds another kind of model than the family's."""
+    config = config_of(model.source, model.revision, part)
+    found, wanted = config.get("_class_name") or config.get("model_type"), model.spec.models[part]
+    if found != wanted:
+        raise OtherCheckpoint(
+            f"{model.source}: {part} is a {found}, and {model.family} has a {wanted} there",
+            "correct model.path, or model.family and model.flavour",
+        )
 
 
 def fingerprint_of(
@@ -66,7 +108,14 @@ def config_of(source: str, revision: str | None, part: str) -> dict[str, Any]:
     else:
         _require(folder, (part,))
         path = folder / name
-    return json.loads(path.read_bytes())
+    return _json(path)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
 
 
 def pinned(model: Model) -> Model:

@@ -6,12 +6,12 @@ from typing import Any
 
 from cache import generations
 from cache.generations import Unit
-from cache.rejects import reject
+from cache.rejects import reject, write
 from cache.shard import Row, SetAside, ShardMeta, writer
 from cache.store import Store
 from stages import loading
 from stages.media.errors import MediaError
-from stages.stage import Job, Outcome
+from stages.stage import Job, Outcome, reject_folder
 
 Advance = Callable[[int], None]
 
@@ -70,6 +70,9 @@ class UnitWorker(ABC):
                 advance(len(batch))
             for member in aside:
                 shard.set_aside(SetAside(member["item"], member["reason"], member["message"]))
+            if aside:
+                # Before the shard, which says "done": killed in between, nothing has left the lists.
+                write(self.store, reject_folder(self.stage, self.job.fingerprint), unit.unit_id, aside)
             path = shard.finish()
         return Outcome(unit.unit_id, path, encoded, size, tuple(aside))
 

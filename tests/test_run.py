@@ -1,11 +1,13 @@
 """`latentpress run`, as a user starts it: from a folder of pictures to an adapter, then nothing the second time."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from schemas.report import Report
@@ -73,6 +75,31 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(home: Path) -> 
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()} == before
     code, report, _ = latentpress(home, "status")
     assert (code, report["remaining"]) == (0, 0)
+    a_set_elsewhere_is_enough(home)
+
+
+def a_set_elsewhere_is_enough(home: Path) -> None:
+    """Training from a copy of sets/ and the shards that the set names, without media, plans and encoders."""
+    away = home / "away"
+    shutil.copytree(home / "work" / "sets", away / "work" / "sets")
+    (table,) = away.glob("work/sets/*/shards.arrow")
+    for path in pa.ipc.open_file(table).read_all().column("path").to_pylist():
+        (away / "work" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(home / "work" / path, away / "work" / path)
+    settings = json.loads((home / "pipeline.yaml").read_text())
+    for part in ("transformer", "scheduler"):
+        shutil.copytree(Path(settings["model"]["path"]) / part, away / "model" / part)
+    settings["model"]["path"] = "model"
+    (away / "pipeline.yaml").write_text(json.dumps(settings))
+    code, report, log = latentpress(away, "train")
+    assert (code, report["done"]) == (0, 6), log
+    assert "warning" not in log
+    here, there = (folder / "output" / "first" / "metrics.jsonl" for folder in (home, away))
+    assert losses(there) == losses(here)
+
+
+def losses(path: Path) -> list[float]:
+    return [row["loss"] for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
 
 
 def test_a_failing_stage_stops_the_run_with_its_message(home: Path) -> None:

@@ -11,7 +11,7 @@ from cache.trainset import TrainSet
 from schemas.config import Config
 from schemas.console import USAGE, Console, Options, Report, program
 from schemas.errors import LatentpressError
-from trainer.terms import finished, newest_state, result
+from trainer.terms import finished, newest_state, precision, result
 
 
 class WrongUse(LatentpressError):
@@ -82,6 +82,7 @@ def describe(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:
         "steps": config.train.steps,
         "epochs": round(config.train.steps / plan.batches_per_epoch, 3),
         "adapter": config.train.adapter.type,
+        "precision": precision(config),
     }
 
 
@@ -92,6 +93,9 @@ def warn(config: Config, data: TrainSet, plan: Plan, console: Console) -> None:
             f"bucket {short.bucket} has {short.count} samples (repeats included) for a global batch of "
             f"{plan.global_batch} and repeats them to fill it; repeats: {short.repeats} would do"
         )
+    state = newest_state(config)
+    if state and state["step"] > config.train.steps:
+        console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")
     newer = data.newer_generation()
     if newer is not None:
         console.warn(

@@ -78,11 +78,11 @@ def denoise(
         for t in scheduler.timesteps:
             # In float64, so that 1000 sigma is the scheduler's timestep again, to the last bit.
             sigma_B = (t.double() / 1000).expand(x.shape[0])
-            velocity = family.predict(model, x, sigma_B, batch, task)
+            # Sana's pipeline guides and steps in float32, Kandinsky's in the model's dtype: as their latents are.
+            velocity = family.predict(model, x, sigma_B, batch, task).to(dtype)
             if guidance > 1 and negative is not None:
-                away = family.predict(model, x, sigma_B, negative, task)
+                away = family.predict(model, x, sigma_B, negative, task).to(dtype)
                 velocity = away + guidance * (velocity - away)
-            # Sana's pipeline steps in float32, Kandinsky's in the model's dtype: as their latents are.
-            stepped = scheduler.step(velocity[:, :, given:].to(dtype), t, x[:, :, given:], return_dict=False)[0]
+            stepped = scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
             x = torch.cat([x[:, :, :given], stepped], 2)
     return family.finish(x, task)

@@ -10,6 +10,13 @@ from typing import Any
 
 from cache.plan import Plan
 from schemas.config import Config
+from schemas.errors import USAGE, LatentpressError
+
+
+class PrecisionError(LatentpressError):
+    """A precision that training does not have."""
+
+    exit_code = USAGE
 
 
 def terms(config: Config, set_id: str, plan: Plan) -> dict[str, Any]:
@@ -31,6 +38,17 @@ def shift(config: Config) -> float:
     return config.train.shift or config.model.chosen.shift
 
 
+def precision(config: Config) -> str:
+    """In which the transformer computes: train.precision, else model.precision."""
+    name = config.train.precision or config.model.precision
+    if name == "float16":
+        raise PrecisionError(
+            "training has no float16, which model.precision names: it needs loss scaling",
+            "Set train.precision to bfloat16 or float32.",
+        )
+    return name
+
+
 def result(config: Config) -> Path:
     """The folder of what the run saves at its end: adapter/ for a LoRA, model/transformer/ for a full-rank run."""
     folder = Path(config.output) / config.train.run
@@ -44,11 +62,11 @@ def newest_state(config: Config) -> dict[str, Any] | None:
     return json.loads(found[-1].read_bytes()) if found and config.train.resume else None
 
 
-def note_result(config: Config) -> None:
+def note_result(config: Config, step: int) -> None:
     """Record, once the result is saved whole, after how many steps it was."""
     path = _note(config)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"step": config.train.steps, "result": str(result(config))}))
+    temporary.write_text(json.dumps({"step": step, "result": str(result(config))}))
     temporary.replace(path)
 
 

@@ -9,12 +9,15 @@ import json
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import xxhash
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 
 from cache.plan import Plan
 from cache.trainset import TrainSet
@@ -25,13 +28,18 @@ from schemas.identity import hash_json, seed_of
 from trainer import adapters, checkpoint, flow, metrics, validate
 from trainer.batch import Batch
 from trainer.data import Feed, MicroBatch, StepData
+from trainer.failures import told
 from trainer.optim import BadSteps, clip, learning_rate, make_optimizer, set_rate
-from trainer.terms import note_result, result, shift, terms
+from trainer.terms import note_result, precision, result, shift, terms
+
+# Rank 0 looks and saves while the others wait, for videos longer than the ten minutes that torch would wait.
+PATIENCE = timedelta(hours=6)
 
 HINTS = {
     "set": "Set train.set to the older set to go on with it.",
     "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
     "seed": "Set train.seed back.",
+    "base weights": "Set model.path, model.flavour or model.revision back.",
 }
 
 
@@ -68,6 +76,7 @@ class Run:
     trainable: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     bad: BadSteps
+    base: str  # a fingerprint of the weights that training starts from
 
     @property
     def skip_frames(self) -> int:
@@ -87,9 +96,10 @@ def train(config: Config, data: TrainSet, plan: Plan, console: Console, device: 
     """Train to config.train.steps and save the result under <output>/<run>.
 
     device: auto, cpu, cuda or cuda:N. Returns what was done, for the report. Raises DamageError before a damaged
-    row reaches a gradient, DivergedError after too many steps that were not finite.
+    row reaches a gradient, DivergedError after too many steps that were not finite, StoreError on a full disk.
     """
-    return fit(prepare(config, data, plan, console, device))
+    with told(Path(config.output) / config.train.run):
+        return fit(prepare(config, data, plan, console, device))
 
 
 def fit(run: Run) -> dict[str, Any]:
@@ -102,12 +112,14 @@ def fit(run: Run) -> dict[str, Any]:
         for data_of_step in run.feed.steps(first, config.train.steps):
             numbers = train_step(run, data_of_step)
             done = data_of_step.step + 1
-            record({"step": done, **numbers, **clock.tick(done)}, shown=done % config.train.log_every == 0)
+            shown = due(done, config.train.log_every, config.train.steps)
+            record({"step": done, **numbers, **clock.tick(done)}, shown=shown)
             if due(done, config.validation.every, config.train.steps):
                 look(run, record, done)
             if due(done, config.train.checkpoint_every, config.train.steps):
                 keep(run, done)
-        return summary(run, first, save(run))
+        done = max(first, config.train.steps)
+        return summary(run, first, done, save(run, done))
 
 
 # --- preparing ---------------------------------------------------------------------------------------------
@@ -119,22 +131,22 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     if settings.threads:
         torch.set_num_threads(settings.threads)
     folder = Path(config.output) / settings.run
-    if device.startswith("cuda:"):
-        torch.cuda.set_device(device)
-    accelerator = Accelerator(
-        cpu=device == "cpu", mixed_precision="no", log_with="tensorboard", project_dir=str(folder)
-    )
+    accelerator = start(device, folder)
     ranks = accelerator.num_processes
     assert plan.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
     feed = Feed(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)
     family = importlib.import_module(f"trainer.families.{config.model.spec.transformer}")
-    half = (settings.precision or config.model.precision) == "bfloat16"
+    half = precision(config) == "bfloat16"
     full = settings.adapter.type == "full"
     # Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
     dtype = torch.bfloat16 if half and not full else torch.float32
+    if accelerator.is_main_process:
+        what = f"the transformer of {config.model.source}, its weights in {str(dtype).removeprefix('torch.')}"
+        console.log(f"loading {what}, on {accelerator.device}")
     torch.manual_seed(seed_of(str(settings.seed), "adapter"))
     try:
         model = family.load(config.model.source, config.model.revision, dtype, accelerator.device)
+        base = fingerprint(model)
         trainable = make_trainable(model, family, config)
     except (ValueError, OSError) as error:  # how diffusers and the family refuse a source, and the adapter a target
         raise RunError(str(error), "Correct model.path, model.flavour or train.adapter.") from error
@@ -144,8 +156,38 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     denoiser = accelerator.prepare(Denoiser(model, family, config.model.task, autocast))
     optimizer = make_optimizer(trainable.values(), settings.optimizer)
     bad = BadSteps(settings.max_bad_steps)
-    parts = (folder, feed, family, model, denoiser, trainable, optimizer, bad)
-    return Run(config, console, accelerator, *parts)
+    run = Run(config, console, accelerator, folder, feed, family, model, denoiser, trainable, optimizer, bad, base)
+    run.say(f"training {counted(trainable)} of {counted(dict(model.named_parameters()))} parameters")
+    return run
+
+
+def start(device: str, folder: Path) -> Accelerator:
+    """Accelerate on this device; it would take a CPU without a word where there is no GPU."""
+    if device.startswith("cuda"):
+        index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
+        if index >= count:
+            raise RunError(
+                f"device {device} was asked for and this torch ({torch.__version__}) sees {count} CUDA devices",
+                "Use --device cpu, or install the torch build for your card (README, Installing for a GPU).",
+            )
+        if ":" in device:
+            torch.cuda.set_device(device)
+    wait = InitProcessGroupKwargs(timeout=PATIENCE)
+    options: dict[str, Any] = {"log_with": "tensorboard", "project_dir": str(folder), "kwargs_handlers": [wait]}
+    return Accelerator(cpu=device == "cpu", mixed_precision="no", **options)
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Of a few numbers of every weight, as bfloat16: the same however they are loaded and where they lie."""
+    digest = xxhash.xxh3_64()
+    for parameter in model.parameters():
+        some = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def counted(parameters: dict[str, torch.nn.Parameter]) -> str:
+    return f"{sum(parameter.numel() for parameter in parameters.values()):,}"
 
 
 def make_trainable(model: torch.nn.Module, family: ModuleType, config: Config) -> dict[str, torch.nn.Parameter]:
@@ -163,7 +205,8 @@ def terms_of(run: Run) -> dict[str, Any]:
     """What a checkpoint and its continuation must have in common."""
     shape = {key: value for key, value in run.model.config.items() if not key.startswith("_")}
     transformer = hash_json(json.loads(json.dumps(shape)))
-    return {**terms(run.config, run.feed.data.id, run.feed.plan), "transformer": transformer}
+    mine = terms(run.config, run.feed.data.id, run.feed.plan)
+    return {**mine, "transformer": transformer, "base weights": run.base}
 
 
 def resume(run: Run) -> int:
@@ -274,26 +317,29 @@ def keep(run: Run, done: int) -> None:
     run.accelerator.wait_for_everyone()
 
 
-def save(run: Run) -> Path:
-    """Write the result: <run>/adapter/ for a LoRA, <run>/model/transformer/ for a full-rank run; note it last."""
+def save(run: Run, done: int) -> Path:
+    """Write the result after `done` steps: <run>/adapter/ for a LoRA, <run>/model/transformer/ for a full-rank run.
+
+    It is noted last.
+    """
     config, path = run.config, result(run.config)
     if run.main:
         if config.train.adapter.type == "full":
             adapters.save_full(run.model, path)
         else:
-            notes = {"set": run.feed.data.id, "steps": str(config.train.steps), "flavour": config.model.chosen.name}
+            notes = {"set": run.feed.data.id, "steps": str(done), "flavour": config.model.chosen.name}
             adapters.save_lora(run.model, path, config.model.family, notes)
-        note_result(config)
+        note_result(config, done)
     run.accelerator.wait_for_everyone()
     return path
 
 
-def summary(run: Run, first: int, saved: Path) -> dict[str, Any]:
+def summary(run: Run, first: int, done: int, saved: Path) -> dict[str, Any]:
     """The report of the run, resumed parts included."""
     lines = metrics.read(run.folder / metrics.NAME)
     losses = [line["loss"] for line in lines if "loss" in line]
     evals = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    result = {"done": run.config.train.steps - first, "skipped": first, "saved": str(saved)}
+    result = {"done": done - first, "skipped": first, "saved": str(saved)}
     result["trainable parameters"] = sum(parameter.numel() for parameter in run.trainable.values())
     result["loss"] = {"first": losses[0], "last": losses[-1]} if losses else {}
     result["eval loss"] = {"first": evals[0], "last": evals[-1]} if evals else {}

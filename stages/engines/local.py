@@ -37,6 +37,7 @@ class _Pool:
         self._context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, Any] = {}
         self._busy: dict[Connection, Unit] = {}
+        self._ready: set[Connection] = set()  # loaded their models
 
     def run(self, units: Sequence[Unit]) -> Iterator[Outcome]:
         waiting, deaths = deque(units), Counter[str]()
@@ -52,7 +53,8 @@ class _Pool:
                         if deaths[outcome.unit_id] < TRIES:
                             waiting.append(outcome)
                         else:
-                            yield Outcome(outcome.unit_id, None, error=f"its process died {TRIES} times")
+                            problem = f"its process died {TRIES} times; what it said stands in the log"
+                            yield Outcome(outcome.unit_id, None, error=problem)
                     elif outcome is not None:
                         yield outcome
         finally:
@@ -74,9 +76,17 @@ class _Pool:
         try:
             message = pipe.recv()
         except (EOFError, ConnectionResetError):
-            self._processes.pop(pipe).join()
+            process = self._processes.pop(pipe)
+            process.join()
             pipe.close()
+            if pipe not in self._ready:
+                raise LatentpressError(
+                    f"a worker process died while it loaded its model (exit code {process.exitcode}); what it said "
+                    "stands in the log",
+                    "exit code -9 means that memory ran out: use fewer --workers",
+                ) from None
             return self._busy.pop(pipe)
+        self._ready.add(pipe)
         if isinstance(message, int):
             self._advance(message)
             return None
@@ -97,6 +107,7 @@ def _serve(load: Load, job: Job, pipe: Connection) -> None:
     """The other end: load the model, then a unit at a time until the pipe closes."""
     try:
         worker = load(job)
+        pipe.send(0)
         while True:
             pipe.send(worker.run_unit(pipe.recv(), pipe.send))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):

@@ -1,7 +1,7 @@
 """A local folder as a source: media files, the caption files beside them, and i2i source images.
 
 Sorted by path, so that the order in which a file system lists things changes nothing. Symbolic links are
-followed only while they stay inside the folder.
+followed only while they stay inside the folder; the others are counted among the other files.
 """
 
 import os
@@ -38,7 +38,7 @@ class Listing:
         """What was left alone, by extension: "no other files" or "12 other files: .json 3, .md 9"."""
         if not self.ignored:
             return "no other files"
-        counts = ", ".join(f"{suffix or 'no extension'} {count}" for suffix, count in sorted(self.ignored.items()))
+        counts = ", ".join(f"{what or 'no extension'} {count}" for what, count in sorted(self.ignored.items()))
         return f"{sum(self.ignored.values())} other files: {counts}"
 
 
@@ -49,7 +49,7 @@ def scan(dataset: Dataset) -> Listing:
     if dataset.dataset_type == "video":
         kinds |= {suffix: "video" for suffix in VIDEOS}
     items, ignored = [], Counter[str]()
-    for path in _walk(root, root.resolve()):
+    for path in _walk(root, root.resolve(), ignored):
         suffix = path.suffix.lower()
         if suffix in kinds:
             items.append(_item(path, root, kinds[suffix]))
@@ -77,18 +77,37 @@ def captions(dataset: Dataset, item: Item) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def companion(dataset: Dataset, item: Item) -> Item:
-    """The source image of an i2i target: the same relative name, any image extension, in conditioning_data."""
-    assert dataset.conditioning_data is not None
-    root = _existing(dataset.conditioning_data, f"datasets.{dataset.id}.conditioning_data")
-    stem = (root / item.path).with_suffix("")
-    found = sorted(path for path in stem.parent.glob(f"{_escape(stem.name)}.*") if path.suffix.lower() in IMAGES)
-    if not found:
-        raise MediaError("no-source", root / item.path, "is not there", f"put the source image at {stem}.png")
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise MediaError("several-sources", stem, f"stands for several files ({names})", "keep one of them")
-    return _item(found[0], root, "image")
+class Companions:
+    """The source images of i2i targets: the same relative name, any image extension, in conditioning_data.
+
+    Each of its folders is listed once, however many targets there are. Several threads may call `of`.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        assert dataset.conditioning_data is not None
+        self._root = _existing(dataset.conditioning_data, f"datasets.{dataset.id}.conditioning_data")
+        self._folders: dict[Path, dict[str, list[Path]]] = {}
+
+    def of(self, item: Item) -> Item:
+        stem = (self._root / item.path).with_suffix("")
+        found = self._images(stem.parent).get(stem.name, [])
+        if not found:
+            problem, step = "is not there", f"put the source image at {stem}.png"
+            raise MediaError("no-source", self._root / item.path, problem, step)
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise MediaError("several-sources", stem, f"stands for several files ({names})", "keep one of them")
+        return _item(found[0], self._root, "image")
+
+    def _images(self, folder: Path) -> dict[str, list[Path]]:
+        """Name without extension -> the images of that name."""
+        if folder not in self._folders:
+            images: dict[str, list[Path]] = {}
+            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+                if path.suffix.lower() in IMAGES and not path.name.startswith("."):
+                    images.setdefault(path.stem, []).append(path)
+            self._folders[folder] = images
+        return self._folders[folder]
 
 
 def _existing(folder: str, key: str) -> Path:
@@ -100,20 +119,22 @@ def _existing(folder: str, key: str) -> Path:
     return root
 
 
-def _walk(folder: Path, top: Path) -> Iterator[Path]:
+def _walk(folder: Path, top: Path, ignored: Counter[str]) -> Iterator[Path]:
+    """Everything below `folder` that is no folder; what hangs or is gone is found out when it is read."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except PermissionError as error:
-        raise LatentpressError(f"{folder}: {error.strerror}", "give read permission to the folder") from error
+    except OSError as error:
+        step = "give read permission to the folder, or run again if it was being moved"
+        raise LatentpressError(f"{folder}: {error.strerror}", step) from error
     for entry in entries:
         if entry.name.startswith("."):
             continue
         path = Path(entry.path)
-        if entry.is_symlink() and not _inside(path, top):
-            continue
-        if entry.is_dir():
-            yield from _walk(path, top)
-        elif entry.is_file():
+        if entry.is_symlink() and path.exists() and not _inside(path, top):
+            ignored["link that leads outside"] += 1
+        elif entry.is_dir():
+            yield from _walk(path, top, ignored)
+        else:
             yield path
 
 
@@ -124,9 +145,9 @@ def _inside(link: Path, top: Path) -> bool:
 
 
 def _item(path: Path, root: Path, kind: str) -> Item:
-    status = path.stat()
-    return Item(path.relative_to(root).as_posix(), kind, status.st_size, status.st_mtime_ns)
-
-
-def _escape(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+    name = path.relative_to(root).as_posix()
+    try:
+        status = path.stat()
+    except OSError:  # a link to nothing, or gone by now: reading it says so, and it is set aside
+        return Item(name, kind, 0, 0)
+    return Item(name, kind, status.st_size, status.st_mtime_ns)

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from cache.generations import Generation
 from cache.shard import Row
 from stages import loading
 from stages.media.files import check
-from stages.media.samples import fit_image, source_file
+from stages.media.places import Places
+from stages.media.samples import fit_image
 from stages.stage import Job
 from stages.text.request import TextRequest
 from stages.worker import UnitWorker
@@ -24,7 +24,7 @@ class TextWorker(UnitWorker):
         self.precision = self.config.text.precision or self.config.model.precision
         self.batch_limit = self.config.text.batch_tokens
         self._encoder = loading.text_encoder(self.config, self.device)
-        self._places = _image_places(self.plan)
+        self._places = Places(self.config, self.plan)
 
     def cost(self, batch: list[tuple[TextRequest, int]]) -> int:
         """Tokens of the padded batch."""
@@ -46,17 +46,6 @@ class TextWorker(UnitWorker):
 
     def _image(self, text: dict) -> Image.Image:
         """The image inside an i2i prompt, cut as its sample's source is."""
-        dataset, place = self._places.get(text["text_id"], (text["image_dataset"], text["image_path"]))
-        path = source_file(self.config, dataset, place)
-        check(path, text["image_id"])
+        [(path, content)] = self._places.of_text(text["text_id"])
+        check(path, content)
         return Image.fromarray(fit_image(path, text["image_geometry"]))
-
-
-def _image_places(plan: Generation) -> dict[str, tuple[str, str]]:
-    """text_id -> (dataset, path) of the image inside the prompt, where it lies as of this plan."""
-    found = {}
-    for row in plan.active:
-        if row["source_path"]:
-            for name in (*row["texts"], row["null_text"]):
-                found[name] = (row["dataset"], row["source_path"])
-    return found

@@ -10,7 +10,8 @@ from schemas.identity import seed_of
 from stages import loading
 from stages.media import pixels
 from stages.media.files import check
-from stages.media.samples import fit_image, media_file, read_frames, source_file
+from stages.media.places import Places
+from stages.media.samples import fit_image, read_frames
 from stages.stage import Job
 from stages.worker import UnitWorker
 
@@ -27,25 +28,21 @@ class LatentsWorker(UnitWorker):
         self.precision = self.config.latents.precision or self.config.model.precision
         self.batch_limit = self.config.latents.batch_size
         self._autoencoder = loading.autoencoder(self.config, self.device)
-        #: where an active sample's files lie as of this plan
-        self._places = {row["sample_id"]: (row["dataset"], row["path"], row["source_path"]) for row in self.plan.active}
+        self._places = Places(self.config, self.plan)
 
     def cost(self, batch: list[Pixels]) -> int:
         return len(batch)
 
     def read(self, name: str) -> Pixels:
         sample = self.plan.samples[name]
-        planned = (sample["dataset"], sample["path"], sample["source_path"])
-        dataset, place, source_place = self._places.get(name, planned)
-        path = media_file(self.config, dataset, place)
-        check(path, sample["media_id"])
-        frames = pixels.normalise(read_frames(path, sample, self.config.latents.decoder))
+        files = self._places.of_sample(name)
+        for path, content in files:
+            check(path, content)
+        frames = pixels.normalise(read_frames(files[0][0], sample, self.config.latents.decoder))
         if sample["condition"] == "first-frame":
             return frames, frames[:, :1]
         if sample["condition"] == "source":
-            source = source_file(self.config, dataset, source_place)
-            check(source, sample["source_id"])
-            return frames, pixels.normalise(fit_image(source, sample["source_geometry"])[None])
+            return frames, pixels.normalise(fit_image(files[1][0], sample["source_geometry"])[None])
         return frames, None
 
     def encode(self, names: list[str], batch: list[Pixels]) -> Iterator[Row]:

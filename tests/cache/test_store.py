@@ -263,3 +263,11 @@ def test_no_permission_to_read_or_list():
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stderr
     assert all("permission denied" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("url", ["s4://bucket/x", "gs://bucket/x"])
+def test_a_url_that_nothing_here_can_open_is_named(url, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(StoreError, match=url) as caught:
+        Store(url)
+    assert "install" in caught.value.next_step

@@ -70,7 +70,22 @@ def test_folders_inside_the_source_packages_are_refused(key, tmp_path, monkeypat
     (tmp_path / "link").symlink_to(PACKAGES[0])
     assert list(problems(**{key: str(tmp_path / "link" / "x")})) == [(key,)]
     Config.model_validate(data(**{key: str(tmp_path / "cache")}))
-    Config.model_validate(data(**{key: "memory://cache/x"}))
+
+
+def test_root_may_be_a_url_and_output_may_not():
+    Config.model_validate(data(root="memory://cache/x"))
+    assert list(problems(output="s3://bucket/x")) == [("output",)]
+
+
+def test_a_dataset_is_not_called_as_the_validation_prompts_are():
+    assert list(problems(datasets=[dataset("validation")])) == [("datasets", 0, "id")]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"resolution": 8}, {"resolution": 1024, "resolution_type": "area"}, {"resolution": 1e7}]
+)
+def test_a_resolution_that_no_picture_can_have_is_refused(wrong):
+    assert list(problems(datasets=[dataset("a", **wrong)])) == [("datasets", 0, "resolution")]
 
 
 def test_dataset_ids_differ():

@@ -62,8 +62,8 @@ def test_numbers_are_numbers_and_paths_start_at_the_file(write, tmp_path, monkey
 
 
 def test_urls_and_repos_stay_as_they_are_and_folders_that_exist_are_resolved(write, tmp_path):
-    config = load(write(), ["root=memory://work", "output=s3://bucket/x", "model.path=org/name"])
-    assert (config.root, config.output, config.model.path) == ("memory://work", "s3://bucket/x", "org/name")
+    config = load(write(), ["root=memory://work", "model.path=org/name"])
+    assert (config.root, config.model.path) == ("memory://work", "org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert load(write(), ["model.path=org/name"]).model.path == str(tmp_path / "org" / "name")
     assert load(write(), ["model.path=./missing"]).model.path == str(tmp_path / "missing")
@@ -386,3 +386,8 @@ def test_types_are_found_by_path():
     assert type_at(("datasets", 0, "id")) is str
     assert type_at(("datasets", 3, "video", "num_frames")) is int
     assert type_at(("train", "optimizer", "nothing")) is None
+
+
+def test_a_file_url_is_a_path_like_any_other(write, tmp_path):
+    config = load(write(), ["root=file://work", f"output=file://{tmp_path}/out"])
+    assert (config.root, config.output) == (str(tmp_path / "work"), str(tmp_path / "out"))

@@ -1,6 +1,7 @@
 """Validation latents become pictures and videos: the autoencoder's own, whole or not at all."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -72,4 +73,24 @@ def test_latents_of_another_family_and_damaged_ones_are_named(project) -> None:
     path = put(home, "dog", random_latent(16, 1, 8, 8), "kandinsky5-image")
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(LatentpressError, match=r"dog\.safetensors can't be read"):
+        home.run(decode.run)
+
+
+def test_a_latent_newer_than_its_picture_is_decoded_again(project) -> None:
+    home = project("kandinsky5-image-t2i")
+    put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
+    home.run(decode.run)
+    picture = home.folder / "output/run/samples/step-000003/cat.png"
+    before = picture.read_bytes()
+    latent = put(home, "cat", -random_latent(16, 1, 8, 8), "kandinsky5-image")
+    os.utime(latent, ns=(0, picture.stat().st_mtime_ns + 1))
+    assert home.run(decode.run).done == 1
+    assert picture.read_bytes() != before
+
+
+def test_a_file_that_is_no_validation_latent_is_named(project) -> None:
+    home = project("kandinsky5-image-t2i")
+    path = put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
+    save_file({"other": random_latent(1)}, path)
+    with pytest.raises(LatentpressError, match=r"cat\.safetensors can't be read"):
         home.run(decode.run)

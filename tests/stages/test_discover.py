@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from cache import rejects
 from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import discover
@@ -130,8 +131,9 @@ def test_links_are_followed_inside_the_folder_only(project, tmp_path: Path) -> N
     (home.media / "link").symlink_to(home.media / "real")
     (home.media / "loop").symlink_to(home.media)
     (home.media / "out").symlink_to(outside)
-    home.run(discover.run)
+    report = home.run(discover.run)
     assert [row["path"] for row in read_media(Store(home.root), "photos")] == ["link/one.png", "real/one.png"]
+    assert report.details["photos"]["other files"] == "2 other files: link that leads outside 2"
 
 
 def test_dry_run_writes_nothing(project) -> None:
@@ -140,3 +142,61 @@ def test_dry_run_writes_nothing(project) -> None:
     report = home.run(discover.run, dry_run=True)
     assert report.remaining == 1
     assert not home.root.exists()
+
+
+def test_what_is_no_file_or_has_no_utf8_name_is_set_aside(project) -> None:
+    home = project()
+    home.image("good.png")
+    content = (home.media / "good.png").read_bytes()
+    strange = os.fsencode(home.media) + b"/strange\xff.png"
+    with open(strange, "wb") as file:
+        file.write(content)
+    for name in ("gone.png", "pipe.png"):
+        (home.media / name).with_suffix(".txt").write_text("x")
+    (home.media / "gone.png").symlink_to(home.media / "never was.png")
+    os.mkfifo(home.media / "pipe.png")
+    report = home.run(discover.run, MANY)
+    assert home.rejects(report) == {
+        "gone.png": "missing",
+        "pipe.png": "unreadable",
+        "strange\\udcff.png": "name-not-utf8",
+    }
+    assert report.document()["exit_code"] == 0
+    assert [row["path"] for row in read_media(Store(home.root), "photos")] == ["good.png"]
+
+
+def test_too_many_rejects_are_listed_though_the_stage_stops(project) -> None:
+    home = project()
+    home.image("bad.png", caption="")
+    with pytest.raises(LatentpressError, match="max_reject_fraction"):
+        home.run(discover.run)
+    assert [row["reason"] for row in rejects.read(Store(home.root), "discover")["photos"]] == ["empty-caption"]
+
+
+def sources(project, *names: str):
+    home = project("kandinsky5-image-i2i")
+    home.settings["datasets"][0]["conditioning_data"] = "sources"
+    for name in names:
+        home.image(f"../sources/{name}", seed=len(name))
+    return home
+
+
+def test_a_source_has_the_very_name_of_its_target(project) -> None:
+    home = sources(project, "one.jpg", "two.v2.png", "three.png", "three.jpg")
+    for name in ("one.png", "two.png", "two.v2.png", "three.png"):
+        home.image(name)
+    report = home.run(discover.run, MANY)
+    assert home.rejects(report) == {"two.png": "no-source", "three.png": "several-sources"}
+    found = {row["path"]: row["source"] for row in read_media(Store(home.root), "photos")}
+    assert found == {"one.png": "one.jpg", "two.v2.png": "two.v2.png"}
+
+
+def test_a_folder_of_sources_is_listed_once(project, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = sources(project, "0.png", "1.png", "2.png")
+    for number in range(3):
+        home.image(f"{number}.png", seed=number)
+    listed = []
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: (listed.append(path.name), iterdir(path))[1])
+    assert home.run(discover.run, "stages.discover.workers=1").done == 3
+    assert listed.count("sources") == 1

@@ -1,15 +1,18 @@
 """The encoding stages as a user runs them: what is encoded when, and what a change costs."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cache import rejects
 from cache.shard import reader
 from cache.store import Store
 from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents, encode_text, index
+from stages import bucket, discover, encode_latents, encode_text, index, status
 
 IMAGE = "kandinsky5-image-t2i"
 
@@ -157,7 +160,7 @@ def test_settings_that_change_bytes_change_the_cache_and_others_do_not(photos) -
     assert prints("latents.precision=bfloat16") == (False, True)
     assert prints("text.max_length=256") == (True, False)
     assert prints("latents.posterior=mode") == (False, True)
-    assert prints("latents.decoder=decord") == (False, True)
+    assert prints("latents.decoder=decord") == (False, False)  # pictures only
     assert prints("model.flavour=i2i-lite-sft", "datasets.photos.conditioning_data=media") == (True, False)  # template
     for harmless in ("train.steps=5", "cache.unit_mib=9", "cache.format=webdataset", "stages.encode-text.workers=3"):
         assert prints(harmless) == (False, False), harmless
@@ -199,6 +202,87 @@ def test_a_file_changed_since_discovery_is_set_aside_and_tried_again(photos) -> 
     _, latents = encode(photos)
     assert (latents.set_aside, latents.exit_code) == ([], 0)
     assert photos.run(index.run).details["samples"] == 4
+
+
+def test_what_is_still_missing_is_listed_and_not_encoded_again(photos) -> None:
+    path = photos.media / "0.png"
+    content = path.read_bytes()
+    path.unlink()
+    encode(photos)
+    unable = replace(encode_latents.STAGE, load=lambda job: pytest.fail("loaded for nothing"))
+    again = photos.run(unable.run)
+    assert (again.done, photos.rejects(again)) == (0, {"0.png": "missing"})
+    (photos.media / "moved.png").write_bytes(content)
+    (photos.media / "moved.txt").write_text("picture number 0")
+    prepare(photos)
+    again = photos.run(encode_latents.run)
+    assert (again.set_aside, again.exit_code) == ([], 0)
+    assert again.done > 0
+
+
+def test_files_deleted_before_they_were_encoded_are_not_held_against_the_rest(project) -> None:
+    home = project(IMAGE, cache={"unit_mib": 1})
+    for number in range(8):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    prepare(home)
+    for number in range(6):
+        (home.media / f"{number}.png").unlink()
+    prepare(home)
+    _, latents = encode(home)
+    assert (latents.done, latents.set_aside, latents.exit_code) == (2, [], 0)
+    assert home.run(index.run).details["samples"] == 2
+
+
+def test_a_list_of_what_was_set_aside_is_there_before_its_shard(photos, monkeypatch: pytest.MonkeyPatch) -> None:
+    (photos.media / "0.png").unlink()
+    found: list[list[dict]] = []
+    monkeypatch.setattr(Store, "publish", spy_on_shards(Store.publish, found))
+    encode(photos)
+    assert [row["item"] for rows in found for row in rows] == [row["item"] for row in listed(photos)] != []
+
+
+def spy_on_shards(publish, found: list):
+    """Store.publish that notes, before each shard of latents appears, what its unit's list of rejects says."""
+
+    def spy(store: Store, temporary, rel: str) -> None:
+        if rel.startswith("latents/") and rel.endswith(".arrow"):
+            _, fingerprint, name = rel.split("/")
+            lists = rejects.read(store, f"encode-latents/{fingerprint}")
+            found.append(lists.get(name.removesuffix(".arrow"), []))
+        publish(store, temporary, rel)
+
+    return spy
+
+
+def listed(home) -> list[dict]:
+    folder = f"encode-latents/{encode_latents.STAGE.fingerprint(home.config())}"
+    return [row for rows in rejects.read(Store(home.root), folder).values() for row in rows]
+
+
+def test_a_plan_whose_parents_were_removed_says_what_to_run(photos) -> None:
+    photos.image("new.png", (64, 64), "a new one", 40)
+    prepare(photos)
+    first = min((photos.root / "plans").iterdir())
+    shutil.rmtree(first)
+    for program in (status.run, encode_text.run, index.run):
+        with pytest.raises(LatentpressError, match="no unit holds") as caught:
+            photos.run(program)
+        assert "latentpress bucket" in caught.value.next_step
+    photos.run(bucket.run)
+    assert [report.exit_code for report in encode(photos)] == [0, 0]
+    assert photos.run(index.run).details["samples"] == 5
+
+
+def test_a_damaged_plan_is_named(photos) -> None:
+    (plan,) = (photos.root / "plans").iterdir()
+    for name, problem in (("units.arrow", "no units.arrow"), ("plan.json", "no JSON")):
+        (plan / name).rename(photos.root / name)
+        if name == "plan.json":
+            (plan / name).write_text("{")
+        with pytest.raises(LatentpressError, match=problem) as caught:
+            photos.run(encode_text.run)
+        assert "remove that folder" in caught.value.next_step
+        (photos.root / name).rename(plan / name)
 
 
 def test_a_file_damaged_beyond_its_header_is_set_aside_and_the_rest_goes_on(project) -> None:
@@ -290,7 +374,6 @@ def test_every_flavour_from_media_to_set(project, kind: str) -> None:
 
 
 def test_a_changed_template_encodes_every_text_and_no_latent(photos, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
 
     from schemas.catalogue import FAMILIES
 
@@ -311,8 +394,10 @@ def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None
         path = home.image(f"{number}.jpg", (300, 300), f"picture {number}", number)
         path.write_bytes(path.read_bytes()[:1500])
     prepare(home)
-    with pytest.raises(LatentpressError, match=r"(?s)max_reject_fraction = 0\.2.*jpg"):
-        home.run(encode_latents.run)
+    for _ in range(2):  # the second time nothing is left to be encoded, and it is as wrong
+        with pytest.raises(LatentpressError, match=r"(?s)max_reject_fraction = 0\.2.*jpg"):
+            home.run(encode_latents.run)
+    assert home.run(encode_latents.run, "stages.max_reject_fraction=1.0").exit_code == 0
 
 
 def test_a_video_shorter_than_asked_for_and_an_image_too_small_are_set_aside(project) -> None:

@@ -74,3 +74,19 @@ def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(t
 def test_an_error_meant_for_the_user_reaches_the_caller(tmp_path: Path, workers: int) -> None:
     with pytest.raises(LatentpressError, match="no more room"):
         list(run_units(Echo, job(tmp_path, workers), units("error", "u1"), lambda n: None))
+
+
+def die(job: Job) -> Echo:
+    """As where memory runs out while a model is loaded."""
+    with open(Path(job.config.root) / "loads", "a") as file:
+        file.write("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return Echo(job)
+
+
+def test_a_process_that_dies_while_it_loads_its_model_stops_the_stage(tmp_path: Path) -> None:
+    names = [f"u{number}" for number in range(6)]
+    with pytest.raises(LatentpressError, match="loaded its model") as caught:
+        list(run_units(die, job(tmp_path, 2), units(*names), lambda n: None))
+    assert "--workers" in caught.value.next_step
+    assert len((tmp_path / "loads").read_text()) <= 2

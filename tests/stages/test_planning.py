@@ -4,7 +4,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.config import Config
+from schemas.config import Config, Prompt, Validation
 from schemas.geometry import Bucket
 from stages import planning
 
@@ -127,3 +127,18 @@ def test_the_plan_key_ignores_where_media_lies_and_how_it_is_encoded() -> None:
     assert planning.plan_key(config(resolution=512), 16) != key
     assert planning.plan_key(config(), 128) != key
     assert planning.plan_key(config("sana"), 16) != key
+
+
+def test_the_plan_key_knows_a_prompts_image_by_its_name_alone() -> None:
+    def key(image: str) -> str:
+        prompt = Prompt(name="a", prompt="a cat", image=image)
+        return planning.plan_key(config().model_copy(update={"validation": Validation(prompts=(prompt,))}), 16)
+
+    assert key("/here/cat.png") == key("/mnt/there/cat.png") != key("/here/dog.png")
+
+
+def test_a_caption_of_which_cleaning_leaves_nothing_is_none() -> None:
+    rows = [row(0, captions=["&nbsp;", "a cat"]), row(1, captions=["a cat"]), row(2, captions=["&nbsp;"])]
+    plan = planning.draft(config(), {"a": rows}, 16)
+    assert [active["texts"] for active in plan.active] == [plan.active[1]["texts"]] * 2
+    assert [(item["path"], item["reason"]) for item in plan.set_aside] == [("002.jpg", "empty-caption")]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.weights import WeightsError, fingerprint_of, resolve
+from schemas.config import Config, Model, Resources
+from stages.weights import OtherCheckpoint, WeightsError, fingerprint_of, require_model, require_task, resolve
 
 COMMIT, OTHER = "0" * 38 + "ab", "1" * 40
 
@@ -164,3 +165,39 @@ def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, mo
     file.write_bytes(b"other")
     os.utime(file, ns=(1, 1))
     assert weights.fingerprint_of(str(folder), ("vae",), None, memo) != first
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "flavour"),
+    [
+        ("kandinsky5-image-t2i", "sana", None),
+        ("kandinsky5-image-t2i", "kandinsky5-image", "i2i-lite-sft"),
+        ("sana", "kandinsky5-image", None),
+    ],
+)
+def test_a_checkpoint_of_another_family_or_task_is_refused_by_name(tiny, tmp_path, kind, family, flavour):
+    given = Model(family=family, flavour=flavour, path=str(tiny(kind)))
+    with pytest.raises(OtherCheckpoint, match=f"is a checkpoint for {kind.rpartition('-')[0] or kind}"):
+        require_task(given)
+    require_task(given.model_copy(update={"path": str(checkpoint(tmp_path / "no index"))}))
+
+
+def test_a_part_of_another_family_is_refused_by_name(tiny):
+    given = Model(family="sana", path=str(tiny("kandinsky5-image-t2i")))
+    for part, found in (("vae", "AutoencoderKL"), ("text_encoder", "qwen2_5_vl")):
+        with pytest.raises(OtherCheckpoint, match=f"{part} is a {found}"):
+            require_model(given, part)
+        require_model(given.model_copy(update={"path": str(tiny("sana"))}), part)
+
+
+@pytest.mark.parametrize("name", ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"])
+def test_damaged_weights_are_named(tiny, tmp_path, name):
+    folder = shutil.copytree(tiny("kandinsky5-image-t2i"), tmp_path / "model")
+    (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    settings = {"root": "r", "datasets": [{"id": "a", "instance_data_dir": "a"}]}
+    config = Config.model_validate(settings | {"model": {"family": "kandinsky5-image", "path": str(folder)}})
+    from stages import loading
+
+    with pytest.raises(WeightsError, match="vae") as caught:
+        loading.autoencoder(config, loading.device(Resources(device="cpu", threads=1)))
+    assert "whole copy" in caught.value.next_step

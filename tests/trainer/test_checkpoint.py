@@ -130,6 +130,14 @@ def test_learning_rate() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_the_optimizer_is_adamw_as_configured() -> None:
+    config = Optimizer(lr=0.5, betas=(0.7, 0.8), eps=1e-3, weight_decay=0.3)
+    optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(1))], config)
+    assert type(optimizer) is torch.optim.AdamW
+    found = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay")}
+    assert found == {"lr": 0.5, "betas": (0.7, 0.8), "eps": 1e-3, "weight_decay": 0.3}
+
+
 def test_clipping_scales_to_the_norm() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])

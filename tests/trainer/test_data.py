@@ -82,6 +82,24 @@ def test_dropped_captions_are_the_null_prompt(make_config, make_set, made) -> No
     assert np.array_equal(batch.pooled_BD.numpy(), np.stack([null["pooled"]] * 2))
 
 
+def test_alternative_captions_take_turns(make_config, make_set, made) -> None:
+    """Over two passes a sample with two captions is seen with each; of two samples' captions none is mixed up."""
+    config = make_config("t2i")
+    items, null, prompts = made.mixed_items(config)
+    make_set(config, items, null, prompts)
+    ordered, seen = sorted(items, key=lambda item: item.bucket), set()
+    passes = feed(config, 4, 4).plan.batches_per_epoch * 2
+    for step in range(passes):
+        (part,) = feed(config, 4, 4).step(step).parts
+        for id, text_LD, mask_L in zip(part.batch.ids, part.batch.text_BLD, part.batch.text_mask_BL, strict=True):
+            number = int(id.removeprefix("set1-sample"))
+            texts = [caption["embeds"] for caption in ordered[number].texts]
+            which = [np.array_equal(text_LD[mask_L].numpy(), text) for text in texts]
+            assert sum(which) == 1
+            seen.add((number, which.index(True)))
+    assert seen == {(number, i) for number, item in enumerate(ordered) for i in range(len(item.texts))}
+
+
 def test_ranks_and_micro_batches_cut_the_same_global_batch(make_config, make_set) -> None:
     config = make_config("t2i")
     make_set(config)

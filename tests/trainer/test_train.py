@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,85 @@ def test_killed_and_resumed_gives_the_same_losses(make_config, make_set) -> None
         assert torch.equal(value, trained_weights(cut)[name])
 
 
+def test_the_optimizer_has_the_rate_of_its_step(make_config, make_set) -> None:
+    """A LoRA's B begins at 0, and AdamW's first step moves every number by the rate: half of 1e-2 in the warm-up."""
+    config = make_config("t2i", steps=1, optimizer={"lr": 1e-2, "warmup": 2}, checkpoint_every=1)
+    make_set(config)
+    train(config)
+    assert lines(config, "lr") == {1: 5e-3}
+    assert furthest(config) == pytest.approx(5e-3, rel=1e-2)
+    falling = make_config("t2i", steps=4, optimizer={"lr": 1e-2, "warmup": 2, "schedule": "cosine"})
+    train(falling)
+    assert lines(falling, "lr") == pytest.approx({1: 5e-3, 2: 1e-2, 3: 1e-2, 4: 5e-3}), "half a cosine of 4 steps"
+
+
+def furthest(config) -> float:
+    return max(value.abs().max().item() for name, value in trained_weights(config).items() if "lora_B" in name)
+
+
+def test_gradients_are_clipped(make_config, make_set) -> None:
+    """Clipped to far below AdamW's eps they move next to nothing; the norm that is recorded is the one before."""
+    norms = []
+    for name, norm in (("free", 1.0), ("clipped", 1e-10)):
+        optimizer = {"lr": 1e-2, "warmup": 0, "max_grad_norm": norm}
+        config = make_config("t2i", name=name, steps=1, optimizer=optimizer, checkpoint_every=1)
+        make_set(config)
+        train(config)
+        norms.append(lines(config, "grad_norm")[1])
+        assert (furthest(config) < 1e-3) == (name == "clipped")
+    assert norms[0] == norms[1] > 1e-3
+
+
+def test_looking_leaves_dropout_off(make_config, make_set) -> None:
+    """An adapter's dropout is no part of the eval loss, nor of the validation latents."""
+    found = []
+    for dropout in (0.0, 0.9):
+        look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
+        config = make_config("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
+        make_set(config)
+        data = TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+        run = loop.prepare(config, data, Plan(data.spans, 0, 1), quiet(), "cpu")
+        for seed, parameter in enumerate(run.trainable.values()):
+            generator = torch.Generator().manual_seed(seed)
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        seen: list[dict] = []
+        run.denoiser.train()
+        loop.look(run, lambda numbers, shown=True, seen=seen: seen.append(numbers), 1)
+        shown = load_file(run.folder / "validation" / "step-000001" / "one.safetensors")["latent"]
+        found.append((seen[0]["eval_loss"], shown))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+def scalars(config) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run: name -> (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(Path(config.output) / "run" / "tensorboard"))
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
+    """In metrics.jsonl and in TensorBoard alike, though steps after the checkpoint had been told before."""
+    torch.set_num_threads(1)
+    look = {"eval_samples": 1, "eval_sigmas": [0.5], "every": 2}
+    config = killable(make_config, make_set, "told", validation=look)
+    kill_at(config, 5)
+    time.sleep(1.1)  # TensorBoard reads its files in the order of the second they were begun in
+    with (Path(config.output) / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    assert train(config)["skipped"] == 3
+    told = metrics.read(Path(config.output) / "run" / "metrics.jsonl")
+    assert [line["step"] for line in told if "loss" in line] == list(range(1, 10))
+    assert [line["step"] for line in told if "eval_loss" in line] == [0, 2, 4, 6, 8, 9]
+    shown = scalars(config)
+    assert {"loss", "grad_norm", "lr", "eval_loss"} <= shown.keys()
+    for name in ("loss", "grad_norm", "lr", "eval_loss"):
+        assert dict(shown[name]) == pytest.approx(lines(config, name), rel=1e-6), name
+        assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
+
+
 def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
     config = make_config("t2i", steps=2)
     make_set(config)
@@ -206,6 +286,41 @@ def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> 
             train(make_config("t2i", steps=3, **change))
     with pytest.raises(loop.RunError, match=r"train\.resume is false"):
         train(make_config("t2i", steps=3, resume=False))
+
+
+def test_fewer_steps_than_were_done_change_nothing_and_are_said(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", steps=3)
+    make_set(config)
+    train(config)
+    saved = Path(config.output) / "run" / "adapter" / "pytorch_lora_weights.safetensors"
+    for lost in (False, True):  # the note of the result: with it nothing is to do, without it the result is saved anew
+        if lost:
+            (Path(config.output) / "run" / "result.json").unlink()
+        code, report = program(make_config("t2i", steps=2), tmp_path, capsys)
+        assert (code, report["done"], report["remaining"]) == (OK, 0, 0)
+        with safe_open(saved, "pt") as file:
+            assert file.metadata()["latentpress.steps"] == "3"
+    execute("train", program_run, Options(tmp_path / "pipeline.yaml", dry_run=True))
+    assert "has done 3 steps, more than train.steps (2)" in capsys.readouterr().err
+
+
+def test_other_base_weights_are_refused(make_config, make_set, tmp_path) -> None:
+    """Those of another checkpoint of the same shape; a copy of the same, elsewhere and in bfloat16, is none."""
+    from examples.tiny_models import build
+
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    train(config)
+
+    def other(path: Path, **settings):
+        changed = make_config("t2i", steps=2, **settings)
+        return changed.model_copy(update={"model": changed.model.model_copy(update={"path": str(path)})})
+
+    build("kandinsky5-image-t2i", tmp_path / "other", seed=1, only=["transformer", "scheduler"])
+    with pytest.raises(ResumeError, match=r"base weights.*\n.*model\.path"):
+        train(other(tmp_path / "other"))
+    shutil.copytree(Path(config.model.path), tmp_path / "same")
+    assert train(other(tmp_path / "same", precision="bfloat16"))["done"] == 1
 
 
 def flip(config) -> None:
@@ -252,6 +367,7 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, mak
     losses = lines(config)
     assert losses[2] is None and losses[4] is None and losses[8] is not None
     assert all(value.isfinite().all() for value in trained_weights(config).values())
+    assert train(make_config("t2i", steps=9, max_bad_steps=2))["steps not finite"] == 2, "counted before, and kept"
     other = make_config("t2i", name="other", steps=8, max_bad_steps=2)
     make_set(other)
     bad |= set(range(100))

@@ -1,0 +1,143 @@
+"""What training computes and shows, against the definition of its loss and the pipelines that use its result."""
+
+import json
+import os
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from cache.plan import Plan
+from cache.store import Store
+from cache.trainset import TrainSet
+from schemas.console import Console
+from trainer import metrics, validate
+from trainer import train as loop
+from trainer.batch import Batch
+from trainer.data import Feed, collate
+from trainer.families import kandinsky5, sana
+from trainer.sampling import SHIFT_KEYS
+
+KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
+ADAPTERS = {"sana": {"type": "full"}}
+
+
+def trained(config) -> tuple[TrainSet, Plan]:
+    data = TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+    plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
+    loop.train(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")  # noqa: SIM115
+    return data, plan
+
+
+def stock_transformer(config):
+    folder = Path(config.model.path) / "transformer"
+    name = json.loads((folder / "config.json").read_text())["_class_name"]
+    return getattr(diffusers, name).from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("shift", [None, 6.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
+    """Of the stock transformer: |v - (noise - x0)|^2 at x = (1 - sigma) x0 + sigma noise, without given frames."""
+    config = make_config(kind, shift=shift, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}))
+    make_set(config)
+    data, plan = trained(config)
+    (part,) = Feed(data, plan, 1, 0.0).step(0).parts
+    x0, noise, u = part.batch.latents_BCTHW, part.noise_BCTHW, torch.sigmoid(part.normal_B)
+    s = shift or config.model.chosen.shift
+    sigma = s * u / (1 + (s - 1) * u)
+    family, model = sana if kind == "sana" else kandinsky5, stock_transformer(config)
+    arguments = family.inputs(model, (1 - sigma) * x0 + sigma * noise, sigma, part.batch, config.model.task)
+    assert arguments.pop("text_mask_BL", None) is None, "one caption has no padding"
+    with torch.no_grad():
+        velocity = model(**arguments).sample
+    velocity = velocity[:, :, None] if kind == "sana" else velocity.movedim(-1, 1)
+    learned = slice(1 if kind == "i2v" else 0, None)
+    wanted = (velocity - (noise - x0))[:, :, learned].square().mean()
+    (line,) = (line for line in metrics.read(Path(config.output) / "run" / "metrics.jsonl") if "loss" in line)
+    assert line["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def pipeline(config, transformer):
+    """The flavour's pipeline around a transformer and the checkpoint's scheduler at validation.shift."""
+    family = sana if config.model.family == "sana" else kandinsky5
+    folder, wanted = Path(config.model.path), getattr(diffusers, family.PIPELINES[config.model.task])
+    names = {"vae", "text_encoder", "tokenizer"} | (set() if family is sana else {"text_encoder_2", "tokenizer_2"})
+    name = json.loads((folder / "scheduler/scheduler_config.json").read_text())["_class_name"]
+    scheduler_class = getattr(diffusers, name)
+    settings = scheduler_class.load_config(folder / "scheduler")
+    key = next(key for key in SHIFT_KEYS if key in scheduler_class.from_config(settings).config)
+    scheduler = scheduler_class.from_config(settings, **{key: config.validation.shift})
+    pipe = wanted(transformer=transformer, scheduler=scheduler, **dict.fromkeys(names))
+    pipe.resolutions = [(64, 64)]  # the image pipelines' list of sizes, each too large here
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor) -> torch.Tensor:
+    """latents_BCTHW of the pipeline's own denoising loop, from the same noise and condition."""
+    texts, task = {}, config.model.task
+    for prefix, part in (("", batch), ("negative_", negative)):
+        if config.model.family == "sana":
+            rows = part.text_BLD.shape[1]
+            texts[f"{prefix}prompt_embeds"] = torch.nn.functional.pad(part.text_BLD, (0, 0, 0, 12 - rows))
+            texts[f"{prefix}prompt_attention_mask"] = (torch.arange(12)[None] < rows).long()
+            continue
+        texts |= {f"{prefix}prompt_embeds_qwen": part.text_BLD, f"{prefix}prompt_embeds_clip": part.pooled_BD}
+        lengths = torch.tensor([0, part.text_BLD.shape[1]], dtype=torch.int32)
+        texts |= {f"{prefix}prompt_cu_seqlens": lengths}
+    options = {"num_frames": 4 * noise.shape[2] - 3} if config.model.spec.video else {}
+    if config.model.family == "sana":
+        options |= {"latents": noise[:, :, 0], "negative_prompt": None, "use_resolution_binning": False}
+    else:
+        start = kandinsky5.visual_input(noise, batch.condition_BCTHW, task, pipe.transformer.visual_cond)
+        pipe.prepare_latents = lambda *_, **__: start
+        options |= {"image": Image.new("RGB", (64, 64))} if task in ("i2i", "i2v") else {}
+    found = pipe(
+        **texts,
+        **options,
+        height=64,
+        width=64,
+        num_inference_steps=config.validation.steps,
+        guidance_scale=config.validation.guidance,
+        output_type="latent",
+        return_dict=False,
+    )[0]
+    return found[:, :, None] if config.model.family == "sana" else found.movedim(-1, 1)
+
+
+LOOK = {"every": 2, "steps": 3, "guidance": 2.5, "shift": 2.0, "seed": 7}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_validation_latents_are_the_pipelines_with_what_was_saved(
+    make_config, make_set, made, kind, record_property
+) -> None:
+    """After training: result loaded by the pipeline's own loader, its own denoising, cached prompts, same noise."""
+    config = make_config(kind, validation=LOOK, steps=2, adapter=ADAPTERS.get(kind, {"rank": 4, "alpha": 6.0}))
+    items, null, (shown,) = made.mixed_items(config)
+    if config.model.spec.video:
+        shown.bucket = "64x64@17"  # of fewer frames the i2v pipeline makes no numbers
+    make_set(config, items, null, [shown])
+    data, _ = trained(config)
+    run, (prompt,) = Path(config.output) / "run", data.validation
+    pipe = pipeline(config, stock_transformer(config))
+    if kind == "sana":
+        pipe.transformer = type(pipe.transformer).from_pretrained(run / "model" / "transformer")
+    else:
+        pipe.load_lora_weights(run / "adapter")
+    latent = load_file(run / "validation" / "step-000002" / "one.safetensors")["latent"]
+    noise = validate.noise_of("7/one", "validation", tuple(latent.shape))[None]
+    sample = data.sample(0)
+    batch, negative = (
+        collate([type(sample)("one", sample.latent, prompt.condition, text)], prompt.bucket)
+        for text in (prompt.text, prompt.negative)
+    )
+    wanted = sampled(config, pipe, batch, negative, noise)[0]
+    assert (load_file(run / "validation" / "step-000000" / "one.safetensors")["latent"] - latent).abs().max() > 1e-3
+    difference = (latent - wanted).abs().max().item()
+    record_property("largest difference", difference)
+    assert difference <= 1e-4
