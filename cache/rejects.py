@@ -16,11 +16,13 @@ def reject(stage: str, item: str, path: str, reason: str, message: str, retry: b
 
 
 def write(store: Store, stage: str, name: str, rows: list[dict]) -> None:
-    """Replace the list `name` of `stage`; an empty one is removed."""
+    """Replace the list `name` of `stage`, where it says otherwise; an empty one is removed."""
     rel = f"rejects/{stage}/{name}.arrow"
     if rows:
         rows = sorted(rows, key=lambda row: (row["item"], row["path"], row["reason"]))
-        store.write_table(rel, pa.Table.from_pylist(rows, schema=REJECTS))
+        table = pa.Table.from_pylist(rows, schema=REJECTS)
+        if not store.exists(rel) or not store.read_table(rel).equals(table):
+            store.write_table(rel, table)
     elif store.exists(rel):
         store.remove(rel)
 

@@ -53,10 +53,15 @@ def _discover(
     before = read_media(store, dataset.id)
     known = {row["path"]: row for row in before}
     if options.dry_run:
-        new = sum(not _unchanged(item, known.get(item.path)) for item in listing.items)
+        listed = {row["path"] for row in rejects.read(store, "discover").get(dataset.id, [])}
+        unread = [printable(item.path) for item in listing.items if not _unchanged(item, known.get(item.path))]
+        new = sum(path not in listed for path in unread)
         report.remaining += new
         report.skipped += len(listing.items) - new
-        console.log(f"{dataset.id}: {len(listing.items)} files, {new} to read, {listing.ignored_text}")
+        console.log(
+            f"{dataset.id}: {len(listing.items)} files, {new} to read, {len(unread) - new} set aside before and to be "
+            f"tried again, {listing.ignored_text}"
+        )
         return
     rows, aside = _read_all(dataset, listing.items, known, options, config, console)
     rows.sort(key=lambda row: row["path"])

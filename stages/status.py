@@ -26,12 +26,14 @@ def run(config: Config, options: Options, console: Console) -> Report:
     store = Store(config.root)
     report = Report(program="status", dry_run=options.dry_run)
     rows = [_discover(store, config)]
+    report.remaining = rows[0]["remaining"]
+    report.next_steps += ["latentpress discover"] if report.remaining else []
     try:
         plan = current_plan(store, config)
     except LatentpressError as error:
-        report.next_steps.append(error.next_step)
+        report.next_steps = [error.next_step]
         report.details["stages"] = rows
-        report.remaining = 1
+        report.remaining = report.remaining or 1
         return report
     rows.append(_bucket(store, config, plan))
     works = {stage.STAGE.name: stage.STAGE.work(store, config, plan) for stage in (encode_text, encode_latents)}
@@ -99,6 +101,8 @@ def _training_set(store: Store, config: Config, plan: Generation) -> str:
     if not store.exists(rel):
         return "none yet: latentpress index"
     name = json.loads(store.read_bytes(rel))["id"]
+    if not store.exists(f"sets/{name}/set.json"):
+        return f"sets/{name}, which is not there: latentpress index"
     made_of = json.loads(store.read_bytes(f"sets/{name}/set.json"))["generation"]
     return f"sets/{name}" + ("" if made_of == plan.name else f", of the older plan {made_of}: latentpress index")
 

@@ -8,13 +8,14 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from cache.store import Store
+from cache.store import Store, StoreError
 from schemas.catalogue import FAMILIES
 from schemas.config import Model
 from schemas.errors import USAGE, LatentpressError
@@ -165,7 +166,8 @@ def _hash_file(path: Path, memo: Store | None) -> str:
         return json.loads(memo.read_bytes(rel))["content"]
     content = _hash_content(*key)
     if remember and memo is not None:
-        memo.publish_bytes(rel, json.dumps({"path": where, "content": content}).encode())
+        with suppress(StoreError):  # a root that can't be written to: the file is hashed again next time
+            memo.publish_bytes(rel, json.dumps({"path": where, "content": content}).encode())
     return content
 
 
@@ -203,7 +205,7 @@ def _calling(download: Any, repo: str, revision: str | None, **options: Any) -> 
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision}" if revision else ""
         raise WeightsError(
-            f"the repository {repo}{at} can't be had: {error}",
+            f"the repository {repo}{at} can't be had (and there is no such folder): {error}",
             "check its name and revision, the network (HF_ENDPOINT for a mirror) and, where it is gated, "
             "`hf auth login`; or set model.path to a local copy",
         ) from error

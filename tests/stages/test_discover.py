@@ -106,6 +106,16 @@ def test_a_mended_file_leaves_the_rejects(project) -> None:
     assert not (home.root / "rejects/discover/photos.arrow").exists()
 
 
+def test_a_dry_run_counts_what_was_set_aside_before_as_no_work(project) -> None:
+    home = project()
+    home.image("good.png")
+    home.image("bad.png", caption="")
+    assert home.run(discover.run, MANY, dry_run=True).remaining == 2
+    home.run(discover.run, MANY)
+    again = home.run(discover.run, MANY, dry_run=True)
+    assert (again.remaining, again.skipped) == (0, 2)
+
+
 def test_too_many_rejects_stop_with_the_list(project) -> None:
     home = project()
     home.image("good.png")

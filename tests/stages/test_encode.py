@@ -389,7 +389,7 @@ def test_a_changed_template_encodes_every_text_and_no_latent(photos, monkeypatch
 
 
 def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None:
-    home = project(IMAGE)
+    home = project(IMAGE, cache={"unit_mib": 1})
     for number in range(8):
         path = home.image(f"{number}.jpg", (300, 300), f"picture {number}", number)
         path.write_bytes(path.read_bytes()[:1500])

@@ -1,8 +1,10 @@
 """Damage is found, named, and mended by the commands that are printed."""
 
+import shutil
+
 import pytest
 
-from stages import bucket, discover, encode_latents, encode_text, status, verify
+from stages import bucket, discover, encode_latents, encode_text, index, status, verify
 
 
 @pytest.fixture
@@ -70,3 +72,15 @@ def test_status_counts_what_is_done_and_what_remains(encoded) -> None:
     assert rows()["encode-latents"]["remaining"] == 3
     report = encoded.run(status.run)
     assert (report.exit_code, report.next_steps) == (3, ["latentpress encode-latents"])
+
+
+def test_status_names_what_was_removed_by_hand(encoded) -> None:
+    encoded.run(index.run)
+    assert encoded.run(status.run).remaining == 0
+    for folder in (encoded.root / "sets").iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    assert "which is not there: latentpress index" in encoded.run(status.run).details["training set"]
+    shutil.rmtree(encoded.root / "media")
+    report = encoded.run(status.run)
+    assert (report.remaining, report.next_steps) == (1, ["latentpress discover"])
