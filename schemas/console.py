@@ -79,7 +79,7 @@ class Progress:
         """Like "12/140 units, 1.5 units/s, 0:01:25 left"."""
         rate = self._rate()
         text = f"{self.done:.10g}" if self.total is None else f"{self.done:.10g}/{self.total:.10g}"
-        text += f" {unit}" + (f", {rate:.3g} {unit}/s" if rate else "")
+        text += f" {unit}" + (f", {_readable(rate)} {unit}/s" if rate else "")
         if self.total is None or rate == 0 or self.done >= self.total:
             return text
         return f"{text}, {timedelta(seconds=round((self.total - self.done) / rate))} left"
@@ -91,6 +91,11 @@ class Progress:
         since, counted = self._first
         elapsed = self._clock() - since
         return (self.done - counted) / elapsed if elapsed > 0 else 0.0
+
+
+def _readable(rate: float) -> str:
+    """Three digits for slow work, whole numbers for fast."""
+    return f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"
 
 
 class Console:
