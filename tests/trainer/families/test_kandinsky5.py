@@ -210,6 +210,23 @@ def by_batch_and_alone(model, batch, task):
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("float32_rotary", [True, False])
+def test_outputs_do_not_depend_on_batch_mates(tiny, task, float32_rotary, record_property):
+    model = kandinsky5.load(str(tiny(KINDS[task])), float32_rotary=float32_rotary)
+    batch = make_batch([3, 17, 8], (16, 2 if task in VIDEO else 1, 4, 6), condition=task in ("i2i", "i2v"))
+    sigma_B = torch.tensor([0.2, 0.5, 0.9])
+    with torch.no_grad():
+        together = kandinsky5.predict(model, batch.latents_BCTHW, sigma_B, batch, task)
+        for i in range(3):
+            mine = one(batch, i)
+            alone = kandinsky5.predict(model, mine.latents_BCTHW, sigma_B[i : i + 1], mine, task)
+            largest = (together[i] - alone[0]).abs().max().item()
+            record_property(f"output {i}", largest)
+            print(f"{task}, float32 rotary {float32_rotary}, sample {i}: {largest:.1e}")
+            assert largest <= (1e-5 if float32_rotary else 1e-3)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("float32_rotary", [True, False])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, task, float32_rotary, record_property):
     model = kandinsky5.load(str(tiny(KINDS[task])), float32_rotary=float32_rotary)
     latent = (16, 2 if task in VIDEO else 1, 4, 6)
