@@ -6,6 +6,7 @@ into imports; it is killed with SIGKILL, which no handler sees.
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -172,3 +173,46 @@ def test_what_a_killed_process_leaves_is_never_listed(clips) -> None:
     assert any(name.endswith(".tmp") for name in leftovers)
     assert clips.shards("latents") == {}
     assert clips.run(encode_latents.run).remaining == 0
+
+
+def tables(home) -> dict[str, bytes]:
+    """Everything under the root but what killed processes left."""
+    files = [path for path in home.root.rglob("*") if path.is_file() and not path.name.endswith(".tmp")]
+    return {str(path.relative_to(home.root)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("name", "program"), [("media.arrow", discover), ("samples.arrow", bucket), ("plan.json", bucket)]
+)
+def test_discover_and_bucket_killed_at_a_rename_end_as_if_they_were_not(project, name: str, program, when: str) -> None:
+    home = project("kandinsky5-image-t2i")
+    for number in range(3):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+
+    def plan() -> dict[str, bytes]:
+        home.run(discover.run)
+        home.run(bucket.run)
+        return tables(home)
+
+    expected = plan()
+    shutil.rmtree(home.root)
+    if program is bucket:
+        home.run(discover.run)
+
+    def work() -> None:
+        original = cache.store.replace
+
+        def replace(source: str, target: str) -> None:
+            if target.endswith(name) and when == "before":
+                die()
+            original(source, target)
+            if target.endswith(name):
+                die()
+
+        cache.store.replace = replace
+        home.run(program.run)
+
+    _, wait = in_child(work)
+    assert wait() == signal.SIGKILL
+    assert plan() == expected

@@ -111,9 +111,11 @@ def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> N
         make_set(config)
         train(config)
         assert {value.dtype for value in trained_weights(config).values()} == {torch.float32}
-        found.append(lines(config))
-    assert found[0] != found[1]
-    assert found[0] == pytest.approx(found[1], rel=0.05)
+        shown = load_file(Path(config.output) / "run" / "validation" / "step-000000" / "one.safetensors")["latent"]
+        found.append((lines(config), shown))
+    (losses, latent), (half_losses, half_latent) = found
+    assert losses != half_losses and losses == pytest.approx(half_losses, rel=0.05)
+    assert 0 < (latent - half_latent).abs().mean() < 0.1 * latent.abs().mean(), "it looks as it trains"
 
 
 @pytest.mark.slow
@@ -273,6 +275,14 @@ def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
     before = lines(config)
     assert train(config)["done"] == 0
     assert lines(config) == before
+
+
+def test_only_the_newest_checkpoints_are_kept(make_config, make_set) -> None:
+    config = make_config("t2i", steps=5, checkpoint_every=1, keep_checkpoints=2)
+    make_set(config)
+    train(config)
+    kept = (Path(config.output) / "run" / "checkpoints").iterdir()
+    assert sorted(path.name for path in kept) == ["step-000004", "step-000005"]
 
 
 def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> None:
