@@ -90,6 +90,13 @@ def test_seeds_and_epochs_differ_and_repeat_themselves() -> None:
     assert tuple(again.tolist()) == orders[1, 1]
 
 
+def test_epochs_mix_their_batches_anew() -> None:
+    """Not only the order of the batches differs: other samples stand together."""
+    plan = Plan([Span("64x64", 0, 40)], 0, 4)
+    first, second = ({frozenset(plan.batch(10 * epoch + i).rows.tolist()) for i in range(10)} for epoch in (0, 1))
+    assert len(first & second) < 3
+
+
 def test_buckets_alternate_within_an_epoch() -> None:
     plan = Plan([Span("a", 0, 300), Span("b", 300, 300)], 0, 10)
     names = [batch.bucket for batch in epoch_of(plan, 0)]

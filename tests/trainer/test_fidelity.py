@@ -46,19 +46,41 @@ def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
     make_set(config)
     data, plan = trained(config)
     (part,) = Feed(data, plan, 1, 0.0).step(0).parts
-    x0, noise, u = part.batch.latents_BCTHW, part.noise_BCTHW, torch.sigmoid(part.normal_B)
+    noise, u = part.noise_BCTHW, torch.sigmoid(part.normal_B)
     s = shift or config.model.chosen.shift
     sigma = s * u / (1 + (s - 1) * u)
-    family, model = sana if kind == "sana" else kandinsky5, stock_transformer(config)
-    arguments = family.inputs(model, (1 - sigma) * x0 + sigma * noise, sigma, part.batch, config.model.task)
+    (line,) = (line for line in metrics.read(Path(config.output) / "run" / "metrics.jsonl") if "loss" in line)
+    assert line["loss"] == pytest.approx(defined_loss(config, part.batch, noise, sigma), rel=1e-5)
+
+
+def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor) -> float:
+    """Of one sample, by the stock transformer."""
+    given = 1 if config.model.task == "i2v" else 0
+    x0, model = batch.latents_BCTHW, stock_transformer(config)
+    family = sana if config.model.family == "sana" else kandinsky5
+    arguments = family.inputs(model, (1 - sigma) * x0 + sigma * noise, sigma, batch, config.model.task)
     assert arguments.pop("text_mask_BL", None) is None, "one caption has no padding"
     with torch.no_grad():
         velocity = model(**arguments).sample
-    velocity = velocity[:, :, None] if kind == "sana" else velocity.movedim(-1, 1)
-    learned = slice(1 if kind == "i2v" else 0, None)
-    wanted = (velocity - (noise - x0))[:, :, learned].square().mean()
-    (line,) = (line for line in metrics.read(Path(config.output) / "run" / "metrics.jsonl") if "loss" in line)
-    assert line["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    velocity = velocity[:, :, None] if family is sana else velocity.movedim(-1, 1)
+    return (velocity - (noise - x0))[:, :, given:].square().mean().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, kind) -> None:
+    """Before the first step, where a LoRA changes nothing; each sample's noise depends on its identity alone."""
+    look = {"eval_samples": 2, "eval_sigmas": [0.25, 0.75], "seed": 3}
+    config = make_config(kind, validation=look, steps=1, adapter=ADAPTERS.get(kind, {"rank": 2}))
+    make_set(config)
+    data, _ = trained(config)
+    first = next(line for line in metrics.read(Path(config.output) / "run" / "metrics.jsonl") if line["step"] == 0)
+    for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
+        losses = []
+        for row in (len(data) // 4, 3 * len(data) // 4):
+            batch = collate([data.sample(row)], "")
+            noise = validate.noise_of(f"3/{batch.ids[0]}", "eval", batch.latents_BCTHW.shape[1:])[None]
+            losses.append(defined_loss(config, batch, noise, torch.tensor([sigma])))
+        assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
 
 
 def pipeline(config, transformer):

@@ -98,7 +98,10 @@ def test_gradient_checkpointing_changes_no_loss(make_config, make_set, kind) -> 
     for name, on in (("off", False), ("on", True)):
         config = make_config(kind, name=name, batch_size=2, steps=3, gradient_checkpointing=on)
         make_set(config)
-        train(config)
+        data = TrainSet.open(Store(config.root), config.train.set, config.model.family, config.model.task)
+        run = loop.prepare(config, data, Plan(data.spans, 0, 2), quiet(), "cpu")
+        assert run.model.is_gradient_checkpointing == on
+        loop.fit(run)
         found.append(lines(config))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
