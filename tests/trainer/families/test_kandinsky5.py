@@ -155,6 +155,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property
     model, scheduler = kandinsky5.load(str(folder), dtype=dtype), load_scheduler(str(folder))
     made = denoise(model, kandinsky5, task, batch, negative, noise, scheduler, 4, 3.0)
     assert made.shape == (1, 16, frames, 4, 6) and made.dtype == dtype
+    assert not made.requires_grad, "it would keep every step of it in memory"
     assert wanted.std() > 0.1
     difference = (made - wanted).abs().max().item()
     record_property("largest difference", difference)
