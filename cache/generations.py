@@ -3,6 +3,7 @@
 A generation holds only the samples, texts and units that no earlier one had, and the whole list of what is
 active. Its plan.json is written last: a folder without one does not exist. `key` is a hash of the settings that
 made the plan, so a changed configuration finds no plan rather than a stale one, and an old one finds its own.
+Tables stay tables: a plan of a million samples is read and compared without a Python object for each.
 """
 
 import json
@@ -10,14 +11,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
 
+from cache.rows import Rows
 from cache.store import Store
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
-from schemas.tables import ACTIVE, FORMAT_VERSION, SAMPLES, TEXTS, UNITS
+from schemas.tables import ACTIVE, SAMPLES, TABLES_VERSION, TEXTS, UNITS
 
-Row = dict[str, Any]
+_SCHEMAS = {"samples": SAMPLES, "texts": TEXTS, "units": UNITS, "active": ACTIVE}
 
 
 @dataclass(frozen=True)
@@ -40,48 +45,62 @@ class Generation:
     info: dict[str, Any]
 
     @cached_property
-    def active(self) -> list[Row]:
-        """Rows of schemas.tables.ACTIVE."""
+    def active(self) -> pa.Table:
+        """Table of schemas.tables.ACTIVE, in the order of role, dataset and path."""
         return _table(self.store, self.name, "active")
 
     @cached_property
-    def active_samples(self) -> set[str]:
-        return {row["sample_id"] for row in self.active}
+    def active_samples(self) -> pa.Array:
+        """Ids of the samples that are active, each once."""
+        return pc.unique(self.active.column("sample_id"))
 
     @cached_property
-    def active_texts(self) -> set[str]:
-        texts = {text for row in self.active for text in row["texts"]}
-        texts |= {row["null_text"] for row in self.active if row["null_text"]}
-        for prompt in self.info["validation"]:
-            texts |= {prompt["text"], prompt["negative"]}
-        return texts | ({self.info["null_text"]} if self.info["null_text"] else set())
+    def active_texts(self) -> pa.Array:
+        """Ids of the texts that active samples and the validation prompts need, each once."""
+        named = [text for prompt in self.info["validation"] for text in (prompt["text"], prompt["negative"])]
+        named += [self.info["null_text"]] if self.info["null_text"] else []
+        null = self.active.column("null_text").drop_null()
+        captions = pc.list_flatten(self.active.column("texts"))
+        return pc.unique(pa.chunked_array([*captions.chunks, *null.chunks, pa.array(named, pa.string())], pa.string()))
 
     def units(self, kind: str) -> list[Unit]:
         """Units of this and all earlier generations with at least one active member, in plan order."""
         wanted = self.active_texts if kind == "text" else self.active_samples
         units = []
         for name in _up_to(self.store, self.name):
-            for row in _table(self.store, name, "units"):
-                if row["kind"] == kind and not wanted.isdisjoint(row["members"]):
-                    units.append(Unit(**{**row, "members": tuple(row["members"])}))
+            table = _of_kind(_table(self.store, name, "units"), kind)
+            needed = np.zeros(table.num_rows, bool)
+            members = table.column("members").combine_chunks()
+            parents = np.asarray(pc.list_parent_indices(members))
+            needed[parents[np.asarray(pc.is_in(members.flatten(), value_set=wanted))]] = True
+            for row in table.filter(pa.array(needed)).to_pylist():
+                units.append(Unit(**{**row, "members": tuple(row["members"])}))
         return units
 
-    @cached_property
-    def samples(self) -> dict[str, Row]:
-        """sample_id -> row of schemas.tables.SAMPLES, over all generations up to this one."""
-        return self._rows("samples", "sample_id")
+    @property
+    def sample_table(self) -> pa.Table:
+        """Table of schemas.tables.SAMPLES over all generations up to this one, whether active or not."""
+        return self._all("samples")
 
     @cached_property
-    def texts(self) -> dict[str, Row]:
+    def samples(self) -> Rows:
+        """sample_id -> row of `sample_table`."""
+        return Rows(self.sample_table, "sample_id")
+
+    @cached_property
+    def texts(self) -> Rows:
         """text_id -> row of schemas.tables.TEXTS, over all generations up to this one."""
-        return self._rows("texts", "text_id")
+        return Rows(self._all("texts"), "text_id")
 
-    def _rows(self, table: str, key: str) -> dict[str, Row]:
-        rows: dict[str, Row] = {}
-        for name in _up_to(self.store, self.name):
-            for row in _table(self.store, name, table):
-                rows.setdefault(row[key], row)
-        return rows
+    @cached_property
+    def places(self) -> Rows:
+        """sample_id -> row of schemas.tables.ACTIVE: where the sample's files lie as of this plan."""
+        return Rows(self.active, "sample_id")
+
+    def _all(self, table: str) -> pa.Table:
+        # Generations of an older TABLES_VERSION lack columns; none of their ids is asked for.
+        tables = [_table(self.store, name, table) for name in _up_to(self.store, self.name)]
+        return pa.concat_tables(tables, promote_options="default")
 
 
 def names(store: Store) -> list[str]:
@@ -89,9 +108,13 @@ def names(store: Store) -> list[str]:
     return sorted(name.split("/")[0] for name in store.names("plans") if name.endswith("/plan.json"))
 
 
-def _table(store: Store, name: str, table: str) -> list[Row]:
+def _of_kind(units: pa.Table, kind: str) -> pa.Table:
+    return units.filter(pc.equal(units.column("kind"), kind))
+
+
+def _table(store: Store, name: str, table: str) -> pa.Table:
     try:
-        return store.read_table(f"plans/{name}/{table}.arrow").to_pylist()
+        return store.read_table(f"plans/{name}/{table}.arrow")
     except FileNotFoundError as error:
         raise _broken(store, name, f"no {table}.arrow") from error
 
@@ -124,24 +147,22 @@ def newest(store: Store, key: str) -> Generation | None:
     return None
 
 
-def planned(store: Store, kind: str) -> set[str]:
+def planned(store: Store, kind: str) -> pa.Array:
     """Ids of every text or sample that some unit of some generation holds."""
-    ids: set[str] = set()
+    found = []
     for name in names(store):
-        for row in _table(store, name, "units"):
-            if row["kind"] == kind:
-                ids.update(row["members"])
-    return ids
+        found += pc.list_flatten(_of_kind(_table(store, name, "units"), kind).column("members")).chunks
+    return pc.unique(pa.chunked_array(found, pa.string()))
 
 
 def publish(
     store: Store,
     *,
     key: str,
-    samples: list[Row],
-    texts: list[Row],
-    units: list[Row],
-    active: list[Row],
+    samples: pa.Table,
+    texts: pa.Table,
+    units: pa.Table,
+    active: pa.Table,
     info: dict[str, Any],
 ) -> Generation:
     """Write a generation and return it; when the newest of this key says the same already, return that one.
@@ -149,23 +170,45 @@ def publish(
     Names are <sequence>-<hash of content>: two machines that plan the same at the same time write the same
     files under the same name.
     """
-    active = sorted(active, key=lambda row: (row["role"], row["dataset"], row["path"], row["sample_id"]))
-    content = hash_json({"key": key, "active": active, "info": info})
     current = newest(store, key)
-    if current is not None and current.info["content"] == content and not (samples or texts or units):
-        return current
+    tables = {"samples": samples, "texts": texts, "units": units, "active": active}
+    tables = {name: table.cast(_SCHEMAS[name]).combine_chunks() for name, table in tables.items()}
+    if current is not None and not (samples.num_rows or texts.num_rows or units.num_rows):
+        same = all(current.info[name] == plain for name, plain in json.loads(json.dumps(info)).items())
+        if same and current.active.equals(tables["active"]):
+            return current
     existing = names(store)
     parent = existing[-1] if existing else None
+    content = hash_bytes(hash_json({"key": key, "info": info, "parent": parent}).encode(), _Hash.of(tables["active"]))
     # After the newest, whatever older ones were removed.
     number = int(parent.partition("-")[0]) + 1 if parent else 1
-    name = f"{number:06d}-{hash_bytes((parent or '').encode(), content.encode())[:12]}"
-    for table, schema, rows in (
-        ("samples", SAMPLES, samples),
-        ("texts", TEXTS, texts),
-        ("units", UNITS, units),
-        ("active", ACTIVE, active),
-    ):
-        store.write_table(f"plans/{name}/{table}.arrow", pa.Table.from_pylist(rows, schema=schema))
-    record = {"format_version": FORMAT_VERSION, "key": key, "parent": parent, "content": content, **info}
+    name = f"{number:06d}-{content[:12]}"
+    for what, table in tables.items():
+        store.write_table(f"plans/{name}/{what}.arrow", table)
+    record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
     store.publish_bytes(f"plans/{name}/plan.json", json.dumps(record, indent=1, sort_keys=True).encode())
     return load(store, name)
+
+
+class _Hash:
+    """A file that keeps nothing but the hash of what is written to it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        self._state.update(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    @classmethod
+    def of(cls, table: pa.Table) -> bytes:
+        file = cls()
+        with pa.ipc.new_stream(pa.PythonFile(file, "w"), table.schema) as writer:
+            writer.write_table(table)
+        return file._state.digest()

@@ -1,24 +1,36 @@
 """The order of training: pure integers in, arrays out.
 
-An epoch is a list of global batches, each of one bucket. Both orders, of the samples within a bucket and of the
+An epoch is a list of global batches, each of one bucket. Both orders, of the draws within a bucket and of the
 batches within the epoch, are pseudo-random permutations that are computed at a point (a Feistel network over the
 next power of four, walked until it lands inside): nothing is shuffled, stored or replayed, so any batch of any
 epoch costs the same few microseconds per sample whether the set has ten samples or a billion, and resuming is an
 integer. The alternative, `Generator.permutation`, keeps eight bytes per sample and pass, and its stream may change
 between releases of numpy.
 
-Leftovers: nothing is dropped and every batch is full. When the samples of a bucket (times their passes) do not
-divide by the global batch, its last batch is filled with the samples that began this epoch's order; a bucket
-smaller than one batch repeats itself until the batch is full. `Plan.filled` counts these extra draws.
+Draws: a bucket is made of spans, the rows of one dataset that share `repeats` and `weight`. A span of n rows is
+drawn from d = max(1, n (1 + repeats) weight, halves rounded up) times in each epoch. Over the epochs its draws walk
+its rows round and round: draw k of epoch e (both from 0) is number t = e d + k of the walk, and with
+lap, position = divmod(t, n) it takes the row at `position`, which had been taken `lap` times before. So over E
+epochs each row is taken floor or ceil of E d / n times: weight 0.5 shows every row every other epoch, 1.5 once and
+twice in turn, and where (1 + repeats) weight is whole every epoch shows every row exactly so often. d is exact: the
+weight counts as the decimal number that it is written as (0.1 is a tenth), in rational arithmetic.
+
+Leftovers: nothing is dropped and every batch is full. When the draws of a bucket do not divide by the global batch,
+its last batch is filled with the draws that began this epoch's order; a bucket smaller than one batch repeats itself
+until the batch is full. `Plan.filled` counts these extra draws. They take no part in the walk. One that repeats a
+draw for the i-th time (from 1) counts i ceil(d / n) passes more than that draw, which is beyond all that the epoch's
+walk gives the row: within an epoch no row has the same pass twice, so its captions keep taking turns.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.identity import seed_of
+from schemas.randomness import mix, uniform
 
 Ints = NDArray[np.int64]
 
@@ -27,20 +39,28 @@ _ROUNDS = 8
 
 @dataclass(frozen=True)
 class Span:
-    """The rows of one bucket: `count` rows from `start` on. repeats: extra passes, one number or one per row."""
+    """`count` rows of one bucket from `start` on, each drawn (1 + repeats) * weight times in an epoch, on average."""
 
     bucket: str
     start: int
     count: int
-    repeats: int | NDArray[np.integer] = 0
+    repeats: int = 0
+    weight: float = 1.0
+
+    @property
+    def draws(self) -> int:
+        """Draws of one epoch: the product rounded, halves up, at least 1."""
+        exact = self.count * (1 + self.repeats) * Fraction(repr(float(self.weight)))
+        return max(1, (2 * exact.numerator + exact.denominator) // (2 * exact.denominator))
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
     """One optimizer step's samples, all ranks together, of one bucket.
 
-    rows: (G,) row numbers of the set. passes: (G,) how often each row had been drawn before, over all epochs
-    (fill included), which chooses its caption. Entry i is position i of the global batch on any number of ranks.
+    rows: (G,) row numbers of the set. passes: (G,) how often the walk had taken each row before, over all epochs
+    (fill counts on from there), which chooses its caption. Entry i is position i of the global batch on any number
+    of ranks.
     """
 
     step: int
@@ -60,53 +80,75 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A bucket with fewer samples (repeats included) than one global batch; `repeats` is the least that would do."""
+    """A bucket with fewer draws in an epoch (`count`) than one global batch.
+
+    repeats: the least that would do, were it set for every dataset that the bucket has samples of.
+    """
 
     bucket: str
     count: int
     repeats: int
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """What an epoch draws of one bucket. fill: extra draws that fill its last batch."""
+
+    name: str
+    samples: int
+    draws: int
+    fill: int
+
+
 class Plan:
     """The global batches of every epoch: a pure function of (spans, seed, global batch size).
 
-    Memory: nothing per sample, or 12 bytes per sample of a bucket whose rows differ in their repeats.
+    Spans of one bucket may stand anywhere in the list; empty ones are left out. Memory: nothing per sample.
     """
 
     def __init__(self, spans: Sequence[Span], seed: int, global_batch: int):
         if global_batch < 1:
             raise ValueError(f"the global batch is {global_batch}; it must be at least 1")
         self.seed, self.global_batch = seed, global_batch
-        self.spans = [span for span in spans if span.count]
-        self._ends = [_ends(span) for span in self.spans]
-        self.draws = np.array([_draws(span) for span in self.spans], dtype=np.int64)
-        self._batches = -(-self.draws // global_batch)
-        self._until = np.cumsum(self._batches)
-        if not len(self.spans):
+        grouped: dict[str, list[Span]] = {}
+        for span in spans:
+            if span.count:
+                grouped.setdefault(span.bucket, []).append(span)
+        if not grouped:
             raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
+        self._walks = [_Walk(name, members) for name, members in grouped.items()]
+        self._batches = np.array([-(-walk.draws // global_batch) for walk in self._walks], np.int64)
+        self._until = np.cumsum(self._batches)
 
     @property
     def samples(self) -> int:
-        """Draws of one epoch, repeats counted, fill not."""
-        return int(self.draws.sum())
+        """Draws of one epoch, repeats and weights counted, fill not."""
+        return sum(walk.draws for walk in self._walks)
 
     @property
     def batches_per_epoch(self) -> int:
         return int(self._until[-1])
 
     @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which their first spans were given."""
+        return [
+            Bucket(walk.bucket, int(walk.counts.sum()), walk.draws, int(batches) * self.global_batch - walk.draws)
+            for walk, batches in zip(self._walks, self._batches, strict=True)
+        ]
+
+    @property
     def filled(self) -> dict[str, int]:
         """bucket -> draws of an epoch that only fill its last batch; buckets without any are left out."""
-        extra = self._batches * self.global_batch - self.draws
-        return {span.bucket: int(n) for span, n in zip(self.spans, extra, strict=True) if n}
+        return {bucket.name: bucket.fill for bucket in self.buckets if bucket.fill}
 
     @property
     def shortages(self) -> list[Shortage]:
         """Buckets smaller than one global batch."""
         return [
-            Shortage(span.bucket, int(draws), -(-self.global_batch // span.count) - 1)
-            for span, draws in zip(self.spans, self.draws, strict=True)
-            if draws < self.global_batch
+            Shortage(walk.bucket, walk.draws, _enough_repeats(walk.spans, self.global_batch))
+            for walk in self._walks
+            if walk.draws < self.global_batch
         ]
 
     def batch(self, step: int) -> GlobalBatch:
@@ -114,37 +156,47 @@ class Plan:
         epoch, number = divmod(step, self.batches_per_epoch)
         place = shuffled(np.array([number]), self.batches_per_epoch, seed_of(f"{self.seed}/{epoch}", "batches"))[0]
         which = int(np.searchsorted(self._until, place, side="right"))
-        span, draws = self.spans[which], int(self.draws[which])
+        walk = self._walks[which]
         first = int(place - (self._until[which] - self._batches[which])) * self.global_batch
-        lap, position = np.divmod(np.arange(first, first + self.global_batch), draws)
-        key = seed_of(f"{self.seed}/{epoch}/{span.bucket}", "samples")
-        row, repeat, passes = _drawn(span, self._ends[which], shuffled(position, draws, key))
-        return GlobalBatch(step, epoch, span.bucket, span.start + row, epoch * passes + repeat + lap)
+        places = np.arange(first, first + self.global_batch, dtype=np.int64)
+        again, position = places // walk.draws, places % walk.draws
+        key = seed_of(f"{self.seed}/{epoch}/{walk.bucket}", "samples")
+        rows, passes, most = walk.take(epoch, shuffled(position, walk.draws, key))
+        return GlobalBatch(step, epoch, walk.bucket, rows, passes + again * most)
 
 
-def _ends(span: Span) -> Ints | None:
-    """(count,) end of each row's draws among the bucket's, or None where all rows have equally many."""
-    if isinstance(span.repeats, int):
-        return None
-    passes = 1 + np.asarray(span.repeats)
-    assert passes.shape == (span.count,), f"{passes.shape} repeats for {span.count} rows"
-    return None if (passes == passes[0]).all() else np.cumsum(passes, dtype=np.int64)
+class _Walk:
+    """The spans of one bucket as arrays, (S,) each: what `Plan.batch` looks draws up in."""
+
+    def __init__(self, bucket: str, spans: Sequence[Span]):
+        self.bucket, self.spans = bucket, spans
+        self.starts = np.array([span.start for span in spans], np.int64)
+        self.counts = np.array([span.count for span in spans], np.int64)
+        self.each = np.array([span.draws for span in spans], np.int64)
+        self.ends = np.cumsum(self.each)
+        self.draws = int(self.ends[-1])
+
+    def take(self, epoch: int, draw: Ints) -> tuple[Ints, Ints, Ints]:
+        """(row, its passes before, the most passes that an epoch gives a row of its span) of each draw of an epoch."""
+        span = np.searchsorted(self.ends, draw, side="right")
+        count, each = self.counts[span], self.each[span]
+        lap, position = np.divmod(epoch * each + draw - (self.ends[span] - each), count)
+        return self.starts[span] + position, lap, -(-each // count)
 
 
-def _draws(span: Span) -> int:
-    repeats = np.asarray(span.repeats)
-    return span.count * (1 + int(repeats)) if repeats.ndim == 0 else int(span.count + repeats.sum(dtype=np.int64))
+def _enough_repeats(spans: Sequence[Span], needed: int) -> int:
+    """The least `repeats` with which these spans are drawn from at least `needed` times in an epoch."""
 
+    def enough(repeats: int) -> bool:
+        return sum(replace(span, repeats=repeats).draws for span in spans) >= needed
 
-def _drawn(span: Span, ends: Ints | None, draw: Ints) -> tuple[Ints, Ints, Ints]:
-    """(row within the span, repeat number, passes of that row in one epoch) of each draw."""
-    if ends is None:
-        passes = 1 + int(np.asarray(span.repeats).flat[0])
-        row, repeat = np.divmod(draw, passes)
-        return row, repeat, np.full_like(row, passes)
-    row = np.searchsorted(ends, draw, side="right")
-    begin = np.where(row > 0, ends[row - 1], 0)
-    return row, draw - begin, ends[row] - begin
+    low, high = -1, 1  # not `low`, and perhaps `high`
+    while not enough(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def caption_number(seed: int, rows: Ints, passes: Ints, alternatives: Ints) -> Ints:
@@ -152,14 +204,14 @@ def caption_number(seed: int, rows: Ints, passes: Ints, alternatives: Ints) -> I
 
     All arguments (n,). Over `alternatives[i]` consecutive passes row i shows each of its captions once.
     """
-    offset = _mix(rows.astype(np.uint64) ^ np.uint64(seed_of(str(seed), "captions")))
+    offset = mix(rows.astype(np.uint64) ^ np.uint64(seed_of(str(seed), "captions")))
     return ((offset % alternatives.astype(np.uint64)).astype(np.int64) + passes) % alternatives
 
 
 def caption_dropped(seed: int, step: int, positions: Ints, share: float) -> NDArray[np.bool_]:
     """(n,) whether the caption at each position of the global batch of `step` gives way to the null prompt."""
-    bits = _mix(positions.astype(np.uint64) ^ np.uint64(seed_of(f"{seed}/{step}", "dropout")))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share
+    bits = mix(positions.astype(np.uint64) ^ np.uint64(seed_of(f"{seed}/{step}", "dropout")))
+    return uniform(bits) < share
 
 
 def shuffled(positions: Ints, size: int, key: int) -> Ints:
@@ -170,7 +222,7 @@ def shuffled(positions: Ints, size: int, key: int) -> Ints:
     if size == 1:
         return np.zeros_like(positions)
     half = max(2, ((size - 1).bit_length() + 1) // 2)
-    keys = _mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(key))
+    keys = mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(key))
     places = _feistel(positions.astype(np.uint64), half, keys)
     while (outside := places >= size).any():  # on average less than four rounds: the domain is under 4 size
         places[outside] = _feistel(places[outside], half, keys)
@@ -182,12 +234,5 @@ def _feistel(values: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) ->
     width, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> width, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << width) | right
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

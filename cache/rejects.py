@@ -15,16 +15,23 @@ def reject(stage: str, item: str, path: str, reason: str, message: str, retry: b
     return {"stage": stage, "item": item, "path": path, "reason": reason, "message": message, "retry": retry}
 
 
-def write(store: Store, stage: str, name: str, rows: list[dict]) -> None:
-    """Replace the list `name` of `stage`, where it says otherwise; an empty one is removed."""
+def write(store: Store, stage: str, name: str, rows: list[dict] | pa.Table) -> None:
+    """Replace the list `name` of `stage`, where it says otherwise; an empty one is removed. A long list comes as a
+    table of schemas.tables.REJECTS."""
     rel = f"rejects/{stage}/{name}.arrow"
-    if rows:
-        rows = sorted(rows, key=lambda row: (row["item"], row["path"], row["reason"]))
-        table = pa.Table.from_pylist(rows, schema=REJECTS)
+    if len(rows):
+        table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=REJECTS)
+        table = table.sort_by([(key, "ascending") for key in ("item", "path", "reason")])
         if not store.exists(rel) or not store.read_table(rel).equals(table):
             store.write_table(rel, table)
     elif store.exists(rel):
         store.remove(rel)
+
+
+def read_one(store: Store, stage: str, name: str) -> pa.Table:
+    """The list `name` of `stage`; empty where nothing was set aside."""
+    rel = f"rejects/{stage}/{name}.arrow"
+    return store.read_table(rel) if store.exists(rel) else REJECTS.empty_table()
 
 
 def read(store: Store, stage: str) -> dict[str, list[dict]]:

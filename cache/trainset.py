@@ -6,8 +6,9 @@ the identity that the index expects there.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from cache.shard import Readers, Row
 from cache.store import Store
 from cache.tensors import Array
 from schemas.errors import USAGE, LatentpressError
-from schemas.tables import FORMAT_VERSION
+from schemas.tables import TABLES_VERSION
 
+ROLES = ("train", "eval")
 OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
 
@@ -33,12 +35,13 @@ class SetError(LatentpressError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sample. latent, condition: (C, T, h, w). text: "embeds" (L, D) and, with CLIP, "pooled" (D2,)."""
+    """One sample. latent, condition: (C, T, h, w). text: "embeds" (L, D) and, with CLIP, "pooled" (D2,)."""
 
     id: str
     latent: Array
     condition: Array | None
     text: dict[str, Array]
+    regularisation: bool = False  # there to keep the model as it was, not to teach it
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class ValidationPrompt:
 
 
 class TrainSet:
-    """sets/<id> of a store. `meta` is set.json.
+    """sets/<id> of a store. `meta` is set.json. Rows below `len` are trained on, `eval_rows` are held out.
 
     Reading a damaged row, or a missing shard, raises DamageError, which names shard, row and what rebuilds it.
     Several threads may read, in turn.
@@ -85,32 +88,57 @@ class TrainSet:
         return cls(store, set_id, meta)
 
     def __len__(self) -> int:
-        return self._index.num_rows
+        """Samples to train on."""
+        return sum(span.count for span in self.spans)
 
-    @property
+    @cached_property
     def spans(self) -> list[Span]:
-        """The buckets in the order of the index, each a run of rows with its repeats."""
-        spans, repeats = [], self._index.column("repeats")
-        for bucket, start, stop in self._runs():
-            column = repeats.slice(start, stop - start).to_numpy()
-            least = int(column.min())
-            spans.append(Span(bucket, start, stop - start, least if least == column.max() else column))
-        if len({span.bucket for span in spans}) != len(spans):
-            raise SetError(f"the index of set {self.id} is not sorted by bucket", "Run `latentpress index` again.")
-        return spans
+        """The rows to train on as `Plan` takes them: runs of one bucket, dataset, repeats and weight."""
+        keys = ("role", "bucket", "dataset", "repeats", "weight")
+        runs = _runs(self._index, keys)
+        order = [(ROLES.index(role), *values) for (role, *values), _, _ in runs]
+        if any(later <= earlier for earlier, later in pairwise(order)):
+            raise SetError(f"the index of set {self.id} is not sorted by {', '.join(keys)}", "Run `latentpress index`.")
+        return [
+            Span(bucket, start, stop - start, repeats, weight)
+            for (role, bucket, _, repeats, weight), start, stop in runs
+            if role == "train"
+        ]
 
     @property
     def buckets(self) -> dict[str, range]:
-        """bucket -> its row numbers."""
-        return {bucket: range(start, stop) for bucket, start, stop in self._runs()}
+        """bucket -> its row numbers, of those to train on."""
+        found: dict[str, range] = {}
+        for span in self.spans:
+            first = found.get(span.bucket, range(span.start, 0)).start
+            found[span.bucket] = range(first, span.start + span.count)
+        return found
 
-    def _runs(self) -> Iterator[tuple[str, int, int]]:
-        start = 0
-        for chunk in pc.run_end_encode(self._index.column("bucket")).chunks:
-            begin = start
-            for bucket, end in zip(chunk.values.to_pylist(), chunk.run_ends.to_pylist(), strict=True):
-                yield bucket, start, begin + end
-                start = begin + end
+    @property
+    def eval_rows(self) -> range:
+        """The rows that are held out for evaluation."""
+        return range(len(self), self._index.num_rows)
+
+    @property
+    def regularisation(self) -> int:
+        """How many samples to train on are regularisation data."""
+        return pc.sum(self._index.column("regularisation").slice(0, len(self))).as_py() or 0
+
+    def eval_choice(self, count: int) -> tuple[list[int], str]:
+        """At most `count` rows to measure a loss on, always the same, and what they are: "held-out samples", no
+        sample twice, or, where the set has none, "training samples", spread evenly over the index.
+
+        Of held-out samples they are those with the smallest ids. Ids are hashes, so these lie evenly among all, and
+        data that is added displaces few of them.
+        """
+        if not self.eval_rows:
+            count = min(count, len(self))
+            return [(2 * number + 1) * len(self) // (2 * count) for number in range(count)], "training samples"
+        held_out = self._index.column("sample_id").slice(len(self)).combine_chunks()
+        ids = held_out.unique()
+        chosen = ids.take(pc.select_k_unstable(ids, min(count, len(ids)), [("", "ascending")]))
+        rows = pc.index_in(chosen, value_set=held_out).to_pylist()
+        return sorted(len(self) + row for row in rows), "held-out samples"
 
     def alternatives(self, rows: Ints) -> Ints:
         """(n,) how many captions each of `rows` has."""
@@ -121,7 +149,8 @@ class TrainSet:
         entry = self._entry(self._index, row)
         stored = self._read(entry["shard"], entry["row"], entry["sample_id"])
         text = self._null_text(entry) if dropped else entry["texts"][caption]
-        return Sample(entry["sample_id"], stored.tensors["latent"], stored.tensors.get("condition"), self._text(text))
+        tensors, words = stored.tensors, self._text(text)
+        return Sample(stored.id, tensors["latent"], tensors.get("condition"), words, entry["regularisation"])
 
     @property
     def validation(self) -> list[ValidationPrompt]:
@@ -173,6 +202,23 @@ class TrainSet:
         return stored
 
 
+def _runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
+    """(values of `keys`, first row, row after the last) of each run of rows that agree in them."""
+    bounds = {0, table.num_rows}
+    for key in keys:
+        begin = 0
+        for chunk in table.column(key).chunks:
+            bounds.update(begin + end for end in pc.run_end_encode(chunk).run_ends.to_pylist())
+            begin += len(chunk)
+    runs: list[tuple[tuple, int, int]] = []
+    for start, stop in pairwise(sorted(bounds)):
+        values = tuple(table.column(key)[start].as_py() for key in keys)
+        if runs and runs[-1][0] == values:  # a chunk ended within the run
+            start = runs.pop()[1]
+        runs.append((values, start, stop))
+    return runs
+
+
 def _current(store: Store, family: str, task: str) -> str:
     rel = f"sets/current-{family}-{task}.json"
     if not store.exists(rel):
@@ -190,9 +236,9 @@ def _current(store: Store, family: str, task: str) -> str:
 
 
 def _check(meta: dict[str, Any], set_id: str, family: str, task: str) -> None:
-    if meta["format_version"] != FORMAT_VERSION:
+    if meta["format_version"] != TABLES_VERSION:
         raise SetError(
-            f"set {set_id} has format version {meta['format_version']}; this release reads {FORMAT_VERSION}",
+            f"set {set_id} has format version {meta['format_version']}; this release reads {TABLES_VERSION}",
             "Run `latentpress index` with this release.",
         )
     if (meta["family"], meta["task"]) != (family, task):

@@ -58,7 +58,7 @@ def _media(out: Path, folder: Path) -> str:
     files = sorted(path for path in place.iterdir() if path.suffix in (".png", ".jpg", ".mp4"))
     shown = "".join(_thumbnail(path.relative_to(out).as_posix()) for path in files[:8])
     plan = current_plan(Store(config.root), config)
-    buckets = Counter(row["bucket"] for row in plan.active if row["role"] == "train")
+    buckets = Counter(row["bucket"] for row in plan.active.to_pylist() if row["role"] == "train")
     text = ", ".join(f"{count} of {bucket}" for bucket, count in sorted(buckets.items()))
     return f'<figure class="media">{shown}<figcaption>{len(files)} files; buckets: {text}</figcaption></figure>'
 

@@ -30,12 +30,17 @@ class Template:
 
 @dataclass(frozen=True)
 class Flavour:
-    """One published checkpoint. shift: the training default of sigma = s u / (1 + (s - 1) u)."""
+    """One published checkpoint.
+
+    shift: the training default of sigma = s u / (1 + (s - 1) u). sizes: (width, height) in pixels that it was made
+    with, where they are published.
+    """
 
     name: str
     repo: str
     task: Task
     shift: float = 1.0
+    sizes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,8 +152,16 @@ _SANA = Template(
 )
 
 
+_HD_SIZES = ((1024, 1024), (640, 1408), (1408, 640), (768, 1280), (1280, 768), (896, 1152), (1152, 896))
+_LITE_VIDEO_SIZES = ((512, 512), (512, 768), (768, 512))
+
+
 def _kandinsky(task: Task, names: dict[str, str]) -> dict[str, Flavour]:
-    return {name: Flavour(name, f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers", task) for name, repo in names.items()}
+    made = {}
+    for name, repo in names.items():
+        sizes = _LITE_VIDEO_SIZES if task in ("t2v", "i2v") and "Lite" in repo else _HD_SIZES
+        made[name] = Flavour(name, f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers", task, sizes=sizes)
+    return made
 
 
 def _sana(names: dict[str, tuple[str, float]]) -> dict[str, Flavour]:

@@ -8,51 +8,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from schemas.catalogue import FAMILIES, Family, Flavour, Task, Template, flavour_of
+from schemas.datasets import Dataset
 from schemas.geometry import resolution_buckets, target_area
+from schemas.section import NAME_PATTERN, Incoherent, Name, Problem, Section, Share
 
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?)$"
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"
 #: What a pattern asks for, in words.
 PATTERNS = {
-    _NAME: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
+    NAME_PATTERN: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
     _DEVICE: "valid: auto, cpu, cuda, cuda:N",
     _SIZE: "valid: WxH or WxH@F, for example 768x512@61",
 }
 
-Name = Annotated[str, Field(pattern=_NAME, max_length=100)]
 Precision = Literal["float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=_DEVICE, description="auto, cpu, cuda or cuda:N")]
-Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "index", "train", "decode"]
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 
 
-#: A key's path below the section that is checked, and what is wrong there.
-Problem = tuple[tuple[str | int, ...], str]
-
 MAX_BUCKET_PIXELS = 8192 * 8192
 VALIDATION = "validation"  # the dataset that the images of validation prompts belong to
 _SOURCE = Path(__file__).resolve().parent.parent
 PACKAGES = tuple(_SOURCE / name for name in ("schemas", "cache", "stages", "trainer"))
-
-
-class Incoherent(ValueError):
-    """Values that are each valid and do not go together; every problem of a section at once."""
-
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(message for _, message in problems))
-        self.problems = problems
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys forbidden, no silent conversion of text to numbers or truth."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Cache(Section):
@@ -105,47 +87,6 @@ class Model(Section):
         return self.path or self.chosen.repo
 
 
-class Video(Section):
-    num_frames: int = Field(121, ge=1, description="frames of a clip; rounded down to 1 + a multiple of 4")
-    min_frames: int = Field(5, ge=1, description="a clip that yields fewer is set aside")
-    frame_rate: float = Field(24.0, gt=0, description="frames per second; frames are chosen by timestamp")
-
-    @model_validator(mode="after")
-    def _coherent(self) -> "Video":
-        if self.min_frames > self.num_frames:
-            message = f"{self.min_frames} is more than num_frames, {self.num_frames}"
-            raise Incoherent([(("min_frames",), message)])
-        return self
-
-
-class Dataset(Section):
-    id: Name
-    dataset_type: Literal["image", "video"] = "image"
-    instance_data_dir: str = Field(min_length=1, description="folder of media, searched recursively")
-    media_root: str | None = Field(None, description="where that folder lies on this machine, if elsewhere")
-    caption_strategy: Literal["textfile"] = Field(
-        "textfile", description="textfile: <name>.txt beside <name>.<ext>; several lines are alternatives"
-    )
-    conditioning_data: str | None = Field(
-        None, description="folder of source images for i2i: <name>.* beside the target's <name>"
-    )
-    resolution: float | None = Field(None, gt=0, description="see resolution_type; default: the family's own")
-    resolution_type: Literal["pixel_area", "area", "pixel"] = Field(
-        "pixel_area",
-        description="pixel_area: edge of a square of that area; area: megapixels; pixel: shorter edge",
-    )
-    crop: Literal["center"] = Field("center", description="how an image is cut to its bucket")
-    minimum_image_size: int = Field(0, ge=0, description="a file whose shorter side has fewer pixels is set aside")
-    allow_upscale: bool = Field(True, description="false: a file smaller than its bucket is set aside")
-    repeats: int = Field(0, ge=0, description="extra passes in an epoch: 0 = once")
-    disabled: bool = False
-    video: Video = Video()
-
-    @property
-    def root(self) -> str:
-        return self.media_root or self.instance_data_dir
-
-
 class Text(Section):
     max_length: int | None = Field(
         None, gt=0, description="tokens kept, such as 256, 512 or 1024; default: the pipeline's own"
@@ -175,7 +116,9 @@ class Stages(Section):
     order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="what `latentpress run` runs")
     engine: Literal["local"] = "local"
     max_reject_fraction: float = Field(0.2, ge=0, le=1, description="a stage stops when more is set aside")
-    discover: Resources = Resources()
+    item_timeout_s: float = Field(300.0, gt=0, description="an item that takes longer to read is set aside")
+    item_memory_mib: int = Field(8192, ge=256, description="an item that takes more memory to read is set aside")
+    discover: Resources = Resources(workers=4)
     encode_text: Resources = Field(Resources(), alias="encode-text")
     encode_latents: Resources = Field(Resources(), alias="encode-latents")
     decode: Resources = Resources()
@@ -311,8 +254,11 @@ class Config(Section):
                 )
             if self.model.task == "i2v" and not video:
                 yield ("datasets", i, "dataset_type"), "i2v starts from a clip's first frame; valid: video"
-            if self.model.task == "i2i" and dataset.conditioning_data is None:
-                yield ("datasets", i, "conditioning_data"), "i2i needs the folder of the source images"
+            if self.model.task == "i2i" and not (dataset.conditioning_data or dataset.conditioning_column):
+                yield (
+                    ("datasets", i, "conditioning_data"),
+                    "i2i needs the source images: a folder, or conditioning_column",
+                )
         if all(dataset.disabled for dataset in self.datasets):
             yield ("datasets",), "every dataset is disabled"
 
@@ -327,7 +273,7 @@ class Config(Section):
                 f"at most {MAX_BUCKET_PIXELS / 1e6:.0f}"
             )
         try:
-            resolution_buckets(resolution, kind, self.model.spec.side_multiple)
+            resolution_buckets(resolution, kind, self.model.spec.side_multiple, max_aspect=dataset.max_aspect)
         except ValueError as error:
             return str(error)
         return None

@@ -44,7 +44,7 @@ from schemas.options import (
     ShardOption,
     WorkersOption,
 )
-from schemas.report import Report, plain
+from schemas.report import Report, plain, visible
 
 # What a program's file needs, in one import.
 __all__ = ["DAMAGE", "OK", "REMAINS", "USAGE", "Console", "Options", "Progress", "Report", "Shard", "program"]
@@ -125,13 +125,13 @@ class Console:
         self._clock, self._interval = clock, interval
 
     def log(self, message: str) -> None:
-        self._rich.print(message)
+        self._rich.print(_lines(message))
 
     def warn(self, message: str) -> None:
-        self._rich.print(f"warning: {message}", style="yellow")
+        self._rich.print(f"warning: {_lines(message)}", style="yellow")
 
     def error(self, message: str) -> None:
-        self._rich.print(f"error: {message}", style="bold red")
+        self._rich.print(f"error: {_lines(message)}", style="bold red")
 
     @contextmanager
     def progress(self, total: float | None, description: str, unit: str = "items") -> Iterator[Progress]:
@@ -187,6 +187,11 @@ class Console:
 
 class Interrupted(LatentpressError):
     exit_code = INTERRUPTED
+
+
+def _lines(message: str) -> str:
+    """Every line as `visible` shows it."""
+    return "\n".join(map(visible, message.split("\n")))
 
 
 Run = Callable[..., Report]

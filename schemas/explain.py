@@ -8,7 +8,8 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
-from schemas.config import PATTERNS, Config, Incoherent, Problem, Section
+from schemas.config import PATTERNS, Config
+from schemas.section import Incoherent, Problem, Section
 from schemas.yamlfile import Key, parse
 
 

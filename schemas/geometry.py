@@ -1,23 +1,33 @@
-"""Sizes, crops and frame times: pure functions of numbers.
+"""Sizes and crops: pure functions of numbers, or of whole columns of them at once.
 
-Sizes are written WIDTHxHEIGHT in pixels, a bucket as WIDTHxHEIGHT@FRAMES. Everything here depends on its
-arguments alone, never on the order in which files were met, and uses integers or correctly rounded divisions
-only (no logarithms), so that every machine makes the same choice.
+Sizes are written WIDTHxHEIGHT in pixels, a bucket as WIDTHxHEIGHT@FRAMES. Where a parameter is a column, (n,), a
+plain number does as well and is used for every item; numbers alone give a number. Everything here depends on its
+arguments alone, never on the order in which files were met nor on the other items, and uses integers or correctly
+rounded divisions and square roots only (no logarithms), so that every machine makes the same choice, for sides of up
+to a million pixels.
 """
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from fractions import Fraction
+from typing import Generic, Literal, TypeVar, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.clips import Floats, Ints, largest_valid_frames, plain
+
+Lengths = int | Ints
+Numbers = float | Floats
+Pixels = TypeVar("Pixels", int, Ints)
+CropStyle = Literal["center", "random", "corner"]
 ResolutionType = Literal["pixel", "area", "pixel_area"]
 Orientation = Literal["landscape", "portrait", "square"]
 
 RESOLUTION_TYPES: tuple[ResolutionType, ...] = ("pixel", "area", "pixel_area")
 MAX_ASPECT = 2.5
-# Containers round timestamps (Matroska to milliseconds), so times this close, in seconds, are the same time.
-TIME_TOLERANCE = 0.001
 
 _BUCKET = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?")
 
@@ -68,23 +78,20 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Crop:
-    """Resize to (resize_width, resize_height), then cut the bucket's size with its upper left corner at (x,
-    y).
-    """
+class Crop(Generic[Pixels]):
+    """Resize to (resize_width, resize_height), then cut the bucket's size with its upper left corner at (x, y)."""
 
-    resize_width: int
-    resize_height: int
-    x: int
-    y: int
+    resize_width: Pixels
+    resize_height: Pixels
+    x: Pixels
+    y: Pixels
 
 
 def target_area(resolution: float, resolution_type: ResolutionType, *, aspect: float = 1.0) -> int:
     """Pixels that a bucket of this resolution should have.
 
-    `pixel_area`: the resolution is the edge whose square is the area. `area`: it is in megapixels (1e6
-    pixels). `pixel`: it is the shorter edge, so that the area grows with `aspect` (longer side over shorter,
-    1 or more).
+    `pixel_area`: the resolution is the edge whose square is the area. `area`: it is in megapixels (1e6 pixels).
+    `pixel`: it is the shorter edge, so that the area grows with `aspect` (longer side over shorter, 1 or more).
     """
     _check_resolution(resolution, resolution_type)
     if resolution_type == "pixel_area":
@@ -99,10 +106,9 @@ def target_area(resolution: float, resolution_type: ResolutionType, *, aspect: f
 def aspect_buckets(area: int, stride: int, *, max_aspect: float = MAX_ASPECT) -> tuple[tuple[int, int], ...]:
     """All (width, height) of about `area` pixels whose sides are multiples of `stride`, sorted.
 
-    One pair for each shorter side, with the longer side rounded to the nearest multiple, its mirror image,
-    and always a square. The area of each is within `stride * (longer side + stride)` of the one asked for,
-    and the longer side at most `max_aspect` times the shorter. Raises ValueError where the area is smaller
-    than one stride squared.
+    One pair for each shorter side, with the longer side rounded to the nearest multiple, its mirror image, and always
+    a square. The area of each is within `stride * (longer side + stride)` of the one asked for, and the longer side
+    at most `max_aspect` times the shorter. Raises ValueError where the area is smaller than one stride squared.
     """
     edge = math.sqrt(area)
     _check_stride(edge, stride)
@@ -134,80 +140,196 @@ def resolution_buckets(
     return aspect_buckets(target_area(resolution, resolution_type), stride, max_aspect=max_aspect)
 
 
-def choose_bucket(width: int, height: int, candidates: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """The candidate (width, height) whose aspect is nearest in logarithm; of equals the larger, the wider.
+def choose_buckets(width: Lengths, height: Lengths, candidates: Sequence[tuple[int, int]]) -> Ints:
+    """(n,) index of the candidate (width, height) nearest in aspect, by its logarithm.
 
-    Raises ValueError without candidates or for a size that is not positive.
+    Of equals the larger is chosen, and of those the wider. Raises ValueError without candidates or for a size that
+    is not positive.
     """
-    if width < 1 or height < 1:
-        raise ValueError(f"size {width}x{height}: both sides must be 1 or more")
-
-    def key(size: tuple[int, int]) -> tuple[float, int, int]:
-        across, down = width * size[1], height * size[0]
-        # exp(|log of the ratio of aspects|): the same order as the logarithm, and rounded alike everywhere.
-        return max(across, down) / min(across, down), -size[0] * size[1], -size[0]
-
-    best = min(candidates, key=key, default=None)
-    if best is None:
-        raise ValueError("no bucket to choose from: give at least one (width, height)")
-    return best
+    across, down = _sides(width, height)
+    return _nearest(across.astype(np.float64), down.astype(np.float64), candidates)
 
 
-def cover_crop(width: int, height: int, bucket_width: int, bucket_height: int) -> Crop:
-    """Scale (width, height) until it just covers the bucket, and cut from its centre.
+def nearest_aspects(aspect: Numbers, candidates: Sequence[tuple[int, int]]) -> Ints:
+    """choose_buckets for items of which only the aspect, width / height, is given."""
+    across = np.asarray(aspect, np.float64)
+    wrong = ~(np.isfinite(across) & (across > 0))
+    if wrong.any():
+        raise ValueError(f"aspect {across[wrong].flat[0]}: give width / height, more than 0")
+    return _nearest(across, np.ones_like(across), candidates)
 
-    One side equals the bucket's; the other is rounded to the nearest pixel, which is all the distortion there
-    is.
+
+def cover_crop(
+    width: Lengths,
+    height: Lengths,
+    bucket_width: Lengths,
+    bucket_height: Lengths,
+    style: CropStyle = "center",
+    across: Numbers = 0.0,
+    down: Numbers = 0.0,
+) -> Crop:
+    """Scale (width, height) until it just covers the bucket, and cut it.
+
+    One side equals the bucket's; the other is rounded to the nearest pixel, which is all the distortion there is.
+    style: `center`; `corner` for the upper left; `random` for the place that `across` and `down`, each in [0, 1),
+    say: all places that leave the cut inside are equally likely where they are uniform.
     """
-    if min(width, height, bucket_width, bucket_height) < 1:
-        raise ValueError(f"{width}x{height} into {bucket_width}x{bucket_height}: every side must be 1 or more")
-    if width * bucket_height >= height * bucket_width:
-        resized = _rounded_division(width * bucket_height, height), bucket_height
-    else:
-        resized = bucket_width, _rounded_division(height * bucket_width, width)
-    return Crop(*resized, (resized[0] - bucket_width) // 2, (resized[1] - bucket_height) // 2)
+    sides = _sides(width, height, bucket_width, bucket_height)
+    return _cut(_covering(*sides), sides[2:], style, across, down)
 
 
-def largest_valid_frames(frames: int, temporal_stride: int = 4) -> int:
-    """The largest F <= frames with (F - 1) a multiple of `temporal_stride`."""
-    if frames < 1 or temporal_stride < 1:
-        raise ValueError(f"{frames} frames at a stride of {temporal_stride}: both must be 1 or more")
-    return (frames - 1) // temporal_stride * temporal_stride + 1
+def loose_crop(
+    width: Lengths,
+    height: Lengths,
+    bucket_width: Lengths,
+    bucket_height: Lengths,
+    scaled_shorter: Numbers,
+    style: CropStyle = "center",
+    across: Numbers = 0.0,
+    down: Numbers = 0.0,
+) -> Crop:
+    """Scale (width, height) until its shorter side is `scaled_shorter` pixels, and cut the bucket from it.
 
-
-def frames_available(duration: float, rate: float) -> int:
-    """How many of the times 0, 1/rate, 2/rate … lie within a clip of `duration` seconds.
-
-    A time that reaches the end of the clip to within a millisecond (or a quarter of 1/rate, if that is less)
-    is outside it: durations carry the rounding of their container.
+    It is made no smaller than covers the bucket, as cover_crop does, and otherwise no larger than it is. The
+    shorter side is rounded to the nearest pixel and the other one to the nearest that keeps the aspect.
     """
-    if rate <= 0 or not math.isfinite(rate):
-        raise ValueError(f"rate {rate}: give frames per second, more than 0")
-    if duration <= 0:
-        return 0
-    return max(1, math.ceil((duration - min(TIME_TOLERANCE, 0.25 / rate)) * rate))
+    sides = _sides(width, height, bucket_width, bucket_height)
+    shorter = np.minimum(sides[0], sides[1])
+    wanted = np.minimum(scaled_shorter, shorter)
+    if not (wanted > 0).all():
+        raise ValueError("scaled_shorter: every length must be more than 0 pixels")
+    scaled = np.floor(wanted + 0.5).astype(np.int64)
+    # Both are roundings of the sides times one factor each, so the larger pair is that of the larger factor.
+    pairs = zip(sides[:2], _covering(*sides), strict=True)
+    size = [np.maximum(covering, _rounded_division(side * scaled, shorter)) for side, covering in pairs]
+    return _cut(size, sides[2:], style, across, down)
 
 
-def clip_times(start: float, rate: float, frames: int) -> list[float]:
-    """The times in seconds of `frames` frames at `rate` per second, the first at `start`."""
-    if rate <= 0 or frames < 1:
-        raise ValueError(f"{frames} frames at {rate} per second: both must be more than 0")
-    return [start + index / rate for index in range(frames)]
+def stretch(bucket_width: Lengths, bucket_height: Lengths, n: int | None = None) -> Crop:
+    """Stretch the whole picture to the bucket and cut nothing; for `n` items where the bucket is a number."""
+    bucket = _sides(*(side if n is None else np.full(n, side) for side in (bucket_width, bucket_height)))
+    return _cut(bucket, bucket, "corner", 0.0, 0.0)
+
+
+def measured_size(width: Lengths, height: Lengths, resolution_type: ResolutionType) -> Floats:
+    """Size by `resolution_type`: pixels of the shorter side, megapixels, or pixels of the edge of an equal square."""
+    _check_type(resolution_type)
+    across, down = np.asarray(width, np.float64), np.asarray(height, np.float64)
+    if resolution_type == "pixel":
+        return np.minimum(across, down)
+    return across * down / 1e6 if resolution_type == "area" else np.sqrt(across * down)
+
+
+def shorter_at(width: Lengths, height: Lengths, size: Numbers, resolution_type: ResolutionType) -> Floats:
+    """Shorter side in pixels of the picture scaled so that its measured_size is `size`; a fraction, not rounded."""
+    _check_type(resolution_type)
+    across, down = _sides(width, height)
+    if resolution_type == "pixel":
+        return np.broadcast_arrays(np.asarray(size, np.float64), across, down)[0]
+    area = np.square(size, dtype=np.float64) if resolution_type == "pixel_area" else np.multiply(size, 1e6)
+    return np.sqrt(area * np.minimum(across, down) / np.maximum(across, down))
+
+
+def cropped_share(width: Lengths, height: Lengths, crop: Crop, bucket_width: Lengths, bucket_height: Lengths) -> Floats:
+    """Share, in [0, 1), of the area of the picture, (width, height), that the cut loses."""
+    sides = _sides(crop.resize_width, crop.resize_height, bucket_width, bucket_height)
+    area = sides[0] * sides[1]
+    return np.broadcast_arrays((area - sides[2] * sides[3]) / area, width, height)[0]
+
+
+def distortion(width: Lengths, height: Lengths, crop: Crop) -> Floats:
+    """Change of aspect by the resize: the larger of the two scale factors over the smaller, minus 1."""
+    across, down = _sides(width, height)
+    wide, tall = crop.resize_width * down, crop.resize_height * across
+    return np.abs(wide - tall) / np.minimum(wide, tall)
+
+
+def enlarged(width: Lengths, height: Lengths, crop: Crop) -> NDArray[np.bool_]:
+    """Whether the resize makes either side longer than it is."""
+    return np.greater(crop.resize_width, width) | np.greater(crop.resize_height, height)
 
 
 def scale_class(width: int, height: int) -> tuple[float, float, float]:
     """Kandinsky 5 video's rotary scale factor (frames, height, width) for a size in pixels.
 
-    (1, 2, 2) where both sides are within 480..854, else (1, 3.16, 3.16): as the diffusers pipelines choose
-    it.
+    (1, 2, 2) where both sides are within 480..854, else (1, 3.16, 3.16): as the diffusers pipelines choose it.
     """
     small = all(480 <= side <= 854 for side in (width, height))
     return (1.0, 2.0, 2.0) if small else (1.0, 3.16, 3.16)
 
 
-def _check_resolution(resolution: float, resolution_type: str) -> None:
+def _nearest(across: Floats, down: Floats, candidates: Sequence[tuple[int, int]]) -> Ints:
+    """(n,) index of the candidate nearest in aspect to across / down.
+
+    Of the distinct aspects, in order, only the one below and the one above can be the nearest: 2 of them are
+    compared, however many there are. The ratio of two aspects stands for the difference of their logarithms.
+    """
+    index = _by_aspect(candidates)
+    width, height = np.array(candidates, np.float64)[index].T
+    above = np.searchsorted(width / height, across / down)
+    low, high = np.maximum(above - 1, 0), np.minimum(above, len(index) - 1)
+    from_low = across * height[low] / (down * width[low])
+    to_high = down * width[high] / (across * height[high])
+    area = width * height
+    larger_above = np.append(area[1:] >= area[:-1], True)
+    return index[np.where((to_high < from_low) | ((to_high == from_low) & larger_above[low]), high, low)]
+
+
+def _by_aspect(candidates: Sequence[tuple[int, int]]) -> Ints:
+    """Indexes of the largest candidate of each aspect, the tallest aspect first."""
+    if not candidates:
+        raise ValueError("no bucket to choose from: give at least one (width, height)")
+    _sides(np.array(candidates))
+    best: dict[Fraction, int] = {}
+    for index, (width, height) in enumerate(candidates):
+        aspect = Fraction(width, height)
+        if aspect not in best or width > candidates[best[aspect]][0]:
+            best[aspect] = index
+    return np.array([best[aspect] for aspect in sorted(best)], np.int64)
+
+
+def _covering(width: Ints, height: Ints, bucket_width: Ints, bucket_height: Ints) -> tuple[Ints, Ints]:
+    """The smallest size of the picture's aspect that covers the bucket."""
+    wide, tall = width * bucket_height, height * bucket_width
+    wider = wide >= tall
+    across = np.where(wider, _rounded_division(wide, height), bucket_width)
+    return across, np.where(wider, bucket_height, _rounded_division(tall, width))
+
+
+def _cut(size: Sequence[Ints], bucket: Sequence[Ints], style: CropStyle, *shares: Numbers) -> Crop:
+    """Cut the bucket from a picture that covers it. size, bucket and shares: across, down."""
+    starts = (_start(length - cut, style, share) for length, cut, share in zip(size, bucket, shares, strict=True))
+    return Crop(*map(plain, np.broadcast_arrays(*size, *starts)))
+
+
+def _start(free: Ints, style: CropStyle, share: Numbers) -> Ints:
+    """One of 0 .. free, in pixels; for the random style all alike where `share` is uniform in [0, 1)."""
+    if style == "center":
+        return free // 2
+    if style == "corner":
+        return np.zeros_like(free)
+    if style != "random":
+        raise ValueError(f"crop_style {style!r}: choose one of {', '.join(get_args(CropStyle))}")
+    assert np.all((np.asarray(share) >= 0) & (np.asarray(share) < 1)), "across and down are shares in [0, 1)"
+    return np.floor(share * (free + 1)).astype(np.int64)
+
+
+def _sides(*values: Lengths) -> tuple[Ints, ...]:
+    """Lengths in pixels as int64, checked. Fractions are refused with TypeError."""
+    sides = tuple(np.asarray(value).astype(np.int64, casting="same_kind", copy=False) for value in values)
+    for side in sides:
+        if (side < 1).any():
+            raise ValueError(f"a side of {side.min()} pixels: every side must be 1 or more")
+    return sides
+
+
+def _check_type(resolution_type: str) -> None:
     if resolution_type not in RESOLUTION_TYPES:
         raise ValueError(f"resolution_type {resolution_type!r}: choose one of {', '.join(RESOLUTION_TYPES)}")
+
+
+def _check_resolution(resolution: float, resolution_type: str) -> None:
+    _check_type(resolution_type)
     if not resolution > 0 or not math.isfinite(resolution):
         raise ValueError(f"resolution {resolution}: must be more than 0")
 
@@ -223,5 +345,5 @@ def _nearest_multiple(value: float, stride: int) -> int:
     return max(stride, math.floor(value / stride + 0.5) * stride)
 
 
-def _rounded_division(numerator: int, denominator: int) -> int:
+def _rounded_division(numerator: Ints, denominator: Ints) -> Ints:
     return (2 * numerator + denominator) // (2 * denominator)

@@ -5,10 +5,33 @@ machines that never talk agree on it. Nothing here reads a file.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
+from numpy.typing import NDArray
+
+from schemas.randomness import mix
+
+#: What a sample is, field by field: its id is the xxh3-128 of these bytes. Little-endian; ids are the 16 bytes that
+#: their 32 hex digits stand for, zeros where there is none; clip and companions are zeros where there are none.
+#: condition: 0 none, 1 first frame, 2 source. A geometry is its bucket (w, h, frames), resize (w, h), crop (x, y).
+SAMPLE = np.dtype(
+    [
+        ("media", "V16"),
+        ("geometry", "<i4", 7),
+        ("start", "<f8"),
+        ("rate", "<f8"),
+        ("condition", "<i4"),
+        ("source", "V16"),
+        ("source_geometry", "<i4", 7),
+        ("mask", "V16"),
+        ("mask_geometry", "<i4", 7),
+    ]
+)
 
 
 def hash_bytes(*parts: bytes) -> str:
@@ -26,35 +49,60 @@ def hash_json(value: Any) -> str:
     return hash_bytes(text.encode())
 
 
-def text_id(rendered: str, images: Sequence[str] = ()) -> str:
-    """Identity of one text to encode: the rendered prompt's bytes and the identity of each image in it."""
-    return hash_bytes(rendered.encode(), *(image.encode() for image in images))
+def hash_column(values: pa.Array) -> pa.Array:
+    """The xxh3-128 of each of n byte or text strings, as 32 hex digits."""
+    return pa.array(map(xxhash.xxh3_128_hexdigest, values.cast(pa.large_binary()).to_pylist()), pa.string())
 
 
-def image_in_prompt_id(media_id: str, geometry: Mapping[str, Any]) -> str:
-    """Identity of an image as a text encoder sees it: the file and how it was fitted to its bucket."""
-    return hash_json({"media": media_id, "geometry": dict(geometry)})
+def text_ids(rendered: pa.Array, image: pa.Array | None = None) -> pa.Array:
+    """Identities of texts to encode: of the rendered prompt's bytes after the id of the image in it, if any, and a
+    zero byte (no id holds one, so that no two texts are confused)."""
+    head = pa.scalar("") if image is None else image
+    return hash_column(pc.binary_join_element_wise(head, rendered, "\0"))
 
 
-def sample_id(
-    media_id: str,
-    geometry: Mapping[str, Any],
-    clip: Mapping[str, Any] | None = None,
-    companions: Mapping[str, Any] | None = None,
-) -> str:
-    """Identity of one training sample: the media, its geometry, the chosen frames, and its companions.
+def image_in_prompt_ids(media: pa.Array, geometry: NDArray[np.integer]) -> pa.Array:
+    """Identities of images as a text encoder sees them: the file and how it was fitted to its bucket, (n, 7)."""
+    record = np.zeros(len(media), SAMPLE)
+    record["media"], record["geometry"] = id_bytes(media), geometry
+    return sample_ids(record)
 
-    `geometry` holds bucket and crop; `clip` holds start and rate (None for an image); `companions` maps a
-    role ("source") to that file's media id and geometry.
-    """
-    return hash_json(
-        {"media": media_id, "geometry": dict(geometry), "clip": clip, "companions": dict(companions or {})}
-    )
+
+def sample_ids(records: np.ndarray) -> pa.Array:
+    """Identities of n samples, from their records of dtype SAMPLE."""
+    assert records.dtype == SAMPLE and records.flags.c_contiguous
+    ends = np.arange(len(records) + 1, dtype=np.int64) * SAMPLE.itemsize
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(records.view(np.uint8))]
+    return hash_column(pa.Array.from_buffers(pa.large_binary(), len(records), buffers))
+
+
+def id_bytes(ids: pa.Array) -> np.ndarray:
+    """(n,) V16: the bytes of ids of 32 hex digits; zeros for null."""
+    text = "".join(pc.fill_null(ids, "0" * 32).to_pylist())
+    assert len(text) == 32 * len(ids), "an id has 32 hex digits"
+    return np.frombuffer(bytes.fromhex(text), "V16")
+
+
+def heads(ids: pa.Array) -> NDArray[np.uint64]:
+    """(n,) the first half of each id as a number; ids stand in the order of these numbers."""
+    return id_bytes(ids).view(">u8")[::2].astype(np.uint64)
+
+
+def distinct(ids: pa.Array) -> int:
+    """How many different ids there are, as far as their first halves tell; if all, then they are all different."""
+    found = np.sort(heads(ids))  # np.unique hashes, which is several times slower
+    return len(found) and 1 + int((found[1:] != found[:-1]).sum())
+
+
+def seeds_of(ids: pa.Array, purpose: str) -> NDArray[np.uint64]:
+    """(n,) seeds that depend on nothing but an id and what the randomness is for."""
+    halves = id_bytes(ids).view("<u8").reshape(-1, 2)
+    return mix(halves[:, 0] ^ mix(halves[:, 1] ^ np.uint64(xxhash.xxh3_64_intdigest(purpose.encode()))))
 
 
 def unit_id(prefix: str, members: Iterable[str]) -> str:
     """Name of a work unit: a readable prefix (its bucket) and a hash of its members in order."""
-    return f"{prefix}-{hash_bytes(*(member.encode() for member in members))[:16]}"
+    return f"{prefix}-{hash_bytes(chr(10).join(members).encode())[:16]}"
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:

@@ -148,13 +148,15 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
 
     def absolute_if_there(text: str) -> str:
         there = absolute(text)
-        return there if text.startswith((".", "~")) or os.path.isdir(there) else text
+        return there if text.startswith((".", "~")) or os.path.exists(there) else text
 
     _change(config, ("root", "output"), absolute)
     config.setdefault("output", absolute("output"))
     _change(config.get("model"), ("path",), absolute_if_there)
     for dataset in _items(config, "datasets"):
-        _change(dataset, ("instance_data_dir", "media_root", "conditioning_data"), absolute)
+        named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps of a hub
+        _change(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)
+        _change(dataset, ("media_root", "caption_file", "conditioning_data", "mask_data"), absolute)
     for prompt in _items(config.get("validation"), "prompts"):
         _change(prompt, ("image",), absolute)
 

@@ -16,9 +16,9 @@ class Report:
     """What a program did. done, skipped, remaining: counts of its own kind of item.
 
     set_aside, failed, damage: one dict an item, with "item", "path", "reason" and "message" where they apply.
-    Items set aside are no failure; failed ones are, and are tried again by the next run. rejects: where the
-    full list of what was set aside is kept. next_steps: commands. details: anything else; a value that is a
-    list of flat dicts is shown as a table.
+    more_set_aside: how many further ones stand in the full list alone. Items set aside are no failure; failed ones
+    are, and are tried again by the next run. rejects: where the full list of what was set aside is kept.
+    next_steps: commands. details: anything else; a value that is a list of flat dicts is shown as a table.
     """
 
     program: str
@@ -26,6 +26,7 @@ class Report:
     skipped: int = 0
     remaining: int = 0
     set_aside: list[dict[str, Any]] = field(default_factory=list)
+    more_set_aside: int = 0
     failed: list[dict[str, Any]] = field(default_factory=list)
     damage: list[dict[str, Any]] = field(default_factory=list)
     next_steps: list[str] = field(default_factory=list)
@@ -49,17 +50,25 @@ class Report:
 
     def summary(self) -> str:
         """The report for a reader: counts, details, what needs attention, what to do next."""
-        counts = {"to do" if self.dry_run else "remaining": self.remaining, "set aside": len(self.set_aside)}
+        counts = {
+            "to do" if self.dry_run else "remaining": self.remaining,
+            "set aside": len(self.set_aside) + self.more_set_aside,
+        }
         counts |= {"failed": len(self.failed), "damaged": len(self.damage)}
         words = [f"{self.done} done", f"{self.skipped} skipped"]
         words += [f"{count} {what}" for what, count in counts.items() if count]
         lines = [f"{self.program}{' (dry run)' if self.dry_run else ''}: {', '.join(words)}"]
         for key, value in self.details.items():
             lines += _detail(key, value)
-        lines += _listing("Set aside", self.set_aside, self.rejects)
+        lines += _listing("Set aside", self.set_aside, self.rejects, self.more_set_aside)
         lines += _listing("Failed", self.failed) + _listing("Damaged", self.damage)
         lines += ["Next:", *(f"  {step}" for step in self.next_steps)] if self.next_steps else []
         return "\n".join(lines)
+
+
+def visible(text: str) -> str:
+    """One line: line breaks, and characters that can't be seen or that a terminal obeys, as escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def plain(value: Any) -> Any:
@@ -78,7 +87,7 @@ def plain(value: Any) -> Any:
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Aligned lines, one a row, under the keys of the first row; numbers to the right."""
     keys = list(rows[0])
-    cells = [keys] + [[str(row.get(key, "")) for key in keys] for row in rows]
+    cells = [keys] + [[visible(str(row.get(key, ""))) for key in keys] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
     right = [all(isinstance(row.get(key, 0), int | float) for row in rows) for key in keys]
     aligned = [
@@ -99,14 +108,15 @@ def _detail(key: str, value: Any) -> list[str]:
     return [f"  {name}: {value:g}" if isinstance(value, float) else f"  {name}: {value}"]
 
 
-def _listing(title: str, items: Sequence[Mapping[str, Any]], full: str = "") -> list[str]:
+def _listing(title: str, items: Sequence[Mapping[str, Any]], full: str = "", unlisted: int = 0) -> list[str]:
     if not items:
         return []
     lines = [f"{title}:"]
     for item in items[:SHOWN]:
         what = item.get("path") or item.get("item") or "?"
         why = ": ".join(str(item[key]) for key in ("reason", "message") if item.get(key))
-        lines.append(f"  {what}  {why}".rstrip())
-    if len(items) > SHOWN:
-        lines.append(f"  ... and {len(items) - SHOWN} more")
+        lines.append(visible(f"  {what}  {why}".rstrip()))
+    more = max(0, len(items) - SHOWN) + unlisted
+    if more:
+        lines.append(f"  ... and {more} more")
     return lines + ([f"  the full list: {full}"] if full else [])

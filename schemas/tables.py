@@ -1,11 +1,13 @@
-"""Arrow schemas of every table that crosses a machine boundary. Change one, raise FORMAT_VERSION.
+"""Arrow schemas of every table that crosses a machine boundary. Change one, raise TABLES_VERSION.
 
 Tables are Arrow IPC files. Shards (the encoded tensors) are described in `cache/` and docs/cache-format.md.
 """
 
 import pyarrow as pa
 
+#: Of shards (`cache/`), and apart from it, so that a new table makes no shard unreadable, of the tables here.
 FORMAT_VERSION = 1
+TABLES_VERSION = 2
 
 _str, _int, _long, _float = pa.string(), pa.int32(), pa.int64(), pa.float64()
 
@@ -14,14 +16,17 @@ GEOMETRY = pa.struct(
     [("bucket", _str), ("resize_w", _int), ("resize_h", _int), ("x", _int), ("y", _int)],
 )
 
-#: media/<dataset>/media.arrow: what discover found, one row a file, sorted by path. Paths are relative to the
-#: dataset's folder, with "/" whatever the system. width, height: pixels as shown (orientation applied).
-#: frames, rate (frames per second), duration (seconds) are null for images.
+#: media/<dataset>/media.arrow: what discover found, one row an item, sorted by path. A path names an item within
+#: its source, with "/" whatever the system: a file below the folder, "shard-000.tar/000123.jpg", a row of a table.
+#: size in bytes; version changes when the item may have changed (modification time, ETag, ...). width, height:
+#: pixels as shown (orientation applied). frames, rate (frames per second), duration (seconds) are null for images.
+#: scenes: seconds at which a new scene begins, null where they were not looked for. source, mask: companions.
+#: Columns of a manifest follow as "extra.<name>", of whatever type they have.
 MEDIA = pa.schema(
     [
         ("path", _str),
         ("size", _long),
-        ("mtime_ns", _long),
+        ("version", _str),
         ("media_id", _str),
         ("kind", _str),  # image | video
         ("width", _int),
@@ -29,17 +34,25 @@ MEDIA = pa.schema(
         ("frames", _int),
         ("rate", _float),
         ("duration", _float),
+        ("scenes", pa.list_(_float)),
         ("captions", pa.list_(_str)),
-        ("source", _str),  # path of the i2i source image, relative to the conditioning folder
-        ("source_size", _long),
-        ("source_mtime_ns", _long),
+        ("captions_version", _str),  # of the caption file; null where captions come with the listing
+        ("source", _str),  # path of the i2i source image within the companions' own source
+        ("source_version", _str),
         ("source_id", _str),
         ("source_width", _int),
         ("source_height", _int),
+        ("mask", _str),
+        ("mask_version", _str),
+        ("mask_id", _str),
+        ("mask_kind", _str),
+        ("mask_width", _int),
+        ("mask_height", _int),
     ]
 )
+EXTRA = "extra."
 
-#: plans/<generation>/samples.arrow: samples first planned in this generation. role: train | validation.
+#: plans/<generation>/samples.arrow: samples first planned in this generation. role: train | eval | validation.
 SAMPLES = pa.schema(
     [
         ("sample_id", _str),
@@ -55,6 +68,10 @@ SAMPLES = pa.schema(
         ("source_path", _str),
         ("source_id", _str),
         ("source_geometry", GEOMETRY),
+        ("mask_path", _str),
+        ("mask_id", _str),
+        ("mask_kind", _str),
+        ("mask_geometry", GEOMETRY),
     ]
 )
 
@@ -86,29 +103,36 @@ UNITS = pa.schema(
 )
 
 #: plans/<generation>/active.arrow: every sample of the training set as of this generation, one row for each
-#: file (two files of the same bytes are two rows of one sample_id), with where its file lies now.
+#: item (two files of the same bytes are two rows of one sample_id), with where its files lie now.
 ACTIVE = pa.schema(
     [
         ("sample_id", _str),
-        ("role", _str),
+        ("role", _str),  # train | eval | validation
         ("dataset", _str),
         ("path", _str),
         ("source_path", _str),
+        ("mask_path", _str),
         ("bucket", _str),
         ("repeats", _int),
+        ("weight", _float),
+        ("regularisation", pa.bool_()),
         ("texts", pa.list_(_str)),
         ("null_text", _str),
     ]
 )
 
-#: sets/<id>/index.arrow: one row for each training sample, sorted by bucket. Shards and texts are numbers of
-#: rows in shards.arrow and texts.arrow of the same set.
+#: sets/<id>/index.arrow: one row for each sample; first those of role "train", then "eval", each sorted by bucket,
+#: dataset, repeats, weight and sample_id. Shards and texts are numbers of rows in shards.arrow and texts.arrow of
+#: the same set.
 INDEX = pa.schema(
     [
         ("sample_id", _str),
+        ("role", _str),  # train | eval
         ("dataset", _str),
         ("bucket", _str),
         ("repeats", _int),
+        ("weight", _float),
+        ("regularisation", pa.bool_()),
         ("shard", _int),
         ("row", _int),
         ("texts", pa.list_(_int)),

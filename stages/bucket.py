@@ -1,221 +1,195 @@
 """bucket: from media tables to a plan generation: samples, texts, work units, and what is active.
 
-Pure arithmetic over tables (`stages/planning.py`); publishes only what no earlier generation planned, and the whole
+Pure arithmetic over tables (`stages/planning/`); publishes only what no earlier generation planned, and the whole
 list of what is active. Run again with nothing changed, it publishes nothing.
 """
 
-import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from cache import generations, rejects
+from cache.generations import Generation
 from cache.store import Store
 from schemas.config import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
-from schemas.geometry import Bucket, scale_class
-from schemas.identity import sample_id
-from stages import planning
-from stages.discover import media_path, read_media
+from schemas.tables import ACTIVE
 from stages.media.errors import MediaError
-from stages.media.files import hash_file
+from stages.mediatable import read_media
 from stages.plan import side_multiple
+from stages.planning import summary, units
+from stages.planning.draft import Draft, draft, plan_key
+from stages.planning.validation import Found, add_validation
 from stages.stage import refuse_shard
 
 Row = dict[str, Any]
+SHOWN = 30  # items put out that the report lists by name
+LISTED = 10  # buckets that a warning names
 
 
 def run(config: Config, options: Options, console: Console) -> Report:
     refuse_shard(options, "bucket")
     store = Store(config.root)
     multiple = side_multiple(config.model)
-    media = {dataset.id: _media(store, dataset.id) for dataset in config.datasets if not dataset.disabled}
-    plan = planning.draft(config, media, multiple)
-    add_validation(plan, config, multiple)
-    report = Report(program="bucket", dry_run=options.dry_run, set_aside=plan.set_aside)
-    if not any(row["role"] == "train" for row in plan.active):
-        raise LatentpressError(
-            "nothing could be trained: " + _why_empty(media, plan.set_aside),
-            "add media, or relax the datasets' limits (minimum_image_size, video.min_frames, resolution)",
-        )
-    known = {kind: generations.planned(store, kind) for kind in ("text", "latents")}
-    new_samples = [row for name, row in plan.samples.items() if name not in known["latents"]]
-    new_texts = [row for name, row in plan.texts.items() if name not in known["text"]]
-    units = planning.sample_units(config, new_samples) + planning.text_units(config, new_texts)
-    report.details = _details(config, plan, units)
-    _warn_small(config, report.details["buckets"], console)
-    _warn_scale(config, report.details["buckets"], console)
+    used = [dataset for dataset in config.datasets if not dataset.disabled]
+    plan = draft(config, {dataset.id: read_media(store, dataset.id) for dataset in used}, multiple)
+    add_validation(plan, config, multiple, look)
+    report = Report(program="bucket", dry_run=options.dry_run)
+    _require_training(plan)
+    new_samples = _new(plan.samples, "sample_id", generations.planned(store, "latents"))
+    new_texts = _new(plan.texts, "text_id", generations.planned(store, "text"))
+    key = plan_key(config, multiple)
+    info = {
+        "family": config.model.family,
+        "task": config.model.task,
+        "template": config.model.template.name,
+        "null_text": plan.null_text,
+        "validation": plan.validation,
+    }
+    report.details = _details(config, plan, new_samples, new_texts)
+    report.details |= {"changes": summary.changes(_last_active(store, info), plan.active) or "none"}
+    _warn(config, plan, report.details["buckets"], multiple, console)
+    _list_excluded(report, plan.out)
     if options.dry_run:
-        report.remaining = len(new_samples) + len(new_texts)
+        report.remaining = new_samples.num_rows + new_texts.num_rows
         return report
+    made = pa.concat_tables([units.sample_units(config, new_samples), units.text_units(config, new_texts)])
     before = generations.names(store)
     generation = generations.publish(
-        store,
-        key=planning.plan_key(config, multiple),
-        samples=new_samples,
-        texts=new_texts,
-        units=units,
-        active=plan.active,
-        info={
-            "family": config.model.family,
-            "task": config.model.task,
-            "template": config.model.template.name,
-            "null_text": plan.null_text,
-            "validation": plan.validation,
-        },
+        store, key=key, samples=new_samples, texts=new_texts, units=made, active=plan.active, info=info
     )
-    rejects.write(store, "bucket", config.model.family + "-" + config.model.task, plan.set_aside)
-    new = generation.name not in before
-    report.done = len(new_samples) + len(new_texts)
-    report.skipped = len(plan.samples) + len(plan.texts) - report.done
-    report.details["generation"] = generation.name + ("" if new else " (unchanged)")
+    list_name = f"{config.model.family}-{config.model.task}"
+    rejects.write(store, "bucket", list_name, plan.out)
+    report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.out.num_rows else ""
+    report.done = new_samples.num_rows + new_texts.num_rows
+    report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.done
+    report.details["new units"] = {kind: _count(made, "kind", kind) for kind in ("latents", "text")}
+    report.details["generation"] = generation.name + ("" if generation.name not in before else " (unchanged)")
     return report
 
 
-def _media(store: Store, dataset: str) -> list[Row]:
-    if not store.exists(media_path(dataset)):
-        raise LatentpressError(f"dataset {dataset} was not discovered yet", "run `latentpress discover`")
-    return read_media(store, dataset)
-
-
-def add_validation(plan: planning.Draft, config: Config, multiple: int) -> None:
-    """Plan the validation prompts and, for i2i and i2v, the image each of them starts from."""
-    family, template = config.model.spec, config.model.template
-    if not config.validation.prompts:
-        return
-    bucket = validation_bucket(config, multiple)
-    for prompt in config.validation.prompts:
-        condition, image = None, None
-        if prompt.image is not None and config.model.task in ("i2i", "i2v"):
-            sample = _condition(prompt.name, Path(prompt.image), Bucket(bucket.width, bucket.height))
-            condition = sample["sample_id"]
-            plan.samples.setdefault(condition, sample)
-            plan.active.append(_condition_active(sample))
-            if template.with_image:
-                image = (VALIDATION, prompt.name, sample["media_id"], sample["geometry"])
-        negative = family.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
-        plan.validation.append(
-            {
-                "name": prompt.name,
-                "prompt": prompt.prompt,
-                "negative_prompt": negative,
-                "text": planning.add_text(plan, config, prompt.prompt, image=image),
-                "negative": planning.add_text(plan, config, negative, negative=True, image=image),
-                "bucket": str(bucket),
-                "condition": condition,
-            }
-        )
-
-
-def validation_bucket(config: Config, multiple: int) -> Bucket:
-    """validation.size, checked against the model's strides."""
-    family = config.model.spec
-    if config.validation.size is None:
-        edge = max(multiple, round(family.resolution / multiple) * multiple)
-        return Bucket(edge, edge, 121 if family.video else 1)
-    try:
-        bucket = Bucket.parse(config.validation.size)
-        bucket.latent_shape(multiple, family.temporal_stride)
-    except ValueError as error:
-        raise LatentpressError(f"validation.size: {error}", "correct validation.size") from error
-    return bucket
-
-
-def _condition(name: str, path: Path, bucket: Bucket) -> Row:
-    from stages.media.image import probe_image
+def look(path: Path) -> Found:
+    """Size and content of a validation prompt's image."""
+    from stages.media.probe import probe
 
     try:
-        found, media_id = probe_image(path), hash_file(path)
+        found = probe(path, "image")
     except (MediaError, OSError) as error:
         raise LatentpressError(
-            f"validation prompt {name}: its image can't be read: {error}",
-            f"correct validation.prompts ({name}).image",
+            f"a validation prompt's image can't be read: {error}", "correct validation.prompts"
         ) from error
-    cut = planning.geometry(found.width, found.height, bucket)
-    return {
-        "sample_id": sample_id(media_id, cut, None, {}),
-        "role": VALIDATION,
-        "dataset": VALIDATION,
-        "path": name,
-        "media_id": media_id,
-        "kind": "image",
-        "geometry": cut,
-        "start": None,
-        "rate": None,
-        "condition": "none",
-        "source_path": None,
-        "source_id": None,
-        "source_geometry": None,
+    return Found(found["media_id"], found["width"], found["height"])
+
+
+def _require_training(plan: Draft) -> None:
+    if _count(plan.active, "role", "train"):
+        return
+    items = sum(notes.items for notes in plan.notes.values())
+    reasons = ", ".join(f"{row['items']} {row['rule']}" for row in summary.excluded(plan.out))
+    if not items:
+        why = "no media was found in any dataset"
+    elif plan.out.num_rows:
+        why = f"of {items} items none is left: {reasons}"
+    else:
+        why = "everything is held out for evaluation"
+    raise LatentpressError(
+        f"nothing could be trained: {why}",
+        "add media, or relax the datasets' limits (minimum_image_size, video.min_frames, resolution, where)",
+    )
+
+
+def _new(table: pa.Table, key: str, known: pa.Array) -> pa.Table:
+    return table.filter(pc.invert(pc.is_in(table.column(key), value_set=known))) if len(known) else table
+
+
+def _count(table: pa.Table, column: str, value: str) -> int:
+    return pc.sum(pc.equal(table.column(column), value)).as_py() or 0
+
+
+def _last_active(store: Store, info: Row) -> pa.Table:
+    """What was active in the newest plan of this family and task, whatever its other settings; empty before any."""
+    for name in reversed(generations.names(store)):
+        generation: Generation = generations.load(store, name)
+        if all(generation.info[part] == info[part] for part in ("family", "task")):
+            return generation.active if generation.active.schema.equals(ACTIVE) else ACTIVE.empty_table()
+    return ACTIVE.empty_table()
+
+
+def _details(config: Config, plan: Draft, new_samples: pa.Table, new_texts: pa.Table) -> Row:
+    latents, text = summary.disk(config, plan.samples, plan.texts)
+    latents_new, text_new = summary.disk(config, new_samples, new_texts)
+    trained = plan.samples.filter(pc.not_equal(plan.samples.column("role"), VALIDATION))
+    details: Row = {
+        "buckets": summary.bucket_table(config, plan.active, trained, plan.cuts),
+        "excluded": summary.excluded(plan.out) or "nothing",
+        "datasets": summary.dataset_table(config, plan),
+        "texts": plan.texts.num_rows,
+        "disk": [
+            {"MiB (estimated)": "latents", "of this plan": round(latents, 2), "to be encoded": round(latents_new, 2)},
+            {"MiB (estimated)": "text", "of this plan": round(text, 2), "to be encoded": round(text_new, 2)},
+        ],
     }
+    return details
 
 
-def _condition_active(sample: Row) -> Row:
-    return {
-        "sample_id": sample["sample_id"],
-        "role": VALIDATION,
-        "dataset": VALIDATION,
-        "path": sample["path"],
-        "source_path": None,
-        "bucket": sample["geometry"]["bucket"],
-        "repeats": 0,
-        "texts": [],
-        "null_text": None,
-    }
+def _list_excluded(report: Report, out: pa.Table) -> None:
+    """Some of what was put out by name, the rest by number: a filter may put out a million."""
+    shown = out.slice(0, SHOWN)
+    report.set_aside = shown.to_pylist()
+    report.more_set_aside = out.num_rows - shown.num_rows
 
 
-def _details(config: Config, plan: planning.Draft, units: list[Row]) -> Row:
-    family = config.model.spec
-    buckets = Counter[str]()
-    for row in plan.active:
-        if row["role"] == "train":
-            buckets[row["bucket"]] += 1 + row["repeats"]
-    table = []
-    for name, count in sorted(buckets.items()):
-        bucket = Bucket.parse(name)
-        entry: Row = {"bucket": name, "orientation": bucket.orientation, "samples a pass": count}
-        if family.video:
-            entry["scale class"] = "x".join(f"{part:g}" for part in scale_class(bucket.width, bucket.height))
-        table.append(entry)
-    return {
-        "buckets": table,
-        "texts": len(plan.texts),
-        "of these null prompts": len({row["null_text"] for row in plan.active if row["null_text"]}) or 1,
-        "new units": dict(Counter(unit["kind"] for unit in units)),
-        "MiB to come": round(sum(unit["estimated_bytes"] for unit in units) / 2**20, 2),
-    }
+def _warn(config: Config, plan: Draft, buckets: list[Row], multiple: int, console: Console) -> None:
+    _warn_small(config, plan, console)
+    for dataset in config.datasets:
+        notes = plan.notes.get(dataset.id)
+        if notes and notes.repeating:
+            console.warn(
+                f"{dataset.id}: {notes.repeating} clips repeat frames, their videos having fewer than "
+                f"{dataset.video.frame_rate:g} per second; a lower frame_rate or max_repeated_frames avoids it"
+            )
+        if notes and dataset.eval_fraction and not notes.held_out:
+            console.warn(
+                f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {notes.planned} items, since "
+                "each is chosen by its content alone; raise it, or set eval: true on a dataset of its own"
+            )
+    masked = plan.samples.num_rows - plan.samples.column("mask_id").null_count
+    if masked:
+        console.warn(f"{masked} samples have masks, which this release plans but neither encodes nor trains with yet")
+    _warn_scale(config, buckets, multiple, console)
 
 
-def _warn_scale(config: Config, buckets: list[Row], console: Console) -> None:
+def _warn_small(config: Config, plan: Draft, console: Console) -> None:
+    """Warn of the buckets that hold fewer samples a pass than one global batch on one device."""
+    batch = config.train.batch_size * config.train.accumulate
+    epoch = summary.epoch(plan.active, batch)
+    small = sorted(epoch.shortages, key=lambda shortage: shortage.count)
+    if not small:
+        return
+    named = ", ".join(f"{row.bucket} ({row.count}, repeats: {row.repeats} would do)" for row in small[:LISTED])
+    more = f" and {len(small) - LISTED} more" if len(small) > LISTED else ""
+    console.warn(
+        f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples a pass than a global batch of {batch}, so "
+        f"some are drawn twice in a batch: {named}{more}"
+    )
+
+
+def _warn_scale(config: Config, buckets: list[Row], multiple: int, console: Console) -> None:
     """Warn where a Lite checkpoint, made for sides of 480 to 854 pixels, gets buckets of the other scale class."""
     if not config.model.spec.video or "lite" not in config.model.chosen.name:
         return
     outside = [row["bucket"] for row in buckets if row["scale class"] != "1x2x2"]
-    if outside:
-        console.warn(
-            f"{config.model.chosen.name} was made for sides of 480 to 854 pixels; outside are {', '.join(outside)}. "
-            "Choose a resolution whose buckets are all of scale class 1x2x2"
-        )
-
-
-def _warn_small(config: Config, buckets: list[Row], console: Console) -> None:
-    """Warn of each bucket that holds fewer samples a pass than one global batch on one device."""
-    batch = config.train.batch_size * config.train.accumulate
-    for row in buckets:
-        count = row["samples a pass"]
-        if count < batch:
-            console.warn(
-                f"bucket {row['bucket']}: {count} samples a pass, fewer than a global batch of {batch}, so some are "
-                f"drawn twice in a batch; repeats: {-(-batch // count) - 1} would do"
-            )
-
-
-def _why_empty(media: dict[str, list[Row]], aside: list[Row]) -> str:
-    found = sum(len(rows) for rows in media.values())
-    if not found:
-        return "no media was found in any dataset"
-    reasons = Counter(row["reason"] for row in aside)
-    return f"all {found} files were set aside: " + json.dumps(dict(reasons))
+    if not outside:
+        return
+    fitting = [dataset for dataset in config.datasets if not dataset.disabled]
+    advice = [text for dataset in fitting if (text := summary.fitting_resolution(config, dataset, outside, multiple))]
+    console.warn(
+        f"{config.model.chosen.name} was made for sides of 480 to 854 pixels; outside are {', '.join(outside)}. "
+        + ("; ".join(advice) or "Choose a resolution whose buckets are all of scale class 1x2x2")
+    )
 
 
 app = program("bucket", "Divide media into buckets and plan samples, texts and work units.", run, extra="media")

@@ -10,6 +10,7 @@ import sys
 PROGRAMS = {
     "discover": "find media, captions and companions; name files by content",
     "bucket": "divide media into buckets; plan samples, texts and work units",
+    "preview": "the plan as a page: some items of each bucket as they will be cut",
     "encode-text": "captions, null prompts and validation prompts -> embeddings",
     "encode-latents": "images and clips -> latents",
     "index": "join them into the training set",

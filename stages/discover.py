@@ -1,27 +1,42 @@
-"""discover: what media there is, with captions and companions, or why a file was set aside.
+"""discover: what media there is, with captions and companions, or why an item was set aside.
 
-Reads headers only, and every new file's bytes once, to name it by content. A file whose path, size and
-modification time are known is not read again.
+Reads headers only, and every new item's bytes once, to name it by content, in processes of their own
+(stages/engines/isolated.py). An item whose size and version are known is not read again. What a run that was killed
+had read is kept in pieces beside the table, which appears when everything has been seen.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cache import rejects
 from cache.store import Store
 from schemas.config import Config, Dataset
-from schemas.console import Console, Options, Report, program
+from schemas.console import Console, Options, Progress, Report, program
 from schemas.errors import LatentpressError
-from schemas.tables import MEDIA
-from stages.media.errors import MediaError, require_file, unreadable
-from stages.media.files import hash_file
-from stages.sources import folder
+from schemas.tables import MEDIA, REJECTS
+from stages import listing, mediatable
+from stages.listing import Known, Split
+from stages.mediatable import Settings, Spill, media_path, read_media
+from stages.sources.base import CHUNK, Source, open_source
 from stages.stage import refuse_shard
 
-Row = dict[str, Any]
+# For those who read what discover writes.
+__all__ = ["media_path", "read_media", "run"]
+
+SAVE_S = 30.0  # between pieces: what a kill costs
+SAVE_ROWS = 65536  # in a piece at most, about
+MOST_ROWS = 4096  # that were read and are no columns yet
+SHOWN = 10_000  # items set aside that the report itself lists
+FLOOR = 10  # items of which the share set aside is taken at least, so that one of three stops nothing
 
 
 def run(config: Config, options: Options, console: Console) -> Report:
@@ -31,172 +46,259 @@ def run(config: Config, options: Options, console: Console) -> Report:
     for dataset in config.datasets:
         if dataset.disabled:
             console.log(f"{dataset.id}: disabled, left alone")
-            continue
-        _discover(store, config, dataset, options, console, report)
+        elif dataset.skip_file_discovery:
+            kept = len(read_media(store, dataset.id))
+            report.skipped += kept
+            console.log(f"{dataset.id}: skip_file_discovery, its {kept} items are taken as they are")
+        else:
+            _Discovery(store, config, dataset, options, console).run(report)
     return report
 
 
-def media_path(dataset: str) -> str:
-    return f"media/{dataset}/media.arrow"
+@dataclass
+class _Discovery:
+    """One dataset: list, compare with what is known, read the rest, put the table together."""
 
+    store: Store
+    config: Config
+    dataset: Dataset
+    options: Options
+    console: Console
+    unsaved: list[pa.Table] = field(default_factory=list)  # rows that were read and are in no file of a name yet
+    aside: list[pa.Table] = field(default_factory=list)
 
-def read_media(store: Store, dataset: str) -> list[Row]:
-    """The media table of a dataset as rows; empty before its first discovery."""
-    path = media_path(dataset)
-    return store.read_table(path).to_pylist() if store.exists(path) else []
+    def run(self, report: Report) -> None:
+        self.settings = Settings.of(self.dataset)
+        self.before = mediatable.whole_table(self.store, self.dataset.id)
+        self.known = mediatable.known_rows(self.store, self.dataset.id, self.before, self.settings)
+        self.stay = np.zeros(len(self.known.table) if self.known else 0, bool)  # known rows that are as they were
+        self.rows = Spill(self.store, media_path(self.dataset.id))  # the other rows of the table to come
+        source = open_source(self.dataset)
+        if self.options.dry_run:
+            self._foretell(source, report)
+            return
+        read, media, failed = self._read_all(self._list(source))
+        aside = pa.concat_tables([REJECTS.empty_table(), *self.aside])
+        rejects.write(self.store, "discover", self.dataset.id, aside)
+        self._check_limit(aside)
+        table, news = self._publish()
+        report.done += media - failed
+        report.skipped += len(table) - (media - failed)
+        report.set_aside += aside.slice(0, SHOWN).to_pylist()
+        if len(aside):
+            report.rejects = self.store.path("rejects/discover")
+        report.details[self.dataset.id] = self._counts(table, news, aside, source) | {"files read": read}
 
+    # -- listing -----------------------------------------------------------------------------------------------------
 
-def _discover(
-    store: Store, config: Config, dataset: Dataset, options: Options, console: Console, report: Report
-) -> None:
-    listing = folder.scan(dataset)
-    before = read_media(store, dataset.id)
-    known = {row["path"]: row for row in before}
-    if options.dry_run:
-        listed = {row["path"] for row in rejects.read(store, "discover").get(dataset.id, [])}
-        unread = [printable(item.path) for item in listing.items if not _unchanged(item, known.get(item.path))]
-        new = sum(path not in listed for path in unread)
+    def _splits(self, source: Source) -> Iterator[Split]:
+        with self.console.progress(None, f"list {self.dataset.id}", "files") as progress:
+            for chunk in source.scan(self.known.table if self.known else None):
+                yield listing.split(chunk, self.known, self.dataset)
+                progress.advance(len(chunk))
+
+    def _list(self, source: Source) -> Spill:
+        """Take the whole listing; what of it must be read."""
+        todo = Spill(self.store, media_path(self.dataset.id))
+        for part in self._splits(source):
+            self.stay[part.same] = True
+            self.rows.add(part.kept)
+            todo.add(part.todo)
+            self.aside += [part.rejects] if len(part.rejects) else []
+        return todo
+
+    def _foretell(self, source: Source, report: Report) -> None:
+        """A dry run: how much would be read. What was set aside before is tried again, and is no new work."""
+        listed = rejects.read_one(self.store, "discover", self.dataset.id)["path"]
+        total = unread = problems = again = size = 0
+        for part in self._splits(source):
+            unread, problems = unread + len(part.todo), problems + len(part.rejects)
+            total += len(part.same) + len(part.kept) + len(part.todo) + len(part.rejects)
+            again += sum(_count(pc.is_in(rows["path"], value_set=listed)) for rows in (part.todo, part.rejects))
+            if len(part.todo):
+                size += _count(part.todo.filter(part.todo["read media"])["size"])
+        new = problems + unread - again
         report.remaining += new
-        report.skipped += len(listing.items) - new
-        console.log(
-            f"{dataset.id}: {len(listing.items)} files, {new} to read, {len(unread) - new} set aside before and to be "
-            f"tried again, {listing.ignored_text}"
+        report.skipped += total - new
+        report.details[self.dataset.id] = {
+            "files": total,
+            "files to read": unread,
+            "MiB to read": round(size / 2**20, 1),
+            "set aside before, tried again": again,
+            "other files": _ignored(source),
+        }
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def _read_all(self, todo: Spill) -> tuple[int, int, int]:
+        """Read what must be read, in processes of their own; how many items, how many of them media, and how many of
+        those were set aside."""
+        from stages.engines.isolated import Isolated
+        from stages.reading import Reader
+
+        if not todo.rows:
+            return 0, 0, 0
+        media, failed, saved = 0, 0, time.monotonic()
+        workers = min(self.options.resources(self.config, "discover").workers, todo.rows)
+        limits = self.config.stages
+        isolated: Isolated = Isolated(
+            partial(Reader, self.dataset),
+            workers=workers,
+            timeout_s=limits.item_timeout_s,
+            memory_mib=limits.item_memory_mib,
         )
-        return
-    rows, aside = _read_all(dataset, listing.items, known, options, config, console)
-    rows.sort(key=lambda row: row["path"])
-    rejects.write(store, "discover", dataset.id, aside)
-    _check_limit(store, config, dataset, rows, aside)
-    if rows != before or not store.exists(media_path(dataset.id)):
-        store.write_table(media_path(dataset.id), pa.Table.from_pylist(rows, schema=MEDIA))
-    report.set_aside += aside
-    reused = sum(_unchanged(item, known.get(item.path)) for item in listing.items)
-    report.skipped += reused
-    report.done += len(listing.items) - reused - len(aside)
-    changed = sum(row["path"] in known and row["captions"] != known[row["path"]]["captions"] for row in rows)
-    report.details[dataset.id] = {
-        "images": sum(row["kind"] == "image" for row in rows),
-        "videos": sum(row["kind"] == "video" for row in rows),
-        "captions": sum(len(row["captions"]) for row in rows),
-        "files whose captions changed": changed,
-        "set aside": len(aside),
-        "other files": listing.ignored_text,
-    }
+        with isolated, self.console.progress(todo.rows, f"discover {self.dataset.id}", "files") as progress:
+            try:
+                for part, results in _read(isolated, todo.tables(), progress):
+                    media += _count(part["read media"])
+                    failed += self._take(part, results)
+                    if time.monotonic() - saved > SAVE_S or sum(map(len, self.unsaved)) > SAVE_ROWS:
+                        self._save()
+                        saved = time.monotonic()
+            except BaseException:  # interrupted, or a bug: either way what was read is worth keeping
+                self._save()
+                raise
+        return todo.rows, media, failed
+
+    def _take(self, part: pa.Table, results: list[Any]) -> int:
+        """Rows of a listing and what was read of each; how many media of them were set aside."""
+        good = [isinstance(result, dict) for result in results]
+        if any(good):
+            rows = part.filter(pa.array(good)) if not all(good) else part
+            self._add(rows, listing.assemble(rows, [r for r in results if isinstance(r, dict)], self.known))
+        if all(good):
+            return 0
+        bad = part.filter(pa.array([not fine for fine in good]))
+        errors = [result for result in results if not isinstance(result, dict)]
+        rows_aside = [self._reject(path, error) for path, error in zip(bad["path"].to_pylist(), errors, strict=True)]
+        self.aside.append(pa.Table.from_pylist(rows_aside, schema=REJECTS))
+        return _count(bad["read media"])
+
+    def _add(self, listed: pa.Table, table: pa.Table) -> None:
+        if listing.unchanged(table, listed, self.known):
+            self.stay[listing.known_at(listed)] = True
+        else:
+            self.rows.add(table)
+            self.unsaved.append(table)
+
+    def _reject(self, path: str, problem: Any) -> dict[str, Any]:
+        from stages.engines.isolated import Lost
+
+        error = problem.error(path) if isinstance(problem, Lost) else problem
+        return rejects.reject("discover", f"{self.dataset.id}/{path}", path, error.reason, printable(str(error)))
+
+    def _save(self) -> None:
+        if self.unsaved:
+            mediatable.save_partial(self.store, self.dataset.id, self.unsaved, self.settings)
+            self.unsaved.clear()
+
+    # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def _check_limit(self, aside: pa.Table) -> None:
+        total = int(self.stay.sum()) + self.rows.rows + len(aside)
+        limit = self.config.stages.max_reject_fraction
+        if not len(aside) or len(aside) <= limit * max(total, FLOOR):
+            return
+        self._save()
+        shown = [f"  {row['path']}: {row['reason']}: {row['message']}" for row in aside.slice(0, 10).to_pylist()]
+        raise LatentpressError(
+            f"{self.dataset.id}: {len(aside)} of {total} files would be set aside, more than "
+            f"stages.max_reject_fraction = {limit}:\n" + "\n".join(shown),
+            "mend or remove them, or raise the limit with --set stages.max_reject_fraction=1.0; "
+            f"the whole list: {self.store.path(f'rejects/discover/{self.dataset.id}.arrow')}",
+        )
+
+    def _publish(self) -> tuple[pa.Table, dict[str, int]]:
+        """Put the table together, in place of the last one where it says otherwise; and what is new in it."""
+        self.unsaved.clear()
+        counts, whole, keep = self._whole()
+        before, partial_names = self.before, mediatable.partial_names(self.store, self.dataset.id)
+        self.before = self.known = None  # no longer needed, and as large as the table
+        new = before is None or self.rows.rows or not keep.all() or len(keep) != len(before)
+        written = (new or not mediatable.made_with(before, self.settings)) and mediatable.write_whole(
+            self.store, self.dataset.id, before, whole, keep, self.settings
+        )
+        for name in partial_names:
+            self.store.remove(name)
+        return read_media(self.store, self.dataset.id) if written or before is None else before, counts
+
+    def _whole(self) -> tuple[dict[str, int], pa.Table, np.ndarray]:
+        """What is new, all rows that may be in the table, and which of them are, (n,) bool."""
+        rows = self.rows.tables()
+        if self.known is None:
+            whole = mediatable.join(rows)
+            return mediatable.compare(None, 0, rows), whole, np.ones(len(whole), bool)
+        old, before = 0, None
+        if self.before is not None:
+            old = len(self.before)
+            before = self.known if old == len(self.stay) else Known(self.before)
+        more = pa.array(np.flatnonzero(self.stay[old:]) + old)  # what an unfinished discovery had read
+        others = (self.known.take(part.to_numpy(), MEDIA.names) for part in listing.slices(more))
+        counts = mediatable.compare(before, int(self.stay[:old].sum()), chain(others, rows))
+        new = np.ones(self.rows.rows, bool)
+        if not self.stay.any():  # of what is known nothing stays, no column either
+            return counts, mediatable.join(rows), new
+        return counts, mediatable.join([self.known.table, *rows]), np.concatenate([self.stay, new])
+
+    def _counts(self, table: pa.Table, news: dict[str, int], aside: pa.Table, source: Source) -> dict[str, Any]:
+        reasons = pc.value_counts(aside["reason"]).to_pylist()
+        by_reason = ", ".join(
+            f"{row['values']} {row['counts']}" for row in sorted(reasons, key=lambda row: -row["counts"])
+        )
+        return {
+            "images": _count(pc.equal(table["kind"], "image")),
+            "videos": _count(pc.equal(table["kind"], "video")),
+            "captions": pc.sum(pc.list_value_length(table["captions"])).as_py() or 0,
+            **news,
+            "files whose bytes are there twice": mediatable.twice(table["media_id"]),
+            "set aside": f"{len(aside)}: {by_reason}" if len(aside) else 0,
+            "other files": _ignored(source),
+        }
 
 
-def _read_all(
-    dataset: Dataset,
-    items: list[folder.Item],
-    known: dict[str, Row],
-    options: Options,
-    config: Config,
-    console: Console,
-) -> tuple[list[Row], list[Row]]:
-    rows, aside = [], []
-    workers = options.resources(config, "discover").workers
-    companions = folder.Companions(dataset) if dataset.conditioning_data is not None else None
-    with (
-        ThreadPoolExecutor(max_workers=workers) as pool,
-        console.progress(len(items), f"discover {dataset.id}", "files") as progress,
-    ):
-        outcomes = pool.map(lambda item: _attempt(dataset, item, known, companions), items)
-        for item, outcome in zip(items, outcomes, strict=True):
-            if isinstance(outcome, MediaError):
-                name = printable(item.path)
-                aside.append(
-                    rejects.reject("discover", f"{dataset.id}/{name}", name, outcome.reason, printable(str(outcome)))
-                )
-            else:
-                rows.append(outcome)
+def _read(isolated: Any, todo: list[pa.Table], progress: Progress) -> Iterator[tuple[pa.Table, list[Any]]]:
+    """The rows of a listing with what was read of each, at most a second's worth or MOST_ROWS at a time."""
+    while todo:
+        part = todo.pop(0)  # what was read is no longer needed
+        done, results, since = 0, [], time.monotonic()
+        for _, result in isolated.map(_tasks(part)):
+            results.append(result)
             progress.advance(1)
-    return rows, aside
+            if len(results) == MOST_ROWS or time.monotonic() - since > 1.0:
+                yield part.slice(done, len(results)), results
+                done, results, since = done + len(results), [], time.monotonic()
+        if results:
+            yield part.slice(done, len(results)), results
 
 
-def _attempt(
-    dataset: Dataset, item: folder.Item, known: dict[str, Row], companions: folder.Companions | None
-) -> Row | MediaError:
-    try:
-        return _describe(dataset, item, known.get(item.path), companions)
-    except MediaError as error:
-        return error
-    except OSError as error:
-        return unreadable(item.path, error)
+def _tasks(part: pa.Table) -> Iterator[Any]:
+    from stages.reading import Task
+
+    names = ["path", "kind", "read media", "captions_at", "source", "mask", "mask_kind"]
+    for batch in part.to_batches(max_chunksize=CHUNK // 16):
+        columns = {name: batch[name] for name in names}
+        for name, group in (("captions_at", "captions"), ("source", "source"), ("mask", "mask")):
+            columns[name] = pc.if_else(batch[f"read {group}"], batch[name], pa.scalar(None, pa.string()))
+        yield from map(Task, *(columns[name].to_pylist() for name in names))
 
 
-def _unchanged(item: folder.Item, row: Row | None) -> bool:
-    return row is not None and (row["size"], row["mtime_ns"]) == (item.size, item.mtime_ns)
+def _count(values: Any) -> int:
+    return pc.sum(values).as_py() or 0
+
+
+def _ignored(source: Source) -> str:
+    """What was left alone, by extension or reason: "12 other files: .json 3, .md 9"."""
+    counts: Counter[str] = source.ignored
+    if not counts:
+        return "no other files"
+    return f"{counts.total()} other files: " + ", ".join(
+        f"{what or 'no extension'} {count}" for what, count in sorted(counts.items())
+    )
 
 
 def printable(text: str) -> str:
     """`text` with the bytes of a file's name that are not UTF-8 shown as escapes."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _describe(dataset: Dataset, item: folder.Item, row: Row | None, companions: folder.Companions | None) -> Row:
-    """One row of the media table; captions are read anew each time, the media only when it changed."""
-    if printable(item.path) != item.path:
-        raise MediaError("name-not-utf8", item.path, "has a name that is not UTF-8", "rename it")
-    captions = folder.captions(dataset, item)
-    if _unchanged(item, row):
-        assert row is not None
-        media = {key: row[key] for key in MEDIA.names}
-    else:
-        media = dict.fromkeys(MEDIA.names)
-        media.update(path=item.path, size=item.size, mtime_ns=item.mtime_ns, kind=item.kind)
-        media.update(_probe(Path(dataset.root) / item.path, item.kind))
-    media["captions"] = captions
-    media.update(_source(dataset, item, media, companions))
-    return media
-
-
-def _probe(path: Path, kind: str) -> Row:
-    require_file(path)
-    if kind == "image":
-        from stages.media.image import probe_image
-
-        image = probe_image(path)
-        found: Row = {"width": image.width, "height": image.height}
-    else:
-        from stages.media.video import probe_video
-
-        video = probe_video(path)
-        found = {name: getattr(video, name) for name in ("width", "height", "frames", "rate", "duration")}
-    return {"media_id": hash_file(path), **found}
-
-
-def _source(dataset: Dataset, item: folder.Item, media: Row, companions: folder.Companions | None) -> Row:
-    """The i2i source image's columns, read only when that file changed."""
-    if companions is None or dataset.conditioning_data is None:
-        return dict.fromkeys(name for name in MEDIA.names if name.startswith("source"))
-    source = companions.of(item)
-    if (media["source"], media["source_size"], media["source_mtime_ns"]) == (
-        source.path,
-        source.size,
-        source.mtime_ns,
-    ):
-        return {}
-    found = _probe(Path(dataset.conditioning_data) / source.path, "image")
-    return {
-        "source": source.path,
-        "source_size": source.size,
-        "source_mtime_ns": source.mtime_ns,
-        "source_id": found["media_id"],
-        "source_width": found["width"],
-        "source_height": found["height"],
-    }
-
-
-def _check_limit(store: Store, config: Config, dataset: Dataset, rows: list[Row], aside: list[Row]) -> None:
-    total = len(rows) + len(aside)
-    limit = config.stages.max_reject_fraction
-    if total and len(aside) / total > limit:
-        listed = "\n".join(f"  {row['path']}: {row['reason']}: {row['message']}" for row in aside[:10])
-        raise LatentpressError(
-            f"{dataset.id}: {len(aside)} of {total} files would be set aside, more than "
-            f"stages.max_reject_fraction = {limit}:\n{listed}",
-            "mend or remove them, or raise the limit with --set stages.max_reject_fraction=1.0; "
-            f"the whole list: {store.path(f'rejects/discover/{dataset.id}.arrow')}",
-        )
 
 
 app = program("discover", "Find media and captions; read headers; name files by content.", run, extra="media")

@@ -5,7 +5,7 @@ from cache.generations import Generation
 from cache.store import Store
 from schemas.config import Config, Model
 from schemas.errors import LatentpressError
-from stages import planning
+from stages.planning.draft import plan_key
 from stages.weights import config_of, require_task
 
 NABLA_SIDE = 128  # pixels: its blocks are 8x8 patches of 2x2 latents of 8x8 pixels
@@ -13,7 +13,7 @@ NABLA_SIDE = 128  # pixels: its blocks are 8x8 patches of 2x2 latents of 8x8 pix
 
 def current_plan(store: Store, config: Config) -> Generation:
     """The plan of this configuration, or an error that says which program makes it."""
-    found = generations.newest(store, planning.plan_key(config, side_multiple(config.model)))
+    found = generations.newest(store, plan_key(config, side_multiple(config.model)))
     if found is None:
         raise LatentpressError(
             "there is no plan for this configuration (none was made, or its datasets, model or validation changed)",

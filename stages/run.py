@@ -26,11 +26,12 @@ def run(config: Config, options: Options, console: Console) -> Report:
         if "error" in document or code not in (OK, REMAINS, DAMAGE):
             raise StageFailed(stage, code, document)
         rows.append({"stage": stage, "seconds": seconds} | {key: document[key] for key in COUNTS})
-        rows[-1]["set aside"] = len(document["set_aside"])
+        rows[-1]["set aside"] = len(document["set_aside"]) + document["more_set_aside"]
         report.done += document["done"]
         report.skipped += document["skipped"]
         report.remaining += document["remaining"]
         report.set_aside += document["set_aside"]
+        report.more_set_aside += document["more_set_aside"]
         report.failed += document["failed"]
         report.damage += document["damage"]
         if code != OK:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import typer
 
 from cache import rejects
@@ -86,24 +89,22 @@ class EncodingStage:
         name = self.fingerprint(config)
         wanted = plan.active_texts if self.kind == "text" else plan.active_samples
         done = done_units(store, f"{self.kind}/{name}")
-        lists = rejects.read(store, reject_folder(self.name, name))
+        lists = _of_items(rejects.read(store, reject_folder(self.name, name)), wanted)
         places = Places(config, plan)
         again = {
             unit
             for unit, rows in lists.items()
-            if any(
-                row["item"] in wanted and (retry or (row["retry"] and places.whole(self.kind, row["item"])))
-                for row in rows
-            )
+            if any(retry or (row["retry"] and places.whole(self.kind, row["item"])) for row in rows)
         }
         units = plan.units(self.kind)
-        lost = wanted.difference(*(unit.members for unit in units))
+        held = pa.array([name for unit in units for name in unit.members], pa.string())
+        lost = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=held)).as_py() or 0)
         if lost:
             raise LatentpressError(
-                f"plan {plan.name} wants {len(lost)} items that no unit holds: an older plan was removed",
+                f"plan {plan.name} wants {lost} items that no unit holds: an older plan was removed",
                 "run `latentpress bucket`, which plans them again",
             )
-        return Work(plan, name, units, wanted, done, again & set(done), lists)
+        return Work(plan, name, units, wanted, _counts(units, held, wanted), done, again & set(done), lists)
 
     def run(
         self,
@@ -146,10 +147,11 @@ class Work:
     plan: Generation
     fingerprint: str
     units: list[Unit]
-    wanted: set[str]  # members that the plan holds active
+    wanted: pa.Array  # ids of members that the plan holds active
+    counts: dict[str, int]  # unit id -> how many of its members are wanted
     done: dict[str, str]  # unit id -> shard path
     again: set[str]  # units whose shard lacks a wanted member that may work now
-    lists: dict[str, list[dict]]  # unit id -> what was set aside of it
+    lists: dict[str, list[dict]]  # unit id -> what was set aside of it and is wanted
 
     @property
     def todo(self) -> list[Unit]:
@@ -162,7 +164,27 @@ class Work:
     @property
     def set_aside(self) -> list[dict]:
         """Wanted members that were set aside, from this run and from earlier ones."""
-        return [row for rows in self.lists.values() for row in rows if row["item"] in self.wanted]
+        return [row for rows in self.lists.values() for row in rows]
+
+
+def _counts(units: list[Unit], members: pa.Array, wanted: pa.Array) -> dict[str, int]:
+    """Wanted members of each unit; `members` are those of all units in a row."""
+    before = np.concatenate([[0], np.cumsum(pc.is_in(members, value_set=wanted).to_numpy(zero_copy_only=False))])
+    ends = np.cumsum([0, *(len(unit.members) for unit in units)])
+    return dict(zip((unit.unit_id for unit in units), np.diff(before[ends]).tolist(), strict=True))
+
+
+def _of_items(lists: dict[str, list[dict]], wanted: pa.Array) -> dict[str, list[dict]]:
+    """The rows about wanted items."""
+    rows = [(unit, row) for unit, rows in lists.items() for row in rows]
+    if not rows:
+        return {}
+    there = pc.is_in(pa.array([row["item"] for _, row in rows], pa.string()), value_set=wanted).to_pylist()
+    kept: dict[str, list[dict]] = {}
+    for (unit, row), hit in zip(rows, there, strict=True):
+        if hit:
+            kept.setdefault(unit, []).append(row)
+    return kept
 
 
 def reject_folder(stage: str, fingerprint: str) -> str:
@@ -196,7 +218,7 @@ def _run_units(
             rejects.write(store, reject_folder(stage.name, job.fingerprint), outcome.unit, list(outcome.set_aside))
             report.done += outcome.encoded
             written += outcome.bytes
-            limit.count(members[outcome.unit], outcome.set_aside)
+            limit.count(outcome.unit, outcome.set_aside)
     report.details["MiB written"] = round(written / 2**20, 2)
 
 
@@ -212,14 +234,21 @@ class _Limit:
         self._folder = store.path(f"rejects/{reject_folder(stage.name, work.fingerprint)}")
         self._fraction = config.stages.max_reject_fraction
         self._tried = self._aside = 0
-        settled = [unit for unit in work.units if unit.unit_id in work.done and unit.unit_id not in work.again]
-        members = [name for unit in settled for name in unit.members]
-        self.count(members, [row for unit in settled for row in work.lists.get(unit.unit_id, [])])
-
-    def count(self, members: Sequence[str], set_aside: Sequence[dict]) -> None:
-        self._tried += sum(name in self._wanted for name in members)
-        aside = [row for row in set_aside if row["item"] in self._wanted]
+        self._counts = work.counts
+        settled = [unit.unit_id for unit in work.units if unit.unit_id in work.done and unit.unit_id not in work.again]
+        self._tried += sum(work.counts[unit] for unit in settled)
+        aside = [row for unit in settled for row in work.lists.get(unit, [])]
         self._aside += len(aside)
+        self._check(aside)
+
+    def count(self, unit: str, set_aside: Sequence[dict]) -> None:
+        """A unit that was just done."""
+        aside = _of_items({unit: list(set_aside)}, self._wanted).get(unit, [])
+        self._tried += self._counts[unit]
+        self._aside += len(aside)
+        self._check(aside)
+
+    def _check(self, aside: Sequence[dict]) -> None:
         if aside and self._aside > self._fraction * max(self._tried, 10):
             what = "texts" if self._stage.kind == "text" else "samples"
             raise LatentpressError(

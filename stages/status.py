@@ -5,16 +5,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+
 from cache import rejects
 from cache.generations import Generation
 from cache.shard import Readers
 from cache.store import Store
-from schemas.config import Config
+from schemas.config import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from stages import encode_latents, encode_text
-from stages.discover import media_path, read_media
 from stages.index import pointer
+from stages.mediatable import whole_table
 from stages.plan import current_plan
 from stages.stage import Work, refuse_shard
 
@@ -56,12 +58,13 @@ def run(config: Config, options: Options, console: Console) -> Report:
 
 def _discover(store: Store, config: Config) -> Row:
     datasets = [dataset for dataset in config.datasets if not dataset.disabled]
-    remaining = sum(not store.exists(media_path(dataset.id)) for dataset in datasets)
+    whole = [whole_table(store, dataset.id) for dataset in datasets]
+    remaining = sum(table is None for table in whole)
     aside = rejects.read(store, "discover")
     return {
         "stage": "discover",
         "what": "files",
-        "done": sum(len(read_media(store, dataset.id)) for dataset in datasets),
+        "done": sum(len(table) for table in whole if table is not None),
         "remaining": remaining,
         "set aside": sum(len(aside.get(dataset.id, [])) for dataset in datasets),
         "MiB": _mib(store, "media"),
@@ -70,7 +73,8 @@ def _discover(store: Store, config: Config) -> Row:
 
 def _bucket(store: Store, config: Config, plan: Generation) -> Row:
     aside = rejects.read(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
-    samples = sum(row["role"] == "train" for row in plan.active)
+    roles = plan.active.column("role")
+    samples = len(roles) - (pc.sum(pc.equal(roles, VALIDATION)).as_py() or 0)
     return {
         "stage": "bucket",
         "what": "samples",
@@ -83,14 +87,15 @@ def _bucket(store: Store, config: Config, plan: Generation) -> Row:
 
 def _encoding(store: Store, stage: str, work: Work) -> Row:
     kind = "text" if stage == "encode-text" else "latents"
-    remaining = {name for unit in work.todo for name in unit.members if name in work.wanted}
-    aside = {row["item"] for row in work.set_aside} - remaining
+    todo = {unit.unit_id for unit in work.todo}
+    remaining = sum(work.counts[unit] for unit in todo)
+    aside = sum(len(rows) for unit, rows in work.lists.items() if unit not in todo)
     return {
         "stage": stage,
         "what": "texts" if kind == "text" else "samples",
-        "done": len(work.wanted - remaining - aside),
-        "remaining": len(remaining),
-        "set aside": len(aside),
+        "done": len(work.wanted) - remaining - aside,
+        "remaining": remaining,
+        "set aside": aside,
         "MiB": _mib(store, f"{kind}/{work.fingerprint}"),
     }
 

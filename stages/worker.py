@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from cache import generations
@@ -10,7 +11,10 @@ from cache.rejects import reject, write
 from cache.shard import Row, SetAside, ShardMeta, writer
 from cache.store import Store
 from stages import loading
+from stages.engines.isolated import Isolated, Lost
+from stages.media import members
 from stages.media.errors import MediaError
+from stages.media.members import Wanted
 from stages.stage import Job, Outcome, reject_folder
 
 Advance = Callable[[int], None]
@@ -43,6 +47,21 @@ class UnitWorker(ABC):
     @abstractmethod
     def encode(self, names: list[str], batch: list[Any]) -> Iterable[Row]:
         """One forward pass: a row for each member."""
+
+    @cached_property
+    def _reading(self) -> Isolated[Wanted, members.Read]:
+        """A process of its own that decodes: one that crashes or hangs costs its item and not this process."""
+        limits = self.config.stages
+        return Isolated(members.reader, workers=1, timeout_s=limits.item_timeout_s, memory_mib=limits.item_memory_mib)
+
+    def fetch(self, wanted: Wanted) -> members.Read:
+        """The pixels of a member. MediaError: it can't be used, or its decoder crashed, hung or ate memory."""
+        found = self._reading(wanted)
+        if isinstance(found, Lost):
+            found = found.error(wanted.files[0][0])
+        if isinstance(found, MediaError):
+            raise found
+        return found
 
     def run_unit(self, unit: Unit, advance: Advance) -> Outcome:
         return loading.halving(lambda limit, count: self._attempt(unit, limit, count), self.batch_limit, advance)

@@ -119,7 +119,10 @@ print("\\n".join(roots))
         ("", ["stages.cli", "stages.verify"]),
         (
             "media",
-            ["stages.discover", "stages.bucket", "stages.media.image", "stages.media.video", "stages.media.samples"],
+            [
+                *("stages.discover", "stages.bucket", "stages.preview"),
+                *("stages.media.image", "stages.media.video", "stages.media.samples"),
+            ],
         ),
         ("encode", ["stages.encode_text", "stages.text.worker", "stages.text.kandinsky5", "stages.text.gemma"]),
         ("encode", ["stages.encode_latents", "stages.vae.worker", "stages.vae.flux", "stages.vae.hunyuan_video"]),

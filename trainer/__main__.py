@@ -69,8 +69,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
 def describe(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:
     """What would be trained on: numbers that need no model."""
     buckets = [
-        {"bucket": span.bucket, "samples": span.count, "draws": int(draws), "fill": plan.filled.get(span.bucket, 0)}
-        for span, draws in zip(plan.spans, plan.draws, strict=True)
+        {"bucket": bucket.name, "samples": bucket.samples, "draws": bucket.draws, "fill": bucket.fill}
+        for bucket in plan.buckets
     ]
     return {
         "run": str(Path(config.output) / config.train.run),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.plan import Plan
+from cache.trainset import TrainSet
 from schemas.config import Config
 from schemas.errors import USAGE, LatentpressError
 
@@ -49,6 +50,14 @@ def precision(config: Config) -> str:
     return name
 
 
+def regularisation_note(data: TrainSet) -> str | None:
+    """What is to be said of regularisation data in the set."""
+    count = data.regularisation
+    if not count:
+        return None
+    return f"{count} samples are regularisation data; this release trains on them as on any other"
+
+
 def result(config: Config) -> Path:
     """The folder of what the run saves at its end: adapter/ for a LoRA, model/transformer/ for a full-rank run."""
     folder = Path(config.output) / config.train.run
@@ -60,6 +69,20 @@ def newest_state(config: Config) -> dict[str, Any] | None:
     folder = Path(config.output) / config.train.run / "checkpoints"
     found = sorted(folder.glob("step-*/state.json"), key=lambda path: int(path.parent.name.removeprefix("step-")))
     return json.loads(found[-1].read_bytes()) if found and config.train.resume else None
+
+
+def write_config(config: Config, set_id: str) -> None:
+    """<run>/config.yaml: every setting as it was resolved, with the set's id in place of "current"."""
+    from ruamel.yaml import YAML
+
+    folder = Path(config.output) / config.train.run
+    folder.mkdir(parents=True, exist_ok=True)
+    values = config.model_dump(mode="json", by_alias=True)
+    values["train"]["set"] = set_id
+    temp = folder / f".config.yaml.{os.getpid()}"
+    with temp.open("w") as file:
+        YAML(typ="safe").dump(values, file)
+    temp.replace(folder / "config.yaml")
 
 
 def note_result(config: Config, step: int) -> None:

@@ -6,7 +6,6 @@ was killed and resumed, or moved to another number of GPUs, goes on as if nothin
 
 import importlib
 import json
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +29,7 @@ from trainer.batch import Batch
 from trainer.data import Feed, MicroBatch, StepData
 from trainer.failures import told
 from trainer.optim import BadSteps, clip, learning_rate, make_optimizer, set_rate
-from trainer.terms import note_result, precision, result, shift, terms
+from trainer.terms import note_result, precision, regularisation_note, result, shift, terms, write_config
 
 # Rank 0 looks and saves while the others wait, for videos longer than the ten minutes that torch would wait.
 PATIENCE = timedelta(hours=6)
@@ -158,7 +157,19 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     bad = BadSteps(settings.max_bad_steps)
     run = Run(config, console, accelerator, folder, feed, family, model, denoiser, trainable, optimizer, bad, base)
     run.say(f"training {counted(trainable)} of {counted(dict(model.named_parameters()))} parameters")
+    tell(run)
     return run
+
+
+def tell(run: Run) -> None:
+    """Say what the loss and the eval loss will be of."""
+    note = regularisation_note(run.feed.data)
+    if note and run.main:
+        run.console.warn(note)
+    settings = run.config.validation
+    if settings.eval_samples and settings.eval_sigmas:
+        rows, on = run.feed.data.eval_choice(settings.eval_samples)
+        run.say(f"eval loss on {len(rows)} {on}")
 
 
 def start(device: str, folder: Path) -> Accelerator:
@@ -224,22 +235,9 @@ def resume(run: Run) -> int:
         run.bad.steps, run.bad.total = found.state["bad steps"], found.state["bad total"]
         run.say(f"going on from {found.path}, {found.step} steps done")
     if run.main:
-        write_config(run)
+        write_config(run.config, run.feed.data.id)
     run.accelerator.wait_for_everyone()
     return found.step if found is not None else 0
-
-
-def write_config(run: Run) -> None:
-    """<run>/config.yaml: every setting as it was resolved, with the set's id in place of "current"."""
-    from ruamel.yaml import YAML
-
-    run.folder.mkdir(parents=True, exist_ok=True)
-    values = run.config.model_dump(mode="json", by_alias=True)
-    values["train"]["set"] = run.feed.data.id
-    temp = run.folder / f".config.yaml.{os.getpid()}"
-    with temp.open("w") as file:
-        YAML(typ="safe").dump(values, file)
-    temp.replace(run.folder / "config.yaml")
 
 
 # --- one step ----------------------------------------------------------------------------------------------
@@ -296,7 +294,7 @@ def look(run: Run, record: metrics.Record, done: int) -> None:
         grid = validate.Grid(settings.eval_samples, settings.eval_sigmas, settings.seed, run.feed.batch_size)
         if grid.samples and grid.sigmas:
             found = validate.eval_loss(predict, run.feed.data, grid, run.accelerator.device, run.skip_frames)
-            record({"step": done, "eval_loss": found.mean, "eval_by_sigma": found.by_sigma})
+            record({"step": done, "eval_loss": found.mean, "eval_by_sigma": found.by_sigma, "eval_on": found.on})
         folder = run.folder / "validation" / f"step-{done:06d}"
         count = validate.write_samples(run.model, run.family, run.config, run.feed.data, folder, predict.autocast)
         if count:
@@ -338,10 +336,12 @@ def summary(run: Run, first: int, done: int, saved: Path) -> dict[str, Any]:
     """The report of the run, resumed parts included."""
     lines = metrics.read(run.folder / metrics.NAME)
     losses = [line["loss"] for line in lines if "loss" in line]
-    evals = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    result = {"done": done - first, "skipped": first, "saved": str(saved)}
+    evals = [line for line in lines if "eval_loss" in line]
+    result: dict[str, Any] = {"done": done - first, "skipped": first, "saved": str(saved)}
     result["trainable parameters"] = sum(parameter.numel() for parameter in run.trainable.values())
     result["loss"] = {"first": losses[0], "last": losses[-1]} if losses else {}
-    result["eval loss"] = {"first": evals[0], "last": evals[-1]} if evals else {}
+    result["eval loss"] = {"first": evals[0]["eval_loss"], "last": evals[-1]["eval_loss"]} if evals else {}
+    if evals:
+        result["eval loss"]["on"] = evals[-1].get("eval_on", "training samples")
     result["steps not finite"] = run.bad.total
     return result

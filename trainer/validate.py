@@ -42,21 +42,24 @@ class Grid:
 
 @dataclass(frozen=True)
 class EvalLoss:
+    """on: whose loss it is, as `TrainSet.eval_choice` says it."""
+
     mean: float
     by_sigma: dict[str, float]
+    on: str
 
 
 @torch.no_grad()
 def eval_loss(predict: Predict, data: TrainSet, grid: Grid, device: torch.device, skip_frames: int = 0) -> EvalLoss:
-    """Mean loss over rows spread evenly over the set, their first captions, at every sigma of the grid.
+    """Mean loss over a few rows of the set (`TrainSet.eval_choice`), their first captions, at every sigma of the grid.
 
     A row's noise depends on (grid.seed, its sample id) alone, so the number compares checkpoints and runs of one
-    set with each other. It is a training sample's loss: it shows fitting, not generalising.
+    set with each other. The loss of samples that are trained on shows fitting, not generalising.
     """
-    count = min(grid.samples, len(data))
     losses: dict[float, list[float]] = {sigma: [] for sigma in grid.sigmas}
-    for number in range(count):
-        sample = data.sample((2 * number + 1) * len(data) // (2 * count))
+    rows, on = data.eval_choice(grid.samples)
+    for row in rows:
+        sample = data.sample(row)
         for first in range(0, len(grid.sigmas), grid.batch_size):
             sigmas = grid.sigmas[first : first + grid.batch_size]
             batch = collate([sample] * len(sigmas), "").to(device, torch.float32)
@@ -69,7 +72,7 @@ def eval_loss(predict: Predict, data: TrainSet, grid: Grid, device: torch.device
             for sigma, loss in zip(sigmas, found.tolist(), strict=True):
                 losses[sigma].append(loss)
     by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in losses.items()}
-    return EvalLoss(fmean(by_sigma.values()), by_sigma)
+    return EvalLoss(fmean(by_sigma.values()), by_sigma, on)
 
 
 def noise_of(identity: str, purpose: str, shape_CTHW: tuple[int, ...]) -> torch.Tensor:

@@ -64,7 +64,7 @@ class _Pool:
         idle = next((pipe for pipe in self._processes if pipe not in self._busy), None)
         if idle is None:
             idle, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(self._load, self._job, theirs), daemon=True)
+            process = self._context.Process(target=_serve, args=(self._load, self._job, theirs))
             process.start()
             theirs.close()
             self._processes[idle] = process

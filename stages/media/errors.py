@@ -2,7 +2,6 @@
 
 import os
 import stat
-from pathlib import Path
 
 
 class MediaError(Exception):
@@ -28,7 +27,7 @@ class MediaError(Exception):
 def require_file(path: str | os.PathLike[str]) -> int:
     """The size in bytes of a regular file that has content; MediaError otherwise."""
     try:
-        status = Path(path).stat()
+        status = os.stat(path)
     except FileNotFoundError as error:
         raise MediaError("missing", path, "is not there", "restore it or run discover again") from error
     except OSError as error:
@@ -44,3 +43,9 @@ def unreadable(path: str | os.PathLike[str], error: OSError) -> MediaError:
     """The MediaError for a file that the operating system doesn't let us read."""
     problem = f"can't be read ({error.strerror or error})"
     return MediaError("unreadable", path, problem, "check its permissions and the disk, then run again")
+
+
+def out_of_memory(path: str | os.PathLike[str], error: BaseException) -> MediaError:
+    """The MediaError for a file whose decoding asks for more memory than there is, or claims to need it."""
+    problem = f"takes more memory than there is{f' ({error})' if str(error) else ''}"
+    return MediaError("out-of-memory", path, problem, "scale it down, or give the workers more memory")

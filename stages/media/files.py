@@ -1,6 +1,9 @@
-"""Naming a file by its content."""
+"""Opening what a source gives, on disk or elsewhere, and naming it by its content."""
 
-from pathlib import Path
+import io
+import os
+from abc import abstractmethod
+from typing import BinaryIO, cast
 
 import xxhash
 
@@ -9,11 +12,112 @@ from stages.media.errors import MediaError, require_file, unreadable
 _BLOCK = 1 << 22
 
 
-def hash_file(path: Path) -> str:
-    """xxh3-128 of the file's bytes, 32 hex digits: its media id."""
+class Blob(os.PathLike[str]):
+    """Something that is read like a file and is not one: a member of an archive, an object, a row of a table.
+
+    Wherever this project takes the path of a media file it takes a Blob as well. As a path it is its name, for
+    messages. Picklable: it holds what is needed to open it, nothing open.
+    """
+
+    name: str
+
+    def __fspath__(self) -> str:
+        return self.name
+
+    @abstractmethod
+    def open(self) -> BinaryIO:
+        """A seekable reader of the bytes. Raises MediaError or OSError."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Bytes. Raises MediaError."""
+
+    def media_id(self) -> str | None:
+        """The id that the store itself vouches for (`identity: store`), None where the content is hashed."""
+        return None
+
+    def refresh(self) -> None:
+        """Forget what was learnt about the thing, so that the next question is answered anew."""
+
+    def verify(self) -> None:
+        """Raise MediaError where the content contradicts what the store vouches for; reads it all where that can be
+        told. Nothing where the id is that of the content."""
+
+
+class Seekable(io.RawIOBase):
+    """A raw reader that can seek; what reads it says how."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+class Window(Seekable):
+    """The bytes [offset, offset + size) of a seekable reader, as a reader of their own; closes it when closed."""
+
+    def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
+        super().__init__()
+        self._file, self._offset, self._size, self._at = file, offset, size, 0
+
+    @classmethod
+    def opened(cls, file: BinaryIO, offset: int, size: int) -> BinaryIO:
+        return cast(BinaryIO, io.BufferedReader(cls(file, offset, size)))
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if start + offset < 0:
+            raise OSError(f"seek to {start + offset}, before the beginning")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), max(0, self._size - self._at))
+        if not count:
+            return 0
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(count)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+Media = str | os.PathLike[str]
+
+
+def opened(path: Media) -> BinaryIO:
+    """A seekable binary reader of a file or Blob. Raises MediaError."""
+    try:
+        return path.open() if isinstance(path, Blob) else open(path, "rb")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def size_of(path: Media) -> int:
+    """Bytes of a file or Blob that has content; MediaError otherwise."""
+    if not isinstance(path, Blob):
+        return require_file(path)
+    size = path.size()
+    if not size:
+        raise MediaError("empty-file", path, "has no bytes", "copy it again or delete it")
+    return size
+
+
+def hash_file(path: Media) -> str:
+    """xxh3-128 of the bytes, 32 hex digits: the media id by content."""
     state = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             while block := file.read(_BLOCK):
                 state.update(block)
     except OSError as error:
@@ -21,9 +125,23 @@ def hash_file(path: Path) -> str:
     return state.hexdigest()
 
 
-def check(path: Path, media_id: str) -> None:
-    """Raise MediaError ("missing", "changed") unless the file still has the content it was planned with."""
-    require_file(path)
-    if hash_file(path) != media_id:
+def media_id(path: Media) -> str:
+    """The id of a file or Blob: the store's where it vouches for one, else that of its content."""
+    given = path.media_id() if isinstance(path, Blob) else None
+    return given or hash_file(path)
+
+
+def check(path: Media, planned: str) -> None:
+    """Raise MediaError ("missing", "changed") unless the item still has the content it was planned with.
+
+    Where the store vouches for the content (`identity: store`), its word is asked for anew, and then held against the
+    content itself.
+    """
+    if isinstance(path, Blob):
+        path.refresh()
+    size_of(path)
+    if media_id(path) != planned:
         step = "run `latentpress discover` and `latentpress bucket`"
         raise MediaError("changed", path, "is not the file that was discovered", step)
+    if isinstance(path, Blob):
+        path.verify()

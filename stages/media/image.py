@@ -3,11 +3,10 @@
 What every loaded image has gone through: EXIF (or XMP) orientation applied; an embedded ICC profile
 converted to sRGB (one that is broken is ignored, as viewers do; without one the numbers are taken as sRGB);
 transparency composited over white; grey, palette, CMYK and 16-bit samples converted to 8-bit RGB. Of an
-animation the first frame.
+animation the first frame. High dynamic range (PQ, HLG) is refused.
 """
 
 import io
-import os
 import struct
 import warnings
 import zlib
@@ -19,13 +18,16 @@ from functools import cache
 import numpy as np
 from PIL import Image, ImageCms
 
-from stages.media.errors import MediaError, require_file, unreadable
+from stages.media.errors import MediaError, out_of_memory, unreadable
+from stages.media.files import Media, opened, size_of
 
 # Named, so that Pillow's interpreters of programs (EPS) and its guesses at text (XPM) are never tried on a
 # dataset.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
 # Pillow's own limit for what it takes for a decompression bomb.
 MAX_PIXELS = 178_956_970
+#: Formats whose animations can be taken as videos (stages/media/animation.py).
+ANIMATED = ("GIF", "WEBP", "PNG")
 
 _ORIENTATION_TAG = 0x0112
 _TRANSPOSES = {
@@ -40,7 +42,6 @@ _TRANSPOSES = {
 # What Pillow's decoders raise for damaged bytes, beside OSError.
 _DAMAGE = (
     RuntimeError,  # AVIF
-    MemoryError,  # a header that claims a large size
     SyntaxError,
     ValueError,
     EOFError,
@@ -53,45 +54,77 @@ _DAMAGE = (
 )
 
 
+# Brands of the HEIF container (ISO/IEC 23008-12) whose pictures Pillow doesn't read by itself.
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_AVIF_BRANDS = (b"avif", b"avis")
+# Transfer characteristics of ITU-T H.273: PQ and HLG.
+_HDR_TRANSFERS = (16, 18)
+_HEAD = 4096
+
+
 @dataclass(frozen=True)
 class ImageInfo:
-    """width, height: pixels as the picture is seen, orientation applied. format: Pillow's name for it."""
+    """width, height: pixels as the picture is seen, orientation applied. format: Pillow's name for it. moving: it
+    has several frames.
+    """
 
     width: int
     height: int
     format: str
+    moving: bool = False
 
 
-def probe_image(path: str | os.PathLike[str]) -> ImageInfo:
+def probe_image(path: Media) -> ImageInfo:
     """Size and format from the header alone; the pixels are not decoded. Raises MediaError."""
-    with _opened(path) as image:
+    with open_image(path) as image:
         width, height = image.size
         if _orientation(image) >= 5:
             width, height = height, width
-        return ImageInfo(width, height, image.format or "unknown")
+        moving = bool(getattr(image, "is_animated", False)) and image.format in ANIMATED
+        return ImageInfo(width, height, image.format or "unknown", moving)
 
 
-def load_image(path: str | os.PathLike[str]) -> Image.Image:
+def load_image(path: Media, *, background: str = "white") -> Image.Image:
     """The whole picture in mode RGB, as the module's header says. Raises MediaError, also for a truncated
     file.
     """
-    with _opened(path) as image:
-        # Read before the pixels, so that the size agrees with `probe_image` wherever the file keeps its EXIF.
-        transpose = _TRANSPOSES.get(_orientation(image))
-        image.load()
-        picture = _srgb(image, path)
-        return picture if transpose is None else picture.transpose(transpose)
+    with open_image(path) as image:
+        return to_srgb(image, path, background)
+
+
+def to_srgb(image: Image.Image, path: Media, background: str = "white") -> Image.Image:
+    """The frame at which an open image stands, decoded, upright, in mode RGB."""
+    # Read before the pixels, so that the size agrees with `probe_image` wherever the file keeps its EXIF.
+    transpose = _TRANSPOSES.get(_orientation(image))
+    image.load()
+    picture = _srgb(image, path, background)
+    return picture if transpose is None else picture.transpose(transpose)
 
 
 @contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
-    require_file(path)
-    try:
+def open_image(path: Media) -> Iterator[Image.Image]:
+    """The image with its header read, closed at the end; whatever goes wrong with it meanwhile is a MediaError."""
+    size_of(path)
+    with _errors(path), opened(path) as file:
+        head = file.read(_HEAD)
+        formats = (*FORMATS, *_needed_plugin(head, path))
+        if _is_hdr(head):
+            advice = "tone-map it to standard range (sRGB) or remove it"
+            raise MediaError("hdr", path, "has high dynamic range (PQ or HLG)", advice)
+        file.seek(0)
         with warnings.catch_warnings():
             # Pillow warns at half of its limit; here there is one limit, and reaching it is an error.
             warnings.simplefilter("ignore")
-            with Image.open(path, formats=FORMATS) as image:
+            with Image.open(file, formats=formats) as image:
                 yield image
+
+
+@contextmanager
+def _errors(path: Media) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise out_of_memory(path, error) from error
     except Image.DecompressionBombError as error:
         problem = f"has more than {MAX_PIXELS // 10**6} million pixels, or claims to"
         raise MediaError("too-large", path, problem, "scale it down or remove it") from error
@@ -107,7 +140,33 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: str | os.PathLike[str], error: Exception) -> MediaError:
+def _needed_plugin(head: bytes, path: Media) -> tuple[str, ...]:
+    """The name of the format that a HEIC file needs, its plug-in registered; nothing for other files."""
+    if head[4:8] != b"ftyp":
+        return ()
+    length = min(int.from_bytes(head[:4], "big"), 256)
+    brands = [head[place : place + 4] for place in range(8, length, 4) if place != 12]
+    if any(brand in _AVIF_BRANDS for brand in brands) or not any(brand in _HEIC_BRANDS for brand in brands):
+        return ()
+    try:
+        import pillow_heif
+    except ImportError as error:
+        advice = "pip install 'latentpress[heif]' or convert it to JPEG"
+        raise MediaError("needs-extra", path, "is a HEIC image, and pillow-heif is not installed", advice) from error
+    pillow_heif.register_heif_opener()
+    return ("HEIF",)
+
+
+def _is_hdr(head: bytes) -> bool:
+    """Whether the head of an AVIF, HEIC (box colr) or PNG (chunk cICP) says that its transfer is PQ or HLG."""
+    if head[4:8] == b"ftyp":
+        place = head.find(b"colrnclx")
+        return place > 0 and int.from_bytes(head[place + 10 : place + 12], "big") in _HDR_TRANSFERS
+    place = head.find(b"cICP") if head.startswith(b"\x89PNG") else -1
+    return place > 0 and len(head) > place + 5 and head[place + 5] in _HDR_TRANSFERS
+
+
+def _damaged(path: Media, error: Exception) -> MediaError:
     cut = "truncated" in str(error) or isinstance(error, EOFError)
     reason = "truncated" if cut else "unreadable"
     return MediaError(reason, path, f"can't be decoded ({error})", "replace it with a whole copy")
@@ -126,7 +185,7 @@ def _orientation(image: Image.Image) -> int:
     return value if value in _TRANSPOSES else 1
 
 
-def _srgb(image: Image.Image, path: str | os.PathLike[str]) -> Image.Image:
+def _srgb(image: Image.Image, path: Media, background: str) -> Image.Image:
     profile = image.info.get("icc_profile")
     image = _eight_bits(image, path)
     if not image.has_transparency_data:
@@ -134,12 +193,12 @@ def _srgb(image: Image.Image, path: str | os.PathLike[str]) -> Image.Image:
     grey = image.mode in ("L", "LA", "La")
     layered = image.convert("LA" if grey else "RGBA")
     colours = _colours_to_srgb(layered.convert("L" if grey else "RGB"), profile)
-    picture = Image.new("RGB", image.size, "white")
+    picture = Image.new("RGB", image.size, background)
     picture.paste(colours, mask=layered.getchannel("A"))
     return picture
 
 
-def _eight_bits(image: Image.Image, path: str | os.PathLike[str]) -> Image.Image:
+def _eight_bits(image: Image.Image, path: Media) -> Image.Image:
     """16-bit grey, also where Pillow holds it in 32 bits, rounded to 8; every other mode is 8-bit already."""
     if image.mode == "F" or (image.mode == "I" and not _is_16_bit(image)):
         problem = f"has samples of a kind that has no fixed white ({image.mode}, 32 bits)"

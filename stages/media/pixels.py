@@ -1,16 +1,15 @@
 """From a picture to the numbers that an autoencoder takes, equal to what diffusers' pipelines make of it."""
 
-import os
-
 import numpy as np
 from PIL import Image
 
 from schemas.geometry import Bucket, Crop
-from stages.media.errors import MediaError
+from stages.media.errors import MediaError, out_of_memory
+from stages.media.files import Media
 from stages.media.image import MAX_PIXELS
 
 
-def fit(image: Image.Image, crop: Crop, bucket: Bucket, *, path: str | os.PathLike[str] = "image") -> np.ndarray:
+def fit(image: Image.Image, crop: Crop, bucket: Bucket, *, path: Media = "image") -> np.ndarray:
     """Resize with Lanczos and cut: uint8 (bucket.height, bucket.width, 3).
 
     The filter is that of diffusers' VaeImageProcessor and VideoProcessor. The picture is stretched to the
@@ -18,13 +17,29 @@ def fit(image: Image.Image, crop: Crop, bucket: Bucket, *, path: str | os.PathLi
     step, where the crop was computed from the display size. Raises MediaError, naming `path`, where the
     resize would be enormous.
     """
+    return np.asarray(_cut(image, crop, bucket, Image.Resampling.LANCZOS, path).convert("RGB"))
+
+
+def fit_mask(image: Image.Image, crop: Crop, bucket: Bucket, *, path: Media = "mask") -> np.ndarray:
+    """As `fit`, in grey: uint8 (bucket.height, bucket.width).
+
+    Linear between samples where it is enlarged, averaged where it is reduced: Lanczos would ring beyond the mask's
+    edges and train a little on what is masked.
+    """
+    return np.asarray(_cut(image.convert("L"), crop, bucket, Image.Resampling.BILINEAR, path))
+
+
+def _cut(image: Image.Image, crop: Crop, bucket: Bucket, resample: Image.Resampling, path: Media) -> Image.Image:
     if crop.resize_width * crop.resize_height > MAX_PIXELS:
         problem = f"is so narrow that covering {bucket} takes {crop.resize_width}x{crop.resize_height} pixels"
         raise MediaError("too-large", path, problem, "crop it to a more common shape or remove it")
-    resized = image.resize((crop.resize_width, crop.resize_height), resample=Image.Resampling.LANCZOS)
+    try:
+        resized = image.resize((crop.resize_width, crop.resize_height), resample=resample)
+    except MemoryError as error:
+        raise out_of_memory(path, error) from error
     box = (crop.x, crop.y, crop.x + bucket.width, crop.y + bucket.height)
     assert box[2] <= resized.width and box[3] <= resized.height, f"{crop} leaves no {bucket}"
-    return np.asarray(resized.crop(box).convert("RGB"))
+    return resized.crop(box)
 
 
 def normalise(pixels: np.ndarray) -> np.ndarray:

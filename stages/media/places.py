@@ -1,16 +1,19 @@
 """Where the files of a plan's members lie on this machine. Needs no media library, so that any program may ask."""
 
 from functools import cached_property
-from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from cache.generations import Generation
+from cache.rows import Rows
 from schemas.config import VALIDATION, Config, Dataset
-from schemas.errors import LatentpressError
 from stages.media.errors import MediaError
-from stages.media.files import check
+from stages.media.files import Media, check
+from stages.sources.base import Source, open_source
 
 #: A file and the content it was planned with.
-Wanted = tuple[Path, str]
+Wanted = tuple[Media, str]
 
 
 class Places:
@@ -18,15 +21,15 @@ class Places:
 
     def __init__(self, config: Config, plan: Generation) -> None:
         self._config, self._plan = config, plan
+        self._sources: dict[str, Source] = {}
 
     def of_sample(self, name: str) -> list[Wanted]:
         """The media, and for i2i the source image. MediaError: the configuration no longer has it."""
         sample = self._plan.samples[name]
-        planned = (sample["dataset"], sample["path"], sample["source_path"])
-        dataset, path, source = self._samples.get(name, planned)
-        files = [(media_file(self._config, dataset, path), sample["media_id"])]
+        place = self._plan.places.get(name, sample)
+        files: list[Wanted] = [(self.media(place["dataset"], place["path"]), sample["media_id"])]
         if sample["condition"] == "source":
-            files.append((source_file(self._config, dataset, source), sample["source_id"]))
+            files.append((self.companion(place["dataset"], "source", place["source_path"]), sample["source_id"]))
         return files
 
     def of_text(self, name: str) -> list[Wanted]:
@@ -34,8 +37,8 @@ class Places:
         text = self._plan.texts[name]
         if not text["image_id"]:
             return []
-        dataset, path = self._images.get(name, (text["image_dataset"], text["image_path"]))
-        return [(source_file(self._config, dataset, path), text["image_id"])]
+        place = self._images.get(name, {"dataset": text["image_dataset"], "source_path": text["image_path"]})
+        return [(self.companion(place["dataset"], "source", place["source_path"]), text["image_id"])]
 
     def whole(self, kind: str, name: str) -> bool:
         """Whether all files of a member of this kind ("text", "latents") are there as they were planned."""
@@ -46,38 +49,41 @@ class Places:
             return False
         return True
 
-    @cached_property
-    def _samples(self) -> dict[str, tuple[str, str, str]]:
-        return {row["sample_id"]: (row["dataset"], row["path"], row["source_path"]) for row in self._plan.active}
+    def media(self, dataset: str, path: str) -> Media:
+        """A sample's media, to be opened."""
+        return self._validation_image(path) if dataset == VALIDATION else self._source(dataset).open(path)
 
-    @cached_property
-    def _images(self) -> dict[str, tuple[str, str]]:
-        found = {}
-        for row in self._plan.active:
-            if row["source_path"]:
-                for name in (*row["texts"], row["null_text"]):
-                    found[name] = (row["dataset"], row["source_path"])
-        return found
+    def companion(self, dataset: str, role: str, path: str) -> Media:
+        """The i2i source image or the mask of a sample, by `role` ("source", "mask"); of a prompt its own image."""
+        if dataset == VALIDATION:
+            return self._validation_image(path)
+        return self._source(dataset).open_companion(role, path)
 
-
-def media_file(config: Config, dataset: str, path: str) -> Path:
-    """A sample's file on this machine."""
-    if dataset == VALIDATION:
-        prompt = next((prompt for prompt in config.validation.prompts if prompt.name == path), None)
+    def _validation_image(self, name: str) -> Media:
+        prompt = next((prompt for prompt in self._config.validation.prompts if prompt.name == name), None)
         if prompt is None or prompt.image is None:
-            raise MediaError("missing", path, "is no validation prompt with an image", "run `latentpress bucket`")
-        return Path(prompt.image)
-    return Path(_dataset(config, dataset).root) / path
+            raise MediaError("missing", name, "is no validation prompt with an image", "run `latentpress bucket`")
+        return prompt.image
 
+    def _source(self, dataset: str) -> Source:
+        if dataset not in self._sources:
+            self._sources[dataset] = open_source(_dataset(self._config, dataset))
+        return self._sources[dataset]
 
-def source_file(config: Config, dataset: str, path: str) -> Path:
-    """The i2i source image of a sample on this machine; of a validation prompt it is the prompt's own image."""
-    if dataset == VALIDATION:
-        return media_file(config, dataset, path)
-    folder = _dataset(config, dataset).conditioning_data
-    if folder is None:
-        raise LatentpressError(f"dataset {dataset} has no conditioning_data", "add it to the configuration")
-    return Path(folder) / path
+    @cached_property
+    def _images(self) -> Rows:
+        """text_id -> dataset and source_path of a sample whose source image stands in that text."""
+        active = self._plan.active.select(["dataset", "source_path", "texts", "null_text"])
+        active = active.filter(pc.greater(pc.fill_null(pc.utf8_length(active["source_path"]), 0), 0)).combine_chunks()
+        owners = active.select(["dataset", "source_path"])
+        captions = owners.take(pc.list_parent_indices(active["texts"]))
+        both = pa.concat_tables(
+            [
+                captions.append_column("text_id", pc.list_flatten(active["texts"])),
+                owners.append_column("text_id", active["null_text"]),
+            ]
+        )
+        return Rows(both.filter(pc.is_valid(both["text_id"])), "text_id")
 
 
 def _dataset(config: Config, name: str) -> Dataset:

@@ -1,56 +1,41 @@
 """Videos through PyAV: what a file holds, and the frames that stand at given times.
 
 Times are seconds from the first presented frame, so a start offset or an edit list doesn't matter. Frames
-come turned as they are seen (FFmpeg stores the rotation and does not apply it) and with their stored number
-of pixels: where pixels are not square, `VideoInfo` gives the display size and the resize that follows
-stretches them.
+come turned as they are seen, mirrored ones too (FFmpeg stores that and does not apply it), and with their stored
+number of pixels: where pixels are not square, `VideoInfo` gives the display size and the resize that follows
+stretches them. Colours are those of stages/media/colour.py.
 
-Colour: the stream's own matrix and range. Where it does not say, BT.709 for more than 576 lines or 1280
-columns and BT.601 below, and limited range, as players do. swscale rounds accurately and interpolates the
-chroma: its fast path is five times as fast, but 1 to 1.5 levels of 255 too dark everywhere, and converting
-costs less than the resize.
+Interlaced videos are refused. Which filter brings back whole frames depends on how the material was made (filmed in
+fields, or film spread over them), which no header says, and what it gives at a frame depends on those around it.
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NamedTuple
 
 import av
 import numpy as np
-from av.container import InputContainer
 from av.video.frame import VideoFrame
-from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
-from av.video.stream import VideoStream
+from av.video.reformatter import VideoReformatter
 
-from stages.media.container import (
-    REMUX,
-    REPLACE,
-    average_rate,
-    decoded,
-    from_keyframe,
-    open_stream,
-    require_within,
-    time_tolerance,
-)
-from stages.media.errors import MediaError, require_file
+from stages.media import colour, orientation
+from stages.media.choosing import Shown, at_times, check_ascending, time_tolerance
+from stages.media.colour import Tags
+from stages.media.container import REMUX, REPLACE, Reader, average_rate, decoded, from_keyframe, open_stream
+from stages.media.errors import MediaError
+from stages.media.files import Media, size_of
 from stages.media.image import MAX_PIXELS
+from stages.media.orientation import Orientation
 
 # Decoding the first frames is cheaper than a seek that lands among them.
 _SEEK_BEYOND = 0.5
-_SCALER = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
-# FFmpeg's AVColorSpace to what the scaler takes; the rest (unspecified, reserved) is chosen by size.
-_MATRICES = {
-    1: Colorspace.ITU709,
-    4: Colorspace.FCC,
-    5: Colorspace.ITU601,
-    6: Colorspace.ITU601,
-    7: Colorspace.SMPTE240M,
-    9: Colorspace.BT2020,
-}
+# FFmpeg's AVFieldOrder: unknown and progressive. The others are interlaced.
+_WHOLE_FRAMES = (0, 1)
+# Reasons that reading from the beginning would only meet again.
+_FINAL = ("out-of-memory", "hdr", "interlaced", "unsupported-colour", "odd-rotation", "missing")
 
 
 @dataclass(frozen=True)
@@ -58,8 +43,10 @@ class VideoInfo:
     """What a video's header says, or its packets where the header is silent.
 
     width, height: as displayed, after rotation and with square pixels. rotation: degrees counterclockwise
-    that turn the stored frame upright (0, 90, 180, 270). frames: coded frames. rate: average frames per
+    that turn the stored frame upright (0, 90, 180, 270). frames: those that are shown. rate: average frames per
     second. duration: seconds from the first frame's beginning to the last one's end. codec: FFmpeg's name.
+    mirrored: whether the frame is mirrored left to right before it is turned. wide: whether its primaries are wider
+    than sRGB's.
     """
 
     width: int
@@ -69,6 +56,8 @@ class VideoInfo:
     rate: float
     duration: float
     codec: str
+    mirrored: bool = False
+    wide: bool = False
 
 
 class Timing(NamedTuple):
@@ -79,35 +68,38 @@ class Timing(NamedTuple):
     duration: float
 
 
-class Shown(NamedTuple):
-    """A decoded frame with its time and duration in seconds from the clip's first frame."""
-
-    time: float
-    duration: float
-    frame: VideoFrame
-
-
-def probe_video(path: str | os.PathLike[str]) -> VideoInfo:
-    """Read the header and one frame; all packets, undecoded, only where the header lacks something.
-
-    The frame is needed because PyAV gives the rotation with frames alone; it also shows that the codec is
-    known. Raises MediaError.
+def probe_video(path: Media) -> VideoInfo:
+    """Read the header; all packets, undecoded, or one frame, only where the header lacks something. Raises
+    MediaError.
     """
-    size = require_file(path)
-    with open_stream(path) as (container, stream):
+    size = size_of(path)
+    with open_stream(path) as reader:
+        stream, context = reader.stream, reader.stream.codec_context
         if any(entry.pos + entry.size > size for entry in stream.index_entries[-1:]):
-            problem = "is shorter than its own index says"
-            raise MediaError("truncated", path, problem, REPLACE)
-        frame = _keyframe(container, stream, path)
-        timing = _declared_timing(stream, path) or _counted_timing(path)
-        rotation = _rotation(frame, path)
-        width, height = _display_size(frame, stream, rotation)
+            raise MediaError("truncated", path, "is shorter than its own index says", REPLACE)
+        _header_tags(reader)
+        timing = _declared_timing(reader)
+        turned = orientation.of_header(reader)
+        counted = timing or _counted_timing(reader)
+        if turned is None or not context.width:
+            turned, width, height = _look_at_a_frame(path)
+        else:
+            width, height = context.width, context.height
+        width, height = _display_size(width, height, reader, turned)
         if width * height > MAX_PIXELS:
             raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it")
-        return VideoInfo(width, height, rotation, *timing, codec=stream.codec_context.name)
+        return VideoInfo(
+            width,
+            height,
+            turned.rotation,
+            *counted,
+            codec=context.name,
+            mirrored=turned.is_mirrored,
+            wide=colour.is_wide(context.color_primaries),
+        )
 
 
-def read_frames(path: str | os.PathLike[str], times: Sequence[float], *, threads: int = 1) -> Iterator[np.ndarray]:
+def read_frames(path: Media, times: Sequence[float], *, threads: int = 1) -> Iterator[np.ndarray]:
     """For each time, ascending, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
 
     Times that one frame answers give the same array. "At" allows for containers that round timestamps: one
@@ -123,118 +115,156 @@ def read_frames(path: str | os.PathLike[str], times: Sequence[float], *, threads
             for picture in _pictures(path, times, threads, seek=True):
                 yield picture
                 delivered += 1
-        except MediaError:
+        except MediaError as error:
             # Behind a seek, an open group of pictures or a gradual refresh refers to what was skipped.
             # What is really damaged fails again from the beginning.
-            pass
+            if error.reason in _FINAL:
+                raise
     if delivered < len(times):
         yield from _pictures(path, times[delivered:], threads, seek=False)
 
 
-def check_ascending(times: Sequence[float]) -> None:
-    """ValueError unless each time is finite and not before the one ahead of it."""
-    if not all(map(math.isfinite, times)) or any(later < earlier for earlier, later in pairwise(times)):
-        raise ValueError(f"frame times {list(times)}: give finite seconds in ascending order")
+def thumbnails(path: Media, edge: int) -> Iterator[tuple[float, np.ndarray]]:
+    """(seconds, uint8 (height, width, 3), RGB) of every frame, at most `edge` pixels wide and high, not turned."""
+    with open_stream(path) as reader:
+        converter, declared = VideoReformatter(), _header_tags(reader)
+        for time, _, frame in _shown(reader, None):
+            tags = _frame_tags(frame, declared, path)
+            scale = min(1.0, edge / max(frame.width, frame.height))
+            size = max(2, round(frame.width * scale)), max(2, round(frame.height * scale))
+            yield time, colour.to_rgb(converter, frame, tags, size)
 
 
-def _keyframe(container: InputContainer, stream: VideoStream, path: str | os.PathLike[str]) -> VideoFrame:
+def _header_tags(reader: Reader) -> Tags:
+    """The colours that the header declares; MediaError where they, or the order of fields, can't be used."""
+    context = reader.stream.codec_context
+    tags = Tags.of(context)
+    colour.require_convertible(tags, reader.path, context.codec_tag)
+    if context.field_order not in _WHOLE_FRAMES:
+        raise _interlaced(reader.path)
+    return tags
+
+
+def _frame_tags(frame: VideoFrame, declared: Tags, path: Media) -> Tags:
+    tags = Tags.of(frame).or_else(declared)
+    colour.require_convertible(tags, path)
+    if frame.interlaced_frame:
+        raise _interlaced(path)
+    return tags
+
+
+def _interlaced(path: Media) -> MediaError:
+    advice = "deinterlace it, for example with ffmpeg -i IN -vf bwdif OUT.mp4"
+    return MediaError("interlaced", path, "is interlaced: each frame holds halves of two moments", advice)
+
+
+def _look_at_a_frame(path: Media) -> tuple[Orientation, int, int]:
+    """(orientation, stored width and height) of the first keyframe; opened anew, having been read from."""
+    with open_stream(path) as reader:
+        declared = _header_tags(reader)
+        frame = _keyframe(reader)
+        _frame_tags(frame, declared, path)
+        return orientation.of_frame(frame, path), frame.width, frame.height
+
+
+def _keyframe(reader: Reader) -> VideoFrame:
     """The first keyframe, by draining the decoder after one packet instead of filling its delay."""
-    for packet in container.demux(stream):
+    for packet in reader.container.demux(reader.stream):
         if not packet.is_keyframe or not packet.size:
             continue
-        frames = stream.decode(packet) or stream.decode(None)
+        frames = reader.stream.decode(packet) or reader.stream.decode(None)
         if frames:
             return frames[0]
-        stream.codec_context.flush_buffers()
-    raise MediaError("zero-frames", path, "has a video stream without a frame", "remove it from the dataset")
+        reader.stream.codec_context.flush_buffers()
+    raise _without_frames(reader.path)
 
 
-def _declared_timing(stream: VideoStream, path: str | os.PathLike[str]) -> Timing | None:
+def _without_frames(path: Media) -> MediaError:
+    return MediaError("zero-frames", path, "has a video stream without a frame", "remove it from the dataset")
+
+
+def _declared_timing(reader: Reader) -> Timing | None:
+    stream = reader.stream
     if not stream.frames or not stream.duration or not stream.time_base or not stream.average_rate:
         return None
-    timing = Timing(stream.frames, float(stream.average_rate), float(stream.duration * stream.time_base))
+    rate, duration = float(stream.average_rate), float(stream.duration * stream.time_base)
+    # An edit list may leave frames out that the header counts.
+    timing = Timing(min(stream.frames, max(1, round(rate * duration))), rate, duration)
     # FFmpeg takes AVI's frame count from the header and the duration from what is there.
-    if stream.container.format.name == "avi":
-        _require_whole(path, timing.duration, timing.frames / timing.rate)
+    if reader.container.format.name == "avi":
+        _require_whole(reader.path, duration, stream.frames / rate)
     return timing
 
 
-def _counted_timing(path: str | os.PathLike[str]) -> Timing:
-    """By walking the packets from the first keyframe; opened anew, having been read from."""
-    count, first, end = 0, math.inf, -math.inf
-    with open_stream(path) as (container, stream):
-        for packet in from_keyframe(container, stream):
-            stamp = packet.dts if packet.pts is None else packet.pts
-            if stamp is None or packet.is_discard:
-                continue
-            count += 1
-            first, end = min(first, stamp), max(end, stamp + (packet.duration or 0))
-        if count == 0 or end <= first or not stream.time_base:
-            raise MediaError("no-timestamps", path, "doesn't say when its frames are shown", REMUX)
-        duration = (end - first) * float(stream.time_base)
-        _require_whole(path, end * float(stream.time_base), _declared_end(container, stream))
-        rate = count / duration
-        declared = float(stream.average_rate or 0)
-        # The header's rate is exact where it agrees; counting carries the rounding of the timestamps.
-        return Timing(count, declared if math.isclose(rate, declared, rel_tol=0.01) else rate, duration)
+def _counted_timing(reader: Reader) -> Timing:
+    """By walking the packets of a file just opened from the first keyframe."""
+    count, first, end, stream = 0, math.inf, -math.inf, reader.stream
+    for packet in from_keyframe(reader):
+        stamp = packet.dts if packet.pts is None else packet.pts
+        if stamp is None or packet.is_discard:
+            continue
+        count += 1
+        first, end = min(first, stamp), max(end, stamp + (packet.duration or 0))
+    if count == 0:
+        raise _without_frames(reader.path)
+    if end <= first or not stream.time_base:
+        raise MediaError("no-timestamps", reader.path, "doesn't say when its frames are shown", REMUX)
+    duration = (end - first) * float(stream.time_base)
+    _require_whole(reader.path, end * float(stream.time_base), _declared_end(reader))
+    rate = count / duration
+    declared = float(stream.average_rate or 0)
+    # The header's rate is exact where it agrees; counting carries the rounding of the timestamps.
+    return Timing(count, declared if math.isclose(rate, declared, rel_tol=0.01) else rate, duration)
 
 
-def _declared_end(container: InputContainer, stream: VideoStream) -> float:
+def _declared_end(reader: Reader) -> float:
     """Seconds from the file's zero at which Matroska's header says that this stream ends; 0 where it is
     silent.
     """
-    if not container.format.name.startswith("matroska"):
+    if not reader.container.format.name.startswith("matroska"):
         return 0.0
-    match = re.fullmatch(r"(\d+):(\d+):(\d+\.\d+)", stream.metadata.get("DURATION", ""))
+    match = re.fullmatch(r"(\d+):(\d+):(\d+\.\d+)", reader.stream.metadata.get("DURATION", ""))
     if match is not None:
         hours, minutes, seconds = map(float, match.groups())
         return 3600 * hours + 60 * minutes + seconds
     # With other streams the file may be longer than its pictures by right.
-    return (container.duration or 0) / av.time_base if len(container.streams) == 1 else 0.0
+    return (reader.container.duration or 0) / av.time_base if len(reader.container.streams) == 1 else 0.0
 
 
-def _require_whole(path: str | os.PathLike[str], found: float, declared: float) -> None:
+def _require_whole(path: Media, found: float, declared: float) -> None:
     if found < declared - max(0.2, 0.02 * declared):
         problem = f"holds {found:.1f} s of the {declared:.1f} s that its header declares"
         raise MediaError("truncated", path, problem, REPLACE)
 
 
-def _rotation(frame: VideoFrame, path: str | os.PathLike[str]) -> int:
-    if frame.rotation % 90:
-        problem = f"is to be shown turned by {frame.rotation} degrees"
-        raise MediaError("odd-rotation", path, problem, "write it anew, upright")
-    return frame.rotation % 360
+def _display_size(width: int, height: int, reader: Reader, turned: Orientation) -> tuple[int, int]:
+    width = max(1, round(width * (reader.stream.sample_aspect_ratio or 1)))
+    return (height, width) if turned.transposed else (width, height)
 
 
-def _display_size(frame: VideoFrame, stream: VideoStream, rotation: int) -> tuple[int, int]:
-    aspect = stream.sample_aspect_ratio or 1
-    width, height = round(frame.width * aspect), frame.height
-    return (height, width) if rotation in (90, 270) else (width, height)
-
-
-def _pictures(
-    path: str | os.PathLike[str], times: Sequence[float], threads: int, *, seek: bool
-) -> Iterator[np.ndarray]:
-    with open_stream(path, threads) as (container, stream):
-        shown = _shown(container, stream, path, times[0] if seek else None)
+def _pictures(path: Media, times: Sequence[float], threads: int, *, seek: bool) -> Iterator[np.ndarray]:
+    with open_stream(path, threads) as reader:
+        declared, colours = orientation.of_header(reader), _header_tags(reader)
+        shown = _shown(reader, times[0] if seek else None)
         converter = VideoReformatter()
         last: VideoFrame | None = None
-        for frame in _at_times(shown, times, time_tolerance(stream), path):
+        for frame in at_times(shown, times, time_tolerance(reader.stream), path):
             if frame is not last:
-                last, picture = frame, _picture(converter, frame, path)
+                tags = _frame_tags(frame, colours, path)
+                turned = orientation.of_frame(frame, path)
+                orientation.require_same(turned, declared or turned, path)
+                last, picture = frame, turned.apply(colour.to_rgb(converter, frame, tags))
             yield picture
 
 
-def _shown(
-    container: InputContainer, stream: VideoStream, path: str | os.PathLike[str], start: float | None
-) -> Iterator[Shown]:
+def _shown(reader: Reader, start: float | None) -> Iterator[Shown]:
     """Frames in order with their times, all or from the last keyframe at or before `start` seconds."""
-    rate, tick = average_rate(stream), float(stream.time_base or 0)
-    frames = decoded(from_keyframe(container, stream), stream, path)
+    path, rate, tick = reader.path, average_rate(reader.stream), float(reader.stream.time_base or 0)
+    frames = decoded(from_keyframe(reader), reader)
     first = next(frames, None)
     if first is None:
         raise MediaError("zero-frames", path, "has no frame that can be decoded", REPLACE)
-    if container.format.name == "avi":
+    if reader.container.format.name == "avi":
         # AVI has no presentation times: with B-frames the stamps are shuffled, but its rate is constant.
         for index, frame in enumerate(chain([first], frames)):
             yield Shown(index / rate, 1 / rate, frame)
@@ -242,7 +272,9 @@ def _shown(
     origin = _stamp(first, path)
     frames = chain([first], frames)
     if start is not None:
-        frames = _seek(container, stream, origin, origin + math.floor(start / tick), path)
+        # Half a tick is less than any frame lasts, and more than the rounding of these numbers.
+        start += tick / 2
+        frames = _seek(reader, origin, origin + math.floor(start / tick))
     previous = -math.inf
     for frame in frames:
         time = (_stamp(frame, path) - origin) * tick
@@ -254,59 +286,28 @@ def _shown(
         yield Shown(time, frame.duration * tick if frame.duration else 1 / rate, frame)
 
 
-def _seek(
-    container: InputContainer, stream: VideoStream, origin: int, target: int, path: str | os.PathLike[str]
-) -> Iterator[VideoFrame]:
+def _seek(reader: Reader, origin: int, target: int) -> Iterator[VideoFrame]:
     """Frames from a keyframe presented at or before `target`, a timestamp.
 
     Indexes are by decoding time in some containers, and MPEG-TS has none, so a seek may land on a keyframe
     that is presented too late: then once more from further back.
     """
+    stream = reader.stream
     second = max(1, round(1 / stream.time_base)) if stream.time_base else 1
     for back in (0, 1, 4, 16):
-        container.seek(max(origin, target - back * second), stream=stream, backward=True)
-        packets = from_keyframe(container, stream)
+        reader.container.seek(max(origin, target - back * second), stream=stream, backward=True)
+        packets = from_keyframe(reader)
         key = next(packets, None)
         if key is not None and key.pts is not None and key.pts <= target:
-            return decoded(chain([key], packets), stream, path)
-    raise _unsearchable(path)
+            return decoded(chain([key], packets), reader)
+    raise _unsearchable(reader.path)
 
 
-def _unsearchable(path: str | os.PathLike[str]) -> MediaError:
+def _unsearchable(path: Media) -> MediaError:
     return MediaError("unreadable", path, "can't be searched by time", REMUX)
 
 
-def _at_times(
-    shown: Iterator[Shown], times: Sequence[float], tolerance: float, path: str | os.PathLike[str]
-) -> Iterator[VideoFrame]:
-    held = next(shown, None)
-    if held is None:
-        raise MediaError("zero-frames", path, f"has no frame to decode at {times[0]:.3f} s", REPLACE)
-    ahead = next(shown, None)
-    for time in times:
-        while ahead is not None and ahead.time <= time + tolerance:
-            held, ahead = ahead, next(shown, None)
-        if ahead is None:
-            require_within(path, time, held.time + held.duration, tolerance)
-        yield held.frame
-
-
-def _stamp(frame: VideoFrame, path: str | os.PathLike[str]) -> int:
+def _stamp(frame: VideoFrame, path: Media) -> int:
     if frame.pts is None:
         raise MediaError("no-timestamps", path, "doesn't say when its frames are shown", REMUX)
     return frame.pts
-
-
-def _picture(converter: VideoReformatter, frame: VideoFrame, path: str | os.PathLike[str]) -> np.ndarray:
-    high_definition = frame.height > 576 or frame.width >= 1280
-    full = frame.color_range == ColorRange.JPEG or frame.format.name.startswith("yuvj")
-    converted = converter.reformat(
-        frame,
-        format="rgb24",
-        src_colorspace=_MATRICES.get(frame.colorspace, Colorspace.ITU709 if high_definition else Colorspace.ITU601),
-        src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
-        dst_color_range=ColorRange.JPEG,
-        interpolation=_SCALER,
-        threads=1,
-    )
-    return np.ascontiguousarray(np.rot90(converted.to_ndarray(), _rotation(frame, path) // 90))

@@ -6,9 +6,8 @@ from PIL import Image
 
 from cache.shard import Row
 from stages import loading
-from stages.media.files import check
+from stages.media.members import Wanted
 from stages.media.places import Places
-from stages.media.samples import fit_image
 from stages.stage import Job
 from stages.text.request import TextRequest
 from stages.worker import UnitWorker
@@ -46,6 +45,7 @@ class TextWorker(UnitWorker):
 
     def _image(self, text: dict) -> Image.Image:
         """The image inside an i2i prompt, cut as its sample's source is."""
-        [(path, content)] = self._places.of_text(text["text_id"])
-        check(path, content)
-        return Image.fromarray(fit_image(path, text["image_geometry"]))
+        files = tuple(self._places.of_text(text["text_id"]))
+        _, image_HWC = self.fetch(Wanted(files, None, text["image_geometry"]))
+        assert image_HWC is not None
+        return Image.fromarray(image_HWC)

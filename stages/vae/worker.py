@@ -9,9 +9,8 @@ from cache.shard import Row
 from schemas.identity import seed_of
 from stages import loading
 from stages.media import pixels
-from stages.media.files import check
+from stages.media.members import Wanted
 from stages.media.places import Places
-from stages.media.samples import fit_image, read_frames
 from stages.stage import Job
 from stages.worker import UnitWorker
 
@@ -35,14 +34,15 @@ class LatentsWorker(UnitWorker):
 
     def read(self, name: str) -> Pixels:
         sample = self.plan.samples[name]
-        files = self._places.of_sample(name)
-        for path, content in files:
-            check(path, content)
-        frames = pixels.normalise(read_frames(files[0][0], sample, self.config.latents.decoder))
+        beside = sample["source_geometry"] if sample["condition"] == "source" else None
+        files = tuple(self._places.of_sample(name))
+        uint8_THWC, image_HWC = self.fetch(Wanted(files, sample, beside, self.config.latents.decoder))
+        assert uint8_THWC is not None
+        frames = pixels.normalise(uint8_THWC)
         if sample["condition"] == "first-frame":
             return frames, frames[:, :1]
-        if sample["condition"] == "source":
-            return frames, pixels.normalise(fit_image(files[1][0], sample["source_geometry"])[None])
+        if image_HWC is not None:
+            return frames, pixels.normalise(image_HWC[None])
         return frames, None
 
     def encode(self, names: list[str], batch: list[Pixels]) -> Iterator[Row]:

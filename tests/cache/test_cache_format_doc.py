@@ -136,8 +136,51 @@ def test_the_worked_example_of_the_checksum():
     assert checksum("ab", b'{"tokens":3}', {"pooled": ("float32", (2,), pooled)}) == said.group(2)
 
 
-def test_the_tables_and_folders_named_exist():
-    """The page names the columns' home and the version that the code has."""
-    from schemas.tables import FORMAT_VERSION
+def test_the_versions_named_are_those_of_the_code():
+    from schemas.tables import FORMAT_VERSION, TABLES_VERSION
 
     assert f"Format version: **{FORMAT_VERSION}**" in DOC.read_text()
+    assert f"Tables version: **{TABLES_VERSION}**" in DOC.read_text()
+
+
+def test_the_columns_of_the_index_are_those_of_the_code_in_their_order():
+    from schemas.tables import INDEX
+
+    table = DOC.read_text().split("| column of the index |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `([\w<>]+)` \|", table, re.MULTILINE)
+    assert rows == [(field.name, str(field.type).replace("item: ", "")) for field in INDEX]
+
+
+def test_the_record_of_a_sample_is_the_one_described():
+    """The fields and their types as the page has them, and its example, hashed without the project's code."""
+    from schemas.identity import SAMPLE
+
+    text = DOC.read_text()
+    table = text.split("| field | type | |")[1].split("\n\n")[0]
+    formats = {"16 bytes": "16s", "7 x int32": "7i", "float64": "d", "int32": "i"}
+    fields = re.findall(r"^\| `(\w+)` \| ([\w ]+) \|", table, re.MULTILINE)
+    assert [name for name, _ in fields] == list(SAMPLE.names)
+    layout = "<" + "".join(formats[kind] for _, kind in fields)
+    size = int(re.search(r"xxh3-128 of these (\d+) bytes, numbers", text)[1])
+    assert struct.calcsize(layout) == SAMPLE.itemsize == size
+    zeros = [bytes(16), *[0] * 7]
+    record = struct.pack(layout, bytes(range(16)), 640, 384, 29, 683, 384, 21, 0, 2.5, 24, 1, *zeros, *zeros)
+    assert xxhash.xxh3_128_hexdigest(record) == re.search(r"Its sample id is `(\w+)`", text)[1]
+
+
+def test_ids_are_made_as_described():
+    from schemas import identity
+
+    record = np.zeros(1, identity.SAMPLE)
+    record["media"], record["geometry"] = bytes(range(16)), [640, 384, 29, 683, 384, 21, 0]
+    record["start"], record["rate"], record["condition"] = 2.5, 24, 1
+    text = DOC.read_text()
+    assert identity.sample_ids(record)[0].as_py() in text
+    said = re.search(r"`a cat`\nwithout an image is `(\w+)`", text)[1]
+    assert identity.text_ids(pa.array(["a cat"]))[0].as_py() == said == xxhash.xxh3_128_hexdigest(b"\0a cat")
+    members = b"aa\nbb"
+    named = xxhash.xxh3_128_hexdigest(struct.pack("<Q", len(members)) + members)[:16]
+    assert identity.unit_id("64x48@1", ["aa", "bb"]) == f"64x48@1-{named}"
+    canonical = b'{"a":1,"b":"x"}'
+    named = xxhash.xxh3_128_hexdigest(struct.pack("<Q", len(canonical)) + canonical)[:24]
+    assert identity.fingerprint({"b": "x", "a": 1}) == named

@@ -1,5 +1,6 @@
 """The training set as it is read: the right row, checked, refused when it is another's, flat in memory."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -10,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 from cache import generations
-from cache.plan import Plan
+from cache.plan import Plan, Span
 from cache.shard import DamageError, Row, ShardMeta, writer
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import OPEN_SHARDS, SetError, TrainSet
-from schemas.tables import FORMAT_VERSION, INDEX, SET_SHARDS, SET_TEXTS
+from schemas.tables import ACTIVE, INDEX, SAMPLES, SET_SHARDS, SET_TEXTS, TABLES_VERSION, TEXTS, UNITS
 
 FAMILY, TASK = "kandinsky5-image", "t2i"
 
@@ -37,7 +38,7 @@ def publish(store: Store, shards: list[tuple], texts: list[tuple], index: list[t
     ):
         table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
         store.write_table(f"sets/s1/{name}.arrow", table)
-    meta = {"format_version": FORMAT_VERSION, "id": "s1", "family": FAMILY, "flavour": "t2i-lite-sft"}
+    meta = {"format_version": TABLES_VERSION, "id": "s1", "family": FAMILY, "flavour": "t2i-lite-sft"}
     meta |= {"task": TASK, "generation": "000001-a", "null_text": 0, "validation": [], **changes}
     store.publish_bytes("sets/s1/set.json", json.dumps(meta).encode())
     store.publish_bytes(f"sets/current-{FAMILY}-{TASK}.json", b'{"id": "s1"}')
@@ -50,6 +51,14 @@ def embeds(value: float) -> dict[str, np.ndarray]:
 
 def latent(value: float) -> dict[str, np.ndarray]:
     return {"latent": np.full((16, 1, 4, 4), value, np.float32)}
+
+
+def entry(id: str, bucket: str, place: tuple[int, int], texts: list[int], null: int | None = None, **changes) -> tuple:
+    """A row of the index: of dataset d, to train on, once an epoch."""
+    values = {"sample_id": id, "role": "train", "dataset": "d", "bucket": bucket, "repeats": 0, "weight": 1.0}
+    values |= {"regularisation": False, "shard": place[0], "row": place[1], "texts": texts, "null_text": null}
+    values |= changes
+    return tuple(values[name] for name in INDEX.names)
 
 
 PROMPT = {"name": "p", "prompt": "a", "negative_prompt": "", "text": 1, "negative": 0, "bucket": "32x32"}
@@ -67,9 +76,9 @@ def store(request, tmp_path: Path) -> Store:
         [(text, "text"), (first, "latents"), (second, "latents")],
         [(f"t{i}", 0, i) for i in range(4)],
         [
-            ("a", "d", "32x32", 0, 1, 0, [1, 3], None),
-            ("b", "d", "32x32", 0, 1, 1, [2], None),
-            ("c", "d", "64x32", 2, 2, 0, [3], 2),
+            entry("a", "32x32", (1, 0), [1, 3]),
+            entry("b", "32x32", (1, 1), [2]),
+            entry("c", "64x32", (2, 0), [3], 2, repeats=2),
         ],
         validation=[{**PROMPT, "condition": {"shard": 2, "row": 1}}],
     )
@@ -137,23 +146,99 @@ def test_a_replaced_shard_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
     store = Store(tmp_path)
     text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
     rel = shard(store, "latents", "l", {"b": latent(2), "a": latent(1)}, "arrow")
-    index = [("a", "d", "32x32", 0, 1, 0, [0], None)]
+    index = [entry("a", "32x32", (1, 0), [0])]
     publish(store, [(text, "text"), (rel, "latents")], [("t0", 0, 0)], index)
     with pytest.raises(SetError, match=r"is b; set s1 expects a there"):
         TrainSet.open(store, "s1", FAMILY, TASK).sample(0)
 
 
-def test_an_unsorted_index_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("bucket", "aba"), ("dataset", "dcd"), ("role", ("eval", "train", "train")), ("weight", (1.0, 0.5, 1.0))],
+)
+def test_an_unsorted_index_is_refused(tmp_path: Path, column, values) -> None:
     store = Store(tmp_path)
-    index = [(f"{i}", "d", bucket, 0, 0, 0, [0], None) for i, bucket in enumerate(("a", "b", "a"))]
-    publish(store, [], [], index)
-    with pytest.raises(SetError, match="not sorted by bucket"):
+    same = entry("s", "a", (0, 0), [0])
+    at = INDEX.names.index(column)
+    publish(store, [], [], [(*same[:at], value, *same[at + 1 :]) for value in values])
+    with pytest.raises(SetError, match="not sorted by role, bucket"):
         _ = TrainSet.open(store, "s1", FAMILY, TASK).spans
+
+
+def test_rows_are_grouped_by_bucket_dataset_repeats_and_weight(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    rows = [{}, {}, {"repeats": 1}, {"repeats": 1, "weight": 1.5}, {"dataset": "e"}]
+    index = [entry(f"{i}", "a", (0, 0), [0], **changes) for i, changes in enumerate(rows)]
+    index += [entry("5", "b", (0, 0), [0]), entry("6", "a", (0, 0), [0], role="eval")]
+    publish(store, [], [], index)
+    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    assert data.spans == [
+        Span("a", 0, 2),
+        Span("a", 2, 1, 1),
+        Span("a", 3, 1, 1, 1.5),
+        Span("a", 4, 1),
+        Span("b", 5, 1),
+    ]
+    assert len(data) == 6 and data.eval_rows == range(6, 7) and data.buckets == {"a": range(5), "b": range(5, 6)}
+
+
+def test_chunks_of_the_table_make_no_spans(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    publish(store, [], [], [])
+    names = [dict(zip(INDEX.names, entry(f"{i}", "ab"[i > 6], (0, 0), [0]), strict=True)) for i in range(10)]
+    with store.create("sets/s1/index.arrow") as file, pa.ipc.new_file(file, INDEX) as out:
+        for first in (0, 3, 5):
+            stop = {0: 3, 3: 5, 5: 10}[first]
+            out.write_table(pa.Table.from_pylist(names[first:stop], INDEX))
+    assert TrainSet.open(store, "s1", FAMILY, TASK).spans == [Span("a", 0, 7), Span("b", 7, 3)]
+
+
+def held_out(store: Store, ids: list[str], train: int = 7) -> TrainSet:
+    index = [entry(f"t{i}", "a", (0, 0), [0], regularisation=i > 4) for i in range(train)]
+    index += [entry(id, f"{i % 3}", (0, 0), [0], role="eval") for i, id in enumerate(sorted(ids))]
+    index.sort(key=lambda row: (row[1] != "train", row[3], row[0]))
+    publish(store, [], [], index)
+    return TrainSet.open(store, "s1", FAMILY, TASK)
+
+
+def chosen(data: TrainSet, count: int) -> list[str]:
+    rows, on = data.eval_choice(count)
+    assert on == "held-out samples" and set(rows) <= set(data.eval_rows)
+    return sorted(data._index.column("sample_id")[row].as_py() for row in rows)
+
+
+def test_held_out_samples_are_chosen_by_identity(tmp_path: Path) -> None:
+    """The same whatever else is in the set, but for what is displaced; no sample twice."""
+    ids = [hashlib.md5(str(i).encode()).hexdigest() for i in range(60)]
+    few = held_out(Store(tmp_path), [*ids[:40], ids[0]])
+    assert len(few) == 7 and few.regularisation == 2
+    first = chosen(few, 12)
+    assert len(set(first)) == 12 and set(chosen(few, 5)) < set(first)
+    assert sorted(chosen(few, 99)) == sorted(ids[:40])
+    more = chosen(held_out(Store(tmp_path), ids, train=30), 12)
+    assert len(set(more) & set(first)) < 12 and set(more) - set(first) <= set(ids[40:])
+
+
+def test_without_held_out_samples_training_samples_stand_in(tmp_path: Path) -> None:
+    data = held_out(Store(tmp_path), [])
+    assert data.eval_choice(3) == ([1, 3, 5], "training samples") and not data.eval_rows
+    assert data.eval_choice(99)[0] == list(range(7)) and data.eval_choice(0)[0] == []
+
+
+def test_a_sample_says_whether_it_is_regularisation_data(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
+    rel = shard(store, "latents", "l", {"a": latent(1), "b": latent(2)}, "arrow")
+    index = [entry("a", "32x32", (1, 0), [0]), entry("b", "32x32", (1, 1), [0], regularisation=True)]
+    publish(store, [(text, "text"), (rel, "latents")], [("t0", 0, 0)], index)
+    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    assert [data.sample(row).regularisation for row in (0, 1)] == [False, True] and data.regularisation == 1
 
 
 def test_a_newer_plan_of_the_same_settings_is_noticed(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    empty: dict = {"samples": [], "texts": [], "units": [], "active": []}
+    schemas = {"samples": SAMPLES, "texts": TEXTS, "units": UNITS, "active": ACTIVE}
+    empty = {name: schema.empty_table() for name, schema in schemas.items()}
     first = generations.publish(store, key="k", info={"n": 1}, **empty)
     publish(store, [], [], [], generation=first.name)
     data = TrainSet.open(store, "s1", FAMILY, TASK)
@@ -168,7 +253,7 @@ def test_more_shards_than_stay_open(tmp_path: Path) -> None:
     store = Store(tmp_path)
     text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
     rels = [shard(store, "latents", f"l{i:03}", {f"s{i}": latent(i)}, "arrow") for i in range(OPEN_SHARDS + 8)]
-    index = [(f"s{i}", "d", "32x32", 0, 1 + i, 0, [0], None) for i in range(len(rels))]
+    index = [entry(f"s{i}", "32x32", (1 + i, 0), [0]) for i in range(len(rels))]
     publish(store, [(text, "text"), *((rel, "latents") for rel in rels)], [("t0", 0, 0)], index)
     data = TrainSet.open(store, "s1", FAMILY, TASK)
     for _ in range(2):
@@ -209,14 +294,17 @@ def large(root: Path, count: int) -> Path:
     columns = {
         "sample_id": pa.array([f"{i:032x}" for i in range(count)]),
         "dataset": pa.array(["d"] * count),
-        "bucket": pa.array([f"{32 * (1 + i * 8 // count)}x512" for i in range(count)]),
+        "bucket": pa.array([f"{32 * (4 + i * 8 // count)}x512" for i in range(count)]),
+        "role": pa.array(["train"] * (count - count // 10) + ["eval"] * (count // 10)),
         "repeats": pa.array(np.zeros(count, np.int32)),
+        "weight": pa.array(np.ones(count)),
+        "regularisation": pa.array(np.zeros(count, bool)),
         "shard": pa.array(np.zeros(count, np.int32)),
         "row": pa.array(np.arange(count, dtype=np.int32)),
         "texts": pa.array([[i] for i in range(count)], pa.list_(pa.int32())),
         "null_text": pa.nulls(count, pa.int32()),
     }
-    store.write_table("sets/s1/index.arrow", pa.table(columns, schema=INDEX))
+    store.write_table("sets/s1/index.arrow", pa.table({name: columns[name] for name in INDEX.names}, schema=INDEX))
     return root
 
 

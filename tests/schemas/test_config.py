@@ -4,7 +4,10 @@ import pytest
 from pydantic import ValidationError
 
 from schemas.catalogue import FAMILIES
-from schemas.config import PACKAGES, STAGE_ORDER, Config, Incoherent, Model
+from schemas.config import PACKAGES, STAGE_ORDER, Config, Model
+from schemas.datasets import Dataset
+from schemas.explain import explain
+from schemas.section import Incoherent
 
 
 def data(**changes):
@@ -109,6 +112,106 @@ def test_datasets_fit_the_task(family, flavour, values, key):
     Config.model_validate(data(model=model, datasets=[good, {**bad, "disabled": True}]))
 
 
+def dataset_problems(**changes):
+    """Dotted path below the dataset -> message."""
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate(data(datasets=[dataset(), dataset("bad", **changes)]))
+    found = [problem for error in caught.value.errors() for problem in explain(error)]
+    assert all(path[:2] == ("datasets", 1) for path, _ in found)
+    return {".".join(map(str, path[2:])): message for path, message in found}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "said"),
+    [
+        ({"caption_strategy": "instanceprompt"}, "instance_prompt", "needs it"),
+        ({"caption_strategy": "webdataset"}, "caption_strategy", "goes with source: webdataset; this one is folder"),
+        ({"caption_strategy": "huggingface"}, "caption_strategy", "goes with source: huggingface"),
+        ({"source": "huggingface", "caption_strategy": "textfile"}, "caption_strategy", "does not go with source"),
+        (
+            {"instance_data_dir": "/d/{0..9}.tar", "caption_strategy": "textfile"},
+            "caption_strategy",
+            "does not go with source: webdataset",
+        ),
+        ({"caption_strategy": "csv"}, "caption_file", "csv needs the table"),
+        ({"crop_aspect": "closest"}, "crop_aspect_buckets", "needs a list"),
+        ({"crop_aspect": "random"}, "crop_aspect_buckets", "needs a list"),
+        ({"target_downsample_size": 512}, "maximum_image_size", "target_downsample_size needs it"),
+        (
+            {"maximum_image_size": 512, "target_downsample_size": 1024},
+            "target_downsample_size",
+            "more than maximum_image_size, 512",
+        ),
+        (
+            {"minimum_image_size": 512, "maximum_image_size": 256},
+            "minimum_image_size",
+            "512 is more than maximum_image_size, 256",
+        ),
+        ({"conditioning_data": "/s", "conditioning_column": "s"}, "conditioning_column", "keep one"),
+        ({"mask_data": "/m", "mask_column": "m"}, "mask_column", "keep one"),
+        ({"eval": True, "eval_fraction": 0.1}, "eval_fraction", "means nothing"),
+        ({"video": {"num_frames": 5, "min_frames": 9}}, "video.min_frames", "9 is more than num_frames, 5"),
+        ({"video": {"min_frames": 9, "max_frames": 5}}, "video.max_frames", "5 is less than min_frames, 9"),
+        ({"video": {"clips": 2}}, "video.clips", "valid with random and uniform"),
+        ({"video": {"clip": "chunks", "clips": 2}}, "video.clips", "valid with random and uniform"),
+        ({"video": {"clip": "slide"}}, "video.clip_stride", "slide needs it"),
+        ({"video": {"clip_stride": 8}}, "video.clip_stride", "goes with clip: slide"),
+    ],
+)
+def test_what_does_not_go_together_in_a_dataset_is_refused_by_its_key(values, key, said):
+    found = dataset_problems(**values)
+    assert list(found) == [key]
+    assert said in found[key]
+
+
+def test_all_that_is_wrong_with_a_dataset_is_told_at_once():
+    wrong = {"caption_strategy": "csv", "crop_aspect": "closest", "eval": True, "eval_fraction": 0.5}
+    assert set(dataset_problems(**wrong)) == {"caption_file", "crop_aspect_buckets", "eval_fraction"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"caption_strategy": "instanceprompt", "instance_prompt": "a cat"},
+        {"caption_strategy": "parquet", "caption_file": "/d/captions.parquet"},
+        {"instance_data_dir": "/d/list.jsonl", "caption_strategy": "textfile"},
+        {"crop_aspect": "closest", "crop_aspect_buckets": [1, 0.75]},
+        {"minimum_image_size": 256, "maximum_image_size": 256, "target_downsample_size": 256},
+        {"video": {"clip": "slide", "clip_stride": 8}},
+        {"video": {"clip": "uniform", "clips": 3}},
+        {"video": {"num_frames": 5, "min_frames": 5, "max_frames": 5}},
+        {"eval_fraction": 1},
+    ],
+)
+def test_what_goes_together_in_a_dataset_is_taken(values):
+    Config.model_validate(data(datasets=[dataset(**values)]))
+
+
+@pytest.mark.parametrize(
+    ("location", "source", "captions"),
+    [
+        ("/data/photos", "folder", "textfile"),
+        ("s3://bucket/photos", "remote", "textfile"),
+        ("https://host/photos/", "remote", "textfile"),
+        ("/data/{00000..00012}.tar", "webdataset", "webdataset"),
+        ("s3://bucket/shards/*.tar", "webdataset", "webdataset"),
+        ("/data/list.csv", "manifest", "csv"),
+        ("/data/LIST.JSONL", "manifest", "jsonl"),
+        ("https://host/list.parquet?token=1", "manifest", "parquet"),
+    ],
+)
+def test_the_place_says_what_kind_of_source_it_is(location, source, captions):
+    found = Dataset(id="a", instance_data_dir=location)
+    assert (found.source_name, found.captions_from) == (source, captions)
+
+
+def test_a_source_that_is_named_is_taken_whatever_the_place_looks_like():
+    found = Dataset(id="a", instance_data_dir="user/photos.parquet", source="huggingface")
+    assert (found.source_name, found.captions_from) == ("huggingface", "huggingface")
+    assert Dataset(id="a", instance_data_dir="/d/shards", source="webdataset").captions_from == "webdataset"
+    assert Dataset(id="a", instance_data_dir="/d/rows", source="manifest").captions_from == "csv"
+
+
 def test_one_dataset_is_enabled():
     assert list(problems(datasets=[dataset(disabled=True)])) == [("datasets",)]
 
@@ -171,7 +274,15 @@ def test_several_problems_are_told_at_once():
         {"cache": {"unit_mib": float("inf")}},
         {"datasets": []},
         {"datasets": [dataset("..")]},
-        {"datasets": [dataset(video={"num_frames": 5, "min_frames": 9})]},
+        {"datasets": [dataset(crop="center")]},
+        {"datasets": [dataset(caption_column="caption")]},
+        {"datasets": [dataset(weight=0)]},
+        {"datasets": [dataset(eval_fraction=1.5)]},
+        {"datasets": [dataset(crop_aspect_buckets=[0])]},
+        {"datasets": [dataset(tag_shuffle={"variants": 0})]},
+        {"datasets": [dataset(tag_shuffle={"delimiter": ""})]},
+        {"stages": {"item_timeout_s": 0}},
+        {"stages": {"item_memory_mib": 100}},
         {"validation": {"size": "0x64"}},
         {"unknown": 1},
     ],

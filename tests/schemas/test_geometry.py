@@ -1,25 +1,47 @@
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from schemas.geometry import (
+    RESOLUTION_TYPES,
     Bucket,
+    Crop,
     aspect_buckets,
-    choose_bucket,
-    clip_times,
+    choose_buckets,
     cover_crop,
-    frames_available,
-    largest_valid_frames,
+    cropped_share,
+    distortion,
+    enlarged,
+    loose_crop,
+    measured_size,
+    nearest_aspects,
     resolution_buckets,
     scale_class,
+    shorter_at,
     shorter_edge_buckets,
+    stretch,
     target_area,
 )
 
 sides = st.integers(1, 4096)
+long_sides = st.integers(1, 1_000_000)
 strides = st.sampled_from([1, 8, 16, 32, 64, 128])
+styles = st.sampled_from(["center", "random", "corner"])
+shares = st.floats(0, 1, exclude_max=True)
+sizes = st.lists(st.tuples(sides, sides), min_size=1, max_size=12)
+FIELDS = ("resize_width", "resize_height", "x", "y")
+
+
+def columns(pairs):
+    return np.array(pairs, np.int64).reshape(-1, 2).T
+
+
+def chosen_one(width, height, candidates):
+    return candidates[choose_buckets(width, height, candidates)]
 
 
 @given(sides, sides, st.integers(1, 1000))
@@ -80,8 +102,8 @@ def test_known_aspect_buckets():
     pairs = aspect_buckets(512**2, 16)
     assert (512, 512) in pairs
     # 16:9 at a pixel area of 512: the size that falls outside Kandinsky's 480p window.
-    assert choose_bucket(1920, 1080, pairs) == (688, 384)
-    assert choose_bucket(1080, 1920, pairs) == (384, 688)
+    assert chosen_one(1920, 1080, pairs) == (688, 384)
+    assert chosen_one(1080, 1920, pairs) == (384, 688)
     assert {side % 128 for pair in aspect_buckets(512**2, 128) for side in pair} == {0}
 
 
@@ -114,86 +136,226 @@ def test_resolution_buckets_follow_the_type():
     assert resolution_buckets(512, "pixel", 16) == shorter_edge_buckets(512, 16)
 
 
-@given(sides, sides, st.lists(st.tuples(sides, sides), min_size=1, max_size=12), st.randoms())
-def test_choosing_does_not_depend_on_the_order(width, height, candidates, random):
-    chosen = choose_bucket(width, height, candidates)
+def exactly_nearest(width, height, candidates):
+    """The rule by brute force, in fractions."""
+
+    def key(size):
+        ratio = Fraction(width * size[1], height * size[0])
+        return max(ratio, 1 / ratio), -size[0] * size[1], -size[0]
+
+    return min(candidates, key=key)
+
+
+@given(sizes, sizes, st.randoms())
+def test_the_nearest_aspect_is_chosen_whatever_the_order(items, candidates, random):
+    width, height = columns(items)
+    expected = [exactly_nearest(*item, candidates) for item in items]
+    assert [candidates[i] for i in choose_buckets(width, height, candidates)] == expected
     random.shuffle(candidates)
-    assert choose_bucket(width, height, candidates) == chosen
+    assert [candidates[i] for i in choose_buckets(width, height, candidates)] == expected
+
+
+@given(st.tuples(long_sides, long_sides), st.lists(st.tuples(long_sides, long_sides), min_size=1, max_size=6))
+def test_the_nearest_aspect_of_enormous_sizes(item, candidates):
+    assert chosen_one(*item, candidates) == exactly_nearest(*item, candidates)
+
+
+@given(sizes, sizes)
+def test_an_item_is_cut_as_if_it_were_alone(items, candidates):
+    width, height = columns(items)
+    index = choose_buckets(width, height, candidates)
+    across, down = (np.arange(len(items)) * step % 1 for step in (0.37, 0.61))
+    bucket = columns(candidates)[:, index]
+    for style in ("center", "random", "corner"):
+        crops = cover_crop(width, height, *bucket, style, across, down)
+        loose = loose_crop(width, height, *bucket, 100.5, style, across, down)
+        for i, item in enumerate(items):
+            assert choose_buckets(*item, candidates) == index[i]
+            size = [int(side) for side in bucket[:, i]]
+            alone = cover_crop(*item, *size, style, across[i], down[i])
+            assert alone == Crop(*(getattr(crops, name)[i] for name in FIELDS))
+            assert all(type(getattr(alone, name)) is int for name in FIELDS)
+            alone = loose_crop(*item, *size, 100.5, style, across[i], down[i])
+            assert alone == Crop(*(getattr(loose, name)[i] for name in FIELDS))
+
+
+def test_ties_go_to_the_larger_and_then_the_wider():
+    assert chosen_one(100, 100, [(64, 64), (128, 128)]) == (128, 128)
+    assert chosen_one(100, 100, [(384, 640), (640, 384)]) == (640, 384)
+    assert chosen_one(100, 100, [(200, 400), (200, 100)]) == (200, 400)
+    assert nearest_aspects(np.array([1.0, 0.6, 9.0]), [(640, 384), (384, 640)]).tolist() == [0, 1, 0]
+
+
+@given(sides, sides, sizes)
+def test_a_plain_aspect_chooses_as_a_size_does(width, height, candidates):
+    near = candidates[nearest_aspects(width / height, candidates)]
+    exact = chosen_one(width, height, candidates)
 
     def distance(size):
         return abs(math.log(width / height) - math.log(size[0] / size[1]))
 
-    assert distance(chosen) <= min(map(distance, candidates)) + 1e-9
+    assert distance(near) == pytest.approx(distance(exact), abs=1e-9)
 
 
-def test_ties_go_to_the_larger_and_then_the_wider():
-    assert choose_bucket(100, 100, [(64, 64), (128, 128)]) == (128, 128)
-    assert choose_bucket(100, 100, [(384, 640), (640, 384)]) == (640, 384)
+def test_nothing_to_choose_from_or_by_is_refused():
     with pytest.raises(ValueError, match="at least one"):
-        choose_bucket(100, 100, [])
-    with pytest.raises(ValueError, match="1 or more"):
-        choose_bucket(0, 100, [(1, 1)])
+        choose_buckets(100, 100, [])
+    for wrong in (lambda: choose_buckets(0, 100, [(1, 1)]), lambda: choose_buckets(1, 1, [(1, 1), (0, 1)])):
+        with pytest.raises(ValueError, match="1 or more"):
+            wrong()
+    for aspect in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="width / height"):
+            nearest_aspects(np.array([1.0, aspect]), [(1, 1)])
+    with pytest.raises(TypeError, match="same_kind"):
+        choose_buckets(np.array([1.5]), np.array([1]), [(1, 1)])
 
 
-@given(sides, sides, sides, sides)
-def test_a_crop_covers_stays_inside_and_keeps_the_aspect(width, height, bucket_width, bucket_height):
-    crop = cover_crop(width, height, bucket_width, bucket_height)
-    assert crop.x >= 0 and crop.x + bucket_width <= crop.resize_width
-    assert crop.y >= 0 and crop.y + bucket_height <= crop.resize_height
-    assert crop.resize_width == bucket_width or crop.resize_height == bucket_height
-    scale = max(bucket_width / width, bucket_height / height)
-    assert abs(crop.resize_width - scale * width) <= 0.5 + 1e-6
-    assert abs(crop.resize_height - scale * height) <= 0.5 + 1e-6
-    for start, resized, cut in (
-        (crop.x, crop.resize_width, bucket_width),
-        (crop.y, crop.resize_height, bucket_height),
-    ):
-        assert 0 <= resized - cut - 2 * start <= 1
+def test_no_items_are_no_trouble():
+    none = np.zeros(0, np.int64)
+    assert choose_buckets(none, none, [(1, 1)]).shape == (0,)
+    crop = cover_crop(none, none, 64, 64, "random", none.astype(float), none.astype(float))
+    assert crop.x.shape == crop.resize_height.shape == (0,)
+    assert distortion(none, none, crop).shape == cropped_share(none, none, crop, 64, 64).shape == (0,)
+
+
+def test_columns_of_narrow_integers_do_not_overflow():
+    width, height = np.array([60_000], np.int32), np.array([50_000], np.int32)
+    bucket = np.array([50_000], np.int32), np.array([50_000], np.int32)
+    assert cover_crop(width, height, *bucket).resize_width.tolist() == [60_000]
+    assert measured_size(width, height, "area").tolist() == [3000.0]
+    crop = Crop(width, height, width * 0, height * 0)
+    assert distortion(width, height, crop).tolist() == [0.0]
+    assert cropped_share(width, height, crop, *bucket).tolist() == [pytest.approx(1 / 6)]
+
+
+@example(2001, 2000, 2000, 2000, "center", 0.0, 0.0)
+@example(2000, 2001, 2000, 2000, "center", 0.0, 0.0)
+@given(sides, sides, sides, sides, styles, shares, shares)
+def test_a_crop_covers_stays_inside_and_keeps_the_aspect(width, height, across, down, style, share_x, share_y):
+    crop = cover_crop(width, height, across, down, style, share_x, share_y)
+    assert 0 <= crop.x <= crop.resize_width - across
+    assert 0 <= crop.y <= crop.resize_height - down
+    assert crop.resize_width == across or crop.resize_height == down
+    scale = max(Fraction(across, width), Fraction(down, height))
+    assert abs(crop.resize_width - scale * width) <= Fraction(1, 2)
+    assert abs(crop.resize_height - scale * height) <= Fraction(1, 2)
+    # What is off is the rounding of one side, half a pixel of it at most.
+    rounded = max(crop.resize_width - across, crop.resize_height - down) + min(across, down)
+    assert distortion(width, height, crop) <= 0.5 / (rounded - 0.5) + 1e-12
+    assert enlarged(width, height, crop) == (scale > 1 and (crop.resize_width, crop.resize_height) != (width, height))
+
+
+@given(sides, sides, sides, sides, shares, shares)
+def test_where_it_is_cut(width, height, across, down, share_x, share_y):
+    crop = cover_crop(width, height, across, down)
+    free = crop.resize_width - across, crop.resize_height - down
+    assert (crop.x, crop.y) == (free[0] // 2, free[1] // 2)
+    crop = cover_crop(width, height, across, down, "corner", share_x, share_y)
+    assert (crop.x, crop.y) == (0, 0)
+    crop = cover_crop(width, height, across, down, "random", share_x, share_y)
+    places = (math.floor(share * (room + 1)) for share, room in zip((share_x, share_y), free, strict=True))
+    assert (crop.x, crop.y) == tuple(places)
+
+
+def test_a_random_cut_reaches_every_place_alike():
+    across = np.arange(4000) / 4000
+    crop = cover_crop(103, 100, 100, 100, "random", across, np.nextafter(1, 0))
+    assert np.bincount(crop.x).tolist() == [1000] * 4
+    assert set(crop.y.tolist()) == {0}
+    assert crop.resize_width.tolist() == [103] * 4000
+    with pytest.raises(AssertionError, match="shares"):
+        cover_crop(103, 100, 100, 100, "random", 1.0, 0.0)
 
 
 def test_a_crop_of_the_same_size_changes_nothing():
-    crop = cover_crop(640, 384, 640, 384)
-    assert (crop.resize_width, crop.resize_height, crop.x, crop.y) == (640, 384, 0, 0)
+    assert cover_crop(640, 384, 640, 384) == Crop(640, 384, 0, 0)
     with pytest.raises(ValueError, match="every side"):
         cover_crop(0, 1, 1, 1)
+    with pytest.raises(ValueError, match="center, random, corner"):
+        cover_crop(1, 1, 1, 1, "face")
 
 
-@given(st.integers(1, 10_000), st.integers(1, 16))
-def test_largest_valid_frames(frames, stride):
-    valid = largest_valid_frames(frames, stride)
-    assert 1 <= valid <= frames < valid + stride
-    assert (valid - 1) % stride == 0
+@given(sides, sides, sides, sides, st.floats(0.01, 5000), styles, shares, shares)
+def test_a_loose_crop(width, height, across, down, shorter, style, share_x, share_y):
+    crop = loose_crop(width, height, across, down, shorter, style, share_x, share_y)
+    covering = cover_crop(width, height, across, down, style, share_x, share_y)
+    assert 0 <= crop.x <= crop.resize_width - across
+    assert 0 <= crop.y <= crop.resize_height - down
+    assert crop.resize_width >= covering.resize_width and crop.resize_height >= covering.resize_height
+    needed = max(Fraction(across, width), Fraction(down, height))
+    asked = Fraction(min(math.floor(shorter + 0.5), min(width, height)), min(width, height))
+    scale = max(needed, asked)
+    assert abs(crop.resize_width - scale * width) <= Fraction(1, 2)
+    assert abs(crop.resize_height - scale * height) <= Fraction(1, 2)
+    if needed <= 1:
+        assert not enlarged(width, height, crop)
+    if asked >= needed:
+        assert min(crop.resize_width, crop.resize_height) == asked * min(width, height)
+    else:
+        assert crop == covering
 
 
-def test_no_frames_are_never_valid():
-    with pytest.raises(ValueError, match="1 or more"):
-        largest_valid_frames(0)
+def test_a_loose_crop_keeps_surroundings_out_and_resolution_in():
+    # 4000x3000 brought to a shorter side of 768, then cut to 512x512 from its centre.
+    for shorter in (767.5, 768, 768.4):
+        assert loose_crop(4000, 3000, 512, 512, shorter) == Crop(1024, 768, 256, 128)
+    # Less than covers the bucket, and more than the picture has.
+    assert loose_crop(4000, 3000, 512, 512, 100) == cover_crop(4000, 3000, 512, 512)
+    assert loose_crop(800, 600, 512, 512, 9000) == Crop(800, 600, 144, 44)
+    both = loose_crop(np.array([4000, 800]), np.array([3000, 600]), 512, 512, np.array([768.0, 9000.0]))
+    assert both.resize_width.tolist() == [1024, 800]
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="scaled_shorter"):
+            loose_crop(10, 10, 5, 5, wrong)
 
 
-@given(st.integers(1, 5000), st.sampled_from([8.0, 12.0, 23.976, 24.0, 25.0, 30000 / 1001, 50.0, 60.0, 240.0]))
-def test_a_clip_holds_its_own_frames_even_when_its_duration_was_rounded(frames, rate):
-    assert frames_available(frames / rate, rate) == frames
-    assert frames_available(round(frames / rate, 3), rate) == frames
+def test_stretching_cuts_nothing():
+    assert stretch(640, 384) == Crop(640, 384, 0, 0)
+    crop = stretch(640, 384, 3)
+    assert [getattr(crop, name).tolist() for name in FIELDS] == [[640] * 3, [384] * 3, [0] * 3, [0] * 3]
+    widths, heights = np.array([64, 128]), np.array([128, 64])
+    crop = stretch(widths, heights)
+    assert crop.resize_width.tolist() == [64, 128]
+    assert cropped_share(100, 100, crop, widths, heights).tolist() == [0, 0]
+    assert distortion(100, 100, crop).tolist() == [1, 1]
+    assert distortion(100, np.array([200, 50]), crop).tolist() == [0, 0]
+    assert enlarged(100, 100, crop).tolist() == [True, True]
+    assert enlarged(np.array([100, 128]), np.array([128, 64]), crop).tolist() == [False, False]
 
 
-@given(st.floats(0.01, 1000), st.floats(0.5, 120))
-def test_available_times_lie_inside_the_clip(duration, rate):
-    count = frames_available(duration, rate)
-    times = clip_times(0.0, rate, count)
-    assert len(times) == count and times[0] == 0.0
-    assert times[-1] < duration
-    assert count / rate >= duration - 0.001 - 1e-9
+@given(sides, sides, sides, sides, st.floats(0.1, 5000))
+def test_shares_and_distortion_are_those_of_the_fractions(width, height, across, down, shorter):
+    crop = loose_crop(width, height, across, down, shorter)
+    share = 1 - Fraction(across * down, crop.resize_width * crop.resize_height)
+    lost = cropped_share(width, height, crop, across, down)
+    assert lost == float(share) and 0 <= lost < 1
+    for made in (crop, stretch(across, down)):
+        ratio = Fraction(made.resize_width, width) / Fraction(made.resize_height, height)
+        assert distortion(width, height, made) == float(max(ratio, 1 / ratio) - 1)
 
 
-def test_odd_clips():
-    assert frames_available(0.0, 24) == 0
-    assert frames_available(1e-5, 24) == 1
-    assert frames_available(5.28, 24) == 127
-    assert clip_times(2.0, 4, 3) == [2.0, 2.25, 2.5]
-    with pytest.raises(ValueError, match="per second"):
-        frames_available(1.0, 0)
-    with pytest.raises(ValueError, match="more than 0"):
-        clip_times(0.0, 24, 0)
+@pytest.mark.parametrize(("kind", "size"), [("pixel", 1000), ("area", 1.6), ("pixel_area", math.sqrt(1_600_000))])
+def test_measured_size(kind, size):
+    assert measured_size(1600, 1000, kind) == size
+    assert measured_size(np.array([1600, 1000]), np.array([1000, 1600]), kind).tolist() == [size, size]
+
+
+@given(sides, sides, st.floats(0.01, 5000), st.sampled_from(RESOLUTION_TYPES))
+def test_the_shorter_side_at_a_size_measures_that_size(width, height, size, kind):
+    shorter = shorter_at(width, height, size, kind)
+    scale = shorter / min(width, height)
+    assert measured_size(width * scale, height * scale, kind) == pytest.approx(size, rel=1e-9)
+    assert shorter_at(width, height, measured_size(width, height, kind), kind) == pytest.approx(min(width, height))
+
+
+def test_the_shorter_side_of_each_item():
+    width, height = np.array([512, 2000]), np.array([512, 1000])
+    assert shorter_at(width, height, 512, "pixel_area").tolist() == [512, math.sqrt(512**2 / 2)]
+    assert shorter_at(width, height, 512, "pixel").tolist() == [512, 512]
+    assert shorter_at(width, height, np.array([1.0, 2.0]), "area").tolist() == [1000, 1000]
+    for measure in (measured_size, lambda *of: shorter_at(*of[:2], 1, of[2])):
+        with pytest.raises(ValueError, match="pixel, area, pixel_area"):
+            measure(1, 1, "edge")
 
 
 @pytest.mark.parametrize(

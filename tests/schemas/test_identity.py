@@ -1,19 +1,27 @@
 import json
 
+import numpy as np
+import pyarrow as pa
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.identity import (
+    SAMPLE,
+    distinct,
     fingerprint,
     hash_bytes,
     hash_json,
-    image_in_prompt_id,
-    sample_id,
+    heads,
+    id_bytes,
+    sample_ids,
     seed_of,
-    text_id,
+    seeds_of,
+    text_ids,
     unit_id,
 )
+from schemas.randomness import uniform
 
 parts = st.lists(st.binary(max_size=12), max_size=5)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -67,24 +75,48 @@ def test_what_has_no_canonical_form_is_refused(value):
 
 
 def test_a_prompt_with_another_image_or_none_is_another_text():
-    names = {text_id("a cat"), text_id("a cat", ["1"]), text_id("a cat", ["2"]), text_id("a cat", ["1", "2"])}
-    assert len(names) == 4
-    assert text_id("a cat", ["1", "2"]) != text_id("a cat", ["2", "1"])
+    words = pa.array(["a cat", "a cat", "a cat", "a dog"])
+    found = text_ids(words, pa.array(["1" * 32, "2" * 32, "", ""])).to_pylist()
+    assert len(set(found)) == 4
+    assert text_ids(words).to_pylist() == [found[2]] * 3 + [found[3]]
+    assert found[2] == xxhash.xxh3_128_hexdigest(b"\0a cat")
 
 
-def test_a_sample_is_named_by_media_geometry_frames_and_companions():
-    geometry = {"bucket": "64x64@1", "x": 0}
-    base = sample_id("m", geometry)
-    others = [
-        sample_id("n", geometry),
-        sample_id("m", {**geometry, "x": 1}),
-        sample_id("m", geometry, {"start": 0.0, "rate": 24.0}),
-        sample_id("m", geometry, {"start": 1.0, "rate": 24.0}),
-        sample_id("m", geometry, None, {"source": {"media": "s"}}),
-        image_in_prompt_id("m", geometry),
-    ]
-    assert len({base, *others}) == len(others) + 1
-    assert sample_id("m", {"x": 0, "bucket": "64x64@1"}, None, {}) == base
+def test_a_sample_is_named_by_every_field_of_its_record():
+    names = {None}
+    for field in (None, *SAMPLE.names):
+        record = np.zeros(1, SAMPLE)
+        if field is not None:
+            record.view(np.uint8)[SAMPLE.fields[field][1]] = 1
+        names.add(sample_ids(record)[0].as_py())
+    assert len(names - {None}) == len(SAMPLE.names) + 1
+
+
+def test_an_identity_never_changes_between_releases():
+    record = np.zeros(2, SAMPLE)
+    record["media"], record["geometry"] = id_bytes(pa.array(["0f" * 16, None])), [64, 48, 1, 70, 48, 3, 0]
+    record["start"], record["rate"] = 0.5, 24.0
+    assert SAMPLE.itemsize == 152
+    assert sample_ids(record).to_pylist() == [xxhash.xxh3_128_hexdigest(row.tobytes()) for row in record]
+    assert sample_ids(record)[0].as_py() == "12c5416a8d8a5d52f926f427689981a4"
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=20))
+def test_ids_as_numbers_keep_their_order_and_seeds_depend_on_the_id_alone(names):
+    ids = pa.array([name.hex() for name in names])
+    assert [bytes(value) for value in id_bytes(ids)] == names
+    assert [f"{value:016x}" for value in heads(ids)] == [name.hex()[:16] for name in names]
+    assert distinct(ids) == len({name[:8] for name in names})
+    seeds = seeds_of(ids, "crop")
+    assert seeds.tolist() == [seeds_of(ids.slice(n, 1), "crop")[0] for n in range(len(names))]
+    assert (seeds != seeds_of(ids, "clips")).all()
+
+
+def test_seeds_are_spread_evenly():
+    ids = pa.array([f"{number:032x}" for number in range(20000)])
+    shares = uniform(seeds_of(ids, "eval"))
+    counts, _ = np.histogram(shares, bins=20, range=(0, 1))
+    assert counts.sum() == 20000 and abs(counts - 1000).max() < 150
 
 
 def test_a_unit_is_named_by_its_members_in_order():

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.config import Config
+from schemas.datasets import TagShuffle
 from schemas.explain import fields_of, is_section, type_at
 from schemas.loading import ConfigError, json_schema, load, resolved_yaml
 from schemas.overrides import put, split
@@ -124,7 +125,9 @@ def test_the_example_mentions_every_key_with_its_default(tmp_path):
     (tmp_path / "pipeline.yaml").write_text(text)
     whole = load(tmp_path / "pipeline.yaml")
     example = load(ROOT / "pipeline.yaml")
-    same = {"root": whole.root, "output": whole.output, "datasets": whole.datasets}
+    here = {"instance_data_dir": whole.datasets[0].instance_data_dir}  # it starts at the file, as the others do
+    datasets = tuple(dataset.model_copy(update=here) for dataset in example.datasets)
+    same = {"root": whole.root, "output": whole.output, "datasets": datasets}
     assert whole == example.model_copy(update=same), "a commented key shows something other than its default"
     written = {"datasets": whole.datasets[0], "prompts": whole.validation.prompts[0]}
     missing = []
@@ -135,6 +138,8 @@ def test_the_example_mentions_every_key_with_its_default(tmp_path):
         if key.replace("-", "_") not in section.model_fields_set:
             missing.append(".".join((*above, key)))
     assert missing == []
+    assert re.search(r"tag_shuffle: .*\{variants: 4, delimiter: \",\", keep: 0\}", text), "its keys and defaults"
+    assert TagShuffle().model_dump() == {"variants": 4, "delimiter": ",", "keep": 0}
 
 
 def test_the_example_points_editors_at_the_schema():

@@ -1,5 +1,6 @@
 """Cleaning and rendering against the installed pipelines' own functions."""
 
+import pyarrow as pa
 import pytest
 from diffusers import SanaPipeline
 from diffusers.pipelines.kandinsky5 import (
@@ -8,14 +9,13 @@ from diffusers.pipelines.kandinsky5 import (
     pipeline_kandinsky_i2v,
     pipeline_kandinsky_t2i,
 )
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from schemas.catalogue import FAMILIES
-from schemas.prompts import clean, clean_kandinsky, clean_sana, render
+from schemas.prompts import clean, clean_column, clean_kandinsky, clean_sana, render, render_column
 
 PIPELINES = (pipeline_kandinsky, pipeline_kandinsky_i2i, pipeline_kandinsky_i2v, pipeline_kandinsky_t2i)
-# Text with what cleaning is about: entities, mojibake, spaces of many kinds, quotes, ligatures.
 TEXTS = st.lists(
     st.sampled_from(["&amp;amp;", "&lt;", "&#8217;", "schÃ¶n", "ﬁ", "“a”", "\u00a0", "\u2003", "\n\t", "\x1c", " "])
     | st.text(max_size=8)
@@ -28,6 +28,23 @@ TEXTS = st.lists(
 @example("a\x1cb\x85c\u2028d\u200be")
 def test_kandinsky_cleaning_is_the_pipelines(text):
     assert [clean_kandinsky(text)] * len(PIPELINES) == [module.prompt_clean(text) for module in PIPELINES]
+
+
+PLAIN = st.text(
+    st.sampled_from("".join(map(chr, range(32, 127))) + "\u2013\u2014\u2018\u2019\u201c\u201d\u2026" * 6), max_size=30
+)
+
+
+@settings(max_examples=400)
+@given(st.lists(TEXTS | PLAIN | st.none(), max_size=12))
+def test_a_column_is_cleaned_as_its_texts_are(texts):
+    for family in FAMILIES.values():
+        for template in family.templates.values():
+            whole = clean_column(pa.array(texts, pa.string()), template)
+            assert whole.to_pylist() == [None if text is None else clean(text, template) for text in texts]
+            rendered = render_column(whole, template, negative=True).to_pylist()
+            wanted = [None if text is None else render(text, template, negative=True) for text in whole.to_pylist()]
+            assert rendered == wanted
 
 
 @given(TEXTS)

@@ -1,4 +1,8 @@
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -7,9 +11,13 @@ from cache import rejects
 from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import discover
-from stages.discover import read_media
+from stages.discover import media_path, read_media
 
 MANY = "stages.max_reject_fraction=1.0"
+
+
+def rows_of(home) -> list[dict]:
+    return read_media(Store(home.root), "photos").to_pylist()
 
 
 def test_finds_images_with_their_captions(project) -> None:
@@ -18,7 +26,7 @@ def test_finds_images_with_their_captions(project) -> None:
     home.image("deep/er/two.jpg", (30, 90))
     (home.media / "notes.md").write_text("not media")
     report = home.run(discover.run)
-    rows = read_media(Store(home.root), "photos")
+    rows = rows_of(home)
     assert [(row["path"], row["width"], row["height"]) for row in rows] == [
         ("deep/er/two.jpg", 30, 90),
         ("one.png", 64, 48),
@@ -33,36 +41,51 @@ def test_finds_videos_and_reads_their_headers(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.video("clip.mp4", frames=24, size=(64, 48), rate=12)
     home.run(discover.run)
-    (row,) = read_media(Store(home.root), "photos")
+    (row,) = rows_of(home)
     assert (row["kind"], row["width"], row["height"], row["frames"]) == ("video", 64, 48, 24)
     assert row["rate"] == pytest.approx(12)
     assert row["duration"] == pytest.approx(2.0)
 
 
-def test_an_unchanged_file_is_not_read_again(project, monkeypatch: pytest.MonkeyPatch) -> None:
+def read(report, dataset: str = "photos") -> int:
+    return report.details[dataset]["files read"]
+
+
+def test_an_unchanged_file_is_not_read_again(project) -> None:
     home = project()
     home.image("one.png")
     changed = home.image("two.png", seed=1)
-    home.run(discover.run)
-    read: list[str] = []
-    original = discover.hash_file
-    monkeypatch.setattr(discover, "hash_file", lambda path: read.append(path.name) or original(path))
+    assert read(home.run(discover.run)) == 2
+    table = home.root / media_path("photos")
+    before = table.stat()
     report = home.run(discover.run)
-    assert (read, report.skipped, report.done) == ([], 2, 0)
+    assert (read(report), report.skipped, report.done) == (0, 2, 0)
+    assert table.stat().st_mtime_ns == before.st_mtime_ns
+    first = rows_of(home)
+    (home.media / "one.png").write_bytes(b"x" * (home.media / "one.png").stat().st_size)
+    os.utime(home.media / "one.png", ns=(1, int(first[0]["version"])))  # nothing says that it changed
     home.image("two.png", (80, 60), seed=2)
     os.utime(changed, ns=(1, 1))
-    home.run(discover.run)
-    assert read == ["two.png"]
+    report = home.run(discover.run)
+    assert (read(report), report.done, report.details["photos"]["changed"]) == (1, 1, 1)
+    assert rows_of(home)[0] == first[0]
+    assert (rows_of(home)[1]["width"], rows_of(home)[1]["version"]) == (80, "1")
 
 
-def test_a_changed_caption_is_noticed_without_reading_the_media(project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_caption_is_noticed_without_reading_the_media(project) -> None:
     home = project()
     path = home.image("one.png", caption="before")
     home.run(discover.run)
-    monkeypatch.setattr(discover, "hash_file", lambda path: pytest.fail(f"read {path}"))
+    (before,) = rows_of(home)
     path.with_suffix(".txt").write_text("after")
-    home.run(discover.run)
-    assert read_media(Store(home.root), "photos")[0]["captions"] == ["after"]
+    path.write_bytes(b"x" * before["size"])  # would be set aside, were it read
+    os.utime(path, ns=(1, int(before["version"])))
+    report = home.run(discover.run)
+    (after,) = rows_of(home)
+    assert after["captions"] == ["after"]
+    assert after | {"captions": ["before"], "captions_version": before["captions_version"]} == before
+    assert report.details["photos"]["files whose captions changed"] == 1
+    assert (report.done, report.skipped, report.details["photos"]["changed"]) == (0, 1, 0)
 
 
 def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> None:
@@ -83,7 +106,7 @@ def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> No
     home.image("latin.png").with_suffix(".txt").write_bytes("gar\xe7on".encode("latin-1"))
     report = home.run(discover.run, MANY)
     reasons = home.rejects(report)
-    assert [row["path"] for row in read_media(Store(home.root), "photos")] == ["good.png"]
+    assert [row["path"] for row in rows_of(home)] == ["good.png"]
     assert report.exit_code == 0
     assert reasons["empty.jpg"] == reasons["empty.mp4"] == "empty-file"
     assert reasons["text.jpg"] == "not-an-image"
@@ -119,8 +142,9 @@ def test_a_dry_run_counts_what_was_set_aside_before_as_no_work(project) -> None:
 def test_too_many_rejects_stop_with_the_list(project) -> None:
     home = project()
     home.image("good.png")
-    (home.media / "bad.jpg").write_bytes(b"")
-    (home.media / "bad.txt").write_text("x")
+    for number in range(3):
+        (home.media / f"bad{number}.jpg").write_bytes(b"")
+        (home.media / f"bad{number}.txt").write_text("x")
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
         home.run(discover.run)
 
@@ -142,8 +166,8 @@ def test_links_are_followed_inside_the_folder_only(project, tmp_path: Path) -> N
     (home.media / "loop").symlink_to(home.media)
     (home.media / "out").symlink_to(outside)
     report = home.run(discover.run)
-    assert [row["path"] for row in read_media(Store(home.root), "photos")] == ["link/one.png", "real/one.png"]
-    assert report.details["photos"]["other files"] == "2 other files: link that leads outside 2"
+    assert [row["path"] for row in rows_of(home)] == ["link/one.png", "real/one.png"]
+    assert report.details["photos"]["other files"] == "2 other files: link that leads back 1, link that leads outside 1"
 
 
 def test_dry_run_writes_nothing(project) -> None:
@@ -172,15 +196,16 @@ def test_what_is_no_file_or_has_no_utf8_name_is_set_aside(project) -> None:
         "strange\\udcff.png": "name-not-utf8",
     }
     assert report.document()["exit_code"] == 0
-    assert [row["path"] for row in read_media(Store(home.root), "photos")] == ["good.png"]
+    assert [row["path"] for row in rows_of(home)] == ["good.png"]
 
 
 def test_too_many_rejects_are_listed_though_the_stage_stops(project) -> None:
     home = project()
-    home.image("bad.png", caption="")
+    for number in range(3):
+        home.image(f"bad{number}.png", caption="")
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
         home.run(discover.run)
-    assert [row["reason"] for row in rejects.read(Store(home.root), "discover")["photos"]] == ["empty-caption"]
+    assert [row["reason"] for row in rejects.read(Store(home.root), "discover")["photos"]] == ["empty-caption"] * 3
 
 
 def sources(project, *names: str):
@@ -197,7 +222,7 @@ def test_a_source_has_the_very_name_of_its_target(project) -> None:
         home.image(name)
     report = home.run(discover.run, MANY)
     assert home.rejects(report) == {"two.png": "no-source", "three.png": "several-sources"}
-    found = {row["path"]: row["source"] for row in read_media(Store(home.root), "photos")}
+    found = {row["path"]: row["source"] for row in rows_of(home)}
     assert found == {"one.png": "one.jpg", "two.v2.png": "two.v2.png"}
 
 
@@ -206,7 +231,163 @@ def test_a_folder_of_sources_is_listed_once(project, monkeypatch: pytest.MonkeyP
     for number in range(3):
         home.image(f"{number}.png", seed=number)
     listed = []
-    iterdir = Path.iterdir
-    monkeypatch.setattr(Path, "iterdir", lambda path: (listed.append(path.name), iterdir(path))[1])
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (listed.append(Path(str(path)).name), scandir(path))[1])
     assert home.run(discover.run, "stages.discover.workers=1").done == 3
     assert listed.count("sources") == 1
+
+
+def test_both_companions_are_kept_until_they_change(project) -> None:
+    home = sources(project, "one.png")
+    home.settings["datasets"][0]["mask_data"] = str(home.folder / "masks")
+    home.image("one.png")
+    home.image("../masks/one.png", (20, 10))
+    home.run(discover.run)
+    (before,) = rows_of(home)
+    assert (before["mask"], before["mask_kind"], before["mask_width"], before["mask_height"]) == (
+        "one.png",
+        "image",
+        20,
+        10,
+    )
+    assert read(home.run(discover.run)) == 0
+    home.image("../masks/one.png", (30, 10), seed=5)
+    report = home.run(discover.run)
+    (after,) = rows_of(home)
+    assert (read(report), report.done, after["mask_width"]) == (1, 0, 30)
+    assert after["mask_id"] != before["mask_id"]
+    assert {name: after[name] for name in after if "mask" not in name} == {
+        name: before[name] for name in before if "mask" not in name
+    }
+
+
+def test_what_came_went_and_changed_is_counted(project) -> None:
+    home = project()
+    for number in range(4):
+        home.image(f"{number}.png", seed=number)
+    first = home.run(discover.run).details["photos"]
+    assert (first["came"], first["went"], first["changed"]) == (4, 0, 0)
+    (home.media / "0.png").unlink()
+    home.image("1.png", (90, 90))
+    home.image("new.png", seed=3)  # the bytes of 3.png
+    report = home.run(discover.run)
+    counts = report.details["photos"]
+    assert (counts["came"], counts["went"], counts["changed"], counts["files read"]) == (1, 1, 1, 2)
+    assert counts["files whose bytes are there twice"] == 1
+    assert [row["path"] for row in rows_of(home)] == ["1.png", "2.png", "3.png", "new.png"]
+
+
+def test_other_caption_settings_read_no_media(project) -> None:
+    home = project()
+    home.image("a_red_door.png", caption="from the file")
+    home.run(discover.run)
+    report = home.run(discover.run, "datasets.photos.caption_strategy=filename")
+    assert (report.done, read(report)) == (0, 0)
+    assert rows_of(home)[0]["captions"] == ["a red door"]
+    report = home.run(discover.run)
+    assert (report.done, read(report)) == (0, 1)
+    assert rows_of(home)[0]["captions"] == ["from the file"]
+
+
+def test_other_settings_read_anew_what_they_shape_and_no_more(project) -> None:
+    home = project("kandinsky5-video-t2v")
+    home.image("still.jpg")
+    home.image("maybe.png", seed=1)
+    home.video("clip.mp4")
+    home.run(discover.run)
+    assert home.run(discover.run, "datasets.photos.animations=video").done == 1
+    assert home.run(discover.run, "datasets.photos.animations=video").done == 0
+    assert home.run(discover.run, "datasets.photos.animations=video", "datasets.photos.identity=store").done == 3
+
+
+def test_a_table_can_be_taken_as_it_is(project) -> None:
+    home = project()
+    home.image("one.png")
+    with pytest.raises(LatentpressError, match="has not been discovered"):
+        home.run(discover.run, "datasets.photos.skip_file_discovery=true")
+    home.run(discover.run)
+    home.image("two.png")
+    report = home.run(discover.run, "datasets.photos.skip_file_discovery=true")
+    assert (report.skipped, report.done, len(rows_of(home))) == (1, 0, 1)
+
+
+def test_a_table_of_another_version_is_not_read(project) -> None:
+    home = project()
+    home.image("one.png")
+    home.run(discover.run)
+    store = Store(home.root)
+    store.write_table(media_path("photos"), store.read_table(media_path("photos")).replace_schema_metadata(None))
+    with pytest.raises(LatentpressError, match="latentpress discover"):
+        rows_of(home)
+    assert home.run(discover.run).done == 1
+    assert len(rows_of(home)) == 1
+
+
+def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
+    home = project()
+    for number in range(4):
+        home.image(f"good{number}.png", seed=number)
+        home.image(f"bad{number}.png", caption="")
+    with pytest.raises(LatentpressError, match="max_reject_fraction"):
+        home.run(discover.run)
+    with pytest.raises(LatentpressError, match="has not been discovered"):
+        rows_of(home)  # a part is no table
+    report = home.run(discover.run, MANY)
+    assert (read(report), report.done, report.skipped) == (4, 0, 4)
+    assert report.details["photos"]["came"] == 4
+    assert [row["path"] for row in rows_of(home)] == [f"good{number}.png" for number in range(4)]
+    assert not (home.root / "media/photos/partial").exists() or not list((home.root / "media/photos/partial").iterdir())
+
+
+SLOW = """
+import time
+from stages import reading
+
+class Slow(reading.Reader):
+    def __call__(self, task):
+        time.sleep(0.4)
+        return super().__call__(task)
+"""
+KILLED = """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[2])
+import slow
+from schemas.console import Console, Options
+from schemas.loading import load
+from stages import discover, reading
+
+discover.SAVE_S, reading.Reader = 0.0, slow.Slow
+discover.run(load(Path(sys.argv[1]), ()), Options(), Console())
+"""
+
+
+def test_a_kill_costs_what_was_read_last(project) -> None:
+    home = project()
+    for number in range(12):
+        home.image(f"{number}.png", seed=number)
+    home.config()
+    (home.folder / "slow.py").write_text(SLOW)
+    command = [sys.executable, "-c", KILLED, str(home.folder / "pipeline.yaml"), str(home.folder)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    saved = home.root / "media/photos/partial"
+    until = time.monotonic() + 30
+    while not list(saved.glob("0*.arrow")) and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    report = home.run(discover.run)
+    assert 0 < read(report) < 12
+    assert report.done + report.skipped == len(rows_of(home)) == 12
+
+
+def test_a_dry_run_says_how_much_is_to_read(project) -> None:
+    home = project()
+    size = sum(home.image(f"{number}.png", (300, 300), seed=number).stat().st_size for number in range(3))
+    counts = home.run(discover.run, dry_run=True).details["photos"]
+    assert (counts["files"], counts["files to read"]) == (3, 3)
+    assert counts["MiB to read"] == pytest.approx(size / 2**20, abs=0.06)
+    home.run(discover.run)
+    counts = home.run(discover.run, dry_run=True).details["photos"]
+    assert (counts["files"], counts["files to read"], counts["MiB to read"]) == (3, 0, 0)

@@ -403,7 +403,7 @@ def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None
 def test_a_video_shorter_than_asked_for_and_an_image_too_small_are_set_aside(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.settings["datasets"][0] |= {
-        "minimum_image_size": 40,
+        "minimum_image_size": 54,
         "video": {"num_frames": 9, "min_frames": 9, "frame_rate": 12.0},
     }
     home.video("long.mp4", frames=24)

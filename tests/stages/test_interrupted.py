@@ -4,6 +4,7 @@ A child is forked from this process, which has imported torch already, so that a
 into imports; it is killed with SIGKILL, which no handler sees.
 """
 
+import multiprocessing.forkserver
 import os
 import random
 import shutil
@@ -37,17 +38,17 @@ def arm(point: str, occurrence: int, format: str) -> None:
         return passed == occurrence
 
     if point == "after decode":
-        import stages.vae.worker as worker
+        from stages.vae.worker import LatentsWorker
 
-        original = worker.read_frames
+        original = LatentsWorker.read
 
-        def read(*args: object) -> object:
-            frames = original(*args)
+        def read(self: LatentsWorker, name: str) -> object:
+            pixels = original(self, name)
             if count():
                 die()
-            return frames
+            return pixels
 
-        worker.read_frames = read
+        LatentsWorker.read = read
     elif point == "during a write":
         twin = cache.arrow if format == "arrow" else cache.wds
         original_add = twin.ShardWriter.add
@@ -77,6 +78,7 @@ def in_child(work: Callable[[], object]) -> tuple[int, Callable[[], int]]:
     """Fork and do `work`; (process id, a function that waits for its end and gives the signal that ended it)."""
     child = os.fork()
     if child == 0:
+        multiprocessing.forkserver._forkserver.__init__()  # the parent's server can't be this process's
         try:
             work()
         finally:

@@ -1,15 +1,25 @@
-"""A full disk and missing permission: a clear message, nothing half-written under a final name, and it goes on."""
+"""A full disk, missing permission, too little memory or time: a clear message, nothing half-written, and it goes on."""
 
+import multiprocessing.forkserver
 import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, verify
+from stages.discover import read_media
+from stages.sources import objects
 
 
 @pytest.fixture
@@ -26,6 +36,7 @@ def in_child(work: Callable[[], None]) -> int:
     """Fork, do `work`, give the exit status; what it limits stays in the child."""
     child = os.fork()
     if child == 0:
+        multiprocessing.forkserver._forkserver.__init__()  # the parent's server can't be this process's
         code = 1
         try:
             work()
@@ -91,3 +102,90 @@ def test_no_write_permission_is_named(planned) -> None:
     saved = planned.config()
     assert in_child(work) == 0
     assert planned.shards("latents") == {}
+
+
+def test_an_item_that_takes_too_much_memory_is_set_aside_and_the_unit_goes_on(project) -> None:
+    home = project("kandinsky5-image-t2i", cache={"unit_mib": 0.05})
+    home.settings["stages"]["item_memory_mib"] = 256
+    home.image("small.png", (64, 64))
+    Image.new("RGB", (9000, 9000)).save(home.media / "huge.png")  # 243 MB of pixels, and as much for each step
+    (home.media / "huge.txt").write_text("black")
+    home.run(discover.run)
+    home.run(bucket.run)
+    report = home.run(encode_latents.run)
+    assert report.done == 1
+    assert [row["reason"] for row in report.set_aside] == ["out-of-memory"]
+    assert "huge.png" in report.set_aside[0]["message"] and "256 MiB" in report.set_aside[0]["message"]
+    assert home.run(encode_latents.run).done == 0  # not tried again by itself
+    home.settings["stages"]["item_memory_mib"] = 4096
+    assert home.run(encode_latents.run, retry_set_aside=True).set_aside == []
+
+
+def test_an_item_that_takes_too_long_is_set_aside_and_the_unit_goes_on(project) -> None:
+    home = project("kandinsky5-image-t2i", cache={"unit_mib": 0.05})
+    home.image("small.png", (64, 64))
+    grain = np.random.default_rng(0).integers(0, 256, (5000, 5000, 3), dtype=np.uint8)
+    Image.fromarray(grain).save(home.media / "slow.png", compress_level=1)
+    (home.media / "slow.txt").write_text("grain")
+    home.run(discover.run)
+    home.run(bucket.run)
+    home.settings["stages"]["item_timeout_s"] = 0.15
+    report = home.run(encode_latents.run)
+    assert report.done == 1
+    assert [row["reason"] for row in report.set_aside] == ["timed-out"]
+    assert "slow.png" in report.set_aside[0]["message"] and "0.15 s" in report.set_aside[0]["message"]
+
+
+@pytest.fixture
+def stalling(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """(URL, folder) of a web server that never answers for names in "mute", nor sends what is in "stuck"."""
+    over = threading.Event()
+
+    class Stalling(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            path = tmp_path / "web" / self.path.lstrip("/")
+            if path.parent.name == "mute":
+                over.wait()
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(path.stat().st_size))
+            self.end_headers()
+            if self.command == "GET" and path.parent.name == "stuck":
+                over.wait()
+            elif self.command == "GET":
+                self.wfile.write(path.read_bytes())
+
+        do_GET = do_HEAD
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stalling)
+    server.daemon_threads, server.block_on_close = True, False
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", tmp_path / "web"
+    over.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_server_that_never_answers_costs_its_items_alone(project, stalling, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, folder = stalling
+    home = project()
+    names = ["ok/1.png", "stuck/1.png", "ok/2.png", "stuck/2.png", "mute/1.png", "ok/3.png"]
+    for number, name in enumerate(names):
+        home.image(os.path.relpath(folder / name, home.media), seed=number)
+    table = home.folder / "table.csv"
+    table.write_text("url,caption\n" + "".join(f"{url}/{name},of {name}\n" for name in names))
+    home.settings["datasets"][0] |= {"instance_data_dir": str(table), "caption_strategy": "csv"}
+    home.settings["stages"]["item_timeout_s"] = 5.0
+    monkeypatch.setattr(objects, "READ_S", 2.0)  # while the listing asks for sizes and versions
+    began = time.monotonic()
+    report = home.run(discover.run, "stages.max_reject_fraction=1.0")
+    assert time.monotonic() - began < 60
+    table = read_media(Store(home.root), "photos")
+    assert table["captions"].to_pylist() == [["of ok/1.png"], ["of ok/2.png"], ["of ok/3.png"]]
+    reasons = {row["path"].removeprefix(f"{url}/"): row["reason"] for row in report.set_aside}
+    assert reasons == {"stuck/1.png": "timed-out", "stuck/2.png": "timed-out", "mute/1.png": "unreadable"}

@@ -16,7 +16,7 @@ from cache.store import Store
 from cache.tensors import Array
 from schemas.catalogue import FAMILIES
 from schemas.config import Config
-from schemas.tables import FORMAT_VERSION, INDEX, SET_SHARDS, SET_TEXTS
+from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS, TABLES_VERSION
 
 Tensors = dict[str, np.ndarray]
 
@@ -30,6 +30,14 @@ class Item:
     texts: list[Tensors]
     condition: np.ndarray | None = None
     repeats: int = 0
+    weight: float = 1.0
+    role: str = "train"
+    regularisation: bool = False
+
+    @property
+    def place(self) -> tuple:
+        """Where it stands in the index: trained on before held out, then by bucket, repeats and weight."""
+        return self.role != "train", self.bucket, self.repeats, self.weight
 
 
 @dataclass
@@ -84,7 +92,7 @@ def write_set(
     name: str = "set1",
 ) -> Path:
     """Write a whole training set under `root` and make it the current one. Text 0 is the null prompt."""
-    out, items = SetWriter(Store(root), form, dtype), sorted(items, key=lambda item: item.bucket)
+    out, items = SetWriter(Store(root), form, dtype), sorted(items, key=lambda item: item.place)
     texts = [null, *(text for item in items for text in item.texts), *(prompt.text for prompt in prompts)]
     text_places = out.shard("text", [(f"{name}-text{i}", text) for i, text in enumerate(texts)])
     latents = [{"latent": item.latent} for item in items]
@@ -96,7 +104,9 @@ def write_set(
     for number, item in enumerate(items):
         entry = {"sample_id": f"{name}-sample{number}", "dataset": "made", "bucket": item.bucket}
         entry |= dict(zip(("shard", "row"), places[number], strict=True))
-        entry |= {"repeats": item.repeats, "texts": list(range(first, first + len(item.texts))), "null_text": None}
+        entry |= {"repeats": item.repeats, "weight": item.weight, "role": item.role}
+        entry |= {"regularisation": item.regularisation, "null_text": None}
+        entry["texts"] = list(range(first, first + len(item.texts)))
         index.append(entry)
         first += len(item.texts)
     conditions = iter(places[len(items) :])
@@ -112,7 +122,7 @@ def write_set(
     for table, schema, rows in tables:
         out.store.write_table(f"sets/{name}/{table}.arrow", pa.Table.from_pylist(list(rows), schema))
     family, task = config.model.family, config.model.task
-    meta = {"format_version": FORMAT_VERSION, "id": name, "family": family, "task": task, "null_text": 0}
+    meta = {"format_version": TABLES_VERSION, "id": name, "family": family, "task": task, "null_text": 0}
     meta |= {"flavour": config.model.chosen.name, "template": "made", "generation": "none"}
     meta |= {"validation": validation, "counts": {"samples": len(items), "texts": len(texts)}}
     out.store.publish_bytes(f"sets/{name}/set.json", json.dumps(meta).encode())

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +100,24 @@ def test_alternative_captions_take_turns(make_config, make_set, made) -> None:
             assert sum(which) == 1
             seen.add((number, which.index(True)))
     assert seen == {(number, i) for number, item in enumerate(ordered) for i in range(len(item.texts))}
+
+
+def test_weights_are_followed_and_held_out_samples_never_drawn(make_config, make_set, made) -> None:
+    """Over two epochs: every other epoch at 0.5, three times at 1.5, once an epoch else."""
+    config = make_config("t2i")
+    items, null, prompts = made.mixed_items(config)
+    weights = [0.5, 1.0, 1.5, 1.0] * 3
+    roles = ["train"] * 8 + ["eval"] * 4
+    items = [
+        replace(item, bucket="64x64", latent=items[0].latent, weight=weight, role=role)
+        for item, weight, role in zip(items, weights, roles, strict=True)
+    ]
+    make_set(config, items, null, prompts)
+    reader = feed(config, 1, 1)
+    drawn = Counter(reader.step(step).parts[0].batch.ids[0] for step in range(2 * reader.plan.batches_per_epoch))
+    ordered = sorted(items, key=lambda item: item.place)
+    assert drawn == {f"set1-sample{i}": int(2 * item.weight) for i, item in enumerate(ordered) if item.role == "train"}
+    assert len(reader.data) == 8 and len(reader.data.eval_rows) == 4
 
 
 def test_ranks_and_micro_batches_cut_the_same_global_batch(make_config, make_set) -> None:

@@ -1,5 +1,6 @@
 """The loop: equal however it is cut, exact when resumed, stopped by damage, complete in what it leaves behind."""
 
+import io
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from cache.shard import DamageError
 from cache.store import Store
 from cache.trainset import TrainSet
 from schemas.console import DAMAGE, OK, USAGE, Console, Options, execute
-from trainer import metrics
+from trainer import metrics, validate
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.checkpoint import ResumeError
@@ -239,6 +240,31 @@ def test_looking_leaves_dropout_off(make_config, make_set) -> None:
         shown = load_file(run.folder / "validation" / "step-000001" / "one.safetensors")["latent"]
         found.append((seen[0]["eval_loss"], shown))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("held_out", [0, 3])
+def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, make_set, made, held_out) -> None:
+    """And the run says so; regularisation data is spoken of once."""
+    look = {"eval_samples": 5, "eval_sigmas": [0.5]}
+    config = make_config("t2i", validation=look, steps=2)
+    items, null, _ = made.mixed_items(config)
+    for item in items[:held_out]:
+        item.role = "eval"
+    items[-1].regularisation = items[-2].regularisation = True
+    make_set(config, items, null, [])
+    data = TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+    heard = io.StringIO()
+    result = loop.train(config, data, Plan(data.spans, 0, 1), Console(stderr=heard), "cpu")
+    where = "held-out samples" if held_out else "training samples"
+    assert result["eval loss"]["on"] == where and set(lines(config, "eval_on").values()) == {where}
+    assert f"eval loss on {held_out or 5} {where}" in heard.getvalue()
+    assert heard.getvalue().count("2 samples are regularisation data; this release trains on them") == 1
+    rows = data.eval_rows if held_out else range(12)
+    read: list[int] = []
+    data.sample = lambda row, real=data.sample: (read.append(row), real(row))[1]  # type: ignore[method-assign]
+    grid = validate.Grid(5, (0.5,), 0)
+    validate.eval_loss(lambda noisy, sigma, batch: noisy, data, grid, torch.device("cpu"))
+    assert len(read) == (held_out or 5) and set(read) <= set(rows)
 
 
 def scalars(config) -> dict[str, list[tuple[int, float]]]:

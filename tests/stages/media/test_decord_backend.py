@@ -5,7 +5,7 @@ import av
 import numpy as np
 import pytest
 
-from schemas.geometry import clip_times
+from schemas.clips import clip_times
 from stages.media import decord_backend, video
 from stages.media.errors import MediaError
 

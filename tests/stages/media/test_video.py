@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from schemas.geometry import Bucket, clip_times, cover_crop, frames_available
+from schemas.clips import clip_times, frames_available
+from schemas.geometry import Bucket, cover_crop
 from stages.media.errors import MediaError
 from stages.media.pixels import fit
 from stages.media.video import probe_video, read_frames

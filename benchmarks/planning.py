@@ -1,0 +1,122 @@
+"""How long `latentpress bucket` takes for many items, and how much memory: on one core, tables read and written.
+
+    python -m benchmarks.planning [--items 100000 1000000] [--foreign 0.0] [--kind image|video]
+
+The media tables are synthetic: sizes of 600 to 4000 pixels, captions of 14 English words, one in ten with typographic
+quotes. `--foreign` is the share with words in other scripts, which go through ftfy one by one. Each size runs in a
+process of its own, bound to one core; "again" is a second run with nothing changed.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from cache.store import Store
+from schemas.console import Console, Options
+from schemas.loading import load
+from schemas.tables import MEDIA
+from stages import mediatable
+
+WORDS = ["a", "red", "house", "by", "the", "sea", "photo", "of", "cat", "dog", "tree", "light", "rain", "window"]
+FOREIGN = ["кот", "на", "крыше", "海辺の赤い家", "café", "naïve"]
+
+
+def media(items: int, kind: str, foreign: float) -> pa.Table:
+    """A media table of schemas.tables.MEDIA."""
+    rng = np.random.default_rng(0)
+    width, height = rng.integers(600, 4000, (2, items), dtype=np.int32)
+    words = np.array(WORDS, object)[rng.integers(0, len(WORDS), (items, 14))]
+    captions = np.array([" ".join(row) for row in words], object)
+    captions[::10] += " \u201cby the sea\u201d"
+    if foreign:
+        captions[:: round(1 / foreign)] += " " + " ".join(FOREIGN)
+    ids = rng.bytes(16 * items).hex()
+    columns = {
+        "path": [f"{number // 1000:04d}/{number:09d}.{'mp4' if kind == 'video' else 'jpg'}" for number in range(items)],
+        "size": width.astype(np.int64) * height,
+        "version": pa.repeat("1700000000000000000", items),
+        "media_id": [ids[32 * number : 32 * number + 32] for number in range(items)],
+        "kind": pa.repeat(kind, items),
+        "width": width,
+        "height": height,
+        "captions": pa.ListArray.from_arrays(np.arange(items + 1, dtype=np.int32), pa.array(captions, pa.string())),
+    }
+    if kind == "video":
+        columns |= {"rate": pa.repeat(25.0, items), "duration": rng.uniform(2, 20, items)}
+        columns |= {"frames": pa.repeat(pa.scalar(250, pa.int32()), items)}
+    return pa.table({f.name: columns.get(f.name, pa.nulls(items, f.type)) for f in MEDIA}, schema=MEDIA)
+
+
+def project(folder: Path, items: int, kind: str, foreign: float) -> Path:
+    """A configuration over a media table of so many items; returns the configuration's path."""
+    name = "kandinsky5-video-t2v" if kind == "video" else "kandinsky5-image-t2i"
+    model = folder / "model"
+    if not model.exists():
+        from examples import tiny_models
+
+        tiny_models.build(name, model)
+    dataset = {"id": "items", "instance_data_dir": "media", "dataset_type": kind, "resolution": 512}
+    if kind == "video":
+        dataset["video"] = {"num_frames": 121, "clip": "head"}
+    config = {
+        "root": f"work{items}",
+        "model": {"family": name.rpartition("-")[0], "path": str(model)},
+        "datasets": [dataset],
+    }
+    path = folder / f"pipeline{items}.json"
+    path.write_text(json.dumps(config))
+    settings = mediatable.Settings.of(load(path).datasets[0])
+    store = Store(folder / f"work{items}")
+    store.write_table(mediatable.media_path("items"), mediatable.marked(media(items, kind, foreign), settings))
+    return path
+
+
+def child(path: Path) -> None:
+    """One run of bucket on one core; prints seconds and MiB at most."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    pa.set_cpu_count(1)
+    from stages import bucket
+
+    config = load(path)
+    with open(os.devnull, "w") as silent:
+        start = time.perf_counter()
+        bucket.run(config, Options(path), Console(stderr=silent))
+        seconds = time.perf_counter() - start
+    print(json.dumps({"seconds": seconds, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+
+
+def run(path: Path) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.planning", "--child", str(path)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, nargs="+", default=[100_000, 1_000_000])
+    parser.add_argument("--kind", choices=("image", "video"), default="image")
+    parser.add_argument("--foreign", type=float, default=0.0)
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return child(options.child)
+    print("| items | plan, s | again, s | memory at most, MiB |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for items in options.items:
+            path = project(Path(folder), items, options.kind, options.foreign)
+            first, again = run(path), run(path)
+            most = max(first["mib"], again["mib"])
+            print(f"| {items:,} | {first['seconds']:.2f} | {again['seconds']:.2f} | {most:,.0f} |", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()

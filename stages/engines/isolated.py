@@ -1,0 +1,232 @@
+"""Work that may crash, hang or eat memory, in processes of its own: a decoder that dies takes one item with it.
+
+    with Isolated(partial(Reader, dataset), workers=4, timeout_s=300, memory_mib=8192) as isolated:
+        for item, found in isolated.map(items):
+            ...
+
+The processes are pebble's, which replaces one that died. An alarm that the system keeps ends one whose item takes too
+long, also when the program that waits for it was killed. Quick items go to them
+several at a time, since a task costs a sixth of a millisecond; those of a task that came to nothing are tried again one
+by one, and the one that it happens to again is lost. Decoded clips come back through files: a pipe of Python's takes
+seconds for 100 MB, and the shared memory of a container is often smaller than a clip.
+"""
+
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pebble import ProcessExpired, ProcessPool
+
+from stages.media.errors import MediaError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+TOGETHER = 16  # items of one task at most
+AIM_S = 0.05  # that a task should take
+LIBRARIES = ["stages.media.image", "stages.media.video", "stages.reading", "stages.media.members"]  # imported once
+LARGE = 1 << 20  # bytes of results that go through a file
+AHEAD = 3  # tasks that are begun for each process, so that none waits
+READY = ".ready"  # ends the name of a file that says that a process has started
+GRACE_S = 2.0  # between the alarm and the end that this program puts to a task
+START_S = 10.0  # that a process may take to start
+OUT_OF_MEMORY = 77  # exit code of a process that gave up for want of memory
+
+_ADVICE = {
+    "decoder-died": "replace it with a copy written anew, or remove it",
+    "timed-out": "replace it with a copy written anew, or raise stages.item_timeout_s",
+    "out-of-memory": "scale it down, or raise stages.item_memory_mib",
+}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What becomes of an item instead of a result. reason: decoder-died | timed-out | out-of-memory."""
+
+    reason: str
+    problem: str
+
+    def error(self, path: str | os.PathLike[str]) -> MediaError:
+        """The same as an error about the file `path`."""
+        return MediaError(self.reason, path, self.problem, _ADVICE[self.reason])
+
+
+class Isolated(Generic[T, R]):
+    """A function that runs in `workers` other processes, given at most `timeout_s` and `memory_mib` an item.
+
+    make: called once in each process, gives the function; picklable, and so are items and results. A MediaError that
+    the function raises is a result like any other. Anything else it raises is raised here, with its traceback.
+    """
+
+    def __init__(
+        self, make: Callable[[], Callable[[T], R]], *, workers: int, timeout_s: float, memory_mib: int
+    ) -> None:
+        # Never a fork of this process: it may have threads, which hold locks, or a device.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*LIBRARIES, _module(make)])
+        self._workers, self._timeout, self._memory_mib = workers, timeout_s, memory_mib
+        self._size = 1  # of the next task
+        folder = tempfile.TemporaryDirectory(prefix="latentpress-")
+        given = (make, memory_mib << 20, timeout_s, folder.name)
+        self._pool = ProcessPool(max_workers=workers, context=context, initializer=_prepare, initargs=given)
+        self._stop = weakref.finalize(self, _stop, self._pool, folder, workers)
+
+    def __enter__(self) -> "Isolated[T, R]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process, whatever it is doing. Happens by itself when this object is no longer used."""
+        self._stop()
+
+    def __call__(self, item: T) -> R | Lost | MediaError:
+        [(_, result)] = self._results([item], self._begin([item]))
+        return result
+
+    def map(self, items: Iterable[T]) -> Iterator[tuple[T, R | Lost | MediaError]]:
+        """Each item and what became of it, in the order of the items, which are taken a few ahead."""
+        coming = iter(items)
+        begun: deque[tuple[list[T], Future]] = deque()
+        try:
+            while part := list(islice(coming, self._size)):
+                begun.append((part, self._begin(part)))
+                if len(begun) > AHEAD * self._workers:
+                    yield from self._results(*begun.popleft())
+            while begun:
+                yield from self._results(*begun.popleft())
+        finally:
+            for _, task in begun:
+                task.cancel()
+
+    def _begin(self, part: Sequence[T]) -> Future:
+        # Behind the alarm, for a process that is stopped and can't be woken.
+        return self._pool.schedule(_do, args=(list(part),), timeout=self._timeout * len(part) + GRACE_S)
+
+    def _results(self, part: Sequence[T], task: Future) -> Iterator[tuple[T, R | Lost | MediaError]]:
+        try:
+            found, seconds = task.result()
+        except (TimeoutError, ProcessExpired) as error:
+            if len(part) == 1:
+                yield part[0], self._lost(error)
+                return
+            for item in part:
+                yield from self._results([item], self._begin([item]))
+        else:
+            self._size = max(1, min(TOGETHER, round(AIM_S / max(seconds / len(part), 1e-6))))
+            yield from zip(part, _received(found), strict=True)
+
+    def _lost(self, error: TimeoutError | ProcessExpired) -> Lost:
+        if isinstance(error, TimeoutError) or error.exitcode == -signal.SIGALRM:
+            return Lost("timed-out", f"took longer than {self._timeout:g} s to read")
+        if error.exitcode == OUT_OF_MEMORY:
+            return Lost("out-of-memory", f"takes more than {self._memory_mib} MiB of memory to read")
+        return Lost("decoder-died", f"can't be read: its decoder crashed ({_died(error.exitcode)})")
+
+
+def _module(make: Callable[[], Any]) -> str:
+    return getattr(make, "func", make).__module__
+
+
+def _died(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    hint = ", as the system does where memory runs out" if -code == signal.SIGKILL else ""
+    return signal.Signals(-code).name + hint
+
+
+def _stop(pool: ProcessPool, folder: tempfile.TemporaryDirectory, workers: int) -> None:
+    until = time.monotonic() + START_S
+    # One that is ended while it starts prints a traceback.
+    while pool.active and len(list(Path(folder.name).glob(f"*{READY}"))) < workers and time.monotonic() < until:
+        time.sleep(0.005)
+    pool.stop()
+    pool.join()
+    folder.cleanup()
+
+
+_make: Callable[[], Callable[[Any], Any]]
+_memory: int
+_timeout: float
+_folder: str
+
+
+def _prepare(make: Callable[[], Callable[[Any], Any]], memory: int, timeout: float, folder: str) -> None:
+    """In a new process."""
+    global _make, _memory, _timeout, _folder
+    _make, _memory, _timeout, _folder = make, memory, timeout, folder
+    Path(folder, f"{os.getpid()}{READY}").touch()
+    os.dup2(2, 1)  # standard output belongs to the program's report
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole group; the program ends its processes
+
+
+@cache
+def _work() -> Callable[[Any], Any]:
+    """The function, made once in a process, which from then on may take `_memory` bytes more than it has.
+
+    RLIMIT_DATA counts private memory that can be written to. RLIMIT_AS would count libraries, reserved arenas and
+    files that are mapped as well, which have nothing to do with an item.
+    """
+    work = _make()
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _data_bytes() + _memory
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    return work
+
+
+def _do(items: list[Any]) -> tuple[bytes | Path, float]:
+    """The results, pickled or the name of a file that holds them so, and the seconds that they took."""
+    began = time.monotonic()
+    data = pickle.dumps([_attempt(item) for item in items], protocol=5)
+    if len(data) <= LARGE:
+        return data, time.monotonic() - began
+    handle, name = tempfile.mkstemp(dir=_folder)
+    with open(handle, "wb") as file:
+        file.write(data)
+    return Path(name), time.monotonic() - began
+
+
+def _received(found: bytes | Path) -> list[Any]:
+    if isinstance(found, bytes):
+        return pickle.loads(found)
+    with found.open("rb") as file:
+        found.unlink()
+        return pickle.load(file)
+
+
+def _attempt(item: Any) -> Any:
+    work = _work()
+    signal.setitimer(signal.ITIMER_REAL, _timeout)
+    try:
+        return work(item)
+    except MediaError as error:
+        if error.reason != "out-of-memory":
+            return error
+    except MemoryError:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    os._exit(OUT_OF_MEMORY)  # what a library did not give back would fail the next item
+
+
+def _data_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[5]) * resource.getpagesize()
+    except FileNotFoundError:  # no Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,286 @@
+"""The join of a plan with its shards: which latent and which captions each sample has, as columns.
+
+A million samples are matched, sorted and numbered in arrays; nothing is done sample by sample but to say why one
+was left out. Pure but for `collect`, which reads the shards' descriptions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.generations import Generation
+from cache.shard import Readers, SetAside
+from schemas.errors import LatentpressError
+from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS
+
+ROLES = ("train", "eval")  # in the order of the index
+GROUP = ("bucket", "dataset", "repeats", "weight")  # what it is sorted by, after the role and before the sample id
+ODD = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
+
+Row = dict[str, Any]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class Lookup:
+    """Where ids, of 32 hex digits, stand in an array of them.
+
+    Both sides are sorted by 64-bit sums and walked through once. Arrow's `index_in` builds a hash table of the strings
+    at every call, and takes three times as long for two million. Memory: 48 bytes an id.
+    """
+
+    def __init__(self, ids: pa.Array) -> None:
+        self.ids = ids
+        self._words = _words(ids)
+        sums = _sums(self._words)
+        self._order = np.argsort(sums, kind="stable")
+        self._sums = sums[self._order]
+
+    def find(self, names: pa.Array | pa.ChunkedArray) -> Ints:
+        """(m,) the place of each name, of equal ids the first; -1 for one that is not there, and for null."""
+        if not len(self.ids) or not len(names):
+            return np.full(len(names), -1)
+        words = _words(names)
+        sums = _sums(words)
+        questions = np.argsort(sums)
+        at = np.empty(len(names), np.int64)
+        at[questions] = np.searchsorted(self._sums, sums[questions])
+        at = np.minimum(at, len(self.ids) - 1)
+        place, same = self._order[at], np.asarray(pc.is_valid(names)).copy()
+        unsure = same & (self._sums[at] == sums)
+        for word in range(4):
+            same &= self._words[place, word] == words[:, word]
+        unsure &= ~same  # another id of the same sum: the right one may stand behind it
+        place[~same] = -1
+        if unsure.any():
+            place[unsure] = _numbers(pc.index_in(names.filter(pa.array(unsure)), value_set=self.ids))
+        return place
+
+
+def _words(ids: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
+    """(n, 4): the 32 characters of each id; anything for null."""
+    whole = (ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids).cast(pa.binary(32))
+    return np.frombuffer(whole.buffers()[1], "<u8").reshape(-1, 4)[whole.offset :][: len(whole)]
+
+
+def _sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    total = np.zeros(len(words), np.uint64)
+    for word, odd in enumerate(ODD):
+        total += words[:, word] * np.uint64(odd)
+    return total
+
+
+def _numbers(found: pa.Array | pa.ChunkedArray) -> Ints:
+    return np.asarray(pc.fill_null(found, -1)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What one encoding stage has made of a plan.
+
+    wanted: n ids that the plan wants. shard, row: (n,) where each lies, as a number in `paths` and a row there; shard
+    is -1 where it lies nowhere: it was set aside or is missing.
+    """
+
+    wanted: Lookup
+    paths: list[str]
+    shard: Ints
+    row: Ints
+    set_aside: dict[str, SetAside]
+    missing: pa.Array
+
+    def find(self, names: pa.Array | pa.ChunkedArray) -> Ints:
+        """(m,) places of `names` among what is wanted; -1 for null. The plan wants all of them."""
+        found = self.wanted.find(names)
+        assert np.count_nonzero(found < 0) == names.null_count, "the plan names what it does not want"
+        return found
+
+    def lies(self, places: Ints) -> Bools:
+        """(m,) whether what stands at each of `places` is encoded; False for -1."""
+        return (places >= 0) & (self.shard[places] >= 0) if len(self.shard) else np.zeros(len(places), bool)
+
+
+def collect(readers: Readers, paths: Sequence[str], wanted: pa.Array) -> Encoded:
+    """Find each wanted id, all of which differ, in the shards at `paths`; of several the first that has it."""
+    names, aside = [pa.array([], pa.string())], dict[str, SetAside]()
+    for path in paths:
+        meta = readers.meta(path)
+        names.append(pa.array(meta.ids, pa.string()))
+        aside.update((member.id, member) for member in meta.set_aside)
+    ends = np.cumsum([len(part) for part in names])  # the first is that of no shard
+    at = Lookup(pa.concat_arrays(names)).find(wanted)
+    shard = np.where(at >= 0, np.searchsorted(ends, at, side="right") - 1, -1)
+    lookup, lost = Lookup(wanted), shard < 0
+    place = lookup.find(pa.array(list(aside), pa.string()))
+    aside = {
+        name: member for (name, member), i in zip(aside.items(), place.tolist(), strict=True) if i >= 0 and lost[i]
+    }
+    lost[place[place >= 0]] = False
+    return Encoded(lookup, list(paths), shard, at - ends[shard], aside, wanted.filter(pa.array(lost)))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A training set before it is published. left_out: what was set aside, as a report lists it."""
+
+    tables: dict[str, pa.Table]
+    left_out: list[Row]
+    validation: list[Row]
+    null_text: int | None
+
+    @property
+    def train(self) -> int:
+        return pc.sum(pc.equal(self.tables["index"].column("role"), "train")).as_py() or 0
+
+    @property
+    def held_out(self) -> int:
+        return self.tables["index"].num_rows - self.train
+
+
+def join(plan: Generation, texts: Encoded, latents: Encoded) -> Joined:
+    """The set of a plan of which nothing is missing. LatentpressError where nothing is left to train on, or a
+    prompt that every run needs was set aside."""
+    prompts, null = plan.info["validation"], plan.info["null_text"]
+    _check_prompts(prompts, null, texts, latents)
+    active = plan.active.filter(pc.is_in(plan.active.column("role"), value_set=pa.array(ROLES)))
+    rows, left_out = _usable(active, texts, latents)
+    if not pc.any(pc.equal(rows.column("role"), ROLES[0])).as_py():
+        raise _nothing_left(active)
+    rows = rows.take(_order(rows))
+    named = [name for prompt in prompts for name in (prompt["text"], prompt["negative"])] + ([null] if null else [])
+    places = texts.find(pa.array(named, pa.string()))
+    images = latents.find(pa.array([prompt["condition"] for prompt in prompts], pa.string()))
+    # Numbers are given as they are first used, so that samples which stand together find their texts together.
+    own, first = _numbers(rows.column("null_text")), len(latents.paths)
+    number = _Numbering(len(texts.shard), [_flat(rows.column("texts")), own[own >= 0], places])
+    shown, of_texts = _numbers(rows.column("latent")), first + texts.shard[number.used]
+    shard = _Numbering(first + len(texts.paths), [latents.shard[shown], latents.shard[images[images >= 0]], of_texts])
+    words = [texts.wanted.ids.take(pa.array(number.used)), shard.of(of_texts), texts.row[number.used]]
+    tables = {
+        "index": _index(rows, number, shard.of(latents.shard[shown]), latents.row[shown]),
+        "texts": pa.table(words, names=SET_TEXTS.names).cast(SET_TEXTS),
+        "shards": _shards(shard.used.tolist(), latents.paths, texts.paths),
+    }
+    numbers = number.of(places).tolist()
+    entries = [
+        {key: prompt[key] for key in ("name", "prompt", "negative_prompt", "bucket")}
+        | {"text": numbers[2 * i], "negative": numbers[2 * i + 1], "condition": None}
+        for i, prompt in enumerate(prompts)
+    ]
+    for entry, place in zip(entries, images.tolist(), strict=True):
+        if place >= 0:
+            entry["condition"] = {"shard": int(shard.of(latents.shard[place])), "row": int(latents.row[place])}
+    return Joined(tables, left_out, entries, numbers[-1] if null else None)
+
+
+class _Numbering:
+    """Numbers, from 0 on and in the order of first use, for those of range(size) that are used."""
+
+    def __init__(self, size: int, used: Sequence[Ints]) -> None:
+        every = np.concatenate(used)
+        first = np.empty(size, np.int64)
+        first[every[::-1]] = np.arange(len(every))[::-1]  # of an index that stands twice the last value counts
+        self.used = every[first[every] == np.arange(len(every))]
+        self._number = np.full(size, -1, np.int64)
+        self._number[self.used] = np.arange(len(self.used))
+
+    def of(self, places: Ints) -> Ints:
+        return self._number[places]
+
+
+def _usable(active: pa.Table, texts: Encoded, latents: Encoded) -> tuple[pa.Table, list[Row]]:
+    """The active samples that are encoded, and what is said of the others.
+
+    In the table "texts" and "null_text" are places among the wanted texts (-1: none), "latent" among the wanted
+    latents. Captions that were set aside are gone; a sample is out where no caption is left, or its latent or null
+    prompt was set aside.
+    """
+    lists = active.column("texts")
+    latent, own = latents.find(active.column("sample_id")), texts.find(active.column("null_text"))
+    captions = texts.find(pc.list_flatten(lists))
+    encoded = texts.lies(captions)
+    offsets = np.concatenate([[0], np.cumsum(encoded)])[_offsets(lists)]
+    fine = latents.lies(latent) & ((own < 0) | texts.lies(own)) & (np.diff(offsets) > 0)
+    columns = {name: active.column(name).combine_chunks() for name in ("role", *GROUP, "sample_id", "regularisation")}
+    columns |= {name: columns[name].dictionary_encode() for name in ("role", *GROUP)}
+    columns["texts"] = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(captions[encoded]))
+    columns |= {"null_text": pa.array(own), "latent": pa.array(latent)}
+    left_out = [_why_not(row, texts, latents) for row in active.filter(pa.array(~fine)).to_pylist()]
+    return pa.table(columns).filter(pa.array(fine)), left_out
+
+
+def _order(rows: pa.Table) -> pa.Array:
+    """(n,) the rows as the index has them. Equal samples keep the plan's order, which is that of their paths."""
+    group = np.zeros(rows.num_rows, np.int64)
+    for name in ("role", *GROUP):
+        column = rows.column(name).combine_chunks()
+        values = column.dictionary.to_pylist()
+        ranks = {value: rank for rank, value in enumerate(ROLES if name == "role" else sorted(values))}
+        group = group * len(ranks) + np.array([ranks[value] for value in values])[np.asarray(column.indices)]
+    keys = pa.table({"group": group, "id": rows.column("sample_id")})
+    return pc.sort_indices(keys, sort_keys=[("group", "ascending"), ("id", "ascending")])
+
+
+def _why_not(row: Row, texts: Encoded, latents: Encoded) -> Row:
+    """Why an active sample can't be in the set: its latent, its null text or all its captions were set aside."""
+    member = latents.set_aside.get(row["sample_id"]) or texts.set_aside.get(row["null_text"])
+    member = member or texts.set_aside[row["texts"][0]]
+    return {"item": row["sample_id"], "path": row["path"], "reason": member.reason, "message": member.message}
+
+
+def _nothing_left(active: pa.Table) -> LatentpressError:
+    if pc.any(pc.equal(active.column("role"), "train")).as_py():
+        return LatentpressError(
+            "the training set would be empty: every sample was set aside",
+            "see the rejects of each stage: latentpress status",
+        )
+    return LatentpressError(
+        "the training set would be empty: every sample is held out for evaluation",
+        "set `eval: false`, or a smaller eval_fraction, for some dataset, then run `latentpress bucket`",
+    )
+
+
+def _check_prompts(prompts: list[Row], null: str | None, texts: Encoded, latents: Encoded) -> None:
+    """Every run needs the null prompt and the validation prompts: LatentpressError where one was set aside."""
+    needed: list[tuple[str, list[str], str | None]] = [("the null prompt", [null], None)] if null else []
+    needed += [(f"validation prompt {p['name']}", [p["text"], p["negative"]], p["condition"]) for p in prompts]
+    for what, names, condition in needed:
+        lost = [texts.set_aside[name] for name in names if name in texts.set_aside]
+        lost += [latents.set_aside[condition]] if condition and condition in latents.set_aside else []
+        if lost:
+            raise LatentpressError(
+                f"{what} could not be encoded: {lost[0].message}",
+                "correct it, then run `latentpress bucket` and the encoding stages with --retry-set-aside",
+            )
+
+
+def _index(rows: pa.Table, number: _Numbering, shard: Ints, row: Ints) -> pa.Table:
+    """schemas.tables.INDEX of rows as `_usable` gives them."""
+    own, lists = _numbers(rows.column("null_text")), rows.column("texts")
+    captions = pa.array(number.of(_flat(lists)), pa.int32())
+    columns = {name: rows.column(name) for name in ("sample_id", "role", *GROUP, "regularisation")}
+    columns |= {"shard": pa.array(shard), "row": pa.array(row)}
+    columns["texts"] = pa.ListArray.from_arrays(pa.array(_offsets(lists), pa.int32()), captions)
+    columns["null_text"] = pa.array(np.where(own < 0, 0, number.of(own)), mask=own < 0)
+    return pa.table([columns[name] for name in INDEX.names], names=INDEX.names).cast(INDEX)
+
+
+def _offsets(lists: pa.ChunkedArray) -> Ints:
+    """(n + 1,) where each list begins among all their values."""
+    return np.concatenate([[0], np.cumsum(_numbers(pc.list_value_length(lists)))])
+
+
+def _flat(lists: pa.ChunkedArray) -> Ints:
+    return np.asarray(pc.list_flatten(lists))
+
+
+def _shards(used: list[int], latents: list[str], texts: list[str]) -> pa.Table:
+    """schemas.tables.SET_SHARDS of the numbers in `used`: those of texts come after all those of latents."""
+    paths, first = [*latents, *texts], len(latents)
+    rows = [{"path": paths[i], "kind": "latents" if i < first else "text"} for i in used]
+    return pa.Table.from_pylist(rows, SET_SHARDS)

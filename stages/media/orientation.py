@@ -1,0 +1,172 @@
+"""How a video's frames are turned before they are shown, from its header where that says it, without decoding.
+
+MP4 and QuickTime keep a matrix in the boxes `mvhd` and `tkhd` (ISO/IEC 14496-12, 8.2.2 and 8.3.2), which FFmpeg
+multiplies and attaches to every decoded frame; PyAV gives it with frames alone, and a frame costs as much as opening
+the file. Matroska may hold a projection; MPEG-TS and AVI hold nothing of the kind.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from av.video.frame import VideoFrame
+
+from stages.media.container import REPLACE, Reader
+from stages.media.errors import MediaError
+from stages.media.files import Media, opened
+
+_IDENTITY = np.diag([1 << 16, 1 << 16, 1 << 30]).astype(np.float64)
+_UPRIGHT_CONTAINERS = ("avi", "mpegts")
+# Matroska's element ids: those to descend into, the one that may turn pictures, and where the media begins.
+_SEGMENT, _TRACKS, _TRACK, _VIDEO, _PROJECTION, _CLUSTER = 0x18538067, 0x1654AE6B, 0xAE, 0xE0, 0x7670, 0x1F43B675
+
+
+class Orientation(NamedTuple):
+    """What is done to a stored frame, in this order: transposed, mirrored left to right, upside down."""
+
+    transposed: bool = False
+    mirrored: bool = False
+    flipped: bool = False
+
+    @property
+    def rotation(self) -> int:
+        """Degrees counterclockwise, 0, 90, 180 or 270; after mirroring left to right where `is_mirrored`."""
+        return (270 if self.mirrored else 90) if self.transposed else (180 if self.flipped else 0)
+
+    @property
+    def is_mirrored(self) -> bool:
+        return self.transposed ^ self.mirrored ^ self.flipped
+
+    def apply(self, picture_HWC: np.ndarray) -> np.ndarray:
+        """The picture as it is seen, contiguous."""
+        turned = picture_HWC.swapaxes(0, 1) if self.transposed else picture_HWC
+        turned = turned[:, ::-1] if self.mirrored else turned
+        return np.ascontiguousarray(turned[::-1] if self.flipped else turned)
+
+
+def of_frame(frame: VideoFrame, path: Media) -> Orientation:
+    """From the matrix that FFmpeg attached to a decoded frame. Raises MediaError as `of_matrix`."""
+    found: Any = frame.side_data.get("DISPLAYMATRIX")
+    if found is None:
+        return Orientation()
+    return of_matrix(np.frombuffer(bytes(found), "=i4").reshape(3, 3), path)
+
+
+def of_header(reader: Reader) -> Orientation | None:
+    """From the header, the file left where it stood; None where only a decoded frame could tell."""
+    name = reader.container.format.name
+    if name in _UPRIGHT_CONTAINERS:
+        return Orientation()
+    if not (name.startswith(("mov,", "matroska"))):
+        return None
+    if reader.file is None:
+        with opened(reader.path) as file:
+            return _of_file(file, name, reader)
+    place = reader.file.tell()
+    try:
+        reader.file.seek(0)
+        return _of_file(reader.file, name, reader)
+    finally:
+        reader.file.seek(place)
+
+
+def _of_file(file: BinaryIO, name: str, reader: Reader) -> Orientation | None:
+    if name.startswith("matroska"):
+        return Orientation() if _has_no_projection(file) else None
+    matrix = _movie_matrix(file, reader.stream.id)
+    return None if matrix is None else of_matrix(matrix, reader.path)
+
+
+def of_matrix(matrix: np.ndarray, path: Media) -> Orientation:
+    """matrix: (3, 3) fixed-point numbers [[a, b, u], [c, d, v], [x, y, w]] that take a stored pixel (p, q) to
+    (a p + c q, b p + d q). Raises MediaError ("odd-rotation") for a turn that is no quarter turn.
+    """
+    (a, b), (c, d) = matrix[:2, :2].astype(np.float64)
+    size = max(map(abs, (a, b, c, d)))
+    if size and max(abs(b), abs(c)) < 0.01 * size and a and d:
+        return Orientation(False, bool(a < 0), bool(d < 0))
+    if size and max(abs(a), abs(d)) < 0.01 * size and b and c:
+        return Orientation(True, bool(c < 0), bool(b < 0))
+    degrees = -np.degrees(np.arctan2(b, a))
+    raise MediaError("odd-rotation", path, f"is to be shown turned by {degrees:.0f} degrees", "write it anew, upright")
+
+
+def _movie_matrix(file: BinaryIO, track: int) -> np.ndarray | None:
+    """(3, 3): the movie's matrix after that of the track with this id; None where they are not found."""
+    moov = next((box for box in _boxes(file, 0, None) if box[0] == b"moov"), None)
+    if moov is None:
+        return None
+    movie, found = _IDENTITY, None
+    for name, start, end in _boxes(file, moov[1], moov[2]):
+        if name == b"mvhd":
+            movie = _matrix(file, start, (36, 48))[0]
+        elif name == b"trak" and found is None:
+            head = next((box for box in _boxes(file, start, end) if box[0] == b"tkhd"), None)
+            if head is not None:
+                matrix, number = _matrix(file, head[1], (40, 52))
+                found = matrix if number == track else None
+    return None if found is None else found @ movie
+
+
+def _matrix(file: BinaryIO, start: int, offsets: tuple[int, int]) -> tuple[np.ndarray, int]:
+    """The matrix in a `mvhd` or `tkhd` box, at one of the offsets by its version, and the track id of a `tkhd`."""
+    file.seek(start)
+    content = file.read(offsets[1] + 36).ljust(offsets[1] + 36, b"\0")
+    newer = content[0] == 1
+    (number,) = struct.unpack_from(">I", content, 20 if newer else 12)
+    values = np.frombuffer(content, ">i4", 9, offsets[newer])
+    return values.reshape(3, 3).astype(np.float64), number
+
+
+def _boxes(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[bytes, int, int]]:
+    """(type, beginning and end of the content) of the boxes between two places of the file; None: to its end."""
+    while end is None or start + 8 <= end:
+        file.seek(start)
+        head = file.read(16)
+        if len(head) < 8:
+            return
+        size, name = struct.unpack_from(">I4s", head)
+        content = start + 8
+        if size == 1 and len(head) == 16:
+            (size,), content = struct.unpack_from(">Q", head, 8), start + 16
+        if size == 0:
+            size = (end or file.seek(0, 2)) - start
+        if size < content - start:
+            return
+        yield name, content, start + size
+        start += size
+
+
+def _has_no_projection(file: BinaryIO) -> bool:
+    """Whether Matroska's track headers, found before the media, have no element that could turn pictures."""
+    place, end, seen = 0, file.seek(0, 2), False
+    while place < end:
+        file.seek(place)
+        head = file.read(12)
+        number, length, size = _element(head)
+        if number in (_PROJECTION, _CLUSTER) or not length:
+            return seen and number == _CLUSTER
+        seen |= number == _VIDEO
+        inside = number in (_SEGMENT, _TRACKS, _TRACK, _VIDEO)
+        place += length if inside else length + size
+    return False
+
+
+def _element(head: bytes) -> tuple[int, int, int]:
+    """(id, length of id and size, size) of an element of EBML (RFC 8794); length 0 where it makes no sense."""
+    if len(head) < 2 or not head[0] or head[0] < 16:
+        return 0, 0, 0
+    first = 9 - head[0].bit_length()
+    if len(head) <= first or not head[first]:
+        return 0, 0, 0
+    second = 9 - head[first].bit_length()
+    mask = (1 << 7 * second) - 1
+    number, size = int.from_bytes(head[:first], "big"), int.from_bytes(head[first : first + second], "big") & mask
+    return number, first + second, size
+
+
+def require_same(one: Orientation, other: Orientation, path: Media) -> None:
+    """MediaError where a frame says otherwise than the header, by which it was planned."""
+    if one != other:
+        raise MediaError("odd-rotation", path, "is turned otherwise in its frames than in its header", REPLACE)

@@ -1,0 +1,253 @@
+"""The media table of a dataset: where it lies, what shaped it, how it is written, and what is new in it.
+
+Beside the table, `partial/` holds rows that an unfinished discovery has read: they are known rows to the next
+discovery and nothing to anyone else.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.store import Store, explained
+from schemas.datasets import Dataset
+from schemas.errors import LatentpressError
+from schemas.identity import hash_json, id_bytes
+from schemas.tables import MEDIA, TABLES_VERSION
+from stages.listing import SLICE, Known, Rows, equal, slices
+
+NO_NEWS = {"came": 0, "went": 0, "changed": 0, "files whose captions changed": 0}
+_NO_ANIMATION = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
+_VERSION, _SETTINGS = b"tables_version", b"discovered_with"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What shaped a table, beyond the media: where it differs, the columns that depend on it are read anew."""
+
+    captions: str
+    identity: str
+    animations: str
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> "Settings":
+        captions = hash_json([dataset.captions_from, list(dataset.caption_column)])
+        return cls(captions, dataset.identity, dataset.animations)
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def media_path(dataset: str) -> str:
+    return f"media/{dataset}/media.arrow"
+
+
+def read_media(store: Store, dataset: str) -> pa.Table:
+    """The whole media table of a dataset: MEDIA and its extra columns, sorted by path."""
+    step = "run `latentpress discover`"
+    try:
+        table = store.read_table(media_path(dataset))
+    except FileNotFoundError as error:
+        raise LatentpressError(f"dataset {dataset} has not been discovered yet", step) from error
+    if not _is_current(table):
+        raise LatentpressError(f"{store.path(media_path(dataset))} was written by another version", step)
+    return table
+
+
+def _is_current(table: pa.Table) -> bool:
+    return (table.schema.metadata or {}).get(_VERSION) == str(TABLES_VERSION).encode()
+
+
+def whole_table(store: Store, dataset: str) -> pa.Table | None:
+    """The media table as it is; None where there is none of this version."""
+    if not store.exists(media_path(dataset)):
+        return None
+    table = store.read_table(media_path(dataset))
+    return table if _is_current(table) else None
+
+
+def known_rows(store: Store, dataset: str, whole: pa.Table | None, settings: Settings) -> Known | None:
+    """All rows that are known, first those of the whole table, without what other settings made of them."""
+    found = [whole] if whole is not None else []
+    for name in partial_names(store, dataset):
+        table = store.read_table(name)
+        found += [table] if _is_current(table) else []
+    if not found:
+        return None
+    return Known(join([_forget(table, settings) for table in found]))  # newer rows come last
+
+
+def partial_names(store: Store, dataset: str) -> list[str]:
+    folder = f"media/{dataset}/partial"
+    return [f"{folder}/{name}" for name in store.names(folder)]
+
+
+def save_partial(store: Store, dataset: str, tables: list[pa.Table], settings: Settings) -> None:
+    """Keep rows that were read, until the table is whole."""
+    number = len(partial_names(store, dataset))
+    store.write_table(f"media/{dataset}/partial/{number:06d}.arrow", marked(join(tables), settings))
+
+
+def marked(table: pa.Table, settings: Settings) -> pa.Table:
+    shaped = json.dumps(asdict(settings), sort_keys=True)
+    return table.replace_schema_metadata({_VERSION: str(TABLES_VERSION).encode(), _SETTINGS: shaped.encode()})
+
+
+def made_with(table: pa.Table, settings: Settings) -> bool:
+    """Whether a table of this version was made with these settings."""
+    return table.schema.metadata == marked(MEDIA.empty_table(), settings).schema.metadata
+
+
+def _forget(table: pa.Table, settings: Settings) -> pa.Table:
+    """`table` without the versions of what other settings would have made otherwise."""
+    before = json.loads((table.schema.metadata or {}).get(_SETTINGS, b"{}"))
+    table = table.replace_schema_metadata(None)
+    if before.get("captions") != settings.captions:
+        table = _without(table, "captions_version", None)
+    if before.get("identity") != settings.identity:
+        return _without(table, "version", None)
+    if before.get("animations") != settings.animations:
+        return _without(table, "version", pc.match_substring_regex(table["path"], _NO_ANIMATION))
+    return table
+
+
+def _without(table: pa.Table, name: str, keep: Any) -> pa.Table:
+    """`table` with nulls in a column, but where `keep`."""
+    nothing = pa.scalar(None, pa.string())
+    column = pc.if_else(keep, table[name], nothing) if keep is not None else pa.nulls(len(table), pa.string())
+    return table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
+
+
+# -- whole tables ---------------------------------------------------------------------------------------------------
+
+
+def join(tables: list[pa.Table]) -> pa.Table:
+    """All rows of media tables."""
+    return concat([MEDIA.empty_table(), *tables])
+
+
+def concat(tables: list[pa.Table]) -> pa.Table:
+    """All rows; a column that only some tables have is null in the others."""
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def release() -> None:
+    """Give memory that Arrow keeps for its next table back to the system: several times a slice, else."""
+    pa.default_memory_pool().release_unused()
+
+
+class Spill:
+    """Rows that wait for their use, all but the last of them in files that have no name and end with the program."""
+
+    def __init__(self, store: Store, rel: str) -> None:
+        """rel: what they are for; the files are where its own temporary would be."""
+        self._store, self._rel = store, rel
+        self._pending: list[pa.Table] = []
+        self._room = SLICE
+        self._writer: pa.RecordBatchFileWriter | None = None
+        self._schema: pa.Schema | None = None  # of the rows in the last file
+        self._files: list[tuple[BinaryIO, BinaryIO]] = []  # each to write and to read
+        self.rows = 0
+
+    def add(self, table: pa.Table) -> None:
+        if not len(table):
+            return
+        self.rows += len(table)
+        self._room -= len(table)
+        self._pending.append(table)
+        if self._room <= 0:
+            self._write(concat(self._pending))
+            self._pending, self._room = [], SLICE
+
+    def tables(self) -> list[pa.Table]:
+        """All rows, in order; those in files are memory-mapped. Nothing is added afterwards."""
+        if self._files and self._pending:  # which may be slices of what else should go
+            self._write(concat(self._pending))
+            self._pending = []
+        self._close()
+        maps = [mmap.mmap(reading.fileno(), 0, access=mmap.ACCESS_READ) for _, reading in self._files]
+        return [pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped))).read_all() for mapped in maps] + self._pending
+
+    def _write(self, table: pa.Table) -> None:
+        with explained(self._store.path(self._rel)):
+            if self._writer is None or table.schema != self._schema:
+                self._close()
+                writing = self._store.open_temp(self._rel)
+                self._files.append((writing, open(writing.name, "rb")))  # noqa: SIM115 (ends with these rows)
+                os.unlink(writing.name)
+                self._schema = table.schema
+                self._writer = pa.ipc.new_file(writing, table.schema)
+            self._writer.write_table(table.combine_chunks())
+        release()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            with explained(self._store.path(self._rel)):
+                self._writer.close()
+                self._files[-1][0].close()
+            self._writer = None
+
+
+def write_whole(
+    store: Store, dataset: str, before: pa.Table | None, table: pa.Table, keep: np.ndarray, settings: Settings
+) -> bool:
+    """Put the rows to keep, (n,) bool, as the media table, sorted, in place of `before`, the last one; False where
+    that says the same and stays.
+
+    In slices, so that no second copy of it stands in memory; the bytes are a function of the rows alone.
+    """
+    release()
+    order = pc.sort_indices(table["path"]).to_numpy().astype(np.int64)
+    order = order[keep[order]]
+    schema = marked(table.schema.empty_table(), settings).schema
+    rows = Rows(table)
+
+    def sorted_slices() -> Iterator[pa.Table]:
+        for part in slices(pa.array(order)):
+            yield rows.take(part.to_numpy(), schema.names).cast(schema)
+            release()
+
+    alike = before is not None and len(before) == len(order) and before.schema.equals(schema, check_metadata=True)
+    if alike and all(map(pa.Table.equals, sorted_slices(), slices(before))):
+        return False
+    with store.create(media_path(dataset)) as file, pa.ipc.new_file(file, schema) as writer:
+        for piece in sorted_slices():
+            writer.write_table(piece)
+    return True
+
+
+def compare(before: Known | None, same: int, others: Iterable[pa.Table]) -> dict[str, int]:
+    """How many items came, went, have other content, have other captions. same: rows of the table that are rows of
+    `before`; others: the other rows of it."""
+    counts = dict(NO_NEWS)
+    common, names = same, ["media_id", "captions"]
+    for part in (part for table in others for part in slices(table.select(["path", *names]))):
+        if before is None:
+            counts["came"] += len(part)
+            continue
+        rows, old = before.find(part["path"], names)
+        there = pa.array(rows >= 0)
+        part, old = part.filter(there), old.filter(there)
+        common += len(part)
+        counts["came"] += len(rows) - len(part)
+        counts["changed"] += int((~equal(part["media_id"], old["media_id"])).sum())
+        counts["files whose captions changed"] += int((~equal(_one_text(part), _one_text(old))).sum())
+    counts["went"] = (0 if before is None else len(before.table)) - common
+    return counts
+
+
+def _one_text(table: pa.Table) -> pa.ChunkedArray:
+    return pc.binary_join(table["captions"], "\0")
+
+
+def twice(ids: pa.ChunkedArray) -> int:
+    """How many of the ids stood there before; 8 bytes of each are enough to tell."""
+    heads = [id_bytes(part).view("<u8")[::2] for part in slices(ids)]
+    ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *heads]))
+    return int((ordered[1:] == ordered[:-1]).sum())

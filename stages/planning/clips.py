@@ -1,0 +1,145 @@
+"""Which frames of each item: one for an image, one clip or several for a video or each of its scenes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.catalogue import Family
+from schemas.clips import frames_available, select_clips
+from schemas.datasets import Dataset, Video
+from schemas.identity import seeds_of
+from schemas.randomness import mix
+from stages.planning.items import Items, words
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """(m,) clips and images, in the items' order. item: row of the media. start: seconds, NaN for an image."""
+
+    item: np.ndarray
+    start: np.ndarray
+    frames: np.ndarray
+    rounded: int  # clips that lost frames to (frames - 1) % stride == 0
+    repeating: int  # clips that show a frame twice, their source being slower than the target rate
+
+
+def strides(family: Family, video: Video) -> tuple[int, ...]:
+    """What frames - 1 must be multiples of."""
+    interval = video.frame_interval if video.bucket_strategy == "resolution_frames" else None
+    return (family.temporal_stride, interval or 1)
+
+
+def drop_unfit(family: Family, dataset: Dataset, task: str, items: Items) -> None:
+    """Put out the videos that yield no clip, or too long or slow ones, and what can't be a clip at all."""
+    video, rate = dataset.video, dataset.video.frame_rate
+    if task == "i2v":
+        items.drop(~items.videos, "no-motion", lambda gone: "is a still image; i2v learns from videos only")
+    if not items.videos.any():
+        return
+    if not family.video:
+        items.drop(
+            items.videos,
+            "in-motion",
+            lambda gone: "is a video, and this model is of images; set animations: first-frame, or remove it",
+        )
+        return
+    given = frames_available(items.numbers("duration"), rate)
+    if video.max_frames is not None:
+        stay = items.drop(
+            items.videos & (given > video.max_frames),
+            "too-long",
+            lambda gone: words(
+                "lasts ",
+                gone.column("duration"),
+                f" s, at {rate:g} per second more than max_frames = {video.max_frames}",
+            ),
+        )
+        given = given[stay]
+    if video.max_repeated_frames is not None:
+        most = video.max_repeated_frames
+        items.drop(
+            items.videos & (_repeated(items, rate) > most),
+            "repeats-frames",
+            lambda gone: words(
+                "has ",
+                gone.column("rate"),
+                f" frames per second, and at {rate:g} more than {most:.0%} of them repeat; "
+                "lower frame_rate, raise max_repeated_frames, or remove it",
+            ),
+        )
+    yields = np.zeros(len(items), bool)
+    yields[_select(family, dataset, items)[0]] = True
+    least = video.num_frames if video.bucket_strategy == "aspect_ratio" else video.min_frames
+    items.drop(
+        items.videos & ~yields,
+        "too-short",
+        lambda gone: words(
+            "lasts ",
+            gone.column("duration"),
+            " s, which is ",
+            frames_available(gone.numbers("duration"), rate),
+            f" frames at {rate:g} per second{' and less in a scene' if video.scenes else ''}; a clip needs {least}",
+        ),
+    )
+
+
+def choose(family: Family, dataset: Dataset, items: Items) -> Chosen:
+    """The images and clips of items of which each yields at least one."""
+    item, start, frames, segment = _select(family, dataset, items)
+    stills = np.flatnonzero(~items.videos)
+    every = np.concatenate([item, stills])
+    order = np.argsort(every, kind="stable")
+    wanted = np.minimum(frames_available(segment, dataset.video.frame_rate), dataset.video.num_frames)
+    return Chosen(
+        every[order],
+        np.concatenate([start, np.full(len(stills), np.nan)])[order],
+        np.concatenate([frames, np.ones(len(stills), np.int64)])[order],
+        rounded=int((frames < wanted).sum()),
+        repeating=int((_repeated(items, dataset.video.frame_rate)[item] > 0).sum()),
+    )
+
+
+def _repeated(items: Items, rate: float) -> np.ndarray:
+    """Share of a clip's frames that repeat the one before; 0 for an image."""
+    return np.where(items.videos, np.maximum(0.0, 1 - items.numbers("rate") / rate), 0.0)
+
+
+def _select(family: Family, dataset: Dataset, items: Items) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(item, start, frames, length of its segment) of every clip of the videos, in order."""
+    video = dataset.video
+    owner, begin, end = _segments(items, video.scenes)
+    seeds = seeds_of(items.column("media_id"), "clips")[owner] if len(owner) else np.zeros(0, np.uint64)
+    # Each scene of a video draws for itself; a video of one scene draws as one without.
+    seeds = np.where(begin > 0, mix(seeds ^ begin.view(np.uint64)), seeds)
+    clips = select_clips(
+        end - begin,
+        seeds,
+        rate=video.frame_rate,
+        num_frames=video.num_frames,
+        min_frames=video.min_frames,
+        strides=strides(family, video),
+        fixed=video.bucket_strategy == "aspect_ratio",
+        clip=video.clip,
+        clips=video.clips,
+        clip_stride=video.clip_stride,
+    )
+    of = clips.segment
+    return owner[of], begin[of] + clips.start, clips.frames, (end - begin)[of]
+
+
+def _segments(items: Items, scenes: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(item, begin, end) in seconds of each stretch that no clip may leave: a video, or each of its scenes."""
+    rows = np.flatnonzero(items.videos)
+    duration = items.numbers("duration")
+    if not scenes:
+        return rows, np.zeros(len(rows)), duration[rows]
+    cuts = items.column("scenes").take(pa.array(rows))
+    owner = np.concatenate([np.arange(len(rows)), np.asarray(pc.list_parent_indices(cuts)).astype(np.int64)])
+    begin = np.concatenate([np.zeros(len(rows)), np.asarray(cuts.flatten())])
+    order = np.lexsort((begin, owner))
+    owner, begin = owner[order], begin[order]
+    last = np.append(owner[1:] != owner[:-1], True)[: len(owner)]
+    end = np.where(last, duration[rows][owner], np.append(begin[1:], 0.0)[: len(owner)])
+    return rows[owner], begin, end

@@ -1,0 +1,188 @@
+"""What a person should know of a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.plan import Plan, Span
+from schemas.config import VALIDATION, Config
+from schemas.datasets import Dataset
+from schemas.geometry import Bucket, choose_buckets, resolution_buckets, scale_class
+from stages.planning.draft import Draft
+from stages.planning.units import latent_bytes, text_bytes
+
+Row = dict[str, Any]
+
+
+def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iterable[Row]) -> list[Row]:
+    """One row a bucket of the training set. cuts: what cutting does to the samples of a bucket, by bucket and dataset:
+    "bucket", "samples", the largest "distortion", the largest and the mean share "lost"."""
+    family = config.model.spec
+    train = active.filter(pc.equal(active.column("role"), "train"))
+    drawn = {bucket.name: bucket for bucket in epoch(train, 1).buckets}
+    worst = _worst(cuts)
+    precision = config.latents.precision or config.model.precision
+    conditions = {row["bucket"]: row["condition"] for row in _conditions(samples)}
+    table = []
+    for name, draws in sorted(drawn.items()):
+        bucket, count = Bucket.parse(name), draws.samples
+        row: Row = {"bucket": name, "orientation": bucket.orientation, "samples": count, "samples a pass": draws.draws}
+        if family.video:
+            row["frames"] = count * bucket.frames
+            row["scale class"] = "x".join(f"{part:g}" for part in scale_class(bucket.width, bucket.height))
+        row["MiB of latents"] = round(count * latent_bytes(family, name, conditions[name], precision) / 2**20, 2)
+        row["stretched %"], row["cut off % (most)"], row["cut off % (mean)"] = (round(100 * v, 2) for v in worst[name])
+        table.append(row)
+    return table
+
+
+def epoch(active: pa.Table, batch: int) -> Plan:
+    """The trainer's own plan of an epoch, from the training rows of a table of ACTIVE."""
+    keys = ["bucket", "dataset", "repeats", "weight"]
+    groups = active.filter(pc.equal(active.column("role"), "train")).group_by(keys).aggregate([([], "count_all")])
+    rows = groups.sort_by([(key, "ascending") for key in keys]).to_pylist()
+    starts = np.cumsum([0, *(row["count_all"] for row in rows)])
+    spans = [
+        Span(row["bucket"], int(start), row["count_all"], row["repeats"], row["weight"])
+        for row, start in zip(rows, starts, strict=False)
+    ]
+    return Plan(spans, 0, batch)
+
+
+def _conditions(samples: pa.Table) -> list[Row]:
+    bucket = pc.struct_field(samples.column("geometry"), "bucket")
+    pairs = pa.table({"bucket": bucket, "condition": samples.column("condition")})
+    return pairs.group_by(["bucket", "condition"]).aggregate([]).to_pylist()
+
+
+def _worst(cuts: Iterable[Row]) -> dict[str, tuple[float, float, float]]:
+    """bucket -> (largest distortion, largest share cut off, mean share cut off), over all datasets."""
+    found: dict[str, list[Row]] = {}
+    for row in cuts:
+        found.setdefault(row["bucket"], []).append(row)
+    return {
+        name: (
+            max(row["distortion"] for row in rows),
+            max(row["lost"] for row in rows),
+            sum(row["mean"] * row["samples"] for row in rows) / sum(row["samples"] for row in rows),
+        )
+        for name, rows in found.items()
+    }
+
+
+def excluded(out: pa.Table) -> list[Row]:
+    """One row a rule: how many items it put out of each dataset, and one of them. out: rows of REJECTS."""
+    if not out.num_rows:
+        return []
+    dataset = pc.list_element(pc.split_pattern(out.column("item"), "/", max_splits=1), 0)
+    named = pa.table({"dataset": dataset, "rule": out.column("reason"), "message": out.column("message")})
+    groups = named.group_by(["dataset", "rule"], use_threads=False).aggregate(
+        [("message", "count"), ("message", "first")]
+    )
+    rows = [
+        {
+            "dataset": row["dataset"],
+            "rule": row["rule"],
+            "items": row["message_count"],
+            "for example": row["message_first"],
+        }
+        for row in groups.to_pylist()
+    ]
+    return sorted(rows, key=lambda row: (row["dataset"], -row["items"], row["rule"]))
+
+
+def disk(config: Config, samples: pa.Table, texts: pa.Table) -> tuple[float, float]:
+    """MiB of latents and of text embeddings that these rows will take, both estimated."""
+    family = config.model.spec
+    precision = config.latents.precision or config.model.precision
+    kinds = pc.binary_join_element_wise(
+        pc.struct_field(samples.column("geometry"), "bucket"), samples.column("condition"), "|"
+    )
+    latents = 0
+    for row in pc.value_counts(kinds).to_pylist():
+        bucket, _, condition = row["values"].partition("|")
+        latents += row["counts"] * latent_bytes(family, bucket, condition, precision)
+    text = int(text_bytes(family, texts, config.text.precision or config.model.precision).sum())
+    return latents / 2**20, text / 2**20
+
+
+def changes(before: pa.Table, now: pa.Table) -> dict[str, Row]:
+    """What came, went and changed between two tables of ACTIVE, by dataset and path: counts and some names."""
+    if before.equals(now):
+        return {}
+    if not before.num_rows:
+        items = now.group_by(["dataset", "path"]).aggregate([])
+        return {"came": {"items": items.num_rows - (pc.sum(pc.equal(items["dataset"], VALIDATION)).as_py() or 0)}}
+    old, new = _signatures(before), _signatures(now)
+    came = _without(new["item"], old["item"])
+    went = _without(old["item"], new["item"])
+    differs = [
+        side["item"].filter(pc.invert(pc.is_in(side["whole"], value_set=other["whole"])))
+        for side, other in ((new, old), (old, new))
+    ]
+    changed = _without(_without(pc.unique(pa.concat_arrays(differs)), came), went)
+    return {
+        word: {"items": len(names), "for example": pc.take(names, pc.sort_indices(names)[:3]).to_pylist()}
+        for word, names in (("came", came), ("went", went), ("changed", changed))
+        if len(names)
+    }
+
+
+def _signatures(active: pa.Table) -> dict[str, pa.Array]:
+    """item: dataset and path. whole: and with it everything that training would notice."""
+    active = active.filter(pc.not_equal(active.column("role"), VALIDATION)).combine_chunks()
+
+    def column(name: str) -> pa.Array:
+        values = active.column(name)
+        return values.chunk(0) if values.num_chunks else pa.array([], values.type)
+
+    item = pc.binary_join_element_wise(column("dataset"), column("path"), "/")
+    rest = [pc.binary_join(column("texts"), ","), pc.fill_null(column("null_text"), "")]
+    rest += [column(name).cast(pa.string()) for name in ("sample_id", "role", "repeats", "weight", "regularisation")]
+    return {"item": item, "whole": pc.binary_join_element_wise(item, *rest, "|")}
+
+
+def _without(names: pa.Array, others: pa.Array) -> pa.Array:
+    names = pc.unique(names)
+    return names.filter(pc.invert(pc.is_in(names, value_set=others)))
+
+
+def dataset_table(config: Config, plan: Draft) -> list[Row]:
+    """One row a dataset: what became of its items."""
+    table = []
+    for name, notes in plan.notes.items():
+        mine = plan.active.filter(pc.equal(plan.active.column("dataset"), name))
+        roles = mine.column("role")
+        row: Row = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": mine.num_rows}
+        row["held out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
+        row["same bytes twice"] = notes.duplicates
+        if config.model.spec.video:
+            row["rounded down"], row["repeat frames"] = notes.rounded, notes.repeating
+        table.append(row)
+    return table
+
+
+LITE_ASPECT = 1.77  # 854 / 480, a little less
+
+
+def fitting_resolution(config: Config, dataset: Dataset, outside: list[str], multiple: int) -> str | None:
+    """The resolution nearest to this dataset's at which its buckets `outside` the Lite window would lie inside; where
+    their shape is too wide for it, with the max_aspect that cuts them."""
+    if dataset.buckets == "family":
+        return None
+    asked = dataset.resolution or config.model.spec.resolution
+    kind = dataset.resolution_type
+    shapes = [Bucket.parse(name) for name in outside]
+    width, height = (np.array([getattr(shape, side) for shape in shapes]) for side in ("width", "height"))
+    candidates = [side if kind != "area" else side * side / 1e6 for side in range(480, 855, 2)]
+    for aspect in (dataset.max_aspect, min(dataset.max_aspect, LITE_ASPECT)):
+        for resolution in sorted(candidates, key=lambda value: abs(value - asked)):
+            sizes = resolution_buckets(resolution, kind, multiple, max_aspect=aspect)
+            best = choose_buckets(width, height, sizes)
+            if all(480 <= side <= 854 for place in best for side in sizes[place]):
+                cut = "" if aspect == dataset.max_aspect else f" with max_aspect: {aspect:g}"
+                return f"datasets.{dataset.id}.resolution: {resolution:g}{cut} would lie inside"
+    return None

@@ -1,0 +1,164 @@
+"""Companions of media by name: the i2i source image or the mask that has the same relative path, in a place of its own.
+
+"a/b.png" goes with "a/b" and any extension of an image (for masks, of a video too). The place is listed once, however
+many items ask, and nothing in it is opened.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.datasets import Dataset, Kind
+from schemas.errors import LatentpressError
+from stages.media.files import Media
+from stages.sources.base import CHUNK, add_problems, kinds_of, listing
+from stages.sources.captions import ListedCaptions, add_captions, stems
+from stages.sources.columns import Lookup, taken
+from stages.sources.urls import join, public, shown
+
+ROLES = {"source": "source image", "mask": "mask"}
+
+#: Paths and URLs in a table that do not lie below its base have no name relative to it.
+_WHOLE = r"^/|^[A-Za-z][A-Za-z0-9+.-]*://"
+_NO_NAME = "set media_root to the folder or URL that the media lie below, or name the companions in a column"
+_text = pa.string()
+
+
+class Matches(NamedTuple):
+    """What goes with n items: five string arrays, null where there is none."""
+
+    paths: pa.Array
+    versions: pa.Array
+    kinds: pa.Array
+    problems: pa.Array
+    advices: pa.Array
+
+
+class Companions:
+    """The companions of one role in a folder or below a URL. Picklable; what was listed stays behind.
+
+    what: "source" or "mask". key: the option that named the place, for messages.
+    """
+
+    def __init__(
+        self, place: str, what: str, kinds: Sequence[Kind] = ("image",), key: str = "", follow_links: bool = False
+    ) -> None:
+        assert what in ROLES, f"what: {what}"
+        self.place, self.what = place, what
+        self._kinds, self._key, self._follow_links = kinds_of(kinds), key or f"the place of {what}s", follow_links
+        self._listed: tuple[pa.Table, Lookup] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_listed": None}
+
+    def match(self, paths: pa.Array) -> Matches:
+        """The companion of each item, by its path. Raises LatentpressError where the place can't be listed."""
+        if self._listed is None:
+            table = self._list()
+            self._listed = table, Lookup(table.column("stem"))
+        table, lookup = self._listed
+        wanted = stems(paths)
+        rows, counts = lookup.count(wanted)
+        one = pa.array(np.where(counts == 1, rows, -1))
+        one = pc.if_else(pc.less(one, 0), pa.scalar(None, pa.int64()), one)
+        problems, advices = self._problems(wanted, counts)
+        path, version, kind = (taken(table.column(name), one) for name in ("path", "version", "kind"))
+        return Matches(path, version, kind, problems, advices)
+
+    def open(self, path: str) -> Media:
+        """The companion at a path that `match` gave."""
+        if "://" not in self.place:
+            return os.path.join(self.place, path)
+        from stages.sources.objects import RemoteFile
+
+        return RemoteFile(join(self.place, path), f"{public(self.place).rstrip('/')}/{path}")
+
+    def _problems(self, wanted: pa.Array, counts: np.ndarray) -> tuple[pa.Array, pa.Array]:
+        name, null = ROLES[self.what], pa.scalar(None, _text)
+        step = pc.binary_join_element_wise(f"put one at {shown(self.place).rstrip('/')}/", wanted, ".png", "")
+        step = pc.if_else(pc.match_substring_regex(wanted, _WHOLE), _NO_NAME, step)
+        missing, several = pa.array(counts == 0), pa.array(counts > 1)
+        problems = pc.if_else(missing, f"no-{self.what}: has no {name}", null)
+        problems = pc.if_else(several, f"several-{self.what}s: has {name}s of several extensions", problems)
+        advices = pc.if_else(several, f"keep one {name}", pc.if_else(missing, step, null))
+        return problems, advices
+
+    def _list(self) -> pa.Table:
+        """stem, path, version and kind of all there is."""
+        schema = pa.schema([(name, _text) for name in ("stem", "path", "version", "kind")])
+        found: Iterator[tuple[str, str | None, str]] = self._remote() if "://" in self.place else self._local()
+        usable, batches = (row for row in found if _is_text(row[0])), []
+        while rows := list(islice(usable, CHUNK)):
+            path, version, kind = (pa.array(column, _text) for column in zip(*rows, strict=True))
+            batches.append(pa.record_batch([stems(path), path, version, kind], schema))
+        return pa.Table.from_batches(batches, schema)
+
+    def _local(self) -> Iterator[tuple[str, str, str]]:
+        from stages.sources.folder import existing, walk
+
+        existing(self.place, self._key)
+        for found in walk(self.place, self._kinds, self._follow_links, Counter()):
+            for name, size, time, kind in zip(found.names, found.sizes, found.times, found.kinds, strict=True):
+                yield found.prefix + name, f"{size}:{time}", kind
+
+    def _remote(self) -> Iterator[tuple[str, str | None, str]]:
+        from stages.sources.prefix import levels
+
+        for level in levels(self.place, Counter()):
+            for path, _, version in level:
+                if kind := self._kinds.get(os.path.splitext(path)[1].lower()):
+                    yield path, version, kind
+
+
+def _is_text(path: str) -> bool:
+    """Whether a name is UTF-8; another matches nothing, for no item has such a name."""
+    return path.isascii() or path.encode(errors="replace").decode() == path
+
+
+def companions_for(dataset: Dataset) -> dict[str, Companions]:
+    """The roles of a dataset whose companions are found by name: {"source": ..., "mask": ...}, or fewer."""
+    found = {}
+    key = f"datasets.{dataset.id}"
+    if dataset.conditioning_data:
+        found["source"] = Companions(
+            dataset.conditioning_data, "source", ("image",), f"{key}.conditioning_data", dataset.follow_links
+        )
+    if dataset.mask_data:
+        found["mask"] = Companions(
+            dataset.mask_data, "mask", ("image", "video"), f"{key}.mask_data", dataset.follow_links
+        )
+    return found
+
+
+def add_companions(columns: dict[str, pa.Array], companions: Mapping[str, Companions]) -> None:
+    """Fill the companions' columns of a listing, given its "path"; what has a "problem" already keeps it."""
+    for role, place in companions.items():
+        matches = place.match(columns["path"])
+        columns[role], columns[f"{role}_version"] = matches.paths, matches.versions
+        if role == "mask":
+            columns["mask_kind"] = matches.kinds
+        add_problems(columns, matches.problems, matches.advices)
+
+
+def refuse_columns(dataset: Dataset, what: str) -> None:
+    """Raise LatentpressError where companions are to come from columns; what: "a folder has", and has none."""
+    for name in ("conditioning_column", "mask_column"):
+        if getattr(dataset, name):
+            step = f"use {name.replace('column', 'data')}, or a manifest of the files with that column"
+            raise LatentpressError(f"datasets.{dataset.id}.{name}: {what} no columns", step)
+
+
+def complete(
+    columns: dict[str, pa.Array], captions: ListedCaptions | None, companions: Mapping[str, Companions]
+) -> pa.Table:
+    """A chunk of a listing from its columns, with what lies elsewhere: captions in a table, companions by name."""
+    if captions is not None:
+        add_captions(columns, captions.of(columns["path"]))
+    add_companions(columns, companions)
+    return listing(columns)

@@ -1,0 +1,193 @@
+"""Tables of captions and paths: CSV, JSON lines and Parquet, at a path or a URL, columnar from end to end.
+
+What cannot be read whole is an error that names the file and the line: half a table would be a training set that
+nobody asked for. Every text is a `string`, whatever kind of text the file holds; cells of CSV that are empty are null.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.errors import LatentpressError
+from stages.sources.columns import is_flat, plain, require_columns
+from stages.sources.tableproblems import (
+    not_opened,
+    open_location,
+    raise_bad_json,
+    raise_not_utf8,
+    raise_open_quote,
+)
+from stages.sources.urls import scrub, shown
+
+ENDINGS = (".csv", ".jsonl", ".parquet")
+#: Columns that name the media of a row, where none is configured; the first that a table has.
+MEDIA_COLUMNS = ("file_name", "path", "file", "image", "video", "filename")
+
+_BLOCK = 1 << 24  # of text at a time; also the longest line
+#: What a column of numbers may say for "none", beside an empty cell.
+_NO_NUMBER = pa.array(["NA", "N/A", "n/a", "null", "NULL", "None", "-"])
+
+
+def read_table(
+    location: str, columns: Sequence[str] | None = None, text: Sequence[str] = (), kind: str | None = None
+) -> pa.Table:
+    """The table at a path or fsspec URL, in the order of its rows.
+
+    columns: read these only; None: all but those of bytes. text: columns that are text even if all of them look like
+    numbers (names of files). kind: "csv", "jsonl" or "parquet", where the ending does not say. Raises
+    LatentpressError.
+    """
+    kind = _kind(location, kind)
+    reader: Callable[..., pa.Table] = {"csv": _read_csv, "jsonl": _read_jsonl, "parquet": _read_parquet}[kind]
+    try:
+        table = reader(location, columns, text)
+    except pa.ArrowInvalid as error:
+        step = "correct it, or make the table again"
+        raise LatentpressError(f"{shown(location)}: can't be read as {kind} ({_said(error)})", step) from None
+    except OSError as error:
+        raise not_opened(location, error) from None
+    found = {name: plain(table.column(name)) for name in table.column_names}
+    found |= {name: found[name].cast(pa.string()) for name in text if name in found and is_flat(found[name].type)}
+    return pa.table(found)
+
+
+def media_column(table: pa.Table, wanted: str | None, location: str, also: Sequence[str] = ()) -> str:
+    """The name of the column that names the media: `wanted`, or the first usual one. Raises LatentpressError."""
+    usual = (*MEDIA_COLUMNS, *also)
+    name = wanted or next((name for name in usual if name in table.column_names), None)
+    if name is None:
+        raise LatentpressError(
+            f"{shown(location)}: no column is called {', '.join(usual)}; there are: {', '.join(table.column_names)}",
+            "name the column of the media files with media_column",
+        )
+    require_columns(table, [name], "media_column", location)
+    kind = table.schema.field(name).type
+    if not pa.types.is_string(kind) and not pa.types.is_null(kind):
+        raise LatentpressError(
+            f"{shown(location)}: column {name!r} holds {kind}, not names of files",
+            "name another with media_column; for a table with the images in it: source: huggingface",
+        )
+    return name
+
+
+# -- one function a format -------------------------------------------------------------------------------------------
+
+
+def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
+    """All cells as text first: pyarrow settles a column's type by its first block and stops at what differs later."""
+    from pyarrow import csv
+
+    with open_location(location) as file:
+        reader = csv.open_csv(file, csv.ReadOptions(block_size=_BLOCK), csv.ParseOptions(newlines_in_values=True))
+        names = reader.schema.names
+        reader.close()
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise LatentpressError(f"{shown(location)}: two columns are called {twice[0]!r}", "rename one of them")
+    convert = csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()),
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+        include_columns=None if columns is None else [name for name in columns if name in names] or names[:1],
+        check_utf8=True,
+    )
+    parse = csv.ParseOptions(newlines_in_values=True)
+    try:
+        with open_location(location) as file:
+            table = csv.read_csv(file, csv.ReadOptions(block_size=_BLOCK), parse, convert)
+    except pa.ArrowInvalid:
+        raise_not_utf8(location)
+        with open_location(location) as file:  # only one thread says which row it is
+            csv.read_csv(file, csv.ReadOptions(block_size=_BLOCK, use_threads=False), parse, convert)
+        raise
+    raise_open_quote(location, table)
+    keep = table.column_names if columns is None else [name for name in table.column_names if name in columns]
+    found = {name: table.column(name) if name in text else _typed(table.column(name)) for name in keep}
+    return pa.table(found)
+
+
+def _typed(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Cells of CSV as what all of them are: whole numbers, numbers, truth values, or text."""
+    sample = _numbers(column.slice(0, 64))
+    for kind in (pa.int64(), pa.float64(), pa.bool_()):
+        try:
+            sample.cast(kind)  # first, so that a long column of captions is left at once
+            found = _numbers(column).cast(kind)
+        except pa.ArrowInvalid:
+            continue
+        return found if found.null_count < len(found) else column
+    return column
+
+
+def _numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Cells without the spaces around them, null where they say that there is no number."""
+    trimmed = pc.utf8_trim_whitespace(column)
+    return pc.if_else(pc.is_in(trimmed, value_set=_NO_NUMBER), pa.scalar(None, pa.string()), trimmed)
+
+
+def _read_jsonl(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
+    try:
+        table = _parse_jsonl(location, None)
+        dates = [field for field in table.schema if _has_dates(field.type)]
+        if dates:  # pyarrow takes text that looks like a date for one, and its spelling would be lost
+            table = _parse_jsonl(location, pa.schema([(field.name, _texts_for(field.type)) for field in dates]))
+        table.validate(full=True)  # the parser does not look whether text is UTF-8
+    except pa.ArrowInvalid:
+        raise_not_utf8(location)
+        raise_bad_json(location)
+        raise
+    return table if columns is None else table.select([name for name in table.column_names if name in columns])
+
+
+def _parse_jsonl(location: str, schema: pa.Schema | None) -> pa.Table:
+    from pyarrow import json as arrow_json
+
+    options = arrow_json.ParseOptions(explicit_schema=schema)
+    with open_location(location) as file:
+        return arrow_json.read_json(file, arrow_json.ReadOptions(block_size=_BLOCK), options)
+
+
+def _has_dates(kind: pa.DataType) -> bool:
+    return pa.types.is_temporal(kind.value_type if pa.types.is_list(kind) else kind)
+
+
+def _texts_for(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.string()) if pa.types.is_list(kind) else pa.string()
+
+
+def _read_parquet(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
+    import pyarrow.parquet as pq
+
+    with open_location(location) as file, pq.ParquetFile(file) as parquet:
+        fields = parquet.schema_arrow
+        return parquet.read(
+            [f.name for f in fields if (f.name in columns if columns is not None else not _has_bytes(f.type))]
+        )
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _has_bytes(kind.value_type)
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+
+
+def _kind(location: str, otherwise: str | None) -> str:
+    ending = os.path.splitext(location.partition("?")[0] if "://" in location else location)[1].lower()
+    if ending in ENDINGS:
+        return ending[1:]
+    if otherwise is None:
+        raise LatentpressError(
+            f"{shown(location)}: is no table that is known", f"valid endings: {', '.join(ENDINGS)}; or caption_strategy"
+        )
+    return otherwise
+
+
+def _said(error: Exception) -> str:
+    """pyarrow quotes the line that it can't read, and there may be URLs in it."""
+    return scrub(str(error).partition("\n")[0])

@@ -1,0 +1,44 @@
+"""Every benchmark runs, at a size that says nothing about speed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "discover": ["--images", "6", "--videos", "2", "--tree", "40", "--entries", "300", "--repeat", "1"],
+    "planning": ["--items", "2000"],
+    "shard_read": ["--rows", "4", "--shape", "2,8,8"],
+}
+
+
+def measured(name: str) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *SMALL[name]]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
+
+
+def test_every_benchmark_is_run_here() -> None:
+    assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__"} == set(SMALL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is looked up in /proc")
+def test_discovery_beside_the_least_that_could_be_done() -> None:
+    rows = [line.split(" | ") for line in measured("discover").splitlines() if line.startswith("| ")]
+    _, first, second, added, _, *memory = rows
+    assert first[0].startswith("| first scan: 6 JPEGs, 2 videos")
+    assert second[0] == "| second scan of 40 unchanged files"
+    assert added[:3] == ["| files read after adding 10", "10", "10"]
+    assert [row[:2] for row in memory] == [["| 300", "first"], ["| 300", "second"]]
+
+
+def test_planning() -> None:
+    assert re.search(r"^\| 2,000 \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("planning"), re.MULTILINE)
+
+
+def test_reading_shards() -> None:
+    lines = measured("shard_read").splitlines()
+    assert lines[0] == "4 rows of (2, 8, 8) bfloat16, 0.0 MiB"
+    assert len(lines) == 1 + 2 * (1 + 4)

@@ -1,0 +1,247 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.clips import MOST_FRAMES, clip_times, frames_available, largest_valid_frames, select_clips
+
+SELECTIONS = ("head", "middle", "random", "uniform", "chunks", "slide")
+rates = st.sampled_from([0.5, 8.0, 12.0, 23.976, 24.0, 25.0, 30000 / 1001, 50.0, 60.0, 240.0])
+durations = st.one_of(st.floats(-1, 40), st.integers(0, 960).map(lambda frames: frames / 24), st.just(math.nan))
+settings = st.fixed_dictionaries(
+    {
+        "rate": rates,
+        "num_frames": st.integers(1, 130),
+        "min_frames": st.integers(1, 12),
+        "strides": st.sampled_from([(4,), (1,), (4, 6), (4, 8), (1, 3)]),
+        "fixed": st.booleans(),
+        "clip": st.sampled_from(SELECTIONS),
+        "clips": st.integers(1, 6),
+        "clip_stride": st.integers(1, 50),
+    }
+)
+USUAL = {"rate": 24.0, "num_frames": 61, "min_frames": 5, "strides": (4,), "fixed": False}
+
+
+def seeds_for(count):
+    return np.random.default_rng(7).integers(0, 2**64, count, np.uint64)
+
+
+def select(durations, seeds=None, **chosen):
+    durations = np.array(durations, np.float64)
+    return select_clips(durations, seeds_for(len(durations)) if seeds is None else seeds, **{**USUAL, **chosen})
+
+
+def clips_in(found, rate):
+    """Each as (segment, start in frames, frames)."""
+    starts = found.start * rate
+    assert np.abs(starts - np.rint(starts)).max(initial=0) < 1e-6
+    return list(zip(found.segment.tolist(), np.rint(starts).astype(int).tolist(), found.frames.tolist(), strict=True))
+
+
+def valid(frames, strides):
+    return next((count for count in range(frames, 0, -1) if all((count - 1) % stride == 0 for stride in strides)), 0)
+
+
+def expected(available, num_frames, min_frames, strides, fixed, clip, clips, clip_stride, rate=None):
+    """(start, frames) of one segment's clips, as plainly as it can be said; random: all that it may draw."""
+    frames = valid(num_frames if fixed else min(num_frames, available), strides)
+    if frames < min_frames or frames > available:
+        return []
+    last = available - frames
+    starts = {
+        "head": [0],
+        "middle": [last // 2],
+        "random": range(last + 1),
+        "uniform": [last // 2] if clips == 1 else {math.floor(k * last / (clips - 1) + 0.5) for k in range(clips)},
+        "chunks": range(0, last + 1, frames),
+        "slide": range(0, last + 1, clip_stride),
+    }[clip]
+    found = [(start, frames) for start in sorted(starts)]
+    if clip == "chunks" and not fixed:
+        tail = available - len(found) * frames
+        found += [(len(found) * frames, valid(tail, strides))] if valid(tail, strides) >= min_frames else []
+    return found
+
+
+@given(st.lists(durations, max_size=8), settings)
+def test_clips_are_those_of_the_plain_rules(durations, chosen):
+    found = clips_in(select(durations, **chosen), chosen["rate"])
+    assert found == sorted(found) and len(set(found)) == len(found)
+    for segment, duration in enumerate(durations):
+        rule = expected(frames_available(duration, chosen["rate"]), **chosen)
+        here = [(start, frames) for of, start, frames in found if of == segment]
+        if chosen["clip"] == "random":
+            assert set(here) <= set(rule) and bool(here) == bool(rule) and len(here) <= chosen["clips"]
+        else:
+            assert here == rule
+
+
+@given(st.lists(durations, max_size=8), settings)
+def test_every_clip_is_valid_and_inside_its_segment(durations, chosen):
+    found = select(durations, **chosen)
+    assert not any(((found.frames - 1) % stride).any() for stride in chosen["strides"])
+    assert (found.frames >= chosen["min_frames"]).all() and (found.frames <= chosen["num_frames"]).all()
+    for segment, start, frames in zip(found.segment, found.start, found.frames, strict=True):
+        times = clip_times(start, chosen["rate"], frames)
+        assert times[0] >= 0
+        # The one frame of the shortest clips needs no room.
+        assert times[-1] == 0 or times[-1] < durations[segment] - min(0.001, 0.25 / chosen["rate"]) + 1e-9
+
+
+@given(st.lists(durations, min_size=1, max_size=8), settings, st.randoms())
+def test_a_segment_has_its_clips_whatever_else_there_is(durations, chosen, random):
+    seeds = seeds_for(len(durations))
+    found = clips_in(select(durations, seeds, **chosen), chosen["rate"])
+    order = random.sample(range(len(durations)), random.randint(1, len(durations)))
+    again = clips_in(select([durations[i] for i in order], seeds[order], **chosen), chosen["rate"])
+    for place, segment in enumerate(order):
+        assert [rest for of, *rest in again if of == place] == [rest for of, *rest in found if of == segment]
+
+
+@given(durations, settings)
+def test_chunks_are_disjoint_and_leave_less_than_a_clip(duration, chosen):
+    chosen = {**chosen, "clip": "chunks"}
+    found = clips_in(select([duration], **chosen), chosen["rate"])
+    end = 0
+    for _, start, frames in found:
+        assert start == end
+        end = start + frames
+    left = frames_available(duration, chosen["rate"]) - end
+    assert left >= 0
+    if found:
+        least = found[0][2] if chosen["fixed"] else chosen["min_frames"]
+        tail = found[-1][2] < found[0][2]
+        assert left < math.lcm(*chosen["strides"]) if tail else valid(left, chosen["strides"]) < least
+
+
+@given(st.floats(6, 40), st.integers(1, 60))
+def test_slides_are_evenly_spaced_up_to_the_end(duration, step):
+    found = clips_in(select([duration], clip="slide", clip_stride=step), 24.0)
+    starts = [start for _, start, _ in found]
+    assert starts == [step * k for k in range(len(starts))]
+    last = frames_available(duration, 24.0) - 61
+    assert last - step < starts[-1] <= last
+
+
+def test_known_clips():
+    ten = [10.0]  # 240 frames: 179 starts of 61 frames behind the first
+    assert clips_in(select(ten, clip="head"), 24) == [(0, 0, 61)]
+    assert clips_in(select(ten, clip="middle"), 24) == [(0, 89, 61)]
+    assert clips_in(select(ten, clip="uniform", clips=3), 24) == [(0, 0, 61), (0, 90, 61), (0, 179, 61)]
+    assert clips_in(select(ten, clip="uniform", clips=1), 24) == [(0, 89, 61)]
+    assert clips_in(select([63 / 24], clip="uniform", clips=6), 24) == [(0, 0, 61), (0, 1, 61), (0, 2, 61)]
+    assert clips_in(select(ten, clip="chunks"), 24) == [(0, 0, 61), (0, 61, 61), (0, 122, 61), (0, 183, 57)]
+    assert clips_in(select(ten, clip="chunks", fixed=True), 24) == [(0, 0, 61), (0, 61, 61), (0, 122, 61)]
+    assert clips_in(select(ten, clip="slide", clip_stride=100), 24) == [(0, 0, 61), (0, 100, 61)]
+    # A second is 24 frames, of which 21 make a clip; at a fixed length, none.
+    assert clips_in(select([1.0, 10.0], clip="head"), 24) == [(0, 0, 21), (1, 0, 61)]
+    assert clips_in(select([1.0, 10.0], clip="head", fixed=True), 24) == [(1, 0, 61)]
+    assert select(ten, clip="head", num_frames=64).frames.tolist() == [61]
+    assert select(ten, clip="head", strides=(4, 6)).frames.tolist() == [61]
+    assert select(ten, clip="head", strides=(4, 7)).frames.tolist() == [57]
+
+
+def test_starts_are_on_the_grid_of_the_rate():
+    found = select([10.0], clip="slide", clip_stride=7, rate=30000 / 1001)
+    assert found.start.tolist() == [7 * k / (30000 / 1001) for k in range(len(found.start))]
+
+
+def test_random_starts_are_spread_over_all_and_kept_when_more_are_asked_for():
+    durations = np.full(20_000, 70 / 24)  # 70 frames: ten starts
+    starts = np.rint(select(durations, clip="random").start * 24).astype(int)
+    counts = np.bincount(starts, minlength=10)
+    assert len(counts) == 10 and ((counts - 2000) ** 2 / 2000).sum() < 27.9  # chi-square, 9 degrees: p = 0.001
+    assert (np.diff(starts) != 0).mean() > 0.85
+    few = set(clips_in(select(durations[:200], clip="random", clips=3), 24))
+    more = set(clips_in(select(durations[:200], clip="random", clips=5), 24))
+    assert few < more
+    # Three draws of ten places: 1 + 0.9 + 0.81 different ones on average.
+    assert 2.5 < len(few) / 200 < 2.9
+    alone = select([10.0], seeds_for(2)[1:], clip="random")
+    assert select([0.1, 10.0], seeds_for(2), clip="random").start == alone.start  # a short one takes no seed away
+    assert not np.array_equal(starts, np.rint(select(durations, seeds_for(20_001)[1:], clip="random").start * 24))
+
+
+@pytest.mark.parametrize("clip", SELECTIONS)
+def test_no_segments_and_unknown_durations_yield_nothing(clip):
+    assert len(select([], clip=clip, clips=2, clip_stride=3).segment) == 0
+    found = select([math.nan, 0.0, -3.0, math.inf, 0.1], clip=clip, clips=2, clip_stride=3)
+    assert len(found.segment) == len(found.start) == len(found.frames) == 0
+
+
+def test_enormous_segments_neither_hang_nor_overflow():
+    ten_hours = select([36_000.0], clip="chunks")
+    assert len(ten_hours.start) == math.ceil(36_000 * 24 / 61)
+    for clip in ("head", "middle", "random", "uniform"):
+        found = select([1e300, 5.0], clip=clip, clips=3 if clip in ("random", "uniform") else 1)
+        assert (found.start >= 0).all() and found.segment[0] == 0 and found.segment[-1] == 1
+    for clip in ("chunks", "slide"):
+        with pytest.raises(ValueError, match="max_frames"):
+            select([1e300] * 2000, clip=clip, clip_stride=1)
+    with pytest.raises(ValueError, match="fewer clips"):
+        select([10.0], clip="random", clips=10**12)
+
+
+def test_what_makes_no_clips_is_refused():
+    with pytest.raises(ValueError, match="clip_stride"):
+        select([10.0], clip="slide")
+    with pytest.raises(ValueError, match="head, middle, random"):
+        select([10.0], clip="tail")
+    for name in ("num_frames", "min_frames", "clips", "clip_stride"):
+        with pytest.raises(ValueError, match="1 or more"):
+            select([10.0], **{"clip": "head", name: 0 if name != "clip_stride" else -1})
+    with pytest.raises(ValueError, match="1 or more"):
+        select([10.0], clip="head", strides=(4, 0))
+
+
+@given(st.integers(1, 10_000), st.lists(st.integers(1, 16), min_size=1, max_size=3))
+def test_largest_valid_frames(frames, strides):
+    found = largest_valid_frames(frames, *strides)
+    assert type(found) is int
+    assert found == valid(frames, strides)
+    assert largest_valid_frames(np.array([frames, 1]), *strides).tolist() == [found, 1]
+
+
+def test_no_frames_are_never_valid():
+    assert largest_valid_frames(8) == 5
+    for wrong in (lambda: largest_valid_frames(0), lambda: largest_valid_frames(np.array([5, 0]), 4)):
+        with pytest.raises(ValueError, match="1 or more"):
+            wrong()
+    with pytest.raises(ValueError, match="stride of 4, 0"):
+        largest_valid_frames(5, 4, 0)
+    assert largest_valid_frames(np.zeros(0, np.int64), 4).shape == (0,)
+
+
+@given(st.integers(1, 5000), rates)
+def test_a_clip_holds_its_own_frames_even_when_its_duration_was_rounded(frames, rate):
+    assert frames_available(frames / rate, rate) == frames
+    assert frames_available(round(frames / rate, 3), rate) == frames
+
+
+@given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=5), st.floats(0.5, 120))
+def test_available_times_lie_inside_the_clip(durations, rate):
+    counts = frames_available(np.array(durations), rate)
+    for duration, count in zip(durations, counts, strict=True):
+        assert count == frames_available(duration, rate)
+        times = clip_times(0.0, rate, count)
+        assert len(times) == count and times[0] == 0.0
+        assert times[-1] < duration
+        assert count / rate >= duration - 0.001 - 1e-9
+
+
+def test_odd_clips():
+    assert frames_available(1e-5, 24) == 1
+    assert frames_available(5.28, 24) == 127
+    assert type(frames_available(5.28, 24)) is int
+    odd = np.array([math.nan, -1.0, 0.0, math.inf, -math.inf, 1.7e308, 1.0])
+    with np.errstate(all="raise"):
+        assert frames_available(odd, 24).tolist() == [0, 0, 0, 0, 0, MOST_FRAMES, 24]
+    assert clip_times(2.0, 4, 3) == [2.0, 2.25, 2.5]
+    for rate in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="per second"):
+            frames_available(1.0, rate)
+    with pytest.raises(ValueError, match="more than 0"):
+        clip_times(0.0, 24, 0)

@@ -1,0 +1,290 @@
+"""Images as collections have them: each gives what a person expects, or a MediaError that says why not."""
+
+import io
+import itertools
+import os
+import struct
+import subprocess
+import sys
+import unicodedata
+import zlib
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+from PIL import Image, ImageCms, ImageOps
+
+from stages.media.errors import MediaError
+from stages.media.files import Blob
+from stages.media.image import load_image, probe_image
+
+
+def gradient(width=48, height=32):
+    rows, columns = np.mgrid[0:height, 0:width]
+    return np.stack([columns * 255 // max(1, width - 1), rows * 255 // max(1, height - 1), (rows + columns) % 256], -1)
+
+
+def reason(action, path):
+    with pytest.raises(MediaError) as caught:
+        action(path)
+    assert os.fspath(path) in str(caught.value)
+    return caught.value
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def write_png16(path, samples_HWC, extra=b""):
+    """16 bits a sample: grey, grey and alpha, RGB or RGBA by the number of bands."""
+    height, width, bands = samples_HWC.shape
+    kind = {1: 0, 2: 4, 3: 2, 4: 6}[bands]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples_HWC)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+    return path
+
+
+class Failing(Blob):
+    """Something whose reading ends in this error."""
+
+    name = "failing.png"
+
+    def __init__(self, error):
+        self.error = error
+
+    def size(self):
+        return 1000
+
+    def open(self):
+        reader, error = io.BytesIO(bytes(1000)), self.error
+
+        class Reader(io.BytesIO):
+            def read(self, *_):
+                raise error
+
+        reader.close()
+        return Reader()
+
+
+@pytest.mark.parametrize("bands", [1, 2, 3, 4])
+def test_16_bit_png_keeps_its_range(tmp_path, bands):
+    levels = np.array([0, 255, 256, 257, 32767, 32768, 65279, 65535], np.uint16)
+    samples = np.stack([np.roll(levels, band) for band in range(bands)], -1)[None].copy()
+    if bands in (2, 4):
+        samples[..., -1] = 65535
+    picture = np.asarray(load_image(write_png16(tmp_path / "deep.png", samples)))
+    colours = samples[..., :3] if bands > 2 else np.repeat(samples[..., :1], 3, axis=2)
+    assert np.abs(picture - colours / 257).max() <= 1
+    assert picture.min() == 0 and picture.max() == 255
+
+
+def test_16_bit_png_with_half_transparency(tmp_path):
+    samples = np.full((2, 2, 4), 32768, np.uint16)
+    samples[..., 0] = 65535
+    picture = np.asarray(load_image(write_png16(tmp_path / "half.png", samples)))
+    np.testing.assert_allclose(picture, np.broadcast_to([255, 191, 191], (2, 2, 3)), atol=2)
+
+
+@pytest.mark.parametrize("layout", ["rgb48le", "gray16le", "rgba64le"])
+def test_16_bit_tiff_keeps_its_range(tmp_path, layout):
+    bands = {"rgb48le": 3, "gray16le": 1, "rgba64le": 4}[layout]
+    samples = np.linspace(0, 65535, 16 * 16 * bands).astype(np.uint16).reshape(16, 16, bands)
+    if bands == 4:
+        samples[..., 3] = 65535
+    encoder = av.CodecContext.create("tiff", "w")
+    encoder.width, encoder.height, encoder.pix_fmt, encoder.time_base = 16, 16, layout, Fraction(1)
+    frame = av.VideoFrame(16, 16, layout)
+    line = samples.astype("<u2").reshape(16, -1)
+    plane = frame.planes[0]
+    rows = np.zeros((16, plane.line_size), np.uint8)
+    rows[:, : line.shape[1] * 2] = line.view(np.uint8)
+    plane.update(rows.tobytes())
+    (tmp_path / "deep.tif").write_bytes(b"".join(bytes(p) for p in [*encoder.encode(frame), *encoder.encode(None)]))
+    picture = np.asarray(load_image(tmp_path / "deep.tif"))
+    colours = samples[..., :3] if bands > 2 else np.repeat(samples, 3, axis=2)
+    assert np.abs(picture - colours / 257).max() <= 1
+
+
+P3 = np.array([[0.51512, 0.29198, 0.15710], [0.24120, 0.69225, 0.06657], [-0.00105, 0.04189, 0.78407]])
+SRGB = np.array([[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [0.01392, 0.09708, 0.71410]])
+
+
+def display_p3():
+    """sRGB's profile with the colorants of Display P3 (adapted to D50) in place of its own."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    (count,) = struct.unpack(">I", profile[128:132])
+    for entry in (132 + 12 * index for index in range(count)):
+        tag = bytes(profile[entry : entry + 4])
+        start, size = struct.unpack(">II", profile[entry + 4 : entry + 12])
+        if tag in (b"rXYZ", b"gXYZ", b"bXYZ"):
+            column = P3[:, [b"rXYZ", b"gXYZ", b"bXYZ"].index(tag)]
+            profile[start + 8 : start + 20] = struct.pack(">3i", *np.round(column * 65536).astype(int).tolist())
+        if tag == b"desc":
+            text = profile[start : start + size].replace(b"s\0R\0G\0B", b"D\0P\0 \x003").replace(b"sRGB", b"DP 3")
+            profile[start : start + size] = text
+    return bytes(profile)
+
+
+def decode(values):
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def encode(light):
+    return np.where(light <= 0.0031308, light * 12.92, 1.055 * np.maximum(light, 0) ** (1 / 2.4) - 0.055)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif", "avif", "heic"])
+def test_display_p3_is_converted_to_srgb(tmp_path, suffix):
+    colours = np.array([(200, 100, 50), (60, 160, 90), (128, 128, 128), (90, 80, 200)])
+    expected = encode(np.clip(decode(colours / 255) @ (np.linalg.inv(SRGB) @ P3).T, 0, 1)) * 255
+    assert np.abs(expected - colours).max() > 10
+    picture = Image.fromarray(colours.astype(np.uint8).reshape(2, 2, 3)).resize((64, 64), Image.Resampling.NEAREST)
+    path = tmp_path / f"p3.{suffix}"
+    if suffix == "heic":
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+    options = {"jpg": {"quality": 100, "subsampling": 0}, "webp": {"lossless": True}}.get(suffix, {"quality": 100})
+    picture.save(path, icc_profile=display_p3(), **options)
+    found = np.asarray(load_image(path)).astype(float)
+    quarters = [found[8:24, 8:24], found[8:24, 40:56], found[40:56, 8:24], found[40:56, 40:56]]
+    for quarter, colour in zip(quarters, expected, strict=True):
+        assert np.abs(quarter.mean((0, 1)) - colour).max() <= (2 if suffix in ("png", "webp", "tif") else 5)
+
+
+def test_a_profile_for_other_colours_than_the_image_has_is_ignored(tmp_path):
+    Image.new("L", (8, 8), 100).save(tmp_path / "grey.png", icc_profile=display_p3())
+    Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "print.tif", icc_profile=display_p3())
+    assert np.asarray(load_image(tmp_path / "grey.png")).tolist() == [[[100] * 3] * 8] * 8
+    assert np.asarray(load_image(tmp_path / "print.tif"))[0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_avif_and_heic_come_upright(tmp_path, orientation):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pillow_heif.register_heif_opener()
+    stored = Image.fromarray(gradient(64, 40).astype(np.uint8))
+    tagged = stored.copy()
+    tagged.getexif()[0x0112] = orientation
+    upright = ImageOps.exif_transpose(tagged)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    orienting = exif.tobytes()
+    stored.save(tmp_path / "turned.avif", exif=orienting, quality=95)
+    # So the encoder writes the HEIF properties irot and imir, as phones do.
+    photo = pillow_heif.from_pillow(stored)
+    photo.info["exif"] = orienting
+    photo.save(tmp_path / "turned.heic", quality=95)
+    for path in (tmp_path / "turned.avif", tmp_path / "turned.heic"):
+        info, picture = probe_image(path), load_image(path)
+        assert (info.width, info.height) == picture.size == upright.size
+        assert np.abs(np.asarray(picture).astype(int) - np.asarray(upright)).mean() < 4
+
+
+def test_in_heic_the_properties_turn_the_picture_and_exif_alone_does_not(tmp_path):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pillow_heif.register_heif_opener()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (64, 40)).save(tmp_path / "exif.heic", exif=exif)
+    assert (probe_image(tmp_path / "exif.heic").width, load_image(tmp_path / "exif.heic").width) == (64, 64)
+
+
+def test_heic_transparency_is_laid_over_white_and_a_cut_file_is_refused(tmp_path):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pillow_heif.register_heif_opener()
+    Image.new("RGBA", (64, 64), (255, 0, 0, 0)).save(tmp_path / "clear.heic")
+    assert probe_image(tmp_path / "clear.heic").format == "HEIF"
+    assert np.asarray(load_image(tmp_path / "clear.heic")).min() >= 250
+    noise = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "whole.heic")
+    whole = (tmp_path / "whole.heic").read_bytes()
+    (tmp_path / "cut.heic").write_bytes(whole[: len(whole) // 2])
+    assert reason(load_image, tmp_path / "cut.heic").reason in ("truncated", "unreadable", "not-an-image")
+
+
+def test_without_the_plugin_heic_names_the_extra_and_nothing_else_needs_it(tmp_path):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pillow_heif.register_heif_opener()
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "photo.heic")
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "photo.avif")
+    program = f"""
+import sys
+sys.modules["pillow_heif"] = None
+from stages.media.image import load_image, probe_image
+from stages.media.errors import MediaError
+load_image({str(tmp_path / "photo.avif")!r})
+try:
+    probe_image({str(tmp_path / "photo.heic")!r})
+except MediaError as error:
+    print(error.reason, error.advice)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("needs-extra pip install 'latentpress[heif]'")
+
+
+@pytest.mark.parametrize("transfer", [16, 18])
+def test_high_dynamic_range_is_refused(tmp_path, transfer):
+    cicp = chunk(b"cICP", bytes([9, transfer, 0, 1]))
+    write_png16(tmp_path / "hdr.png", np.zeros((4, 4, 3), np.uint16), extra=cicp)
+    write_png16(tmp_path / "sdr.png", np.zeros((4, 4, 3), np.uint16), extra=chunk(b"cICP", bytes([1, 13, 0, 1])))
+    assert load_image(tmp_path / "sdr.png").size == (4, 4)
+    Image.new("RGB", (16, 16)).save(tmp_path / "sdr.avif")
+    content = bytearray((tmp_path / "sdr.avif").read_bytes())
+    place = content.index(b"colrnclx")
+    content[place + 10 : place + 12] = transfer.to_bytes(2, "big")
+    (tmp_path / "hdr.avif").write_bytes(content)
+    for action, name in itertools.product((probe_image, load_image), ("hdr.png", "hdr.avif")):
+        error = reason(action, tmp_path / name)
+        assert error.reason == "hdr" and "tone-map" in error.advice
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("quality", [30, 95])
+def test_a_progressive_jpeg_is_a_jpeg_and_a_truncated_one_is_refused(tmp_path, progressive, quality):
+    path = tmp_path / "photo.jpg"
+    Image.fromarray(gradient(160, 120).astype(np.uint8)).save(path, progressive=progressive, quality=quality)
+    assert np.abs(np.asarray(load_image(path)).astype(int) - gradient(160, 120)).mean() < 8
+    path.write_bytes(path.read_bytes()[:-300])
+    assert reason(load_image, path).reason == "truncated"
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 20_000), (20_000, 1), (20_000, 3)])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tif"])
+def test_extreme_sides_are_read(tmp_path, size, suffix):
+    Image.new("RGB", size, (10, 200, 30)).save(tmp_path / f"long.{suffix}")
+    info = probe_image(tmp_path / f"long.{suffix}")
+    assert (info.width, info.height) == load_image(tmp_path / f"long.{suffix}").size == size
+
+
+def test_20_000_pixels_squared_are_too_many(tmp_path):
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 0, 0, 0, 0))
+    (tmp_path / "wall.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 999)))
+    assert reason(probe_image, tmp_path / "wall.png").reason == "too-large"
+
+
+NAMES = ["-dash", "two words", "new\nline", "quote'\"", "100%d", "a:b", "ü" * 100, "x" * 251]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(unicodedata.normalize(form, "Éclair ü") for form in ("NFC", "NFD"))])
+def test_names_are_names(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (6, 4), "red").save(io_file := io.BytesIO(), "PNG")
+    with open(f"{name}.png", "wb") as file:
+        file.write(io_file.getvalue())
+    assert probe_image(f"{name}.png").width == 6
+    assert load_image(f"{name}.png").size == (6, 4)
+
+
+def test_what_the_content_is_decides_not_the_extension(tmp_path):
+    Image.new("RGB", (6, 4), "red").save(tmp_path / "really.png")
+    (tmp_path / "says.jpg").write_bytes((tmp_path / "really.png").read_bytes())
+    assert probe_image(tmp_path / "says.jpg").format == "PNG"
+
+
+@pytest.mark.parametrize("action", [probe_image, load_image])
+def test_a_lack_of_memory_and_a_lost_connection_are_media_errors(action):
+    assert reason(action, Failing(MemoryError())).reason == "out-of-memory"
+    assert reason(action, Failing(ConnectionResetError(104, "reset by peer"))).reason == "unreadable"

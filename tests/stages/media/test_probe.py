@@ -1,0 +1,105 @@
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from schemas.tables import MEDIA
+from stages.media.errors import MediaError
+from stages.media.files import Blob, hash_file
+from stages.media.probe import probe, probe_companion
+
+
+def write_video(path, frames=20):
+    with av.open(str(path), "w") as output:
+        stream = output.add_stream("libx264", rate=25, options={"preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 64, 3), number * 5, np.uint8))
+            frame.pts = number
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return path
+
+
+class Stored(Blob):
+    """A file in a store that vouches for an id."""
+
+    def __init__(self, path, given):
+        self.name, self.path, self.given = f"s3://bucket/{path.name}", path, given
+
+    def open(self):
+        return self.path.open("rb")
+
+    def size(self):
+        return self.path.stat().st_size
+
+    def media_id(self):
+        return self.given
+
+
+def test_an_image_has_no_time(tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    found = probe(tmp_path / "a.png", "image", scenes=True)
+    assert found == {
+        "media_id": hash_file(tmp_path / "a.png"),
+        "kind": "image",
+        "width": 30,
+        "height": 20,
+        "frames": None,
+        "rate": None,
+        "duration": None,
+        "scenes": None,
+    }
+    assert set(found) <= set(MEDIA.names)
+
+
+def test_a_video_has(tmp_path):
+    path = write_video(tmp_path / "a.mp4")
+    found = probe(path, "video")
+    assert (found["kind"], found["width"], found["height"], found["frames"]) == ("video", 64, 32, 20)
+    assert (found["rate"], found["duration"]) == (pytest.approx(25), pytest.approx(0.8))
+    assert found["media_id"] == hash_file(path) and found["scenes"] is None
+    assert probe(path, "video", scenes=True)["scenes"] == []
+
+
+def test_images_are_not_decoded(tmp_path, monkeypatch):
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    first, second = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
+    first.save(tmp_path / "b.webp", save_all=True, append_images=[second], duration=100)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    assert probe(tmp_path / "a.png", "image")["width"] == 30
+    assert probe(tmp_path / "b.webp", "image", animations="video")["frames"] == 2
+
+
+def test_companions(tmp_path):
+    Image.new("L", (30, 20)).save(tmp_path / "mask.png")
+    found = probe_companion(tmp_path / "mask.png", "image")
+    assert (found["id"], found["kind"], found["width"]) == (hash_file(tmp_path / "mask.png"), "image", 30)
+    video = probe_companion(write_video(tmp_path / "mask.mp4"), "video")
+    assert (video["kind"], video["duration"]) == ("video", pytest.approx(0.8))
+
+
+def test_the_store_may_vouch_for_the_id(tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    path = write_video(tmp_path / "a.mp4")
+    assert probe(Stored(path, "f" * 32), "video")["media_id"] == "f" * 32
+    assert probe(Stored(path, None), "video") == probe(path, "video")
+    assert probe_companion(Stored(tmp_path / "a.png", "f" * 32), "image")["id"] == "f" * 32
+
+
+def test_the_same_bytes_are_the_same_media_and_extensions_do_not_tell(tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "one.png")
+    (tmp_path / "two.png").write_bytes((tmp_path / "one.png").read_bytes())
+    Image.new("RGB", (30, 20)).save(tmp_path / "one.jpg")
+    ids = [probe(tmp_path / name, "image")["media_id"] for name in ("one.png", "two.png", "one.jpg")]
+    assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_what_can_not_be_used_is_a_media_error(tmp_path, kind):
+    (tmp_path / "text").write_text("neither")
+    with pytest.raises(MediaError) as caught:
+        probe(tmp_path / "text", kind)
+    assert caught.value.reason in ("not-an-image", "not-a-video")
+    with pytest.raises(MediaError):
+        probe(tmp_path / "none", kind)

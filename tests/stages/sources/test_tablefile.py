@@ -1,0 +1,194 @@
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import LatentpressError
+from stages.sources.columns import Lookup, captions_of, extras
+from stages.sources.tablefile import media_column, read_table
+
+ROWS = [
+    {"file_name": "0001", "caption": 'a "quoted", text', "score": 5, "rate": 0.5, "good": True},
+    {"file_name": "0002", "caption": "zwei\nZeilen ü", "score": None, "rate": 2, "good": False},
+]
+
+
+def write(folder: Path, kind: str, rows: list[dict]) -> str:
+    path = folder / f"table.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        import csv
+
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_the_three_kinds_give_the_same_table(tmp_path: Path, kind: str) -> None:
+    table = read_table(write(tmp_path, kind, ROWS), text=["file_name"])
+    assert table.to_pylist() == ROWS
+    kinds = {name: str(table.schema.field(name).type) for name in table.column_names}
+    assert kinds == {"file_name": "string", "caption": "string", "score": "int64", "rate": "double", "good": "bool"}
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_only_some_columns_are_read_and_absent_ones_are_no_error(tmp_path: Path, kind: str) -> None:
+    table = read_table(write(tmp_path, kind, ROWS), ["score", "nothing"])
+    assert table.to_pylist() == [{"score": 5}, {"score": None}]
+    assert read_table(write(tmp_path, kind, ROWS), ["nothing"]).num_columns == 0
+
+
+def test_a_column_whose_later_cells_are_of_another_kind_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    lines = [f"{i},{i},{i}" for i in range(5000)]
+    path.write_text("\n".join(["a,b,c", *lines, "1.5,x,-"]))
+    assert [str(field.type) for field in read_table(str(path)).schema] == ["double", "string", "int64"]
+
+
+def test_text_that_looks_like_a_date_keeps_its_spelling(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl", [{"day": "2024-01-01", "days": ["2024-01-01"]}])
+    assert read_table(path).to_pylist() == [{"day": "2024-01-01", "days": ["2024-01-01"]}]
+
+
+def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfa,b\n1,x\n")
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n{"a": 2}')
+    assert read_table(str(tmp_path / "a.csv")).column_names == ["a", "b"]
+    assert read_table(str(tmp_path / "a.jsonl")).column("a").to_pylist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("t.csv", b"a,b\n1,2\n3\n", r"t\.csv: .*Row #3: Expected 2 columns, got 1"),
+        ("t.csv", b"a,b\n1,2\n3,caf\xe9\n", r"t\.csv, line 3: is not UTF-8 \(byte 5\)"),
+        ("t.csv", b'a,b\n1,2\n3,"open\n4,5\n6,7\n', r"t\.csv, line 3: a quote is opened and not closed"),
+        ("t.csv", b"a,a\n1,2\n", "two columns are called 'a'"),
+        ("t.csv", b"", r"t\.csv: can't be read as csv \(Empty CSV file\)"),
+        ("t.jsonl", b'{"a": 1}\n{"a" 2}\n', r"t\.jsonl, line 2: is no JSON"),
+        ("t.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', r"line 3: 'a' is text here and a number on line 1"),
+        ("t.jsonl", b'{"a": "x"}\n[1]\n', r"line 2: is a list, not an object"),
+        ("t.jsonl", b'{"a": "x"}\n{"a": "caf\xe9"}\n', r"line 2: is not UTF-8"),
+        ("t.parquet", b"PAR1 no", r"t\.parquet: can't be read as parquet"),
+        ("t.xlsx", b"", r"valid endings: \.csv, \.jsonl, \.parquet"),
+    ],
+)
+def test_a_broken_table_is_named_with_its_line(tmp_path: Path, name: str, data: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(LatentpressError, match=says) as caught:
+        read_table(str(tmp_path / name))
+    assert caught.value.next_step
+
+
+def test_an_absent_table_is_named_and_a_url_without_its_secrets(tmp_path: Path) -> None:
+    with pytest.raises(LatentpressError, match=r"never\.csv: is not there"):
+        read_table(str(tmp_path / "never.csv"))
+    with pytest.raises(LatentpressError) as caught:
+        read_table("http://user:hunter2hunter2@127.0.0.1:9/t.csv?sig=abcdefghijklmnopqrstuv")
+    assert "hunter2" not in str(caught.value) and "abcdefgh" not in str(caught.value)
+
+
+def test_a_bad_line_is_quoted_without_secrets(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("path,caption\nhttps://h/a.png?sig=abcdefghijklmnopqrstuv\n")
+    with pytest.raises(LatentpressError, match=r"https://h/a\.png") as caught:
+        read_table(str(tmp_path / "t.csv"))
+    assert "abcdefgh" not in str(caught.value)
+
+
+def test_a_table_at_a_url() -> None:
+    import fsspec
+
+    with fsspec.open("memory://tables/t.jsonl", "wb") as file:
+        file.write(b'{"path": "a.png", "caption": ["x", "y"]}\n')
+    assert read_table("memory://tables/t.jsonl").to_pylist() == [{"path": "a.png", "caption": ["x", "y"]}]
+
+
+def test_a_line_longer_than_what_pyarrow_reads_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"a": "x" * 3_000_000}) + "\n" + json.dumps({"a": "y"}) + "\n")
+    assert [len(text) for text in read_table(str(path)).column("a").to_pylist()] == [3_000_000, 1]
+
+
+def test_the_column_of_media_is_the_first_usual_one_or_the_one_named() -> None:
+    table = pa.table({"id": ["1"], "image": ["a"], "path": ["b"], "list": [["a"]]})
+    assert media_column(table, None, "t.csv") == "path"
+    assert media_column(table, "id", "t.csv") == "id"
+    with pytest.raises(LatentpressError, match="no column 'url'; there are: id, image, path, list"):
+        media_column(table, "url", "t.csv")
+    with pytest.raises(LatentpressError, match=r"no column is called file_name.*there are: id"):
+        media_column(pa.table({"id": ["1"]}), None, "t.csv")
+    with pytest.raises(LatentpressError, match=r"holds list<.*>, not names of files"):
+        media_column(table, "list", "t.csv")
+
+
+def test_captions_come_from_text_and_lists_in_the_order_of_columns() -> None:
+    table = pa.table(
+        {
+            "a": ["  x ", None, "", "z"],
+            "b": [["y", "x", None, " "], None, [], ["z", "q", "q"]],
+            "n": [1, None, None, 2],
+        }
+    )
+    assert captions_of(table, ["a"]).to_pylist() == [["x"], [], [], ["z"]]
+    assert captions_of(table, ["b", "a"]).to_pylist() == [["y", "x"], [], [], ["z", "q"]]
+    assert captions_of(table, ["n"]).to_pylist() == [["1"], [], [], ["2"]]
+    with pytest.raises(LatentpressError, match="no column 'c'; there are: a, b, n"):
+        captions_of(table, ["c"])
+    with pytest.raises(LatentpressError, match="'s' holds struct"):
+        captions_of(pa.table({"s": [{"x": 1}]}), ["s"])
+
+
+words = st.one_of(st.none(), st.text(alphabet=" ab\n\u3000ü", max_size=4))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(words, st.one_of(st.none(), st.lists(words, max_size=5))), max_size=12))
+def test_captions_are_those_of_a_loop(rows) -> None:
+    table = pa.table(
+        {
+            "a": pa.array([a for a, _ in rows], pa.string()),
+            "b": pa.array([b for _, b in rows], pa.list_(pa.string())),
+        }
+    )
+    expected = [
+        list(dict.fromkeys(text.strip() for text in [a, *(b or [])] if text is not None and text.strip()))
+        for a, b in rows
+    ]
+    assert captions_of(table, ["a", "b"]).to_pylist() == expected
+    assert captions_of(table.slice(1), ["a", "b"]).to_pylist() == expected[1:]
+
+
+def test_extras_are_what_can_be_compared() -> None:
+    ignored: Counter[str] = Counter()
+    table = pa.table({"path": ["a"], "t": ["x"], "n": [1], "l": [[1]], "s": [{"a": 1}], "b": [b"x"]})
+    assert list(extras(table, ["path"], ignored)) == ["extra.t", "extra.n"]
+    assert dict(ignored) == {"column that is neither text nor number": 3}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30),
+    st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30),
+)
+def test_lookup_finds_what_a_loop_finds(keys, wanted) -> None:
+    lookup = Lookup(pa.chunked_array([pa.array(keys[:7], pa.string()), pa.array(keys[7:], pa.string())]))
+    texts = pa.array(wanted, pa.string())
+    every = [[row for row, key in enumerate(keys) if key == text and key is not None] for text in wanted]
+    first, counts = lookup.count(texts)
+    assert first.tolist() == [rows[0] if rows else -1 for rows in every]
+    assert counts.tolist() == [len(rows) for rows in every]
+    owner, rows = lookup.pairs(texts)
+    assert list(zip(owner.tolist(), rows.tolist(), strict=True)) == [(i, r) for i, rs in enumerate(every) for r in rs]
+    assert np.array_equal(lookup.find(texts), first)

@@ -1,0 +1,228 @@
+"""bucket as a program: what it prints, publishes, warns of and refuses."""
+
+import io
+import json
+import os
+import time
+
+import pyarrow as pa
+import pytest
+
+from cache import generations
+from cache.rows import Rows
+from cache.shard import reader
+from cache.store import Store
+from schemas.console import Console, Options
+from schemas.errors import LatentpressError
+from stages import bucket, discover, encode_latents
+from stages.plan import current_plan
+
+
+def said(project, program, *overrides):
+    """The report and what stood on the screen beside it."""
+    screen = io.StringIO()
+    options = Options(project.folder / "pipeline.yaml", overrides)
+    report = program.run(project.config(*overrides), options, Console(stderr=screen))
+    return report, " ".join(screen.getvalue().split())
+
+
+def plan(project, *overrides):
+    project.run(discover.run, *overrides)
+    return project.run(bucket.run, *overrides)
+
+
+def active(project, *overrides):
+    found = current_plan(Store(project.root), project.config(*overrides)).active
+    return {row["path"]: row for row in found.to_pylist()}
+
+
+def files(project):
+    return {path: path.stat().st_mtime_ns for path in project.root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def photos(project):
+    made = project()
+    for number in range(4):
+        made.image(f"{number}.png", (96, 64 + 32 * (number % 2)), f"picture {number}", seed=number)
+    return made
+
+
+def test_what_came_went_and_changed(photos):
+    assert plan(photos).details["changes"] == {"came": {"items": 4}}
+    assert plan(photos).details["changes"] == "none"
+    (photos.media / "0.png").unlink()
+    (photos.media / "1.txt").write_text("another caption")
+    photos.image("9.png", (96, 64), "a new one", seed=9)
+    changes = plan(photos).details["changes"]
+    assert changes == {
+        "came": {"items": 1, "for example": ["photos/9.png"]},
+        "went": {"items": 1, "for example": ["photos/0.png"]},
+        "changed": {"items": 1, "for example": ["photos/1.png"]},
+    }
+
+
+def test_only_what_is_new_is_planned_again(photos):
+    plan(photos)
+    store = Store(photos.root)
+    before = {name for kind in ("latents", "text") for name in generations.planned(store, kind).to_pylist()}
+    (photos.media / "1.txt").write_text("another caption")
+    report = plan(photos)
+    assert report.done == 1, "one text; the picture is the same"
+    assert report.details["new units"] == {"latents": 0, "text": 1}
+    after = {name for kind in ("latents", "text") for name in generations.planned(store, kind).to_pylist()}
+    assert before < after and len(after - before) == 1
+
+
+def test_a_changed_crop_changes_samples_and_no_text(photos):
+    plan(photos)
+    report = photos.run(bucket.run, "datasets.photos.crop_style=corner", "datasets.photos.crop_aspect=square")
+    assert report.details["new units"]["text"] == 0 and report.details["new units"]["latents"] > 0
+    assert report.details["changes"]["changed"]["items"] == 2, "the square ones are cut as before"
+    back = photos.run(bucket.run)
+    assert back.done == 0 and "unchanged" in back.details["generation"], "the old settings find their old plan"
+
+
+def test_a_second_run_and_a_dry_run_write_nothing(photos):
+    photos.run(discover.run)
+    before = files(photos)
+    report = photos.run(bucket.run, dry_run=True)
+    assert files(photos) == before
+    assert report.remaining == 4 + 5 and report.exit_code == 0
+    assert report.details["buckets"] and report.details["disk"]
+    plan(photos)
+    before = files(photos)
+    time.sleep(0.01)
+    report = plan(photos)
+    assert files(photos) == before and report.done == 0
+
+
+def test_the_plan_a_person_reads(photos):
+    report = plan(photos, "datasets.photos.minimum_image_size=80")
+    (row,) = report.details["buckets"]
+    assert (row["bucket"], row["orientation"], row["samples"], row["samples a pass"]) == ("64x64@1", "square", 2, 2)
+    assert row["cut off % (most)"] == 0 and row["stretched %"] == 0
+    (rule,) = report.details["excluded"]
+    assert (rule["rule"], rule["items"]) == ("too-small", 2) and rule["for example"].startswith("0.png: is 96x64")
+    assert "too-small" in report.summary() and "64x64@1" in report.summary()
+    json.dumps(report.document(), allow_nan=False)
+
+
+def test_estimated_latents_are_what_is_written(photos):
+    photos.settings["latents"] = {"precision": "float32"}
+    report = plan(photos)
+    photos.run(encode_latents.run)
+    store = Store(photos.root)
+    paths = [f"latents/{name}" for name in store.names("latents") if name.endswith(".arrow")]
+    total = 0
+    for path in paths:
+        with reader(store, path) as shard:
+            total += sum(array.nbytes for n in range(len(shard)) for array in shard.read(n).tensors.values() if array)
+    assert report.details["disk"][0]["to be encoded"] == round(total / 2**20, 2)
+
+
+def test_a_bucket_smaller_than_a_batch_is_warned_about_with_the_repeats_that_would_do(photos):
+    photos.run(discover.run)
+    _, text = said(photos, bucket, "train.batch_size=3", "train.accumulate=2", "datasets.photos.crop_aspect=square")
+    assert "1 of 1 buckets have fewer samples a pass than a global batch of 6" in text
+    assert "64x64@1 (4, repeats: 1 would do)" in text
+    _, text = said(
+        photos, bucket, "train.batch_size=6", "datasets.photos.crop_aspect=square", "datasets.photos.repeats=1"
+    )
+    assert "fewer than" not in text
+
+
+def test_weights_count_in_the_advice(photos):
+    photos.run(discover.run)
+    light = ("datasets.photos.weight=0.25", "datasets.photos.crop_aspect=square", "train.batch_size=3")
+    report, text = said(photos, bucket, *light)
+    assert report.details["buckets"][0]["samples a pass"] == 1
+    assert "64x64@1 (1, repeats: 2 would do)" in text
+
+
+def test_a_lite_video_model_is_warned_with_the_resolution_that_would_do(project):
+    made = project("kandinsky5-video-t2v")
+    made.settings["datasets"][0] |= {"resolution": 512}
+    made.video("a.mp4", size=(1280, 720), frames=12)
+    made.run(discover.run)
+    report, text = said(made, bucket)
+    assert report.details["buckets"][0]["bucket"] == "688x384@9"
+    assert report.details["buckets"][0]["scale class"] == "1x3.16x3.16"
+    assert "resolution: 632 would lie inside" in text
+    inside, text = said(made, bucket, "datasets.photos.resolution=632")
+    assert inside.details["buckets"][0]["scale class"] == "1x2x2" and "would lie inside" not in text
+
+
+def test_a_shape_too_wide_for_a_lite_model_is_told_the_aspect_too(project):
+    made = project("kandinsky5-video-t2v")
+    made.settings["datasets"][0] |= {"resolution": 512}
+    made.video("wide.mp4", size=(640, 272), frames=12)
+    made.run(discover.run)
+    _, text = said(made, bucket)
+    assert "max_aspect: 1.77 would lie inside" in text
+    inside, text = said(made, bucket, "datasets.photos.resolution=626", "datasets.photos.max_aspect=1.77")
+    assert inside.details["buckets"][0]["scale class"] == "1x2x2" and "was made for" not in text
+
+
+def test_holding_out_nothing_is_said(photos):
+    photos.run(discover.run)
+    _, text = said(photos, bucket, "datasets.photos.eval_fraction=0.001")
+    assert "eval_fraction 0.001 holds out none of 4 items" in text
+
+
+def test_repeated_frames_are_counted_and_warned_about(project):
+    made = project("kandinsky5-video-t2v")
+    made.video("slow.mp4", rate=6, frames=12)
+    made.video("fast.mp4", rate=12)
+    made.run(discover.run)
+    report, text = said(made, bucket)
+    assert report.details["datasets"][0]["repeat frames"] == 1 and "1 clips repeat frames" in text
+    limited = made.run(bucket.run, "datasets.photos.video.max_repeated_frames=0.2")
+    assert [row["reason"] for row in limited.set_aside] == ["repeats-frames"]
+
+
+def test_several_resolutions_of_the_same_files_share_their_texts(photos):
+    first = photos.settings["datasets"][0]
+    photos.settings["datasets"].append(first | {"id": "larger", "resolution": 96, "allow_upscale": True})
+    report = plan(photos)
+    assert report.details["texts"] == 4 + 1
+    assert report.details["changes"] == {"came": {"items": 8}}
+    assert {row["dataset"]: row["samples"] for row in report.details["datasets"]} == {"photos": 4, "larger": 4}
+    assert (
+        len({tuple(row["texts"]) for row in current_plan(Store(photos.root), photos.config()).active.to_pylist()}) == 4
+    )
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("datasets.photos.minimum_image_size=2000", "4 too-small"),
+        ("datasets.photos.eval=true", "everything is held out"),
+        ("datasets.photos.where=width > 5000", "4 filtered"),
+    ],
+)
+def test_it_refuses_only_when_nothing_could_be_trained(photos, override, words):
+    photos.run(discover.run)
+    with pytest.raises(LatentpressError, match=words):
+        photos.run(bucket.run, override)
+
+
+def test_a_plan_of_another_version_is_none(photos):
+    plan(photos)
+    store = Store(photos.root)
+    (name,) = generations.names(store)
+    os.rename(photos.root / "plans" / name, photos.root / "plans" / f"{name}-old")
+    record = photos.root / "plans" / f"{name}-old" / "plan.json"
+    record.write_text(record.read_text().replace('"key": "', '"key": "0'))
+    with pytest.raises(LatentpressError, match="no plan"):
+        current_plan(store, photos.config())
+    assert plan(photos).details["generation"].startswith("000002-")
+
+
+def test_rows_are_found_by_their_id_and_the_first_of_equal_ones_counts():
+    names = [f"{n * 7919:032x}" for n in range(200)]
+    same_head = ["a" * 16 + "0" * 16, "a" * 16 + "1" * 16]
+    table = pa.table({"id": [*names, *same_head, names[3]], "n": list(range(203))})
+    rows = Rows(table, "id")
+    assert [rows[name]["n"] for name in (*names, *same_head)] == list(range(202))
+    assert len(rows) == 203 and names[0] in rows and "f" * 32 not in rows

@@ -1,0 +1,367 @@
+"""The join: every sample finds its own latent and captions, nothing missing is passed over, order means nothing."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stages.join
+from cache import generations
+from cache.generations import Generation
+from cache.plan import Span
+from cache.shard import Readers, Row, SetAside, ShardMeta, writer
+from cache.store import Store
+from cache.tensors import Array
+from cache.trainset import TrainSet
+from schemas.errors import REMAINS, LatentpressError
+from schemas.identity import hash_bytes
+from schemas.report import Report
+from schemas.tables import ACTIVE, INDEX, SAMPLES, TEXTS, UNITS
+from stages import encode_latents, encode_text, index
+from stages.index import SHOWN, digest, report_missing
+from stages.join import Encoded, Joined, Lookup, collect, join
+from stages.plan import side_multiple
+from stages.planning.draft import plan_key
+
+NULL = "null"
+
+
+def id_of(name: str) -> str:
+    return hash_bytes(name.encode())
+
+
+def active(name: str, texts: Sequence[str] = ("t",), **changes: Any) -> dict[str, Any]:
+    """A row of ACTIVE: sample `name` of dataset d, with texts named as in `texts`."""
+    row = {"sample_id": id_of(name), "role": "train", "dataset": "d", "path": f"{name}.png", "bucket": "64x64"}
+    row |= {"repeats": 0, "weight": 1.0, "regularisation": False, "texts": [id_of(text) for text in texts]}
+    return row | {"source_path": None, "mask_path": None, "null_text": None} | changes
+
+
+def plan_of(
+    store: Store, rows: list[dict], prompts: Sequence[dict] = (), key: str = "k", units: Sequence[dict] = ()
+) -> Generation:
+    texts = {text for row in rows for text in [*row["texts"], row["null_text"]] if text}
+    texts |= {id_of(NULL), *(prompt[key] for prompt in prompts for key in ("text", "negative"))}
+    words = [{"text_id": text, "text": f"words of {text}", "negative": False} for text in sorted(texts)]
+    return generations.publish(
+        store,
+        key=key,
+        samples=SAMPLES.empty_table(),
+        texts=pa.Table.from_pylist(words, TEXTS),
+        units=pa.Table.from_pylist(list(units), UNITS),
+        active=pa.Table.from_pylist(rows, ACTIVE),
+        info={"validation": list(prompts), "null_text": id_of(NULL)},
+    )
+
+
+def shard(
+    store: Store, kind: str, unit: str, names: Sequence[str], aside: Sequence[str] = (), folder: str = "f"
+) -> str:
+    """A real shard, in which a row's only tensor holds the number that its name ends with, if it does."""
+    lost = [SetAside(id_of(name), "odd", f"{name} is odd") for name in aside]
+    column = "embeds" if kind == "text" else "latent"
+    with writer(
+        store, f"{kind}/{folder}/{unit}", ShardMeta(kind, folder, unit, "", set_aside=lost), {column: "float32"}
+    ) as out:
+        for name in names:
+            value = int(name[-1]) if name[-1].isdigit() else 0
+            out.add(Row(id_of(name), {column: Array.from_numpy(np.float32([value]))}))
+        return out.finish()
+
+
+def collected(store: Store, plan: Generation, texts: list[str], latents: list[str]) -> tuple[Encoded, Encoded]:
+    readers = Readers(store)
+    return collect(readers, texts, plan.active_texts), collect(readers, latents, plan.active_samples)
+
+
+def shown(joined: Joined, store: Store) -> list[dict]:
+    """The index with what its numbers stand for, read back from the shards themselves."""
+    readers, (texts, shards) = Readers(store), (joined.tables[name].to_pylist() for name in ("texts", "shards"))
+
+    def stored(place: dict, kind: str) -> str:
+        assert shards[place["shard"]]["kind"] == kind
+        return readers.read(shards[place["shard"]]["path"], place["row"]).id
+
+    assert [stored(text, "text") for text in texts] == [text["text_id"] for text in texts]
+    rows = []
+    for row in joined.tables["index"].to_pylist():
+        assert stored(row, "latents") == row["sample_id"]
+        null = None if row["null_text"] is None else texts[row["null_text"]]["text_id"]
+        rows.append(row | {"texts": [texts[number]["text_id"] for number in row["texts"]], "null_text": null})
+    return rows
+
+
+def test_every_sample_finds_its_own(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    rows = [
+        active("b", ["t2", "t1"], bucket="96x64"),
+        active("a", ["t1"], bucket="96x64", null_text=id_of("own")),
+        active("c", ["t3"], role="eval", regularisation=True),
+        active("d", ["t3"], repeats=2, weight=0.5),
+        active("shown", ["t1"], role="validation"),
+    ]
+    prompt = {"name": "p", "prompt": "x", "negative_prompt": "", "bucket": "64x64", "text": id_of("t4")}
+    prompt |= {"negative": id_of(NULL), "condition": id_of("shown")}
+    plan = plan_of(store, rows, [prompt])
+    texts = [shard(store, "text", "t1", ["t1", "old", "t2"]), shard(store, "text", "t2", [NULL, "t3", "t4", "own"])]
+    latents = [shard(store, "latents", "l1", ["a", "shown"]), shard(store, "latents", "l2", ["gone", "d", "c", "b"])]
+    joined = join(plan, *collected(store, plan, texts, latents))
+    assert joined.tables["index"].schema == INDEX and not joined.left_out
+    found = shown(joined, store)
+    assert [row["sample_id"] for row in found[:1]] == [id_of("d")], "64x64 before 96x64"
+    assert {row["sample_id"] for row in found[1:3]} == {id_of("a"), id_of("b")}
+    assert [(row["role"], row["sample_id"]) for row in found[3:]] == [("eval", id_of("c"))]
+    for row in rows[:4]:
+        (mine,) = [entry for entry in found if entry["sample_id"] == row["sample_id"]]
+        same = ("role", "dataset", "bucket", "repeats", "weight", "regularisation", "texts", "null_text")
+        assert {key: mine[key] for key in same} == {key: row[key] for key in same}
+    assert (joined.train, joined.held_out) == (3, 1)
+    listed, shards = joined.tables["texts"].to_pylist(), joined.tables["shards"].to_pylist()
+    assert {text["text_id"] for text in listed} == {id_of(n) for n in ("t1", "t2", "t3", "t4", "own", NULL)}
+    assert listed[joined.null_text or 0]["text_id"] == id_of(NULL)
+    (entry,) = joined.validation
+    assert listed[entry["text"]]["text_id"] == id_of("t4") and listed[entry["negative"]]["text_id"] == id_of(NULL)
+    assert shards[entry["condition"]["shard"]]["path"] == latents[0] and entry["condition"]["row"] == 1
+
+
+def test_what_was_set_aside_is_left_out_and_listed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    rows = [
+        active("whole", ["t", "bad"]),
+        active("latent"),
+        active("captions", ["bad", "bad2"]),
+        active("null", null_text=id_of("bad2")),
+        active("held", role="eval", texts=["bad"]),
+    ]
+    plan = plan_of(store, rows)
+    texts = [shard(store, "text", "t", ["t", NULL], ["bad", "bad2", "nobody's"])]
+    latents = [shard(store, "latents", "l", ["whole", "captions", "null", "held"], ["latent"])]
+    joined = join(plan, *collected(store, plan, texts, latents))
+    (row,) = shown(joined, store)
+    assert row["sample_id"] == id_of("whole") and row["texts"] == [id_of("t")], "a lost caption is one less"
+    assert {(entry["path"], entry["message"]) for entry in joined.left_out} == {
+        ("latent.png", "latent is odd"),
+        ("captions.png", "bad is odd"),
+        ("null.png", "bad2 is odd"),
+        ("held.png", "bad is odd"),
+    }
+    assert {(entry["item"], entry["reason"]) for entry in joined.left_out} == {
+        (id_of(r["path"][:-4]), "odd") for r in rows[1:]
+    }
+
+
+def test_what_is_set_aside_in_one_shard_and_encoded_in_another_is_there(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    plan = plan_of(store, [active("a")])
+    texts = [shard(store, "text", "t1", [NULL], ["t"]), shard(store, "text", "t2", ["t"])]
+    latents = [shard(store, "latents", name, ["x", "a"]) for name in ("l1", "l2")]
+    text, latent = collected(store, plan, texts, latents)
+    assert not text.set_aside and not len(text.missing)
+    joined = join(plan, text, latent)
+    assert {row["path"] for row in joined.tables["shards"].to_pylist()} == {latents[0], *texts}, "of two the first"
+
+
+@pytest.mark.parametrize(
+    ("rows", "aside", "said"),
+    [
+        ([active("a"), active("b", role="eval")], ["a"], "every sample was set aside"),
+        ([active("b", role="eval")], [], "every sample is held out"),
+        ([active("b", role="validation")], [], "every sample is held out"),
+    ],
+)
+def test_an_empty_set_is_refused(tmp_path: Path, rows, aside, said) -> None:
+    store = Store(tmp_path)
+    plan = plan_of(store, rows)
+    encoded = collected(
+        store, plan, [shard(store, "text", "t", ["t", NULL])], [shard(store, "latents", "l", ["b"], aside)]
+    )
+    with pytest.raises(LatentpressError, match=said):
+        join(plan, *encoded)
+
+
+@pytest.mark.parametrize(("lost", "said"), [(NULL, "the null prompt"), ("t4", "p"), ("shown", "p")])
+def test_a_prompt_that_was_set_aside_stops_the_join(tmp_path: Path, lost, said) -> None:
+    store = Store(tmp_path)
+    prompt = {"name": "p", "prompt": "x", "negative_prompt": "", "bucket": "64x64", "text": id_of("t4")}
+    prompt |= {"negative": id_of("t"), "condition": id_of("shown")}
+    plan = plan_of(store, [active("a"), active("shown", role="validation")], [prompt])
+    texts, latents = ["t", "t4", NULL], ["a", "shown"]
+    encoded = collected(
+        store,
+        plan,
+        [shard(store, "text", "t", [name for name in texts if name != lost], [lost] if lost in texts else [])],
+        [shard(store, "latents", "l", [name for name in latents if name != lost], [lost] if lost in latents else [])],
+    )
+    with pytest.raises(LatentpressError, match=rf"{said} could not be encoded: {lost} is odd"):
+        join(plan, *encoded)
+
+
+def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    rows = [active(f"s{i:02}", [f"t{i}"]) for i in range(SHOWN + 5)]
+    rows.append(active("s00", ["t0"], path="copy of s00.png"))
+    plan = plan_of(store, rows)
+    text, latent = collected(
+        store,
+        plan,
+        [shard(store, "text", "t", [f"t{i}" for i in range(2, 30)])],
+        [shard(store, "latents", "l", ["s03"])],
+    )
+    report = report_missing(Report("index"), plan, text, latent)
+    assert report.remaining == 3 + SHOWN + 4 and report.exit_code != 0
+    assert report.next_steps == [
+        "latentpress encode-text   # 3 texts are not encoded yet",
+        f"latentpress encode-latents   # {SHOWN + 4} samples are not encoded yet",
+        "latentpress index",
+    ]
+    words, files = report.details.values()
+    assert {row["id"] for row in words} == {id_of(name) for name in ("t0", "t1", NULL)}
+    assert all(row["text"] == f"words of {row['id']}"[:60] for row in words)
+    assert list(report.details)[1] == f"missing samples (the first {SHOWN} of {SHOWN + 5})"
+    paths = [row["path"] for row in files]
+    assert len(paths) == SHOWN and paths == sorted(paths) and paths[:2] == ["copy of s00.png", "s00.png"]
+    assert "s03.png" not in paths
+
+
+@pytest.mark.parametrize("sums", [None, lambda words: words[:, 0] % np.uint64(3), lambda words: 0 * words[:, 1]])
+def test_places_of_ids_are_exact_whatever_their_sums(monkeypatch, sums) -> None:
+    """Of equal ids the first; nothing for what is not there, nor for null; also where unlike ids have equal sums."""
+    if sums:
+        monkeypatch.setattr(stages.join, "_sums", sums)
+    there = [id_of(name) for name in "abcdbxa"]
+    asked = [id_of("b"), None, id_of("z"), id_of("a"), id_of("x"), id_of("b"), None]
+    places = Lookup(pa.array(there)).find(pa.chunked_array([asked[:3], asked[3:]], pa.string()))
+    assert places.tolist() == [1, -1, -1, 0, 5, 1, -1]
+    sliced = Lookup(pa.array(there).slice(2, 3))
+    assert sliced.find(pa.array(["no", *there], pa.string()).slice(1)).tolist() == [-1, 2, 0, 1, 2, -1, -1]
+    assert Lookup(pa.array([], pa.string())).find(pa.array(asked, pa.string())).tolist() == [-1] * 7
+    assert sliced.find(pa.array([], pa.string())).tolist() == []
+
+
+names = st.sampled_from("abcdefgh")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            names,
+            st.lists(st.sampled_from("tuvw"), min_size=1, max_size=3),
+            st.sampled_from(["64x64", "96x64"]),
+            st.sampled_from(["d", "e"]),
+            st.integers(0, 1),
+            st.sampled_from([0.5, 1.0]),
+            st.sampled_from(["train", "eval"]),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.sets(st.sampled_from("abcdtuvw")),
+    st.permutations("abcdefgh"),
+    st.integers(0, 8),
+)
+def test_any_join_is_what_a_loop_would_find(made_once, rows, lost, order, cut) -> None:
+    store = Store(made_once / str(len(os.listdir(made_once))))
+    rows = [("a", ["x"], "64x64", "d", 0, 1.0, "train"), *rows]  # x is never lost, a may be
+    keys = ("bucket", "dataset", "repeats", "weight", "role")
+    given_rows = [
+        active(name, texts, path=f"{i:03}.png", **dict(zip(keys, rest, strict=True)))
+        for i, (name, texts, *rest) in enumerate(rows)
+    ]
+    plan = plan_of(store, given_rows)
+    parts = [part for part in (order[:cut], order[cut:]) if part]
+    latents = [
+        shard(store, "latents", f"l{i}", [n for n in part if n not in lost], [n for n in part if n in lost])
+        for i, part in enumerate(parts)
+    ]
+    spoken = [*"tuvwx", NULL]
+    texts = [shard(store, "text", "t", [n for n in spoken if n not in lost], [n for n in spoken if n in lost])]
+    encoded = collected(store, plan, texts, latents)
+    gone = {id_of(name) for name in lost}
+    expected = [
+        row | {"texts": [text for text in row["texts"] if text not in gone]}
+        for row in given_rows
+        if row["sample_id"] not in gone and not gone.issuperset(row["texts"])
+    ]
+    if not any(row["role"] == "train" for row in expected):
+        with pytest.raises(LatentpressError):
+            join(plan, *encoded)
+        return
+    order_keys = ("bucket", "dataset", "repeats", "weight", "sample_id", "path")
+    expected.sort(key=lambda row: (row["role"] != "train", *(row[key] for key in order_keys)))
+    joined = join(plan, *encoded)
+    columns = [name for name in INDEX.names if name not in ("shard", "row")]
+    assert [{key: row[key] for key in columns} for row in shown(joined, store)] == [
+        {key: row[key] for key in columns} for row in expected
+    ]
+    assert len(joined.left_out) == len(given_rows) - len(expected)
+
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("joins")
+
+
+def test_a_digest_is_of_the_rows_not_of_their_chunks() -> None:
+    rows = [
+        {
+            "sample_id": f"{i:032x}",
+            "texts": list(range(i % 3)),
+            "null_text": i if i % 2 else None,
+            "regularisation": i > 4,
+        }
+        for i in range(9)
+    ]
+    whole = pa.Table.from_pylist(rows, INDEX)
+    pieces = pa.concat_tables([pa.Table.from_pylist(rows[:4], INDEX), whole.slice(4, 1), whole.slice(5)])
+    assert pieces.column(0).num_chunks == 3 and digest(whole) == digest(pieces)
+    assert digest(pa.concat_tables([whole, whole]).slice(9)) == digest(whole)
+    changed = [*rows[:-1], rows[-1] | {"regularisation": False}]
+    assert digest(pa.Table.from_pylist(changed, INDEX)) != digest(whole)
+    assert digest(pa.Table.from_pylist(rows[::-1], INDEX)) != digest(whole)
+
+
+def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
+    work = project()
+    config, store = work.config(), Store(work.root)
+    key = plan_key(config, side_multiple(config.model))
+    text, latents = (stage.STAGE.fingerprint(config) for stage in (encode_text, encode_latents))
+    members = {"text": ["t1", "t2", NULL], "latents": ["s1", "s2", "s3"]}
+    units = [
+        {"unit_id": kind, "kind": kind, "bucket": "", "members": [id_of(n) for n in found], "estimated_bytes": 1}
+        for kind, found in members.items()
+    ]
+    rows = [active("s1", ["t1", "t2"]), active("s2", weight=2.0, texts=["t2"]), active("s3", role="eval", texts=["t1"])]
+    plan_of(store, rows, key=key, units=units)
+    report = work.run(index.run)
+    assert report.remaining == 6 and report.exit_code == REMAINS
+    assert [step.split("  ")[0] for step in report.next_steps][:2] == [
+        "latentpress encode-text",
+        "latentpress encode-latents",
+    ]
+    for kind, folder in (("text", text), ("latents", latents)):
+        shard(store, kind, kind, members[kind], folder=folder)
+    assert work.run(index.run, dry_run=True).remaining == 3 and not store.names("sets")
+    report = work.run(index.run)
+    assert (report.done, report.remaining, report.details["samples"], report.details["held out"]) == (3, 0, 2, 1)
+    data = TrainSet.open(store, "current", config.model.family, config.model.task)
+    assert report.details["set"] == f"sets/{data.id}"
+    assert data.spans == [Span("64x64", 0, 1), Span("64x64", 1, 1, 0, 2.0)] and data.eval_rows == range(2, 3)
+    read = [(data.sample(row), data.sample(row, caption)) for row, caption in ((0, 1), (1, 0), (2, 0))]
+    assert [(a.latent.numpy()[0], a.text["embeds"].numpy()[0], b.text["embeds"].numpy()[0]) for a, b in read] == [
+        (1, 1, 2),
+        (2, 2, 2),
+        (3, 1, 1),
+    ]
+    assert data.sample(0, dropped=True).text["embeds"].numpy()[0] == 0
+    assert data.meta["counts"] == {"samples": 2, "eval": 1, "texts": 3}
+    again = work.run(index.run)
+    assert (again.done, again.skipped, again.details) == (0, 3, report.details)
+    plan_of(store, [rows[0] | {"weight": 0.5}, *rows[1:]], key=key)
+    assert work.run(index.run).details["set"] != report.details["set"]

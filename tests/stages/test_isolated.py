@@ -1,0 +1,211 @@
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stages.engines.isolated import AHEAD, TOGETHER, Isolated, Lost
+from stages.media.errors import MediaError
+
+
+def working() -> Callable[[object], object]:
+    return work
+
+
+def work(item: object) -> object:
+    """Does what the item says."""
+    if item == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if item == "leave":
+        os._exit(3)
+    if item == "hang":
+        time.sleep(600)
+    if item == "eat":
+        return int(np.ones(1 << 29, np.uint8).sum())
+    if item == "refuse":
+        raise MediaError("bad", "one.png", "is bad", "mend it")
+    if item == "fail":
+        raise ZeroDivisionError("a bug of ours")
+    if item == "pid":
+        return os.getpid()
+    if isinstance(item, tuple):
+        return {"frames": np.full(item, 7, np.uint8), "note": "large"}
+    return item
+
+
+def broken() -> Callable[[object], object]:
+    raise ValueError("can't be made")
+
+
+def noting(folder: Path) -> Callable[[object], object]:
+    """Writes its process id down, then hangs."""
+
+    def hang(item: object) -> object:
+        (folder / str(os.getpid())).touch()
+        time.sleep(600)
+        return item
+
+    return hang
+
+
+def isolated(workers: int = 2, timeout_s: float = 30, memory_mib: int = 256) -> Isolated:
+    return Isolated(working, workers=workers, timeout_s=timeout_s, memory_mib=memory_mib)
+
+
+def test_results_come_in_the_order_of_the_items() -> None:
+    with isolated() as apart:
+        assert list(apart.map(range(1000))) == [(number, number) for number in range(1000)]
+        assert apart("pid") != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("item", "reason", "words"),
+    [
+        ("crash", "decoder-died", "SIGSEGV"),
+        ("leave", "decoder-died", "exit code 3"),
+        ("eat", "out-of-memory", "256 MiB"),
+    ],
+)
+def test_what_a_process_dies_of_costs_its_item_alone(item: str, reason: str, words: str) -> None:
+    with isolated() as apart:
+        lost = apart(item)
+        assert isinstance(lost, Lost)
+        assert (lost.reason, words in lost.problem) == (reason, True)
+        assert str(lost.error("clip.mp4")).startswith(f"clip.mp4: {lost.problem}; ")
+        assert apart("fine") == "fine"
+
+
+def test_an_item_that_hangs_is_given_up_and_the_others_go_on() -> None:
+    with isolated(timeout_s=0.5) as apart:
+        began = time.monotonic()
+        results = dict(apart.map(["a", "hang", *range(50)]))
+        assert time.monotonic() - began < 10
+    assert isinstance(results["hang"], Lost) and results["hang"].reason == "timed-out"
+    assert [item for item, result in results.items() if item != result] == ["hang"]
+
+
+def test_of_a_list_that_a_process_was_given_only_the_item_in_hand_is_lost() -> None:
+    items: list[object] = list(range(400))
+    for place in (90, 91, 200, 399):
+        items[place] = "crash"
+    items[300] = "eat"
+    with isolated() as apart:
+        results = list(apart.map(items))
+    assert [item for item, _ in results] == items
+    assert [place for place, (item, result) in enumerate(results) if item != result] == [90, 91, 200, 300, 399]
+
+
+def test_media_errors_are_results() -> None:
+    with isolated() as apart:
+        error = apart("refuse")
+    assert isinstance(error, MediaError)
+    assert (error.reason, error.path, error.problem, error.advice) == ("bad", "one.png", "is bad", "mend it")
+
+
+def test_a_bug_is_raised_here_with_its_traceback() -> None:
+    with isolated() as apart:
+        with pytest.raises(ZeroDivisionError, match="a bug of ours") as caught:
+            list(apart.map([1, "fail", 2]))
+        assert "in work" in str(caught.value.__cause__)
+        assert apart("fine") == "fine"
+
+
+def test_what_can_not_be_made_is_raised_here() -> None:
+    with Isolated(broken, workers=1, timeout_s=5, memory_mib=256) as apart, pytest.raises(ValueError, match="be made"):
+        apart(1)
+
+
+def test_large_arrays_come_back_whole_and_can_be_written_to() -> None:
+    shape = (9, 480, 640, 3)
+    with isolated() as apart:
+        found = apart(shape)
+    assert found["note"] == "large"
+    assert np.array_equal(found["frames"], np.full(shape, 7, np.uint8))
+    found["frames"][0] = 1
+
+
+def test_items_are_taken_a_bounded_number_ahead() -> None:
+    taken: list[int] = []
+    most = 0
+
+    def items() -> Iterator[int]:
+        for number in range(5000):
+            taken.append(number)
+            yield number
+
+    with isolated() as apart:
+        for count, _ in enumerate(apart.map(items())):
+            most = max(most, len(taken) - count)
+    assert most <= (AHEAD * 2 + 2) * TOGETHER
+
+
+def test_a_map_that_is_left_early_leaves_nothing_in_the_way() -> None:
+    with isolated() as apart:
+        assert next(apart.map(["a", *["hang"] * 3])) == ("a", "a")
+        gc.collect()
+        assert list(apart.map([1, 2])) == [(1, 1), (2, 2)]
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(processes: list[int]) -> bool:
+    until = time.monotonic() + 10
+    while any(map(alive, processes)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not any(map(alive, processes))
+
+
+def test_closing_or_forgetting_it_ends_its_processes() -> None:
+    with isolated() as apart:
+        closed = apart("pid")
+    other = isolated()
+    forgotten = other("pid")
+    del other
+    gc.collect()
+    assert gone([closed, forgotten])
+
+
+OWNER = """
+import sys
+from functools import partial
+from pathlib import Path
+sys.path[:] = {path!r}
+from {module} import noting
+from stages.engines.isolated import Isolated
+with Isolated(partial(noting, Path({folder!r})), workers=2, timeout_s=4, memory_mib=512) as apart:
+    list(apart.map(range(10)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> None:
+    code = OWNER.format(path=sys.path, module=__name__, folder=str(tmp_path))
+    owner = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    processes = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(processes) == 2 and all(map(alive, processes))
+    nursery = [int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]) for process in processes]
+    owner.send_signal(number)
+    owner.wait(timeout=30)
+    assert gone([*processes, *nursery])
+
+
+def test_a_function_with_arguments_is_made_in_each_process(tmp_path: Path) -> None:
+    with Isolated(partial(noting, tmp_path), workers=3, timeout_s=0.5, memory_mib=256) as apart:
+        assert [result.reason for _, result in apart.map(range(3))] == ["timed-out"] * 3
+    assert len(list(tmp_path.iterdir())) == 3

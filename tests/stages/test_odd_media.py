@@ -1,0 +1,413 @@
+"""Odd media through the programs, all at once: each file gives what a person expects, or a reject with the reason."""
+
+import base64
+import html
+import importlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+
+from cache.shard import reader
+from cache.store import Store
+from schemas.console import Report
+from stages import bucket, decode, discover, encode_latents, encode_text, index, preview
+from stages.plan import current_plan
+
+sys.path.append(str(Path(__file__).parent))  # tests are no packages
+odd, cases = map(importlib.import_module, ("odd", "odd_cases"))
+Sample, Reject, IMAGES, VIDEOS = cases.Sample, cases.Reject, cases.IMAGES, cases.VIDEOS
+LANDSCAPE, PORTRAIT, CLIP = cases.LANDSCAPE, cases.PORTRAIT, cases.CLIP
+ROOT = Path(__file__).parents[2]
+VIDEO = "kandinsky5-video-t2v"
+
+
+# -- one project, every program ----------------------------------------------------------------------------------------
+
+
+@dataclass(repr=False)
+class Outcome:
+    """What the programs made of a folder."""
+
+    home: Any
+    overrides: tuple[str, ...] = ()
+    reports: dict[str, Report] = field(default_factory=dict)
+    page: str = ""
+    latents: dict[str, np.ndarray] = field(default_factory=dict)  # path -> latent
+
+    @property
+    def rejects(self) -> dict[str, Reject]:
+        return {
+            row["path"] if stage != "latents" else os.path.relpath(row["path"], self.home.media): Reject(
+                stage, row["reason"]
+            )
+            for stage in ("discover", "bucket", "latents")
+            for row in self.reports[stage].set_aside
+        }
+
+    @property
+    def active(self) -> dict[str, dict]:
+        """path -> row of ACTIVE."""
+        config = self.home.config(*self.overrides)
+        return {row["path"]: row for row in current_plan(Store(config.root), config).active.to_pylist()}
+
+    def strip(self, path: str) -> list[np.ndarray]:
+        """The pictures of an item on the page, as they are cut; a clip's in order."""
+        seen = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in path)
+        alt = rf"(?:[\d.]+ s of )?{re.escape(seen)}(?: as cut to \S+)?"
+        images = re.findall(r'<img src="data:image/webp;base64,([^"]+)" [^>]*alt="([^"]*)">', self.page)
+        found = [base64.b64decode(data) for data, said in images if re.fullmatch(alt, html.unescape(said))]
+        return [np.asarray(Image.open(io.BytesIO(data)).convert("RGB")) for data in found]
+
+
+@pytest.fixture(scope="module")
+def start(request, tiny) -> Callable[..., Any]:
+    """start(folder, kind, **dataset) -> the project of the other tests, for a whole module."""
+    plugins = request.config.pluginmanager.get_plugins()
+    shared = next(plugin for plugin in plugins if hasattr(plugin, "Project") and hasattr(plugin, "SETTINGS"))
+    return partial(project, shared, tiny)
+
+
+def project(shared: Any, tiny: Callable[[str], Path], folder: Path, kind: str, **dataset: Any) -> Any:
+    settings = {"id": "photos", "instance_data_dir": "media", "resolution": 64, **dataset}
+    if "video" in kind:
+        settings |= {
+            "dataset_type": "video",
+            "video": {"num_frames": 9, "frame_rate": 12.0, **dataset.get("video", {})},
+        }
+    home = shared.Project(
+        folder,
+        {
+            "root": "work",
+            "output": "output",
+            "model": {**shared.SETTINGS[kind], "path": str(tiny(kind)), "precision": "float32"},
+            "latents": {"posterior": "mode"},
+            "datasets": [settings],
+            "stages": {"max_reject_fraction": 1.0, "encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
+        },
+    )
+    home.media.mkdir(parents=True)
+    return home
+
+
+def fill(home: Any, cases: dict[str, tuple]) -> None:
+    for name, (make, _) in cases.items():
+        make(home.media / name)
+        if name != "uncaptioned.png":
+            (home.media / name).with_suffix(".txt").write_text("a scene")
+
+
+def through(home: Any, *overrides: str) -> Outcome:
+    """discover, bucket, encode-text, encode-latents, index and preview."""
+    outcome, page = Outcome(home, overrides), home.folder / "page.html"
+    programs: dict[str, Callable[..., Report]] = {
+        "discover": discover.run,
+        "bucket": bucket.run,
+        "text": encode_text.run,
+        "latents": encode_latents.run,
+        "index": index.run,
+        "preview": partial(preview.run, plan=True, items=1000, out=page),
+    }
+    for name, program in programs.items():
+        outcome.reports[name] = home.run(program, *overrides)
+    outcome.page = page.read_text(encoding="utf-8")
+    outcome.latents = latents(home, *overrides)
+    return outcome
+
+
+def latents(home: Any, *overrides: str, tensor: str = "latent") -> dict[str, np.ndarray]:
+    config = home.config(*overrides)
+    store = Store(config.root)
+    found = {}
+    for name in home.shards(f"latents/{encode_latents.STAGE.fingerprint(config)}"):
+        shard = reader(store, f"latents/{encode_latents.STAGE.fingerprint(config)}/{name}")
+        found |= {row.id: row.tensors[tensor].numpy() for row in map(shard.read, range(len(shard)))}
+    active = current_plan(store, config).active.to_pylist()
+    return {row["path"]: found[row["sample_id"]] for row in active if row["sample_id"] in found}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory, start) -> Outcome:
+    home = start(tmp_path_factory.mktemp("images"), "kandinsky5-image-t2i")
+    fill(home, IMAGES)
+    cases.folder_with_a_picture(home.media / "x.png")
+    for name in (cases.NO_UTF8, "clip.mp4", "readme.md"):
+        cases.saved(odd.picture(99))(home.media / name)
+    return through(home)
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory, start) -> Outcome:
+    home = start(tmp_path_factory.mktemp("videos"), VIDEO, animations="video")
+    fill(home, VIDEOS)
+    return through(home)
+
+
+def problems(outcome: Outcome, cases: dict[str, tuple]) -> Iterator[str]:
+    """What came otherwise than the table says."""
+    rejects, active = outcome.rejects, outcome.active
+    for name, (_, expected) in cases.items():
+        there = active.get(name, {}).get("bucket")
+        if isinstance(expected, Reject):
+            if rejects.get(name) != expected or (there is not None) != (expected.stage == "latents"):
+                yield f"{name!r}: {rejects.get(name)} and in bucket {there} instead of {expected}"
+        elif name in rejects or there != expected.bucket:
+            yield f"{name!r}: {rejects.get(name)} and in bucket {there} instead of {expected.bucket}"
+        elif expected.shown:
+            yield from differences(name, outcome, expected)
+
+
+def differences(name: str, outcome: Outcome, expected: Sample) -> Iterator[str]:
+    strip = outcome.strip(name)
+    width, height, frames = map(int, re.split("[x@]", expected.bucket))
+    if [frame.shape[:2] for frame in strip] != [(height, width)] * frames:
+        yield f"{name!r}: pictures of {[frame.shape for frame in strip]}"
+        return
+    if expected.colours is not None:
+        far = max(float(np.abs(odd.corners(frame) - expected.colours).max()) for frame in strip)
+        if far > 25:
+            yield f"{name!r}: corners {odd.corners(strip[0]).round().tolist()} instead of {expected.colours}"
+    for number, (frame, level) in enumerate(zip(strip, expected.levels, strict=False)):
+        if abs(odd.level(frame) - level) > odd.STEP * 0.45:
+            yield f"{name!r}: frame {number} has level {odd.level(frame):.0f} instead of {level}"
+    if expected.exact and not np.array_equal(outcome.latents[name], outcome.latents["plain.png"]):
+        yield f"{name!r}: other latents than plain.png"
+
+
+def test_every_odd_image_is_what_a_person_expects(images: Outcome) -> None:
+    assert not (wrong := list(problems(images, IMAGES))), "\n".join(wrong)
+
+
+def test_every_odd_video_is_what_a_person_expects(videos: Outcome) -> None:
+    assert not (wrong := list(problems(videos, VIDEOS))), "\n".join(wrong)
+
+
+@pytest.mark.parametrize("which", ["images", "videos"])
+def test_every_file_is_accounted_for_exactly_once(which: str, request) -> None:
+    outcome = request.getfixturevalue(which)
+    for name, report in outcome.reports.items():
+        assert (name, report.exit_code, report.failed, report.damage) == (name, 0, [], [])
+    listed = [row["path"] for stage in ("discover", "bucket") for row in outcome.reports[stage].set_aside]
+    media = {
+        os.path.relpath(path, outcome.home.media) for path in outcome.home.media.rglob("*") if path.suffix != ".txt"
+    }
+    media -= {"x.png"}
+    ignored = {"clip.mp4", "readme.md"} if which == "images" else set()
+    shown = {cases.NO_UTF8_SHOWN if path == cases.NO_UTF8 else path for path in media - ignored}
+    assert sorted([*listed, *outcome.active]) == sorted(shown)
+    assert f"{len(ignored)} other files" in outcome.reports["discover"].details["photos"]["other files"] or not ignored
+    # One of the two of the same bytes is encoded.
+    unreadable = {path for path, reject in outcome.rejects.items() if reject.stage == "latents"}
+    assert outcome.latents.keys() == outcome.active.keys() - unreadable
+    assert outcome.reports["latents"].done == len(outcome.latents) - 1
+    assert outcome.reports["index"].details["samples"] == len(outcome.latents)
+
+
+def test_what_is_not_in_the_table_of_images(images: Outcome) -> None:
+    assert images.rejects[cases.NO_UTF8_SHOWN] == Reject("discover", "name-not-utf8")
+    assert images.active[cases.IN_FOLDER]["bucket"] == LANDSCAPE
+    assert images.active["pair.png"]["texts"] == images.active["pair.jpg"]["texts"]
+    assert images.active["twice-1.png"]["sample_id"] == images.active["twice-2.png"]["sample_id"]
+
+
+def test_a_second_run_reads_and_encodes_nothing(videos: Outcome) -> None:
+    again = through(videos.home)
+    assert [again.reports[name].done for name in ("bucket", "text", "latents")] == [0, 0, 0]
+    assert again.rejects == videos.rejects
+
+
+# -- as a user calls them --------------------------------------------------------------------------------------------
+
+
+def called(home: Any, *arguments: str, encoding: str = "utf-8", expected: int = 0) -> tuple[str, str]:
+    """What `latentpress ...` writes to standard output and standard error."""
+    command = [sys.executable, "-m", "stages.cli", *arguments, "--config", str(home.folder / "pipeline.yaml")]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == expected, done.stderr
+    return done.stdout, done.stderr
+
+
+PROGRAMS = ["discover", "preview --plan --items 1000", "encode-latents"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_reports_are_json_whatever_the_names(images: Outcome, program: str) -> None:
+    images.home.config()
+    output, _ = called(images.home, *program.split(), "--json")
+    found = json.loads(output)
+    stage = program.split()[0].replace("encode-", "")
+    before = images.reports[stage]
+    assert {(row["path"], row["reason"]) for row in found["set_aside"]} == {
+        (row["path"], row["reason"]) for row in before.set_aside
+    }
+    assert found["exit_code"] == 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_name_reaches_the_terminal_as_control_characters(images: Outcome, program: str) -> None:
+    images.home.config()
+    for text in called(images.home, *program.split()):
+        strange = [line for line in text.splitlines() if not line.isprintable()]
+        assert not strange and not re.search(r"^(?:name|line)\.png|^\S*0;title", text, re.MULTILINE), (strange, text)
+
+
+def test_a_terminal_that_knows_ascii_alone_is_no_reason_to_crash(images: Outcome) -> None:
+    images.home.config()
+    output, _ = called(images.home, "discover", encoding="ascii:strict")
+    assert "\\u202e" in output and output.isascii()
+
+
+def test_an_error_that_lists_names_is_readable(images: Outcome) -> None:
+    images.home.config()
+    output, errors = called(images.home, "discover", "--set", "stages.max_reject_fraction=0", "--json", expected=3)
+    assert "stages.max_reject_fraction" in json.loads(output)["error"]["message"]
+    assert "would be set aside" in errors and "empty-file" in errors
+    assert not (strange := [line for line in errors.splitlines() if not line.isprintable()]), strange
+    assert not re.search(r"^name\.png", errors, re.MULTILINE), errors
+
+
+# -- other settings on the same files --------------------------------------------------------------------------------
+
+
+def test_extreme_sides_are_enlarged_where_that_is_allowed(images: Outcome) -> None:
+    found = through(images.home, "datasets.photos.allow_upscale=true")
+    wanted = {"line.png": PORTRAIT, "hair.png": LANDSCAPE, "wide.png": LANDSCAPE}
+    assert {name: found.active[name]["bucket"] for name in wanted} == wanted
+    assert found.reports["latents"].done == 2
+    assert all(np.isfinite(found.latents[name]).all() for name in wanted)
+
+
+def test_an_image_model_takes_no_video_that_the_table_has(images: Outcome, videos: Outcome) -> None:
+    """Videos of an earlier configuration, before discover is run again."""
+    report = images.home.run(bucket.run, f"root={videos.home.root}", dry_run=True)
+    [row] = [row for row in report.details["excluded"] if row["rule"] == "in-motion"]
+    stills = ["still.png", "turned.jpg", "cut.jpg"]
+    assert row["items"] == len(videos.active) + len(["short.mp4"]) - len(stills)
+    [row] = report.details["buckets"]
+    assert row["samples"] == len(stills)
+
+
+def test_animations_are_their_first_frame_where_asked(videos: Outcome) -> None:
+    found = through(videos.home, "datasets.photos.animations=first-frame")
+    moving = {f"moving.{ending}": (odd.animation, Sample()) for ending in ("gif", "webp", "png")}
+    assert not (wrong := list(problems(found, {**VIDEOS, **moving}))), "\n".join(wrong)
+    assert found.reports["latents"].done == 3
+
+
+#: What decord can't do as exactly as PyAV, with the reason; the anamorphic one is so narrow that it garbles it.
+NOT_DECORD = {
+    **dict.fromkeys(("uneven.mkv", "uneven.mp4", "h264.avi"), "variable-rate"),
+    **dict.fromkeys(("mirrored.mp4", "anamorphic.mp4", "live.mkv", "av1.mp4", "av1.webm"), "unreadable"),
+}
+
+
+def test_decord_gives_the_same_frames_or_a_reject(videos: Outcome) -> None:
+    pytest.importorskip("decord")
+    found = through(videos.home, "latents.decoder=decord")
+    refused: dict[str, tuple] = {name: (cases.live, Reject("latents", reason)) for name, reason in NOT_DECORD.items()}
+    assert not (wrong := list(problems(found, {**VIDEOS, **refused}))), "\n".join(wrong)
+    assert found.latents.keys() == videos.latents.keys() - NOT_DECORD.keys()
+
+
+def test_no_clip_crosses_a_cut(tmp_path: Path, start) -> None:
+    pytest.importorskip("scenedetect")
+    home = start(tmp_path, VIDEO, video={"scenes": True, "clip": "chunks"})
+    other = [(20, 20, 20), odd.WHITE, (120, 20, 120), (10, 90, 90)]
+    parts = [odd.scene(0)] * 7 + [odd.scene(100, colours=other)] * 12 + [odd.scene(200)] * 3
+    odd.video(home.media / "cuts.mp4", parts)
+    odd.animation(home.media / "moving.gif")
+    for name in ("cuts", "moving"):
+        (home.media / f"{name}.txt").write_text("a scene")
+    home.settings["datasets"][0]["animations"] = "video"
+    found = through(home)
+    config = home.config()
+    samples = [row for row in current_plan(Store(config.root), config).samples.values() if row["path"] == "cuts.mp4"]
+    # The third scene is too short for a clip.
+    assert {(round(row["start"] * 12), row["geometry"]["bucket"]) for row in samples} == {(0, "80x48@5"), (7, CLIP)}
+    strip = found.strip("cuts.mp4")
+    assert sorted(round(odd.level(frame) / 100) for frame in strip) == [0] * 5 + [1] * 9
+    assert found.reports["latents"].done == found.reports["index"].details["samples"] == 4  # chunks: two of the GIF
+
+
+# -- i2i and decode --------------------------------------------------------------------------------------------------
+
+SOURCES: dict[str, tuple[str, Callable[[Path], Any] | None, str]] = {  # target -> source, how it is made, reject
+    "plain": ("plain.png", cases.saved(cases.SCENE), ""),
+    "turned": ("turned.png", partial(odd.oriented, orientation=6), ""),
+    "turned-photo": ("turned-photo.jpg", partial(odd.oriented, orientation=8), ""),
+    "heic": ("heic.heic", odd.heic, ""),
+    "grey": ("grey.png", cases.saved(cases.SCENE.convert("L")), ""),
+    "moving": ("moving.gif", odd.animation, ""),
+    "other\nline": ("other\nline.png", cases.saved(odd.picture(3)), ""),
+    "missing": ("elsewhere.png", cases.saved(cases.SCENE), "discover: no-source"),
+    "empty": ("empty.png", cases.content(b""), "discover: empty-file"),
+    "text": ("text.png", cases.content(b"no picture" * 99), "discover: not-an-image"),
+    "cut": (
+        "cut.jpg",
+        cases.then(cases.saved(cases.SCENE.resize((480, 320)), "JPEG", quality=95), odd.cut),
+        "latents: truncated",
+    ),
+    "small": ("small.png", cases.saved(cases.SCENE.resize((30, 20))), "bucket: source-needs-upscale"),
+}
+
+
+def test_odd_source_images_of_i2i(tmp_path: Path, start) -> None:
+    kind = "kandinsky5-image-i2i"
+    home = start(tmp_path, kind, conditioning_data="sources")
+    (tmp_path / "sources").mkdir()
+    for number, (name, (source, make, _)) in enumerate(SOURCES.items()):
+        odd.oriented(home.media / f"{name}.png", 1 + number % 8, level=number)
+        (home.media / f"{name}.txt").write_text("a scene")
+        assert make
+        make(tmp_path / "sources" / source)
+    found = through(home)
+    rejects = {
+        Path(row["path"]).stem: f"{stage}: {row['reason']}"
+        for stage in ("discover", "bucket", "latents")
+        for row in found.reports[stage].set_aside
+    }
+    assert rejects == {name: reject for name, (_, _, reject) in SOURCES.items() if reject}
+    conditions = latents(home, tensor="condition")
+    np.testing.assert_array_equal(conditions["turned.png"], conditions["plain.png"])
+    far = {name: float(np.abs(condition - conditions["plain.png"]).mean()) for name, condition in conditions.items()}
+    assert far.keys() == {f"{name}.png" for name, (_, _, reject) in SOURCES.items() if not reject}
+    assert far["turned-photo.png"] < 0.2 * far["grey.png"] and far["heic.png"] < 0.3 * far["grey.png"]
+
+
+def test_latents_of_odd_files_decode_as_those_of_plain_ones(images: Outcome) -> None:
+    home = images.home
+    names = ["plain.png", "exif-6.png", "cmyk.tif"]
+    for name in names:
+        path = home.folder / "output/run/validation/step-000001" / f"{Path(name).stem}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {"latent": images.latents[name]}, path, metadata={"latentpress": json.dumps({"family": "kandinsky5-image"})}
+        )
+    assert home.run(decode.run).done == 3
+    shown = [
+        np.asarray(Image.open(home.folder / "output/run/samples/step-000001" / f"{Path(name).stem}.png"))
+        for name in names
+    ]
+    assert shown[0].shape == (48, 80, 3)
+    assert all(np.array_equal(picture, shown[0]) for picture in shown)

@@ -1,0 +1,395 @@
+"""The plan as a page: the pixels that the encoder gets, everything escaped, and no item that stops it."""
+
+import base64
+import io
+import re
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from cache.store import Store
+from schemas.clips import clip_times
+from schemas.console import Report
+from schemas.errors import LatentpressError
+from schemas.geometry import Bucket
+from stages import bucket, discover, preview
+from stages.contactsheet import looking
+from stages.contactsheet import page as html
+from stages.contactsheet.sheet import Sheet
+from stages.media.errors import MediaError
+from stages.media.samples import fit_image, read_frames, read_mask
+from stages.plan import current_plan
+from stages.stage import WrongUse
+
+
+class Page(HTMLParser):
+    """The tags with their attributes, the visible text, and the articles' text, of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.articles: list[str] = []
+        self.text, self._silent, self._inside = "", 0, False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._silent += tag in ("style", "script")
+        if tag == "article":
+            self.articles.append("")
+            self._inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._silent -= tag in ("style", "script")
+        self._inside = self._inside and tag != "article"
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent:
+            self.text += data
+            if self._inside:
+                self.articles[-1] += data
+
+    def article(self, words: str) -> str:
+        return next(text for text in self.articles if words in text)
+
+    def of(self, tag: str) -> list[dict[str, Any]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def pictures(self, alt: str) -> list[np.ndarray]:
+        """Those of <img> whose alternative text has `alt`, as uint8 (H, W, 3)."""
+        sources = [image["src"] for image in self.of("img") if alt in image["alt"]]
+        return [decoded(source) for source in sources]
+
+
+def decoded(uri: str) -> np.ndarray:
+    head, _, data = uri.partition(",")
+    assert head == "data:image/webp;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
+
+
+def show(home, *overrides: str, **own: Any) -> tuple[Report, Page]:
+    out = home.folder / "page.html"
+    report = home.run(partial(preview.run, plan=True, out=out, **own), *overrides)
+    return report, Page(out.read_text(encoding="utf-8"))
+
+
+def planned(home, *overrides: str) -> Report:
+    home.run(discover.run, *overrides)
+    return home.run(bucket.run, *overrides)
+
+
+def rows(home) -> dict[str, dict]:
+    """path -> row of SAMPLES of the current plan."""
+    config = home.config()
+    plan = current_plan(Store(config.root), config)
+    return {row["path"]: row for row in plan.samples.values()}
+
+
+def alike(shown: np.ndarray, pixels: np.ndarray) -> bool:
+    """Whether a thumbnail shows these pixels; WebP loses a little, more of small and colourful ones."""
+    assert shown.shape == pixels.shape, (shown.shape, pixels.shape)
+    return float(np.abs(shown.astype(int) - pixels.astype(int)).mean()) < 8
+
+
+def settings(**dataset: Any) -> dict[str, Any]:
+    base = {"id": "photos", "instance_data_dir": "media", "resolution": 64, "allow_upscale": True}
+    return {"datasets": [base | dataset]}
+
+
+def test_an_image_is_shown_as_the_encoder_gets_it(project) -> None:
+    home = project(**settings(crop_aspect="square"))
+    path = home.image("wide.png", (200, 64))
+    planned(home)
+    report, page = show(home)
+    assert (report.done, report.exit_code) == (1, 0)
+    [shown] = page.pictures("wide.png as cut to 64x64@1")
+    assert alike(shown, fit_image(path, rows(home)["wide.png"]["geometry"]))
+    assert not alike(shown, np.asarray(Image.open(path).resize((64, 64))))
+    [drawing] = page.of("svg")
+    assert drawing["viewbox"] == "0 0 200 64"  # whole, in its own shape
+    assert drawing["aria-label"] == "wide.png: whole picture, 68.0% cut off"
+    [_, frame] = page.of("path")
+    assert frame["d"] == "M68.00 0.00h64.00v64.00h-64.00z"
+    assert "200x64 → 64x64@1: resized to 200x64, cut at (68, 0)" in page.article("wide.png")
+
+
+def video_settings(**video: Any) -> dict[str, Any]:
+    return settings(dataset_type="video", video={"num_frames": 17, "frame_rate": 12.0, **video})
+
+
+def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
+    home = project("kandinsky5-video-t2v", **video_settings(clip="middle"))
+    path = home.video("clip.mp4", frames=48, rate=24)
+    planned(home)
+    _, page = show(home)
+    sample = rows(home)["clip.mp4"]
+    times, frames = clip_times(sample["start"], sample["rate"], 17), read_frames(path, sample, "pyav")
+    assert sample["start"] > 0
+    shown = page.pictures(" s of clip.mp4")
+    assert len(shown) == 9
+    for place, picture in enumerate(shown):
+        assert alike(picture, frames[2 * place]), place
+        assert f"{times[2 * place]:.2f} s" in page.article("clip.mp4")
+    assert np.abs(shown[0].astype(int) - shown[-1]).mean() > 50  # they do differ
+    [drawing] = page.of("image")
+    assert alike(decoded(drawing["href"]), read_frames(path, sample | one_frame(64, 48), "pyav")[0])
+
+
+def one_frame(width: int, height: int) -> dict[str, Any]:
+    return {"geometry": {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}}
+
+
+def test_see_gives_the_encoders_pixels_to_the_last_bit(project) -> None:
+    home = project("kandinsky5-video-t2v", **video_settings())
+    path = home.video("clip.mp4", frames=40, rate=24)
+    planned(home)
+    sample = rows(home)["clip.mp4"]
+    seen = looking.see(looking.Task(sample, (64, 48), (path, sample["media_id"]), None, None, "pyav"))
+    np.testing.assert_array_equal(seen.frames, read_frames(path, sample, "pyav")[::2])
+    assert seen.times == pytest.approx(clip_times(sample["start"], sample["rate"], 17)[::2])
+
+
+@given(st.integers(0, 200), st.floats(0, 1000), st.sampled_from([8.0, 12.0, 23.976, 24.0, 30.0]))
+def test_few_frames_are_evenly_chosen_with_the_first_and_the_last(fours: int, start: float, rate: float) -> None:
+    frames = 1 + 4 * fours
+    geometry = {"bucket": f"64x64@{frames}", "resize_w": 64, "resize_h": 64, "x": 0, "y": 0}
+    few = looking.thinned({"geometry": geometry, "start": start, "rate": rate})
+    count = Bucket.parse(few["geometry"]["bucket"]).frames
+    assert min(frames, 5) <= count <= looking.FRAMES
+    step = (frames - 1) // max(1, count - 1) or 1
+    assert clip_times(start, few["rate"], count) == pytest.approx(clip_times(start, rate, frames)[::step], abs=1e-6)
+
+
+def test_names_and_captions_are_escaped(project) -> None:
+    home = project(**settings())
+    name = "<script>alert(1)<\N{RIGHT-TO-LEFT OVERRIDE}b>&\"'\n.png"
+    home.image(name.replace("/", ""), caption='</p><script>alert("caption")</script>')
+    planned(home)
+    _, page = show(home)
+    assert not page.of("script") and not page.of("b")
+    assert '<script>alert("caption")' in page.article("photos/")
+    assert "photos/<script>alert(1)<\\u202eb>&\"'\\n.png" in page.text
+    [image] = page.of("img")
+    assert image["alt"].startswith("<script>alert(1)<\\u202eb>&\"'\\n.png as cut to")
+
+
+def test_a_name_that_is_no_text_is_written_out() -> None:
+    assert html.name("a\udcff\x00b") == "a\\udcff\\x00b"
+    assert html.words("\udcff<") == "\\udcff&lt;"
+
+
+def test_what_cannot_be_read_is_shown_with_its_reason(project) -> None:
+    home = project(**settings())
+    for number, name in enumerate(("fine.png", "gone.png", "other.png")):
+        home.image(name, seed=number)
+    planned(home)
+    (home.media / "gone.png").unlink()
+    (home.media / "other.png").write_bytes(b"something else")
+    report, page = show(home)
+    assert (report.done, report.exit_code) == (1, 0)
+    assert home.rejects(report) == {"gone.png": "missing", "other.png": "changed"}
+    assert "can't be shown (missing)" in page.article("gone.png")
+    assert "can't be shown (changed)" in page.article("other.png")
+    assert len(page.articles) == 3 and len(page.pictures("fine.png")) == 1
+
+
+def test_a_clip_that_ends_early_is_shown_with_its_reason(project) -> None:
+    home = project("kandinsky5-video-t2v", **video_settings())
+    path = home.video("clip.mp4", frames=48, rate=24)
+    planned(home)
+    sample = rows(home)["clip.mp4"]
+    task = looking.Task(sample | {"start": 1.5}, (64, 48), (path, sample["media_id"]), None, None, "pyav")
+    with pytest.raises(MediaError, match=r"ends at 2\.0"):
+        looking.look(task)
+
+
+def test_an_item_that_takes_too_long_costs_itself_alone(project) -> None:
+    home = project(**settings())
+    home.image("slow.png", (1500, 1500))
+    planned(home)
+    report, page = show(home, "stages.item_timeout_s=0.0001")
+    assert home.rejects(report) == {"slow.png": "timed-out"}
+    assert "took longer than" in page.article("slow.png")
+
+
+def test_a_bucket_has_the_line_that_bucket_prints(project) -> None:
+    home = project(**settings(crop_aspect="closest", crop_aspect_buckets=[1.0, 1.6], repeats=2, eval_fraction=0.3))
+    for number in range(12):
+        home.image(f"{number}.png", (64 + 16 * (number % 5), 64), seed=number)
+    table = planned(home).details["buckets"]
+    config = home.config()
+    sheet = Sheet.of(Store(config.root), config, current_plan(Store(config.root), config))
+    assert len(table) > 1 and sheet.lines() == table
+    _, page = show(home, items=20)
+    for row in table:
+        assert all(key in page.text for key in row)
+        assert f"of {sheet.count(row['bucket'])} samples" in page.text
+    assert sum("held out" in article for article in page.articles) == sheet.active.num_rows - sum(
+        row["samples"] for row in table
+    )
+
+
+def test_an_item_that_discover_no_longer_has_is_shown_without_its_size(project) -> None:
+    home = project(**settings())
+    path = home.image("one.png")
+    planned(home)
+    Image.new("RGB", (90, 30)).save(path)
+    home.run(discover.run)
+    _, page = show(home)
+    assert "size no longer known → " in page.article("one.png")
+    assert "not known" in page.text
+
+
+def test_the_choice_stays_when_items_are_added(project) -> None:
+    home = project(**settings())
+    for number in range(8):
+        home.image(f"old{number}.png", seed=number)
+    planned(home)
+    before = titles(show(home, items=4)[1])
+    for number in range(4):
+        home.image(f"new{number}.png", seed=100 + number)
+    planned(home)
+    after = titles(show(home, items=4)[1])
+    assert len(before) == len(after) == 4
+    assert {title for title in after if "old" in title} <= before
+    lowest = sorted(rows(home).values(), key=lambda row: row["sample_id"])[:4]
+    assert after == {row["path"] for row in lowest}
+
+
+def titles(page: Page) -> set[str]:
+    return {name for text in page.articles for name in re.findall(r"photos/(\S+\.png)", text)}
+
+
+def test_files_of_the_same_bytes_are_shown_once(project) -> None:
+    home = project(**settings())
+    for name in ("one.png", "same.png"):
+        home.image(name, caption="equal")
+    planned(home)
+    assert len(show(home)[1].articles) == 1
+
+
+def test_an_i2i_source_stands_beside_its_target(project) -> None:
+    home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources", is_regularisation_data=True))
+    home.image("pair.png", seed=1)
+    source = home.image("../sources/pair.png", (128, 96), caption=None, seed=2)
+    planned(home)
+    _, page = show(home)
+    sample = rows(home)["pair.png"]
+    [shown] = page.pictures("source of pair.png")
+    assert alike(shown, fit_image(source, sample["source_geometry"]))
+    assert "regularisation" in page.article("pair.png") and "source: pair.png" in page.article("pair.png")
+
+
+def test_a_mask_is_laid_over_what_is_not_trained(project) -> None:
+    home = project(**settings())
+    home.settings["datasets"][0]["mask_data"] = str(home.folder / "masks")
+    path = home.image("one.png", (64, 64))
+    half = np.zeros((64, 64), np.uint8)
+    half[:, 32:] = 255
+    (home.folder / "masks").mkdir()
+    Image.fromarray(half).save(home.folder / "masks" / "one.png")
+    planned(home)
+    _, page = show(home)
+    sample = rows(home)["one.png"]
+    [shown] = page.pictures("mask of one.png")
+    mask = read_mask(home.folder / "masks" / "one.png", "image", sample["mask_geometry"], [])[0] > 0
+    pixels = fit_image(path, sample["geometry"])
+    assert alike(shown[:, 36:], pixels[:, 36:]) and mask[:, 36:].all()
+    left = shown[:, :28].reshape(-1, 3).mean(axis=0)
+    assert left[0] > left[1] + 60 and left[0] > left[2] + 60
+
+
+def test_i2v_says_where_a_clip_starts_from(project) -> None:
+    home = project("kandinsky5-video-i2v", **video_settings())
+    home.video("clip.mp4", frames=40, rate=24)
+    planned(home)
+    assert "starts from its first frame" in show(home)[1].article("clip.mp4")
+
+
+def test_rules_have_their_counts_and_examples(project) -> None:
+    home = project(**settings(minimum_image_size=50))
+    home.image("good.png", (64, 64))
+    for number in range(5):
+        home.image(f"small{number}.png", (20, 20), seed=number)
+    (home.media / "<i>.png").write_text("no picture")
+    (home.media / "<i>.txt").write_text("a caption")
+    planned(home, "stages.max_reject_fraction=1.0")
+    _, page = show(home)
+    assert "too-small" in page.text and "not-an-image" in page.text
+    assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == preview.EXAMPLES
+    assert not page.of("i")
+
+
+def test_the_page_needs_nothing_else_and_is_the_same_each_time(project) -> None:
+    home = project(**settings())
+    for number in range(3):
+        home.image(f"{number}.png", seed=number)
+    planned(home)
+    _, page = show(home)
+    first = (home.folder / "page.html").read_bytes()
+    assert show(home)[0].done == 3
+    assert (home.folder / "page.html").read_bytes() == first
+    links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
+    assert links and all(str(link).startswith(("data:image/webp;base64,", "#")) for link in links)
+    assert all(image["alt"] for image in page.of("img"))
+    targets = {f"#{section['id']}" for section in page.of("section") if "id" in section}
+    assert {link["href"] for link in page.of("a")} == targets
+    assert [path.name for path in home.folder.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_a_bucket_may_be_asked_for(project) -> None:
+    home = project(**settings())
+    for number, size in enumerate(((64, 64), (128, 64))):
+        home.image(f"{number}.png", size, seed=number)
+    names = sorted(row["bucket"] for row in planned(home).details["buckets"])
+    assert len(names) == 2
+    report, page = show(home, bucket=["64x64@1"])
+    assert [row["bucket"] for row in report.details["buckets"]] == ["64x64@1"]
+    assert len(page.articles) == 1
+    with pytest.raises(WrongUse, match="has no 512x512@1"):
+        show(home, bucket=["512x512@1"])
+    with pytest.raises(WrongUse, match="write WIDTHxHEIGHT"):
+        show(home, bucket=["large"])
+
+
+def test_a_dry_run_writes_nothing(project) -> None:
+    home = project(**settings())
+    home.image("one.png")
+    planned(home)
+    before = sorted(home.folder.rglob("*"))
+    report = home.run(partial(preview.run, plan=True), dry_run=True)
+    assert (report.remaining, report.exit_code) == (1, 0)
+    assert sorted(home.folder.rglob("*")) == before
+    done = home.run(partial(preview.run, plan=True))
+    name = done.details["generation"]
+    assert Path(done.details["page"]) == home.folder / "output" / "preview" / f"plan-{name}.html"
+    assert Path(done.details["page"]).exists()
+
+
+def test_what_to_show_must_be_said_and_there_must_be_a_plan(project) -> None:
+    home = project(**settings())
+    with pytest.raises(WrongUse, match="preview --plan shows the current plan"):
+        home.run(preview.run)
+    with pytest.raises(LatentpressError, match="there is no plan"):
+        show(home)
+
+
+def test_a_plan_whose_older_part_was_removed_is_named(project) -> None:
+    home = project(**settings())
+    home.image("one.png")
+    planned(home)
+    home.image("two.png", seed=1)
+    planned(home)
+    oldest = sorted((home.root / "plans").iterdir())[0]
+    for path in oldest.iterdir():
+        path.unlink()
+    with pytest.raises(LatentpressError, match="1 samples that no plan describes"):
+        show(home)

@@ -1,0 +1,107 @@
+"""docs/datasets.md holds what it says: its examples load, and it has every option with its default."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from schemas.catalogue import FAMILIES
+from schemas.config import Config
+from schemas.datasets import Dataset, TagShuffle, Video
+from schemas.geometry import choose_buckets, cover_crop, cropped_share, resolution_buckets
+from schemas.section import Section
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "docs" / "datasets.md").read_text()
+EXAMPLES = re.findall(r"^```yaml\n(datasets:\n.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+OPTION = re.compile(r"^\| `(\w+)` \| (?:`([^`]*)`|(required|see above)) \| (.+) \|$", re.MULTILINE)
+
+
+def parsed(text: str) -> Any:
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def test_there_are_examples_of_every_source():
+    sources = {dataset.source_name for text in EXAMPLES for dataset in configured(text).datasets}
+    assert sources == {"folder", "remote", "webdataset", "huggingface", "manifest"}
+    assert TEXT.count("```yaml\n") == len(EXAMPLES), "an example that begins otherwise is not checked"
+
+
+def configured(text: str) -> Config:
+    return Config.model_validate({"root": "/data/work", "model": {"family": "kandinsky5-video"}, **parsed(text)})
+
+
+@pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: re.search(r"id: (\S+)", text)[1].rstrip(","))
+def test_an_example_is_a_valid_configuration(text):
+    configured(text)
+
+
+def test_the_datasets_of_the_readme_are_valid_too():
+    text = (ROOT / "README.md").read_text()
+    found = re.findall(r"^```yaml\n(- \{id: .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(found) == 1
+    config = configured("datasets:\n" + found[0])
+    assert {dataset.source_name for dataset in config.datasets} == {
+        "folder",
+        "remote",
+        "webdataset",
+        "huggingface",
+        "manifest",
+    }
+
+
+@pytest.mark.parametrize("section", [Dataset, Video, TagShuffle])
+def test_every_option_stands_there_once_with_its_default(section: type[Section]):
+    rows = {name: (default, word) for name, default, word, _ in OPTION.findall(TEXT)}
+    assert len(rows) == len(OPTION.findall(TEXT)), "an option stands twice"
+    for name, field in section.model_fields.items():
+        assert name in rows, f"docs/datasets.md lacks {name}"
+        default, word = rows[name]
+        if field.is_required() or name == "video":
+            assert word == ("see above" if name == "video" else "required")
+            continue
+        expected = list(field.default) if isinstance(field.default, tuple) else field.default
+        assert parsed(default) == expected, name
+        assert type(parsed(default)) is type(expected), name
+
+
+def test_nothing_stands_there_that_is_no_option():
+    known = {name for section in (Dataset, Video, TagShuffle) for name in section.model_fields}
+    assert {name for name, *_ in OPTION.findall(TEXT)} <= known
+
+
+@pytest.mark.parametrize("section", [Dataset, Video])
+def test_every_choice_is_named(section: type[Section]):
+    for name, field in section.model_json_schema()["properties"].items():
+        choices = field.get("enum") or [value for part in field.get("anyOf", ()) for value in part.get("enum", ())]
+        assert [value for value in choices if f"`{value}`" not in TEXT] == [], name
+
+
+def test_the_published_sizes_are_those_of_the_catalogue():
+    named = {tuple(map(int, size)) for size in re.findall(r"(\d+)x(\d+)", section_of("**buckets: family**"))}
+    published = {size for family in FAMILIES.values() for flavour in family.flavours.values() for size in flavour.sizes}
+    assert named == published
+
+
+def section_of(start: str) -> str:
+    """The paragraph that begins so."""
+    return TEXT[TEXT.index(start) :].split("\n\n", 1)[0]
+
+
+def test_the_crops_of_the_photograph_are_true():
+    sizes = resolution_buckets(1024, "pixel_area", 16)
+    nearest = sizes[choose_buckets(3000, 2000, sizes)]
+    closest = (1184, 880)
+    for size in (nearest, (1024, 1024), closest):
+        lost = cropped_share(3000, 2000, cover_crop(3000, 2000, *size), *size)
+        assert f"{size[0]}x{size[1]}" in TEXT and f"{100 * float(lost):.1f} %" in TEXT
+
+
+def test_links_lead_somewhere():
+    headings = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
+    }
+    assert set(re.findall(r"\]\(#([\w-]+)\)", TEXT)) <= headings
