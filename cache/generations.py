@@ -172,7 +172,8 @@ def publish(
     """
     current = newest(store, key)
     tables = {"samples": samples, "texts": texts, "units": units, "active": active}
-    tables = {name: table.cast(_SCHEMAS[name]).combine_chunks() for name, table in tables.items()}
+    tables = {name: table.cast(_SCHEMAS[name]) for name, table in tables.items()}
+    tables["active"] = tables["active"].combine_chunks()  # it is compared and hashed
     if current is not None and not (samples.num_rows or texts.num_rows or units.num_rows):
         same = all(current.info[name] == plain for name, plain in json.loads(json.dumps(info)).items())
         if same and current.active.equals(tables["active"]):
