@@ -4,8 +4,10 @@ Every name is a hexadecimal xxh3-128 of a canonical encoding of what determines 
 machines that never talk agree on it. Nothing here reads a file.
 """
 
+import binascii
 import json
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -49,9 +51,14 @@ def hash_json(value: Any) -> str:
     return hash_bytes(text.encode())
 
 
+_AT_ONCE = 16384  # values that become Python objects together
+
+
 def hash_column(values: pa.Array) -> pa.Array:
     """The xxh3-128 of each of n byte or text strings, as 32 hex digits."""
-    return pa.array(map(xxhash.xxh3_128_hexdigest, values.cast(pa.large_binary()).to_pylist()), pa.string())
+    whole = values.cast(pa.large_binary())
+    parts = (whole.slice(start, _AT_ONCE).to_pylist() for start in range(0, len(whole), _AT_ONCE))
+    return pa.array(map(xxhash.xxh3_128_hexdigest, chain.from_iterable(parts)), pa.string())
 
 
 def text_ids(rendered: pa.Array, image: pa.Array | None = None) -> pa.Array:
@@ -78,9 +85,14 @@ def sample_ids(records: np.ndarray) -> pa.Array:
 
 def id_bytes(ids: pa.Array) -> np.ndarray:
     """(n,) V16: the bytes of ids of 32 hex digits; zeros for null."""
-    text = "".join(pc.fill_null(ids, "0" * 32).to_pylist())
-    assert len(text) == 32 * len(ids), "an id has 32 hex digits"
-    return np.frombuffer(bytes.fromhex(text), "V16")
+    whole = pc.fill_null(ids, "0" * 32).cast(pa.large_binary())
+    whole = whole.combine_chunks() if isinstance(whole, pa.ChunkedArray) else whole
+    if not len(whole):
+        return np.zeros(0, "V16")
+    _, ends, digits = whole.buffers()
+    first, last = np.frombuffer(ends, np.int64)[[whole.offset, whole.offset + len(whole)]]
+    assert last - first == 32 * len(ids), "an id has 32 hex digits"
+    return np.frombuffer(binascii.unhexlify(memoryview(digits)[first:last]), "V16")
 
 
 def heads(ids: pa.Array) -> NDArray[np.uint64]:

@@ -54,7 +54,9 @@ def _mended(texts: pa.Array) -> pa.Array:
     straight = texts
     for pattern, quote in _QUOTES:
         straight = pc.replace_substring_regex(straight, pattern, quote)
-    folded = pc.utf8_trim(pc.replace_substring_regex(straight, " +", " "), " ")
+    wide = pc.match_substring(straight, "  ")
+    folded = pc.replace_with_mask(straight, wide, pc.replace_substring_regex(straight.filter(wide), " +", " "))
+    folded = pc.utf8_trim(folded, " ")
     others = pc.invert(plain)
     return pc.replace_with_mask(folded, others, _distinct(texts.filter(others), clean_kandinsky))
 

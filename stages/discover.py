@@ -22,6 +22,7 @@ from cache.store import Store
 from schemas.config import Config, Dataset
 from schemas.console import Console, Options, Progress, Report, program
 from schemas.errors import LatentpressError
+from schemas.report import visible
 from schemas.tables import MEDIA, REJECTS
 from stages import listing, mediatable
 from stages.listing import Known, Split
@@ -85,6 +86,7 @@ class _Discovery:
         report.done += media - failed
         report.skipped += len(table) - (media - failed)
         report.set_aside += aside.slice(0, SHOWN).to_pylist()
+        report.more_set_aside += max(0, len(aside) - SHOWN)
         if len(aside):
             report.rejects = self.store.path("rejects/discover")
         report.details[self.dataset.id] = self._counts(table, news, aside, source) | {"files read": read}
@@ -200,7 +202,8 @@ class _Discovery:
         if not len(aside) or len(aside) <= limit * max(total, FLOOR):
             return
         self._save()
-        shown = [f"  {row['path']}: {row['reason']}: {row['message']}" for row in aside.slice(0, 10).to_pylist()]
+        rows = aside.slice(0, 10).to_pylist()
+        shown = [visible(f"  {row['path']}: {row['reason']}: {row['message']}") for row in rows]
         raise LatentpressError(
             f"{self.dataset.id}: {len(aside)} of {total} files would be set aside, more than "
             f"stages.max_reject_fraction = {limit}:\n" + "\n".join(shown),
@@ -286,12 +289,12 @@ def _count(values: Any) -> int:
     return pc.sum(values).as_py() or 0
 
 
-def _ignored(source: Source) -> str:
-    """What was left alone, by extension or reason: "12 other files: .json 3, .md 9"."""
+def _ignored(source: Source) -> str | int:
+    """What was left alone, by extension or reason: "12: .json 3, .md 9"."""
     counts: Counter[str] = source.ignored
     if not counts:
-        return "no other files"
-    return f"{counts.total()} other files: " + ", ".join(
+        return 0
+    return f"{counts.total()}: " + ", ".join(
         f"{what or 'no extension'} {count}" for what, count in sorted(counts.items())
     )
 

@@ -23,6 +23,7 @@ from schemas.config import Config, Resources
 from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
+from schemas.report import visible
 from stages.media.places import Places
 from stages.plan import current_plan
 from stages.weights import pinned
@@ -253,7 +254,7 @@ class _Limit:
             what = "texts" if self._stage.kind == "text" else "samples"
             raise LatentpressError(
                 f"{self._stage.name} stopped: {self._aside} of {self._tried} {what} were set aside, more than "
-                f"stages.max_reject_fraction = {self._fraction}; the last: {aside[-1]['message']}",
+                f"stages.max_reject_fraction = {self._fraction}; the last: {visible(aside[-1]['message'])}",
                 f"mend them and run with --retry-set-aside, or raise the limit; the list is under {self._folder}",
             )
 

@@ -28,7 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import CONSTS, ProcessExpired, ProcessPool
 
 from stages.media.errors import MediaError
 
@@ -37,13 +37,18 @@ R = TypeVar("R")
 
 TOGETHER = 16  # items of one task at most
 AIM_S = 0.05  # that a task should take
-LIBRARIES = ["stages.media.image", "stages.media.video", "stages.reading", "stages.media.members"]  # imported once
+LIBRARIES = [  # imported once, not by each process: what readers need, what the programs' own modules import, and
+    # pandas, which comes with Arrow's first array
+    *("stages.media.image", "stages.media.video", "stages.reading", "stages.media.members", "stages.sources.folder"),
+    *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "stages.mediatable", "stages.stage", "pandas"),
+]
 LARGE = 1 << 20  # bytes of results that go through a file
 AHEAD = 3  # tasks that are begun for each process, so that none waits
 READY = ".ready"  # ends the name of a file that says that a process has started
 GRACE_S = 2.0  # between the alarm and the end that this program puts to a task
 START_S = 10.0  # that a process may take to start
 OUT_OF_MEMORY = 77  # exit code of a process that gave up for want of memory
+CONSTS.sleep_unit = 0.02  # seconds until pebble sees that a process died, or that it should stop; 0.1 by default
 
 _ADVICE = {
     "decoder-died": "replace it with a copy written anew, or remove it",

@@ -21,8 +21,7 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iter
     """One row a bucket of the training set. cuts: what cutting does to the samples of a bucket, by bucket and dataset:
     "bucket", "samples", the largest "distortion", the largest and the mean share "lost"."""
     family = config.model.spec
-    train = active.filter(pc.equal(active.column("role"), "train"))
-    drawn = {bucket.name: bucket for bucket in epoch(train, 1).buckets}
+    drawn = {bucket.name: bucket for bucket in epoch(active, 1).buckets}
     worst = _worst(cuts)
     precision = config.latents.precision or config.model.precision
     conditions = {row["bucket"]: row["condition"] for row in _conditions(samples)}
@@ -42,7 +41,8 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iter
 def epoch(active: pa.Table, batch: int) -> Plan:
     """The trainer's own plan of an epoch, from the training rows of a table of ACTIVE."""
     keys = ["bucket", "dataset", "repeats", "weight"]
-    groups = active.filter(pc.equal(active.column("role"), "train")).group_by(keys).aggregate([([], "count_all")])
+    groups = active.group_by([*keys, "role"]).aggregate([([], "count_all")])
+    groups = groups.filter(pc.equal(groups.column("role"), "train"))
     rows = groups.sort_by([(key, "ascending") for key in keys]).to_pylist()
     starts = np.cumsum([0, *(row["count_all"] for row in rows)])
     spans = [
@@ -153,8 +153,9 @@ def _without(names: pa.Array, others: pa.Array) -> pa.Array:
 def dataset_table(config: Config, plan: Draft) -> list[Row]:
     """One row a dataset: what became of its items."""
     table = []
+    narrow = plan.active.select(["dataset", "role"])
     for name, notes in plan.notes.items():
-        mine = plan.active.filter(pc.equal(plan.active.column("dataset"), name))
+        mine = narrow.filter(pc.equal(narrow.column("dataset"), name))
         roles = mine.column("role")
         row: Row = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": mine.num_rows}
         row["held out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0

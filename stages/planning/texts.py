@@ -16,7 +16,7 @@ from schemas.datasets import Dataset, TagShuffle
 from schemas.randomness import mix
 from schemas.tables import TEXTS
 
-CHUNK = 65536  # rendered prompts at a time: a template is hundreds of bytes
+CHUNK = 8192  # rendered prompts at a time: a template is hundreds of bytes
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ def _written(dataset: Dataset, captions: pa.Array) -> tuple[pa.Array, np.ndarray
     parent = np.arange(len(captions))
     if dataset.tag_shuffle is not None:
         captions, parent = shuffled_tags(captions, dataset.tag_shuffle)
+    if not (dataset.prepend or dataset.append):
+        return captions, parent
     # What the filter left empty stays so: a caption that is nothing but the words put around it says nothing.
     given = pc.greater(pc.binary_length(pc.utf8_trim_whitespace(captions)), 0)
     around = pc.binary_join_element_wise(dataset.prepend, captions, dataset.append, "")

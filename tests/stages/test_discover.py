@@ -34,7 +34,7 @@ def test_finds_images_with_their_captions(project) -> None:
     assert rows[1]["captions"] == ["first line", "second line"]
     assert report.exit_code == 0
     assert report.done == 2
-    assert report.details["photos"]["other files"] == "1 other files: .md 1"
+    assert report.details["photos"]["other files"] == "1: .md 1"
 
 
 def test_finds_videos_and_reads_their_headers(project) -> None:
@@ -167,7 +167,7 @@ def test_links_are_followed_inside_the_folder_only(project, tmp_path: Path) -> N
     (home.media / "out").symlink_to(outside)
     report = home.run(discover.run)
     assert [row["path"] for row in rows_of(home)] == ["link/one.png", "real/one.png"]
-    assert report.details["photos"]["other files"] == "2 other files: link that leads back 1, link that leads outside 1"
+    assert report.details["photos"]["other files"] == "2: link that leads back 1, link that leads outside 1"
 
 
 def test_dry_run_writes_nothing(project) -> None:
