@@ -11,11 +11,12 @@ STAMP := $(VENV)/.installed
 FLAVOUR ?=
 PYTEST_ARGS ?=
 
-.PHONY: help venv test lint demo clean
+.PHONY: help venv test torture lint demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real media with tiny models; no FLAVOUR: all five"
 	@echo "make test                 the test suite (PYTEST_ARGS=... are added)"
+	@echo "make torture              kills, full disks, damage and hostile files in their long form (some tens of minutes)"
 	@echo "make lint                 ruff, mypy and the import contracts"
 	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
 	@echo "make clean                remove caches and what the demo made; $(VENV) stays"
@@ -31,6 +32,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+
+torture: $(STAMP)
+	TORTURE=long $(BIN)/python -m pytest tests/torture --timeout 7200 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -6,7 +6,6 @@ Putting it in a last empty batch or in the footer alone would have hidden it fro
 schemas.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -14,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from cache import ipc, untrusted
 from cache.shard import (
     ARROW_SUFFIX,
     BaseReader,
@@ -29,17 +29,23 @@ from cache.shard import (
     to_json,
 )
 from cache.store import Store
-from cache.tensors import Array
+from cache.tensors import NUMPY_DTYPES, Array
 
 META_KEY, META_CHECKSUM_KEY = b"latentpress", b"latentpress_checksum"
-MAGIC = b"ARROW1\0\0"
+MAGIC = ipc.MAGIC + b"\0\0"
+OURS = ("id", "info", "checksum")
+
+
+def reserved(name: str) -> bool:
+    """Whether no tensor may be called so."""
+    return name in OURS or name.endswith("_shape")
 
 
 def make_schema(columns: Mapping[str, str], metadata: Mapping[bytes, bytes] | None = None) -> pa.Schema:
     """id, then two columns a tensor, then info and checksum. The dtype stands in the field's metadata."""
     fields = [pa.field("id", pa.string(), nullable=False)]
     for name, dtype in columns.items():
-        assert name not in ("id", "info", "checksum") and not name.endswith("_shape"), f"column name {name!r}"
+        assert not reserved(name), f"column name {name!r}"
         fields.append(pa.field(name, pa.large_binary(), metadata={"dtype": dtype}))
         fields.append(pa.field(f"{name}_shape", pa.list_(pa.int32())))
     fields += [
@@ -95,10 +101,13 @@ class ShardWriter:
         described = to_json(describe(self.meta, self._ids, self._set_aside))
         metadata = {META_KEY: described, META_CHECKSUM_KEY: xxhash.xxh3_128_hexdigest(described).encode()}
         schema = self._schema.with_metadata(metadata)
-        with self.store.create(self.rel) as file, pa.ipc.new_file(file, schema) as sink:
-            for cells in self._rows:
-                sink.write_batch(pa.record_batch(cells, schema=schema))
-        remove_twin(self.store, self.rel)
+        with self.store.create(self.rel) as file:
+            with pa.ipc.new_file(file, schema) as sink:
+                for cells in self._rows:
+                    sink.write_batch(pa.record_batch(cells, schema=schema))
+            file.flush()
+            # Before this one appears: killed in between, the unit is done again. After it, two would stay.
+            remove_twin(self.store, self.rel)
         self._rows.clear()
         return self.rel
 
@@ -110,41 +119,34 @@ class ShardWriter:
 
 
 class ShardReader(BaseReader):
-    """Reads `rel`. Opening reads the end of the file only; a row costs one batch."""
+    """Reads `rel`. Opening reads the end of the file only; a row costs one read."""
 
     def _open(self) -> None:
-        self._batches = self.attempt(lambda: pa.ipc.open_file(self.file), "it is not a whole Arrow file")
-        schema = self._batches.schema
+        self._frames = self.attempt(lambda: ipc.frames(self.file), "it is not a whole Arrow file")
+        schema = self._frames.schema
         metadata = schema.metadata or {}
         described = metadata.get(META_KEY, b"")
         if xxhash.xxh3_128_hexdigest(described).encode() != metadata.get(META_CHECKSUM_KEY):
             raise DamageError(self.path, "its description is missing or changed")
-        self.meta = parse_meta(self.attempt(lambda: json.loads(described), "its description is no JSON"), self.path)
+        value = self.attempt(lambda: untrusted.from_json(described), "its description is no JSON")
+        self.meta = parse_meta(value, self.path)
         self.columns = self.attempt(lambda: _columns(schema), "its columns are not those of a shard")
-        if self._batches.num_record_batches != len(self.meta.ids):
-            count = self._batches.num_record_batches
+        if len(self._frames.places) != len(self.meta.ids):
+            count = len(self._frames.places)
             raise DamageError(self.path, f"it has {count} rows and says that it has {len(self.meta.ids)}")
 
     def _row(self, i: int) -> tuple[Row, bytes, str]:
-        batch = self._batches.get_batch(i)
-        # Arrow trusts offsets; a changed one would read outside the buffer. Cheap: the batch is one row.
-        batch.validate(full=True)
-        if batch.num_rows != 1:
-            raise ValueError(f"{batch.num_rows} rows in one batch")
-        cells = dict(zip(batch.schema.names, batch.columns, strict=True))
+        batch = ipc.batch(self.file, self._frames.places[i], self._frames.schema)
         tensors = {}
-        for name, dtype in self.columns.items():
-            shape = cells[f"{name}_shape"][0].as_py()
-            if shape is not None:
-                tensors[name] = Array(dtype, tuple(shape), _value(cells[name]))
-            elif cells[name][0].is_valid:
-                raise ValueError(f"{name} has bytes and no shape")
-        info = cells["info"][0].as_py()
-        return (
-            Row(cells["id"][0].as_py(), tensors, json.loads(info)),
-            info.encode(),
-            cells["checksum"][0].as_py(),
-        )
+        for number, (name, dtype) in enumerate(self.columns.items()):
+            content, sizes = batch.column(1 + 2 * number), batch.column(2 + 2 * number)
+            if not sizes.null_count:
+                tensors[name] = Array(dtype, untrusted.shape(sizes[0].as_py()), _value(content))
+            if sizes.null_count != content.null_count:
+                raise ValueError(f"{name} has bytes or a shape, and not both")
+        id, info, checksum = (_text(batch.column(place)) for place in (0, -2, -1))
+        stored = info.encode()
+        return Row(id, tensors, untrusted.from_json(stored)), stored, checksum
 
     def _check_file(self) -> None:
         """Arrow writes the schema twice; a file is read by the one at its end, a stream by the one at its
@@ -153,14 +155,20 @@ class ShardReader(BaseReader):
         if self.file.read(len(MAGIC)) != MAGIC:
             raise DamageError(self.path, "it does not start as an Arrow file")
         schema = self.attempt(lambda: pa.ipc.read_schema(self.file), "the schema at its start can't be read")
-        if not schema.equals(self._batches.schema, check_metadata=True):
+        if not schema.equals(self._frames.schema, check_metadata=True):
             raise DamageError(self.path, "the schemas at its start and end differ")
+
+
+def _text(cell: pa.StringArray) -> str:
+    return untrusted.text(cell[0].as_py(), "what should be text")
 
 
 def _columns(schema: pa.Schema) -> dict[str, str]:
     """Tensor name -> dtype; ValueError or KeyError where the schema is not a shard's."""
     tensors = [field for field in schema if field.type == pa.large_binary()]
-    columns = {field.name: (field.metadata or {})[b"dtype"].decode() for field in tensors}
-    if not schema.equals(make_schema(columns)):
-        raise ValueError(f"columns {schema.names}")
+    columns = {untrusted.name(field.name, "a column"): (field.metadata or {})[b"dtype"].decode() for field in tensors}
+    if any(reserved(name) for name in columns) or not set(columns.values()) <= set(NUMPY_DTYPES):
+        raise ValueError(f"columns {untrusted.shown(columns)}")
+    if not schema.remove_metadata().equals(make_schema(columns), check_metadata=True):
+        raise ValueError(f"columns {untrusted.shown(schema.names)}")
     return columns

@@ -97,6 +97,10 @@ class Generation:
         """sample_id -> row of schemas.tables.ACTIVE: where the sample's files lie as of this plan."""
         return Rows(self.active, "sample_id")
 
+    def own(self, table: str) -> pa.Table:
+        """Its own "samples", "texts", "units" or "active", without those of earlier generations."""
+        return _table(self.store, self.name, table)
+
     def _all(self, table: str) -> pa.Table:
         # Generations of an older TABLES_VERSION lack columns; none of their ids is asked for.
         tables = [_table(self.store, name, table) for name in _up_to(self.store, self.name)]
@@ -145,6 +149,12 @@ def newest(store: Store, key: str) -> Generation | None:
         if generation.info["key"] == key:
             return generation
     return None
+
+
+def every_unit(store: Store) -> pa.Table:
+    """Table of schemas.tables.UNITS: the units of all generations, whatever settings made them."""
+    tables = [UNITS.empty_table(), *(_table(store, name, "units") for name in names(store))]
+    return pa.concat_tables(tables, promote_options="default")
 
 
 def planned(store: Store, kind: str) -> pa.Array:

@@ -5,18 +5,20 @@ docs/cache-format.md specifies every byte.
 """
 
 import json
+import os
 import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import pyarrow as pa
 
-from cache.store import Store
+from cache import untrusted
+from cache.store import Store, explained
 from cache.tensors import Array
 from schemas.errors import DAMAGE, LatentpressError
 from schemas.identity import hash_bytes
@@ -24,10 +26,15 @@ from schemas.tables import FORMAT_VERSION
 
 ARROW_SUFFIX, TAR_SUFFIX, SIDECAR_SUFFIX = ".arrow", ".tar", ".tar.json"
 SUFFIXES = {"arrow": ARROW_SUFFIX, "webdataset": TAR_SUFFIX}
-#: What pyarrow, json and our own conversions raise on bytes that are not what they should be.
-UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError, MemoryError)
+#: What pyarrow, json and our own conversions raise on bytes that are not what they should be. Memory that runs out is
+#: no damage: nothing of the size that a file only claims is allocated.
+UNREADABLE = (
+    *(pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowTypeError, pa.ArrowNotImplementedError, pa.ArrowSerializationError),
+    *(ValueError, KeyError, TypeError, IndexError, OverflowError, EOFError, struct.error),
+)
 T = TypeVar("T")
-ENCODERS = {"text": "encode-text", "latents": "encode-latents"}
+ENCODERS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
+MAKERS = ENCODERS | {"samples": "export", "prompts": "export"}  # those of an export are made from the others
 
 
 @dataclass(frozen=True)
@@ -71,10 +78,7 @@ class DamageError(LatentpressError):
     def __init__(self, path: str, reason: str, row: int | None = None, id: str | None = None) -> None:
         self.path, self.reason, self.row, self.id = path, reason, row, id
         where = f"shard {path}" if row is None else f"shard {path}, row {row}, id {id}"
-        super().__init__(
-            f"{where}: {reason}",
-            f"to rebuild it: latentpress verify --delete-damaged, then latentpress {rebuild_command(path)}",
-        )
+        super().__init__(f"{where}: {reason}", f"to rebuild it: {rebuild_advice(path)}")
 
     def document(self) -> dict[str, Any]:
         return super().document() | {name: getattr(self, name) for name in ("path", "reason", "row", "id")}
@@ -106,8 +110,11 @@ class BaseReader(ABC):
         except FileNotFoundError as error:
             raise DamageError(self.path, "the file is missing") from error
         try:
+            self._size = self.file.size()
             self._open()
-        except Exception:
+            for damage in misplaced(self.meta, rel, self.path):
+                raise damage
+        except BaseException:
             self.file.close()
             raise
 
@@ -132,27 +139,58 @@ class BaseReader(ABC):
         if not 0 <= i < len(self):
             raise DamageError(self.path, f"it has {len(self)} rows", i)
         id = self.meta.ids[i]
-        row, info, checksum = self.attempt(lambda: self._row(i), "it can't be read", i, id)
+        self._check_length()
+        return self.attempt(lambda: self._checked(i, id, verify), "it can't be read", i, id)
+
+    def _checked(self, i: int, id: str, verify: bool) -> Row:
+        row, info, checksum = self._row(i)
         if row.id != id:
-            raise DamageError(self.path, f"its id is {row.id!r} where the description names {id!r}", i, id)
+            found = untrusted.shown(repr(row.id))
+            raise DamageError(self.path, f"its id is {found} where the description names {id!r}", i, id)
+        untrusted.an_object(row.info, "its info")
         if verify and row_checksum(row.id, info, row.tensors) != checksum:
             raise DamageError(self.path, "its checksum does not match", i, id)
         return row
 
-    def verify(self) -> list[DamageError]:
-        """Read everything; every damage found."""
+    def _check_length(self) -> None:
+        """Reading a memory map beyond the end of a file that was cut kills the process, and no handler helps. So ask
+        before each row, which takes 2 microseconds; only a file cut within the next few can still kill."""
+        if isinstance(self.file, pa.MemoryMappedFile):
+            size = os.fstat(self.file.fileno()).st_size
+            if size < self._size:
+                raise DamageError(self.path, f"it was cut while it was open: it had {self._size} bytes and has {size}")
+
+    def verify(self, look: Callable[[Row], object] | None = None) -> list[DamageError]:
+        """Read everything; every damage found. look: given each row that is as it was written, it raises ValueError
+        with what is wrong with it all the same."""
         checks: list[Callable[[], object]] = [
             self._check_file,
-            *(partial(self.read, i) for i in range(len(self))),
+            *(partial(self._check_row, i, look) for i in range(len(self))),
         ]
         return [damage for check in checks if (damage := _damage(check))]
 
+    def _check_row(self, i: int, look: Callable[[Row], object] | None) -> None:
+        row = self.read(i)
+        if look is not None:
+            try:
+                look(row)
+            except ValueError as error:
+                raise DamageError(self.path, str(error), i, row.id) from error
+
     def attempt(self, read: Callable[[], T], reason: str, row: int | None = None, id: str | None = None) -> T:
-        """`read()`, with what it raises on bytes that are not what they should be turned into DamageError."""
+        """`read()`, with what it raises on bytes that are not what they should be turned into DamageError. A disk
+        or a network that fails is no damage: StoreError."""
         try:
             return read()
+        except FileNotFoundError as error:
+            raise DamageError(self.path, "the file is missing", row, id) from error
         except UNREADABLE as error:
-            raise DamageError(self.path, f"{reason} ({error})", row, id) from error
+            raise DamageError(self.path, f"{reason} ({untrusted.shown(error)})", row, id) from error
+        except OSError as error:
+            if not error.errno:  # Arrow's own, of fewer bytes than the file says
+                raise DamageError(self.path, f"{reason} ({untrusted.shown(error)})", row, id) from error
+            with explained(self.path):
+                raise
 
     def close(self) -> None:
         """Release the file; rows read from a memory map keep their part of it."""
@@ -181,6 +219,7 @@ def writer(
 
     if format not in SUFFIXES:
         raise ValueError(f"cache format {format!r} is unknown; choose from {', '.join(SUFFIXES)}")
+    assert not _leads_out(rel_stem), f"{rel_stem!r} leads out of the root"
     twin = arrow if format == "arrow" else wds
     return twin.ShardWriter(store, rel_stem, meta, columns)
 
@@ -191,18 +230,35 @@ def reader(store: Store, rel: str) -> BaseReader:
 
     if not rel.endswith((ARROW_SUFFIX, TAR_SUFFIX)):
         raise ValueError(f"{rel!r} is no shard: its name must end with {ARROW_SUFFIX} or {TAR_SUFFIX}")
+    if _leads_out(rel):
+        raise DamageError(store.path(untrusted.shown(rel)), "its name leads out of the root")
     twin = arrow if rel.endswith(ARROW_SUFFIX) else wds
     return twin.ShardReader(store, rel)
 
 
-def verify(store: Store, rel: str) -> list[DamageError]:
-    """Read everything in the shard at `rel`; every damage found, also when it can't be opened."""
+def _leads_out(rel: str) -> bool:
+    """Whether this is no plain path below a root: the tables of a set that came from elsewhere name shards too."""
+    return "\0" in rel or any(part in ("", ".", "..") for part in rel.split("/"))
+
+
+def verify(
+    store: Store,
+    rel: str,
+    whole: Callable[[ShardMeta], Iterable[str]] | None = None,
+    look: Callable[[Row], object] | None = None,
+) -> list[DamageError]:
+    """Read everything in the shard at `rel`; every damage found, also when it can't be opened.
+
+    whole, look: what else is asked of its description (says what is wrong), and of each row (as BaseReader.verify).
+    """
     try:
         shard = reader(store, rel)
     except DamageError as damage:
         return [damage]
     try:
-        return misplaced(shard.meta, rel, store.path(rel)) + shard.verify()
+        path = store.path(rel)
+        wrong = [DamageError(path, reason) for reason in (whole(shard.meta) if whole else ())]
+        return wrong + shard.verify(look)
     finally:
         shard.close()
 
@@ -210,7 +266,7 @@ def verify(store: Store, rel: str) -> list[DamageError]:
 def misplaced(meta: ShardMeta, rel: str, path: str) -> list[DamageError]:
     """Damage where the shard lies as <kind>/<fingerprint>/<unit> of which it says otherwise of itself."""
     parts = rel.split("/")
-    if len(parts) != 3 or parts[0] not in ENCODERS:
+    if len(parts) != 3 or parts[0] not in MAKERS:
         return []
     found = (parts[0], parts[1], stem(parts[2]))
     said = (meta.kind, meta.fingerprint, meta.unit)
@@ -247,8 +303,16 @@ def remove_twin(store: Store, rel: str) -> None:
 def rebuild_command(path: str) -> str:
     """The program that makes shards of this path's kind again."""
     folders = path.split("/")[:-1]
-    kinds = [name for name in folders if name in ENCODERS]
-    return ENCODERS[kinds[-1]] if kinds else "encode-text and encode-latents"
+    kinds = [name for name in folders if name in MAKERS]
+    return MAKERS[kinds[-1]] if kinds else "encode-text and encode-latents"
+
+
+def rebuild_advice(path: str) -> str:
+    """A command that makes the shard at `path` again, and what it does."""
+    program = rebuild_command(path)
+    if program == "export":
+        return "latentpress export   # as it was made: it checks what lies there and writes this shard anew"
+    return f"latentpress verify --repair   # sets it aside and runs {program} for its unit"
 
 
 def to_json(value: Any) -> bytes:
@@ -280,18 +344,36 @@ def describe(meta: ShardMeta, ids: Sequence[str], set_aside: Sequence[SetAside])
 
 
 def parse_meta(value: Any, path: str) -> ShardMeta:
-    """The inverse of `describe`; DamageError where a part is missing, or of another format version."""
+    """The inverse of `describe`; DamageError where a part is missing or no such thing, or of another format version."""
     version = value.get("format_version") if isinstance(value, dict) else None
-    if version != FORMAT_VERSION:
-        raise DamageError(path, f"its format version is {version!r}; this program reads {FORMAT_VERSION}")
+    if type(version) is not int or version != FORMAT_VERSION:
+        found = untrusted.shown(repr(version))
+        raise DamageError(path, f"its format version is {found}; this program reads {FORMAT_VERSION}")
     try:
-        values = {name: value[name] for name in ShardMeta.__dataclass_fields__}
-        values["set_aside"] = [SetAside(**member) for member in values["set_aside"]]
-        if value["count"] != len(values["ids"]):
-            raise DamageError(path, f"it says that it has {value['count']} rows and names {len(values['ids'])}")
-        return ShardMeta(**values)
-    except (KeyError, TypeError) as error:
-        raise DamageError(path, f"its description is incomplete ({error})") from error
+        meta = ShardMeta(
+            kind=untrusted.name(value["kind"], "kind"),
+            fingerprint=untrusted.name(value["fingerprint"], "fingerprint"),
+            unit=untrusted.name(value["unit"], "unit"),
+            bucket=untrusted.name(value["bucket"], "bucket", empty=True),
+            ids=untrusted.names(value["ids"], "ids"),
+            set_aside=[_parse_set_aside(member) for member in untrusted.a_list(value["set_aside"], "set_aside")],
+            provenance=untrusted.an_object(value["provenance"], "provenance"),
+        )
+        if untrusted.count(value["count"], "count") != len(meta.ids):
+            raise ValueError(f"it says that it has {value['count']} rows and names {len(meta.ids)}")
+        if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
+            raise ValueError("a member is both a row and set aside")
+        return meta
+    except (KeyError, ValueError) as error:
+        raise DamageError(path, f"its description is incomplete or wrong ({untrusted.shown(error)})") from error
+
+
+def _parse_set_aside(value: Any) -> SetAside:
+    member = untrusted.an_object(value, "a member set aside")
+    if set(member) != {"id", "reason", "message"}:
+        raise ValueError(f"a member set aside has {untrusted.shown(sorted(member))}")
+    id, reason = untrusted.name(member["id"], "an id"), untrusted.name(member["reason"], "a reason")
+    return SetAside(id, reason, untrusted.text(member["message"], "a message"))
 
 
 def check_row(row: Row, columns: Mapping[str, str], taken: set[str]) -> None:

@@ -11,9 +11,10 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 import pyarrow as pa
@@ -53,6 +54,14 @@ class StoreError(LatentpressError):
 
     def __reduce__(self) -> tuple:
         return (StoreError, (self.path, self.reason, self.next_step))
+
+
+class Entry(NamedTuple):
+    """A file: its name, its bytes, and when it was last written (seconds since 1970; infinity: not known)."""
+
+    name: str
+    size: int
+    modified: float
 
 
 def replace(source: str, target: str) -> None:
@@ -137,6 +146,23 @@ class Store:
         with explained(self.path(prefix)):
             found = self._local_names(prefix) if self.root is not None else self._remote_names(prefix)
         return sorted(name for name in found if not _is_temp(name.rpartition("/")[2]))
+
+    def entries(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
+        """What `names` gives, with sizes and times; one listing. temporaries: those files, instead of the others."""
+        with explained(self.path(prefix)):
+            local = self.local(prefix)
+            found = list(_walk(local)) if local is not None else self._remote_entries(prefix)
+        return sorted(entry for entry in found if _is_temp(entry.name.rpartition("/")[2]) == temporaries)
+
+    def _remote_entries(self, prefix: str) -> list[Entry]:
+        self.fs.invalidate_cache()
+        top = self.path(prefix.rstrip("/"))
+        try:
+            found = self.fs.find(top, detail=True).items()
+        except FileNotFoundError:
+            return []
+        inside = [(name[len(top) :].lstrip("/"), about) for name, about in found if name.startswith(top + "/")]
+        return [Entry(name, about["size"] or 0, _written(about)) for name, about in inside]
 
     def _local_names(self, prefix: str) -> list[str]:
         assert self.root is not None
@@ -236,6 +262,18 @@ class Store:
         with self.create(rel) as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table.combine_chunks())
 
+    def move(self, rel: str, target: str) -> None:
+        """Give the file `rel` the name `target`, which is free; on an object store it is copied, then removed."""
+        with explained(self.path(rel)):
+            source, to = self.local(rel), self.local(target)
+            if source is None or to is None:
+                self.fs.mv(self.path(rel), self.path(target))
+                return
+            _make_folders(to.parent)
+            replace(str(source), str(to))
+            _sync_folder(to.parent)
+            _sync_folder(source.parent)
+
     def remove(self, rel: str) -> None:
         """Remove `rel`; nothing happens where it is absent."""
         with explained(self.path(rel)):
@@ -244,6 +282,14 @@ class Store:
                 local.unlink(missing_ok=True)
             elif self.exists(rel):
                 self.fs.rm_file(self.path(rel))
+
+    def prune(self, prefix: str) -> None:
+        """Remove the folders at and below `prefix` that hold nothing; an object store has none."""
+        top = self.local(prefix)
+        if top is not None and prefix:
+            for folder, _, _ in os.walk(top, topdown=False):
+                with suppress(OSError):  # not empty, or gone already
+                    os.rmdir(folder)
 
     def sweep(self, older_than_s: float) -> list[str]:
         """Remove temporaries not written to for `older_than_s` seconds; returns their paths. Give more than
@@ -271,6 +317,32 @@ def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
 def _sync_file(path: str | Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def _walk(folder: Path, inside: str = "") -> Iterator[Entry]:
+    """Every file below `folder`; what is removed meanwhile is left out."""
+    try:
+        found = list(os.scandir(folder))
+    except FileNotFoundError:
+        return
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(folder / entry.name, f"{inside}{entry.name}/")
+            continue
+        with suppress(FileNotFoundError):
+            about = entry.stat()
+            yield Entry(inside + entry.name, about.st_size, about.st_mtime)
+
+
+def _written(about: dict[str, Any]) -> float:
+    """When an object was last written, by whichever name its store says it; infinity where it does not."""
+    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value = about.get(key)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if value is not None:
+            return value.timestamp() if isinstance(value, datetime) else float(value)
+    return float("inf")
 
 
 def _modified(path: Path) -> float:

@@ -5,7 +5,7 @@ memory does not depend on how many samples there are. Every row read is checked 
 the identity that the index expects there.
 """
 
-import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,13 +17,15 @@ import pyarrow.compute as pc
 
 from cache import generations
 from cache.plan import Ints, Span
-from cache.shard import Readers, Row
+from cache.shard import DamageError, Readers, Row
 from cache.store import Store
 from cache.tensors import Array
+from cache.untrusted import an_object, from_json, shown
 from schemas.errors import USAGE, LatentpressError
 from schemas.tables import TABLES_VERSION
 
 ROLES = ("train", "eval")
+SET_BYTES = 64 * 2**20  # of a set.json: more is none
 OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
 
@@ -72,6 +74,14 @@ class TrainSet:
         self._readers = Readers(store, OPEN_SHARDS)
 
     @classmethod
+    def find(cls, root: str, name: str, family: str, task: str) -> "TrainSet":
+        """The set that `train.set` names: "current", the id of one under `root`, or, with a "/" in it, the path or URL
+        of another root or an export ("s3://bucket/export", its current set) or of one set there (".../sets/<id>")."""
+        if "/" in name:
+            root, name = located(name)
+        return cls.open(Store(root), name, family, task)
+
+    @classmethod
     def open(cls, store: Store, set_id: str, family: str, task: str) -> "TrainSet":
         """The set `set_id`, or the newest of this family and task for "current". Raises SetError otherwise."""
         if set_id == "current":
@@ -83,8 +93,12 @@ class TrainSet:
                 f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(known) or 'none'}",
                 "Correct train.set, or run `latentpress index`.",
             )
-        meta = json.loads(store.read_bytes(rel))
+        meta = read_json(store, rel)
         _check(meta, set_id, family, task)
+        if "export" in meta:
+            from cache.exported import ExportedSet
+
+            return ExportedSet(store, set_id, meta)
         return cls(store, set_id, meta)
 
     def __len__(self) -> int:
@@ -146,23 +160,59 @@ class TrainSet:
 
     def sample(self, row: int, caption: int = 0, dropped: bool = False) -> Sample:
         """Row `row` with its caption number `caption`, or with the null prompt where it is `dropped`."""
-        entry = self._entry(self._index, row)
-        stored = self._read(entry["shard"], entry["row"], entry["sample_id"])
-        text = self._null_text(entry) if dropped else entry["texts"][caption]
-        tensors, words = stored.tensors, self._text(text)
-        return Sample(stored.id, tensors["latent"], tensors.get("condition"), words, entry["regularisation"])
+        text = "null" if dropped else f"text{caption}"
+        parts = self.parts(row, ("sample", text))
+        stored = parts["sample"]
+        regularisation = self._index.column("regularisation")[row].as_py()
+        tensors, words = stored.tensors, parts[text].tensors
+        return Sample(stored.id, tensors["latent"], tensors.get("condition"), words, regularisation)
 
     @property
     def validation(self) -> list[ValidationPrompt]:
         """The validation prompts of the configuration that the set was made with, everything read and checked."""
         prompts = []
-        for entry in self.meta["validation"]:
-            given = entry["condition"]
-            condition = self._read(given["shard"], given["row"], None).tensors["latent"] if given else None
+        for number, entry in enumerate(self.meta["validation"]):
+            parts = self.prompt(number)
+            condition = parts["condition"].tensors["latent"] if "condition" in parts else None
             names = (entry["name"], entry["prompt"], entry["negative_prompt"], entry["bucket"])
-            texts = (self._text(entry["text"]), self._text(entry["negative"]))
-            prompts.append(ValidationPrompt(*names, *texts, condition))
+            prompts.append(ValidationPrompt(*names, parts["text"].tensors, parts["negative"].tensors, condition))
         return prompts
+
+    def part_names(self, row: int) -> list[str]:
+        """What belongs to row `row`: "sample", "text0", "text1", ... and, where there is a null prompt, "null"."""
+        entry = self._entry(self._index, row)
+        texts = [f"text{i}" for i in range(len(entry["texts"]))]
+        return ["sample", *texts, *(["null"] if self._null(entry) is not None else [])]
+
+    def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, Row]:
+        """Rows of shards, checksums verified, that belong to row `row`: those in `names`, by default all of them.
+        verify: check again what an export says of each part of a row; in a root each is a row of its own."""
+        entry, found = self._entry(self._index, row), {}
+        for name in self.part_names(row) if names is None else names:
+            if name == "sample":
+                found[name] = self._read(entry["shard"], entry["row"], entry["sample_id"])
+            else:
+                own = name != "null"
+                found[name] = self._text(entry["texts"][int(name[4:])] if own else self._null_text(entry))
+        return found
+
+    def prompt(self, number: int, verify: bool = False) -> dict[str, Row]:
+        """The rows of validation prompt `number`: "text", "negative" and, where it has an image, "condition"."""
+        entry = self.meta["validation"][number]
+        found = {name: self._text(entry[name]) for name in ("text", "negative")}
+        if entry["condition"]:
+            found["condition"] = self._read(entry["condition"]["shard"], entry["condition"]["row"], None)
+        return found
+
+    @property
+    def groups(self) -> list[tuple[str, str, int, int]]:
+        """(role, bucket, first row, row after the last) of the runs of rows that agree in role and bucket."""
+        return [(role, bucket, start, stop) for (role, bucket), start, stop in _runs(self._index, ("role", "bucket"))]
+
+    @property
+    def tables(self) -> dict[str, pa.Table]:
+        """index, texts and shards, as schemas.tables has them."""
+        return {"index": self._index, "texts": self._texts, "shards": self._shards}
 
     def newer_generation(self) -> str | None:
         """The newest plan of the settings this set was planned by, if the set is older; None where it is not."""
@@ -178,17 +228,21 @@ class TrainSet:
     def _entry(self, table: pa.Table, row: int) -> dict[str, Any]:
         return {name: table.column(name)[row].as_py() for name in table.column_names}
 
+    def _null(self, entry: dict[str, Any]) -> int | None:
+        return self.meta["null_text"] if entry["null_text"] is None else entry["null_text"]
+
     def _null_text(self, entry: dict[str, Any]) -> int:
-        own = entry["null_text"]
-        number = self.meta["null_text"] if own is None else own
+        number = self._null(entry)
         if number is None:
             raise SetError(f"set {self.id} has no null prompt for {entry['sample_id']}", "Run `latentpress index`.")
         return number
 
-    def _text(self, number: int) -> dict[str, Array]:
+    def text_id(self, number: int) -> str:
+        return self._texts.column("text_id")[number].as_py()
+
+    def _text(self, number: int) -> Row:
         entry = self._entry(self._texts, number)
-        tensors = self._read(entry["shard"], entry["row"], entry["text_id"]).tensors
-        return {name: array for name, array in tensors.items() if array is not None}
+        return self._read(entry["shard"], entry["row"], entry["text_id"])
 
     def _read(self, shard: int, row: int, expected: str | None) -> Row:
         """Row `row` of shard number `shard`, checksum verified; it must be the one named `expected`."""
@@ -200,6 +254,27 @@ class TrainSet:
                 "The shard was replaced after the set was made: run `latentpress index`.",
             )
         return stored
+
+
+def pointer(family: str, task: str) -> str:
+    """The file that names the newest set of a family and task."""
+    return f"sets/current-{family}-{task}.json"
+
+
+def located(name: str) -> tuple[str, str]:
+    """(root, set) of a `train.set` that is a path or URL."""
+    top, there, id = name.rstrip("/").rpartition("/sets/")
+    return (top, id) if there else (name, "current")
+
+
+def read_json(store: Store, rel: str) -> dict[str, Any]:
+    """The JSON object in `rel`, which may come from anywhere: DamageError where it is too large, too deep or none."""
+    try:
+        if store.size(rel) > SET_BYTES:
+            raise ValueError(f"more than {SET_BYTES} bytes")
+        return an_object(from_json(store.read_bytes(rel)), "the whole")
+    except ValueError as error:
+        raise DamageError(store.path(rel), f"it is no JSON object ({shown(error)})") from error
 
 
 def _runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
@@ -220,7 +295,7 @@ def _runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]
 
 
 def _current(store: Store, family: str, task: str) -> str:
-    rel = f"sets/current-{family}-{task}.json"
+    rel = pointer(family, task)
     if not store.exists(rel):
         others = sorted(
             name.removeprefix("current-").removesuffix(".json")
@@ -232,17 +307,18 @@ def _current(store: Store, family: str, task: str) -> str:
             f"{', '.join(others) or 'none'}",
             "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
         )
-    return json.loads(store.read_bytes(rel))["id"]
+    return str(read_json(store, rel).get("id"))
 
 
 def _check(meta: dict[str, Any], set_id: str, family: str, task: str) -> None:
-    if meta["format_version"] != TABLES_VERSION:
+    if meta.get("format_version") != TABLES_VERSION:
         raise SetError(
-            f"set {set_id} has format version {meta['format_version']}; this release reads {TABLES_VERSION}",
+            f"set {set_id} has format version {meta.get('format_version')!r}; this release reads {TABLES_VERSION}",
             "Run `latentpress index` with this release.",
         )
-    if (meta["family"], meta["task"]) != (family, task):
+    if (meta.get("family"), meta.get("task")) != (family, task):
         raise SetError(
-            f"set {set_id} was made for {meta['family']} {meta['task']}; the configuration trains {family} {task}",
+            f"set {set_id} was made for {meta.get('family')} {meta.get('task')}; "
+            f"the configuration trains {family} {task}",
             "Correct train.set or model.flavour.",
         )

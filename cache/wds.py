@@ -11,11 +11,13 @@ import re
 import struct
 import tarfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import xxhash
 
+from cache import untrusted
 from cache.shard import (
     SIDECAR_SUFFIX,
     TAR_SUFFIX,
@@ -68,15 +70,22 @@ def _itemsize(array: Array) -> int:
 
 
 def from_safetensors(data: memoryview) -> dict[str, Array]:
-    """Tensors as views into `data`; ValueError or KeyError where it is no safetensors file."""
+    """Tensors as views into `data`; ValueError or KeyError where it is no safetensors file, or one whose tensors leave
+    gaps or share bytes."""
     size = int(struct.unpack("<Q", data[:8])[0]) if data.nbytes >= 8 else data.nbytes
     if size > data.nbytes - 8:
         raise ValueError("the safetensors header is cut off")
-    header, body = json.loads(bytes(data[8 : 8 + size])), data[8 + size :]
-    tensors = {}
+    header, body = untrusted.an_object(untrusted.from_json(data[8 : 8 + size]), "the header"), data[8 + size :]
+    tensors, spans = {}, []
     for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        tensors[name] = Array(DTYPES[entry["dtype"]], tuple(entry["shape"]), body[start:end])
+        start, end = untrusted.span(untrusted.an_object(entry, "a tensor")["data_offsets"], "data_offsets")
+        spans.append((start, end))
+        tensors[untrusted.name(name, "a tensor's name")] = Array(
+            DTYPES[untrusted.text(entry["dtype"], "dtype")], untrusted.shape(entry["shape"]), body[start:end]
+        )
+    spans.sort()
+    if [0, *(end for _, end in spans)] != [*(start for start, _ in spans), body.nbytes]:
+        raise ValueError("the tensors do not lie one behind the other")
     return tensors
 
 
@@ -146,21 +155,41 @@ class ShardWriter:
             self._file.close()
         content = {"size": self._tar.size, "xxh3_128": self._tar.hash.hexdigest(), "rows": self._entries}
         sidecar = seal(described | content)
+        self._clear(sidecar)
         self.store.publish_bytes(self.sidecar, sidecar)
         self.store.publish(self._file.name, self.rel)
         self._settle(sidecar)
-        remove_twin(self.store, self.rel)
         return self.rel
 
+    def _clear(self, sidecar: bytes) -> None:
+        """Remove an older shard of the unit that is not the same: a tar beside another's description would be damage
+        that says "done". Killed after this, the unit is done again."""
+        remove_twin(self.store, self.rel)
+        if self.store.exists(self.rel) and not self._described_by(sidecar):
+            self.store.remove(self.rel)
+
+    def _described_by(self, sidecar: bytes) -> bool:
+        try:
+            return self.store.read_bytes(self.sidecar) == sidecar
+        except FileNotFoundError:
+            return False
+
     def _settle(self, sidecar: bytes) -> None:
-        """Two workers may finish one unit at once, and, on unlike hardware, with unlike bytes. Where the tar
-        is ours and the sidecar is not, put ours back."""
-        if self.store.read_bytes(self.sidecar) == sidecar:
+        """Two workers may finish one unit at once, and, on unlike hardware, with unlike bytes. Where the tar is ours
+        and the sidecar is not, put ours back. Where the tar is not ours, its writer comes here after us; unless it
+        came while we put our sidecar back: then the pair is of no use, and the unit is done again."""
+        if self._described_by(sidecar) or not self._tar_is_ours():
             return
-        with self.store.open(self.rel) as file:
-            ours = _hash(file) == self._tar.hash.hexdigest()
-        if ours:
-            self.store.publish_bytes(self.sidecar, sidecar)
+        self.store.publish_bytes(self.sidecar, sidecar)
+        if not self._tar_is_ours():
+            self.store.remove(self.rel)
+
+    def _tar_is_ours(self) -> bool:
+        try:
+            with self.store.open(self.rel) as file:
+                return _hash(file) == self._tar.hash.hexdigest()
+        except FileNotFoundError:
+            return False
 
     def __enter__(self) -> Self:
         return self
@@ -190,7 +219,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     body = data[: data.rfind(SEAL)] if SEAL in data else b""
     if data != body + SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n':
         raise ValueError("its checksum does not match")
-    return json.loads(data)
+    return untrusted.an_object(untrusted.from_json(data), "it")
 
 
 def _hash(file: Any) -> str:
@@ -207,30 +236,78 @@ class ShardReader(BaseReader):
     def _open(self) -> None:
         name = self.rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX
         try:
+            size = self.store.size(name)
+            if size > untrusted.DESCRIPTION_BYTES:
+                raise DamageError(self.path, f"its description {name} has {size} bytes")
             data = self.store.read_bytes(name)
         except FileNotFoundError as error:
             raise DamageError(self.path, f"its description {name} is missing") from error
-        self._sidecar = self.attempt(lambda: unseal(data), f"its description {name} is changed")
-        self.meta = parse_meta(self._sidecar, self.path)
-        self._entries = self._sidecar.get("rows", [])
-        if [entry["id"] for entry in self._entries] != self.meta.ids:
+        sidecar = self.attempt(lambda: unseal(data), f"its description {name} is changed")
+        self.meta = parse_meta(sidecar, self.path)
+        self._entries, self._hash = self.attempt(lambda: _entries(sidecar), f"its description {name} is wrong")
+        if [entry.id for entry in self._entries] != self.meta.ids:
             raise DamageError(self.path, f"its description {name} names other rows than it places")
-        if self.file.size() != self._sidecar["size"]:
-            size = self.file.size()
-            raise DamageError(self.path, f"it has {size} bytes and should have {self._sidecar['size']}")
+        if self._size != sidecar["size"]:
+            raise DamageError(self.path, f"it has {self._size} bytes and should have {sidecar['size']}")
 
     def _row(self, i: int) -> tuple[Row, bytes, str]:
         entry = self._entries[i]
-        info = self._at(entry["info"]).tobytes()
-        tensors = from_safetensors(self._at(entry["tensors"]))
-        return Row(entry["id"], tensors, json.loads(info)), info, entry["checksum"]
+        info = self._at(entry.info).tobytes()
+        tensors = from_safetensors(self._at(entry.tensors))
+        return Row(entry.id, tensors, untrusted.from_json(info)), info, entry.checksum
 
-    def _at(self, place: list[int]) -> memoryview:
+    def _at(self, place: tuple[int, int]) -> memoryview:
+        """A member's content; places were checked to lie within the file when it was opened."""
         offset, size = place
         self.file.seek(offset)
-        return memoryview(self.file.read_buffer(size)).cast("B")
+        found = memoryview(self.file.read_buffer(size)).cast("B")
+        if found.nbytes != size:
+            raise ValueError(f"it ends after {found.nbytes} of {size} bytes")
+        return found
 
     def _check_file(self) -> None:
-        """The whole file, headers and padding included, which random access never looks at."""
-        if _hash(self.file) != self._sidecar["xxh3_128"]:
+        """The whole file, headers and padding included, which random access never looks at, but tar does."""
+        if self.attempt(lambda: _hash(self.file), "it can't be read") != self._hash:
             raise DamageError(self.path, "the checksum of the whole file does not match")
+        for i, entry in enumerate(self._entries):
+            for place, suffix in ((entry.tensors, "safetensors"), (entry.info, "json")):
+                wrong = partial(self._check_header, place, f"{entry.id}.{suffix}")
+                self.attempt(wrong, "the header of one of its members is wrong", i, entry.id)
+
+    def _check_header(self, place: tuple[int, int], name: str) -> None:
+        """ValueError where another reader would take the member for another: a link, another name, another size."""
+        block = self._at((place[0] - BLOCK, BLOCK)).tobytes()
+        try:
+            member = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
+        except tarfile.TarError as error:
+            raise ValueError(str(error)) from error
+        if (member.name, member.size) != (name, place[1]) or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+            raise ValueError(f"{member.name!r}, {member.size} bytes, type {member.type!r}, where {name!r} should be")
+
+
+class Entry(NamedTuple):
+    """Where a row lies: offset and size of its members' content."""
+
+    id: str
+    checksum: str
+    tensors: tuple[int, int]
+    info: tuple[int, int]
+
+
+def _entries(sidecar: dict[str, Any]) -> tuple[list[Entry], str]:
+    """The rows' places, and the checksum of the whole file. ValueError or KeyError where something is not of its kind,
+    or lies elsewhere than one member behind the other does."""
+    entries, end = [], 0
+    for value in untrusted.a_list(sidecar["rows"], "rows"):
+        row = untrusted.an_object(value, "a row")
+        places = [untrusted.span(row[part], part) for part in ("tensors", "info")]
+        for offset, size in places:
+            if offset != end + BLOCK:
+                raise ValueError(f"a member at {offset} where one should be at {end + BLOCK}")
+            end = offset + size + -size % BLOCK
+        checksum = untrusted.checksum(row["checksum"], "a row's checksum")
+        entries.append(Entry(untrusted.text(row["id"], "id"), checksum, places[0], places[1]))
+    end += 2 * BLOCK
+    if untrusted.count(sidecar["size"], "size") != end + -end % RECORD:
+        raise ValueError(f"its rows take {end + -end % RECORD} bytes and it says {sidecar['size']}")
+    return entries, untrusted.checksum(sidecar["xxh3_128"], "xxh3_128")

@@ -51,7 +51,9 @@ class Family:
     autoencoder's. resolution: default edge length whose square is the bucket's area (pixels). text_width:
     channels of one stored text token. text_parts, latent_parts: sub-folders of the checkpoint that determine
     what the encoders give. latent_settings: what else determines the latents; the autoencoder checks at load
-    that the installed diffusers still agrees. models: what the config of a sub-folder calls its model, so that
+    that the installed diffusers still agrees. latent_precision: in which the autoencoder computes where nothing else
+    is asked for (None: as the model). tile: side of the spatial tiles of `latents.tiling` and the distance between
+    their beginnings (pixels). models: what the config of a sub-folder calls its model, so that
     another family's checkpoint is refused by name. pipelines: task -> the pipeline of a checkpoint made for it.
     nabla: whether a checkpoint's config may ask for NABLA attention. posterior: whether the autoencoder gives a
     distribution to sample from.
@@ -81,6 +83,8 @@ class Family:
     posterior: bool = True
     templates: dict[str, Template] = field(default_factory=dict)
     latent_settings: dict[str, int | bool | str] = field(default_factory=dict)
+    latent_precision: Literal["float32"] | None = None
+    tile: tuple[int, int] = (512, 384)
 
 
 _T2I = Template(
@@ -232,6 +236,7 @@ FAMILIES: dict[str, Family] = {
         models={"text_encoder": "qwen2_5_vl", "vae": "AutoencoderKLHunyuanVideo"},
         pipelines={"t2v": "Kandinsky5T2VPipeline", "i2v": "Kandinsky5I2VPipeline"},
         latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},
+        tile=(256, 192),
         video=True,
         nabla=True,
         guidance=5.0,
@@ -267,6 +272,8 @@ FAMILIES: dict[str, Family] = {
         models={"text_encoder": "gemma2", "vae": "AutoencoderDC"},
         pipelines={"t2i": "SanaPipeline"},
         latent_settings={"tiling": False},
+        latent_precision="float32",
+        tile=(512, 448),
         video=False,
         nabla=False,
         guidance=4.5,
@@ -274,6 +281,20 @@ FAMILIES: dict[str, Family] = {
         posterior=False,
         templates={"t2i": _SANA},
     ),
+}
+
+
+@dataclass(frozen=True)
+class VisionModel:
+    """A DINOv2 by the name that CREPA's users know it by. size: pixels of a square input, as they use it."""
+
+    repo: str
+    size: int
+
+
+VISION_MODELS = {
+    "dinov2_vits14": VisionModel("facebook/dinov2-small", 224),
+    "dinov2_vitg14": VisionModel("facebook/dinov2-giant", 518),
 }
 
 

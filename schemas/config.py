@@ -3,14 +3,15 @@
 Reading, overriding and reporting errors with their line is `schemas/loading.py`; this file is only the shape.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from schemas.catalogue import FAMILIES, Family, Flavour, Task, Template, flavour_of
+from schemas.catalogue import FAMILIES, VISION_MODELS, Family, Flavour, Task, Template, flavour_of
 from schemas.datasets import Dataset
 from schemas.geometry import resolution_buckets, target_area
 from schemas.section import NAME_PATTERN, Incoherent, Name, Problem, Section, Share
@@ -27,7 +28,7 @@ PATTERNS = {
 Precision = Literal["float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=_DEVICE, description="auto, cpu, cuda or cuda:N")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "index", "train", "decode"]
+StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode"]
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 
 
@@ -93,15 +94,90 @@ class Text(Section):
     )
     batch_tokens: int = Field(4096, gt=0, description="tokens of one forward pass of the text encoder")
     precision: Precision | None = Field(None, description="default: model.precision")
+    quantization: Literal["no_change", "bf16", "int8-quanto", "nf4-bnb"] = Field(
+        "no_change", description="how the language model's weights are held; embeddings are stored in `precision`"
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(
+        None, description="the language model's attention; default: as the pipelines, sdpa (Gemma-2: eager)"
+    )
+    offload: Literal["none", "blocks"] = Field(
+        "none", description="blocks: weights stay in host memory, one block at a time is on the device; same numbers"
+    )
 
 
 class Latents(Section):
-    posterior: Literal["sample", "mode"] = Field(
-        "sample", description="sample: as the reference, seeded by the sample's identity; mode: the mean"
+    posterior: Literal["sample", "mode", "moments"] = Field(
+        "sample",
+        description="sample: as the reference, seeded by the sample's identity; mode: the mean; "
+        "moments: mean and log-variance, sampled anew at every step of training",
     )
-    batch_size: int = Field(1, ge=1, description="samples of one forward pass of the autoencoder")
-    precision: Precision | None = Field(None, description="default: model.precision")
+    batch_pixels: int = Field(
+        1024 * 1024,
+        ge=1,
+        description="frames x width x height of one forward pass of the autoencoder; a larger sample is one of its own",
+    )
+    precision: Precision | None = Field(None, description="default: model.precision, for Sana float32")
     decoder: Literal["pyav", "decord"] = Field("pyav", description="video decoder; decord: constant frame rate only")
+    chunk_frames: int = Field(
+        0,
+        ge=0,
+        description="frames that a convolution of the video autoencoder computes at once, to save memory; 0: all",
+    )
+    slicing: bool = Field(False, description="one sample after another through the autoencoder, whatever the batch")
+    tiling: bool = Field(False, description="in overlapping spatial tiles, to save memory: gives other latents")
+
+    def settings(self, family: Family) -> dict[str, int | bool | str]:
+        """What beyond weights and precision determines a family's latents: part of the cache's name. What is off, or
+        has no effect, is left out."""
+        found = dict(family.latent_settings)
+        if self.tiling:
+            found |= {"tiling": True, "tile": family.tile[0], "tile_stride": family.tile[1]}
+        if self.chunk_frames and family.video:
+            found |= {"chunk_frames": self.chunk_frames}
+        return found
+
+
+class Vision(Section):
+    """Features that CREPA compares the transformer's hidden states with. Without `model` there are none."""
+
+    model: str | None = Field(
+        None, description="dinov2_vits14, dinov2_vitg14, or a DINOv2 as local directory or repo; default: no features"
+    )
+    revision: str | None = Field(None, description="commit or tag of the repo")
+    size: int | None = Field(
+        None,
+        ge=14,
+        le=14 * 148,
+        multiple_of=14,
+        description="pixels, a multiple of 14: frames get as many patches as a square of it; default: 224, vitg14 518",
+    )
+    batch_size: int = Field(32, ge=1, description="frames of one forward pass")
+    precision: Precision | None = Field(None, description="default: model.precision; features are stored in bfloat16")
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, model: str | None) -> str | None:
+        if model is not None and model not in VISION_MODELS and "/" not in model:
+            raise ValueError(f"unknown model {model!r}; valid: {', '.join(VISION_MODELS)}, a directory, a repo")
+        return model
+
+    @property
+    def source(self) -> str | None:
+        """Local directory or repo id that weights are loaded from; None where no features are wanted."""
+        return VISION_MODELS[self.model].repo if self.model in VISION_MODELS else self.model
+
+    @property
+    def pixels(self) -> int:
+        """`size`, or the model's own."""
+        return self.size or (VISION_MODELS[self.model].size if self.model in VISION_MODELS else 224)
+
+
+MOST_READERS = 8  # beyond which a disk is rarely faster
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Resources(Section):
@@ -112,6 +188,22 @@ class Resources(Section):
     device: Device = "auto"
 
 
+class Encoding(Resources):
+    """What an encoding stage may use."""
+
+    readers: int | None = Field(
+        None, ge=1, description="processes that decode for one that encodes; default: the cores, less one, shared"
+    )
+    prefetch: int | None = Field(
+        None, ge=1, description="samples or texts read ahead by one process; default: 64, or as many as fit in 1 GiB"
+    )
+
+    @property
+    def reading(self) -> int:
+        """Processes that decode for each that encodes."""
+        return self.readers or max(1, min(MOST_READERS, (cores() - 1) // self.workers))
+
+
 class Stages(Section):
     order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="what `latentpress run` runs")
     engine: Literal["local"] = "local"
@@ -119,8 +211,9 @@ class Stages(Section):
     item_timeout_s: float = Field(300.0, gt=0, description="an item that takes longer to read is set aside")
     item_memory_mib: int = Field(8192, ge=256, description="an item that takes more memory to read is set aside")
     discover: Resources = Resources(workers=4)
-    encode_text: Resources = Field(Resources(), alias="encode-text")
-    encode_latents: Resources = Field(Resources(), alias="encode-latents")
+    encode_text: Encoding = Field(Encoding(), alias="encode-text")
+    encode_latents: Encoding = Field(Encoding(), alias="encode-latents")
+    encode_vision: Encoding = Field(Encoding(), alias="encode-vision")
     decode: Resources = Resources()
 
     def resources(self, stage: str) -> Resources:
@@ -160,7 +253,11 @@ class Optimizer(Section):
 
 class Train(Section):
     run: Name = "run"
-    set: str = Field("current", description="training set: 'current' or the id of one under sets/")
+    set: str = Field(
+        "current",
+        min_length=1,
+        description="training set: 'current', the id of one under root's sets/, or the path or URL of an export",
+    )
     steps: int = Field(1000, ge=1, description="optimizer steps")
     batch_size: int = Field(1, ge=1, description="samples of one forward pass on one device")
     accumulate: int = Field(1, ge=1, description="forward passes of one optimizer step")
@@ -209,12 +306,31 @@ class Config(Section):
     output: str = Field("output", min_length=1, description="folder of checkpoints, adapters and samples")
     cache: Cache = Cache()
     model: Model
-    datasets: tuple[Dataset, ...] = Field(strict=False, min_length=1)
+    datasets: tuple[Dataset, ...] = Field(strict=False)
     text: Text = Text()
     latents: Latents = Latents()
+    vision: Vision = Vision()
     stages: Stages = Stages()
     train: Train = Train()
     validation: Validation = Validation()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _elsewhere(cls, given: Any) -> Any:
+        """To train on a set that lies elsewhere takes neither datasets nor a root of one's own."""
+        train = given.get("train") if isinstance(given, dict) else None
+        place = train.get("set") if isinstance(train, dict) else None
+        if isinstance(place, str) and "/" in place:
+            return {"root": place.rstrip("/").rpartition("/sets/")[0] or place, "datasets": (), **given}
+        return given
+
+    @model_validator(mode="after")
+    def _precise(self) -> "Config":
+        """latents.precision, where it is not given and the family's autoencoder has one of its own."""
+        if self.latents.precision is None and self.model.spec.latent_precision is not None:
+            precise = self.latents.model_copy(update={"precision": self.model.spec.latent_precision})
+            object.__setattr__(self, "latents", precise)  # sections are frozen once they are whole
+        return self
 
     @model_validator(mode="after")
     def _coherent(self) -> "Config":
@@ -259,7 +375,10 @@ class Config(Section):
                     ("datasets", i, "conditioning_data"),
                     "i2i needs the source images: a folder, or conditioning_column",
                 )
-        if all(dataset.disabled for dataset in self.datasets):
+        if not self.datasets:
+            if "/" not in self.train.set:
+                yield ("datasets",), "needs at least one item"
+        elif all(dataset.disabled for dataset in self.datasets):
             yield ("datasets",), "every dataset is disabled"
 
     def _resolution(self, dataset: Dataset) -> str | None:

@@ -169,6 +169,27 @@ class Console:
             took = timedelta(seconds=round(progress.seconds))
             self.log(f"{description}: {progress.state(unit)}, after {took}")
 
+    @contextmanager
+    def live(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:
+        """A context's `show(lines, text)`. On a terminal `text` is drawn in place of the last one, and is gone at the
+        end; elsewhere the values of `lines` are printed whose keys were not there the last time."""
+        if self._rich.is_terminal and not self._rich.is_dumb_terminal:
+            from rich.live import Live
+            from rich.text import Text
+
+            with Live(console=self._rich, auto_refresh=False, transient=True) as live:
+                yield lambda lines, text: live.update(Text(_lines(text)), refresh=True)
+            return
+        shown: Mapping[str, str] = {}
+
+        def show(lines: Mapping[str, str], text: str) -> None:
+            nonlocal shown
+            for line in [line for key, line in lines.items() if key not in shown]:
+                self.log(line)
+            shown = lines
+
+        yield show
+
     def finish(self, report: Report) -> int:
         """Print the report and give the exit code."""
         print(report.json() if self.json else report.summary(), file=self.stdout, flush=True)

@@ -153,6 +153,8 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     _change(config, ("root", "output"), absolute)
     config.setdefault("output", absolute("output"))
     _change(config.get("model"), ("path",), absolute_if_there)
+    _change(config.get("vision"), ("model",), absolute_if_there)
+    _change(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)
     for dataset in _items(config, "datasets"):
         named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps of a hub
         _change(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)

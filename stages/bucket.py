@@ -160,7 +160,7 @@ def _warn(config: Config, plan: Draft, buckets: list[Row], multiple: int, consol
             )
     masked = plan.samples.num_rows - plan.samples.column("mask_id").null_count
     if masked:
-        console.warn(f"{masked} samples have masks, which this release plans but neither encodes nor trains with yet")
+        console.warn(f"{masked} samples have masks, which are encoded, and which training does not use yet")
     _warn_scale(config, buckets, multiple, console)
 
 

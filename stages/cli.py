@@ -6,19 +6,24 @@ The trainer is another package that this one may not import: it is started in pl
 import importlib
 import os
 import sys
+from keyword import iskeyword
 
 PROGRAMS = {
     "discover": "find media, captions and companions; name files by content",
     "bucket": "divide media into buckets; plan samples, texts and work units",
-    "preview": "the plan as a page: some items of each bucket as they will be cut",
+    "preview": "encoded samples beside their originals, or (--plan) the plan, as a page",
     "encode-text": "captions, null prompts and validation prompts -> embeddings",
     "encode-latents": "images and clips -> latents",
+    "encode-vision": "images and clips -> DINOv2 features, where vision.model is set",
     "index": "join them into the training set",
     "train": "shards -> adapter or model, checkpoints, validation latents",
     "decode": "validation latents -> pictures and videos",
     "run": "all of the above in order, skipping what is done",
+    "export": "a training set as shards that need nothing beside them, for elsewhere",
+    "import": "such an export into ordinary shards and a training set",
     "status": "per stage: done, remaining, set aside, bytes",
-    "verify": "read every shard and check every checksum",
+    "verify": "read every shard, check it, and have damaged ones made again",
+    "gc": "what nothing uses any longer, with sizes; removed with --yes",
 }
 
 
@@ -38,6 +43,12 @@ def usage() -> str:
     )
 
 
+def module_of(program: str) -> str:
+    """The module of a program of this package: no module can be called as a statement is."""
+    name = program.replace("-", "_")
+    return f"stages.{name}_" if iskeyword(name) else f"stages.{name}"
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -54,8 +65,7 @@ def main() -> None:
         sys.exit(2)
     if name == "train":
         os.execv(sys.executable, [sys.executable, "-m", "trainer", *rest])
-    module = importlib.import_module(f"stages.{name.replace('-', '_')}")
-    module.app(args=rest, prog_name=f"latentpress {name}")
+    importlib.import_module(module_of(name)).app(args=rest, prog_name=f"latentpress {name}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 For i2v the first frame is also encoded alone, for i2i the source image too: the row's `condition`. Latents are
 in the model's space (multiplied by the autoencoder's scaling factor). The posterior is sampled with a seed that
-the sample's identity alone determines.
+the sample's identity alone determines; or its moments are stored, in twice the channels, and the trainer samples.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from stages.media import preprocessing
 from stages.stage import EncodingStage, Job, Worker
 from stages.weights import fingerprint_of
 
-VERSION = 1  # of what this file does to bytes; raise it with any change of them
+VERSION = 2  # of what this file does to bytes; raise it with any change of them
 
 
 def parts(config: Config) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def parts(config: Config) -> dict[str, Any]:
         "stage": "encode-latents",
         "version": VERSION,
         "autoencoder": family.autoencoder,
-        "settings": family.latent_settings,
+        "settings": config.latents.settings(family),
         "weights": fingerprint_of(model.source, family.latent_parts, model.revision, Store(config.root)),
         "precision": config.latents.precision or model.precision,
         # What has no effect on this family's latents is no part of their name.
@@ -32,6 +32,7 @@ def parts(config: Config) -> dict[str, Any]:
         "decoder": config.latents.decoder if family.video else None,
         "resize": preprocessing.RESIZE,
         "colour": preprocessing.COLOUR,
+        "mask": preprocessing.MASK,
     }
 
 

@@ -13,7 +13,7 @@ from stages.media import preprocessing
 from stages.stage import EncodingStage, Job, Worker
 from stages.weights import fingerprint_of
 
-VERSION = 1  # of what this file does to bytes; raise it with any change of them
+VERSION = 2  # of what this file does to bytes; raise it with any change of them
 
 
 def parts(config: Config) -> dict[str, Any]:
@@ -25,6 +25,8 @@ def parts(config: Config) -> dict[str, Any]:
         "encoder": family.text_encoder,
         "weights": fingerprint_of(model.source, family.text_parts, model.revision, Store(config.root)),
         "precision": config.text.precision or model.precision,
+        "quantization": config.text.quantization,
+        "attention": config.text.attention or "default",
         "template": {"name": template.name, "text": template.text, "crop": template.crop},
         "max_length": config.text.max_length or template.max_length,
     }

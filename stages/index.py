@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from cache.generations import Generation
 from cache.shard import Readers
 from cache.store import Store
+from cache.trainset import pointer
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from schemas.identity import hash_bytes, hash_json
@@ -65,11 +66,6 @@ def run(config: Config, options: Options, console: Console) -> Report:
 
 def _shards(work: Work) -> list[str]:
     return [work.done[unit.unit_id] for unit in work.units if unit.unit_id in work.done]
-
-
-def pointer(family: str, task: str) -> str:
-    """The file that names the newest set of a family and task."""
-    return f"sets/current-{family}-{task}.json"
 
 
 def digest(table: pa.Table) -> str:

@@ -5,7 +5,7 @@ Imported by workers only, after everything that needs no model has been settled.
 
 import importlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from cache.tensors import Array
 from schemas.config import Config, Model, Resources
 from schemas.errors import LatentpressError
-from stages.stage import Outcome
+from stages.vae.base import Levers
 from stages.weights import WeightsError, require_model
 
 
@@ -47,12 +47,14 @@ def autoencoder(config: Config, where: torch.device) -> Any:
     family = config.model.spec
     module = importlib.import_module(f"stages.vae.{family.autoencoder}")
     dtype = getattr(torch, config.latents.precision or config.model.precision)
+    levers = Levers.of(config.latents, family)
     with explained(config.model, "vae"):
-        loaded = module.Autoencoder(config.model.source, config.model.revision, dtype, where)
-    if loaded.settings() != family.latent_settings:
+        loaded = module.Autoencoder(config.model.source, config.model.revision, dtype, where, levers)
+    expected = config.latents.settings(family)
+    if loaded.settings() != expected:
         raise LatentpressError(
             f"the installed diffusers encodes otherwise than the cache's name says: {loaded.settings()} instead of "
-            f"{family.latent_settings}",
+            f"{expected}",
             "install the tested versions (constraints.txt)",
         )
     return loaded
@@ -65,8 +67,10 @@ def text_encoder(config: Config, where: torch.device) -> Any:
     module = importlib.import_module(f"stages.text.{model.spec.text_encoder}")
     dtype = getattr(torch, config.text.precision or model.precision)
     length = config.text.max_length or model.template.max_length
+    text = config.text
+    options = {"attention": text.attention, "quantization": text.quantization, "offload": text.offload}
     with explained(model, "text_encoder"):
-        return module.Encoder(model.source, model.revision, model.template, length, dtype, where)
+        return module.Encoder(model.source, model.revision, model.template, length, dtype, where, **options)
 
 
 @contextmanager
@@ -103,27 +107,18 @@ def array(tensor: torch.Tensor) -> Array:
     return Array(dtype, tuple(raw.shape), data)
 
 
-def halving(
-    attempt: Callable[[int, Callable[[int], None]], Outcome], size: int, advance: Callable[[int], None]
-) -> Outcome:
-    """Run a whole unit; out of memory, start it again at half the batch. The shard records the size it took."""
-    counted = 0
+def out_of_memory(error: BaseException) -> bool:
+    """Whether torch found no memory, on the device or on this machine."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
-    def count(n: int) -> None:
-        nonlocal counted
-        counted += n
-        advance(n)
 
-    while True:
-        try:
-            return attempt(size, count)
-        except torch.cuda.OutOfMemoryError as error:
-            if size == 1:
-                raise LatentpressError(
-                    f"out of GPU memory at a batch of one: {error}",
-                    "lower the resolution or number of frames, or use a larger card or --device cpu",
-                ) from error
-            size = size // 2
-            advance(-counted)
-            counted = 0
-            torch.cuda.empty_cache()
+def require_smaller(error: BaseException, batch: int, advice: str) -> None:
+    """After running out of memory: LatentpressError where the batch held one member alone; else gives back what
+    torch keeps for later."""
+    if batch <= 1:
+        problem = str(error).strip().partition("\n")[0]
+        raise LatentpressError(f"out of memory at a batch of one: {problem}", advice) from error
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,37 +1,26 @@
-"""preview --plan: the current plan as one HTML page, before anything is encoded.
+"""preview: what is encoded, beside what it was made from, as an HTML page and PNG contact sheets.
 
-For each bucket its line of the table that bucket prints, and some of its items as the encoder will see them: read and
-cut by the functions that it uses, in a process of their own, so that a decoder that dies costs its item.
+Of each bucket some samples that are encoded: the original as it was read for encoding, what the autoencoder makes of
+its latents, their PSNR, captions with their tokens. With --plan the current plan instead, before anything is encoded.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import typer
 
-from cache import rejects
 from cache.store import Store, explained
 from schemas.config import Config
-from schemas.console import Console, Options, Progress, Report, program
+from schemas.console import Console, Options, Report, program
+from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from stages.contactsheet import page as html
-from stages.contactsheet.looking import Opened, Opener, Task, looker
-from stages.contactsheet.page import Item, Look
+from stages.contactsheet import planned
 from stages.contactsheet.sheet import Sheet
-from stages.engines.isolated import Isolated, Lost
-from stages.media.errors import MediaError
 from stages.plan import current_plan
-from stages.planning import summary
 from stages.stage import WrongUse, refuse_shard
-
-Row = dict[str, Any]
-CAPTIONS = 3  # of an item that are shown
-EXAMPLES = 3  # of a rule that are shown
 
 
 def run(
@@ -40,34 +29,26 @@ def run(
     console: Console,
     *,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Show the current plan: what would be encoded, and how.")
+        bool, typer.Option("--plan", help="Show the current plan instead: what would be encoded, and how.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page.  [default: <output>/preview/plan-<generation>.html]")
+        Path | None,
+        typer.Option(metavar="FILE", help="The page.  [default: <output>/preview/latents|plan-<generation>.html]"),
     ] = None,
-    items: Annotated[int, typer.Option(min=1, metavar="N", help="Items shown of each bucket.")] = 6,
+    items: Annotated[
+        int, typer.Option("--samples", "--items", min=1, metavar="N", help="Samples shown of each bucket.")
+    ] = 6,
     bucket: Annotated[list[str] | None, typer.Option(metavar="WxH@F", help="This bucket alone. Repeatable.")] = None,
 ) -> Report:
     refuse_shard(options, "preview")
-    if not plan:
-        raise WrongUse("preview needs to know what to show", "latentpress preview --plan shows the current plan")
     store = Store(config.root)
     current = current_plan(store, config)
-    sheet = Sheet.of(store, config, current)
-    chosen = sheet.choose(items, _wanted(bucket, sheet.buckets))
-    page = out or Path(config.output) / "preview" / f"plan-{current.name}.html"
     report = Report(program="preview", dry_run=options.dry_run, details={"generation": current.name})
-    report.details["buckets"] = [
-        {"bucket": name, "samples": sheet.count(name), "shown": len(rows)} for name, rows in chosen.items()
-    ]
-    report.details["page"] = str(page)
-    if options.dry_run:
-        report.remaining = sum(map(len, chosen.values()))
-        return report
-    with console.progress(sum(map(len, chosen.values())), "preview") as progress:
-        size = _write(page, _page(sheet, chosen, options, report, progress))
-    report.details["MiB"] = round(size / 2**20, 2)
-    return report
+    sheet = Sheet.of(store, config, current)
+    buckets = _wanted(bucket, sheet.buckets)
+    page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
+    show = _show_plan if plan else _show_latents
+    return show(sheet, buckets, items, page, options, console, report)
 
 
 def _wanted(asked: Sequence[str] | None, there: Sequence[str]) -> list[str]:
@@ -83,111 +64,108 @@ def _wanted(asked: Sequence[str] | None, there: Sequence[str]) -> list[str]:
     return [name for name in there if name in names]
 
 
-def _write(page: Path, pieces: Iterable[str]) -> int:
-    """Write the page, which takes its name when it is whole; returns its bytes."""
-    temporary = page.with_name(f".{page.name}.{os.getpid()}.tmp")
+def _show_plan(
+    sheet: Sheet, buckets: list[str], items: int, page: Path, options: Options, console: Console, report: Report
+) -> Report:
+    chosen = sheet.choose(items, buckets)
+    total = sum(map(len, chosen.values()))
+    report.details["buckets"] = [
+        {"bucket": name, "samples": sheet.count(name), "shown": len(rows)} for name, rows in chosen.items()
+    ]
+    report.details["page"] = str(page)
+    if options.dry_run:
+        report.remaining = total
+        return report
+    with console.progress(total, "preview") as progress:
+        size = _write(page, (piece.encode() for piece in planned.page(sheet, chosen, options, report, progress)))
+    report.details["MiB"] = round(size / 2**20, 2)
+    return report
+
+
+def _show_latents(
+    sheet: Sheet, buckets: list[str], samples: int, page: Path, options: Options, console: Console, report: Report
+) -> Report:
+    from stages.contactsheet.cached import Cached
+
+    cached = Cached.of(sheet)
+    chosen = sheet.choose(samples, buckets, among=cached.encoded)
+    total = sum(map(len, chosen.values()))
+    report.details["cache"] = cached.folder
+    if cached.missing:
+        report.details["not encoded yet"] = cached.missing
+        report.next_steps.append("latentpress encode-latents")
+    if not total:
+        where = "" if buckets == sheet.buckets else f" of {', '.join(buckets)}"
+        raise LatentpressError(
+            f"no sample{where} of plan {sheet.plan.name} is encoded yet",
+            "run `latentpress encode-latents`; `latentpress preview --plan` shows the plan without it",
+        )
+    report.details["page"] = str(page)
+    if options.dry_run:
+        report.remaining = total
+        report.details["buckets"] = [cached.line(name, len(rows)) for name, rows in chosen.items()]
+        return report
+    _require_torch()
+    from stages.contactsheet import poster, resultpage, results
+
+    with console.progress(total, "preview", "samples") as progress:
+        found = results.compare(sheet, cached, chosen, options.resources(sheet.config, "decode"), progress)
+    results.report(found, report, everything=options.json)
+    report.details["buckets"] = table = resultpage.lines(cached, found, buckets)
+    size = _write(page, (piece.encode() for piece in resultpage.page(cached, found, table)))
+    sheets = _write_sheets(page, poster.sheets(found, table))
+    report.details["contact sheets"] = [str(path) for path in sheets]
+    report.details["MiB"] = round((size + sum(path.stat().st_size for path in sheets)) / 2**20, 2)
+    return report
+
+
+def _require_torch() -> None:
+    """Reading a plan takes less than decoding latents does."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("torch", "diffusers") if find_spec(name) is None]
+    if missing:
+        raise LatentpressError(
+            f"decoding latents needs the library {missing[0]!r}: not found",
+            "Install what it needs: pip install -e '.[encode]'; `latentpress preview --plan` does without",
+        )
+
+
+def _write_sheets(page: Path, sheets: Iterable[bytes]) -> list[Path]:
+    """Write the contact sheets beside the page: <page>-1.png and so on; those that an earlier one had more go."""
+    written = []
+    for number, data in enumerate(sheets, 1):
+        written.append(page.with_name(f"{page.stem}-{number}.png"))
+        _write(written[-1], [data])
+    number = len(written) + 1
+    while (path := page.with_name(f"{page.stem}-{number}.png")).exists():
+        path.unlink()
+        number += 1
+    return written
+
+
+def _write(path: Path, pieces: Iterable[bytes]) -> int:
+    """Write a file, which takes its name when it is whole; returns its bytes."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with explained(str(page)):
-            page.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w", encoding="utf-8") as file:
+        with explained(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
                 for piece in pieces:
                     file.write(piece)
                 size = file.tell()
-            os.replace(temporary, page)
+            os.replace(temporary, path)
     finally:
         with suppress(OSError):
             temporary.unlink()
     return size
 
 
-def _page(
-    sheet: Sheet, chosen: dict[str, list[int]], options: Options, report: Report, progress: Progress
-) -> Iterator[str]:
-    config, lines = sheet.config, {line["bucket"]: line for line in sheet.lines()}
-    yield html.head(f"Plan {sheet.plan.name}", _about(sheet, list(lines.values())), list(lines.values()))
-    opener, workers = Opener(sheet), options.resources(config, "preview").workers
-    timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
-    with Isolated(looker, workers=workers, timeout_s=timeout, memory_mib=memory) as isolated:
-        for bucket, rows in chosen.items():
-            held, count = sheet.count(bucket, "eval"), sheet.count(bucket)
-            note = f"{len(rows)} of {count} samples" + (f", {held} of which are held out" if held else "")
-            cards = _cards(sheet, [opener.open(row) for row in rows], isolated, report, progress)
-            yield from html.bucket_section(bucket, lines.get(bucket, {}), note, cards)
-    yield from _exclusions(sheet)
-    yield html.tail()
-
-
-def _about(sheet: Sheet, lines: list[Row]) -> list[str]:
-    model, held = sheet.config.model, pc.sum(pc.equal(sheet.active.column("role"), "eval")).as_py() or 0
-    train = sheet.active.num_rows - held
-    size = sum(line["MiB of latents"] for line in lines)
-    return [
-        f"{model.family}, {model.task}, {model.chosen.name}",
-        f"{train} samples to train on in {len(lines)} buckets, {held} held out; about {size:.4g} MiB of latents to "
-        "train on. Nothing of this has to be encoded yet: the pictures are read from the media, cut as they will be.",
-    ]
-
-
-def _exclusions(sheet: Sheet) -> Iterator[str]:
-    model, store = sheet.config.model, sheet.store
-    out = rejects.read_one(store, "bucket", f"{model.family}-{model.task}")
-    note = "Items that a rule of the last run of bucket put out, with some of them."
-    yield html.rules_section("Excluded by bucket", note, _rules(out))
-    used = [dataset.id for dataset in sheet.config.datasets if not dataset.disabled]
-    out = pa.concat_tables([rejects.read_one(store, "discover", name) for name in used])
-    note = "Items that discover set aside, so that no plan has them."
-    yield html.rules_section("Set aside by discover", note, _rules(out))
-
-
-def _rules(out: pa.Table) -> list[Row]:
-    rows = summary.excluded(out)
-    for row in rows:
-        mine = pc.and_(
-            pc.equal(out.column("reason"), row["rule"]), pc.starts_with(out.column("item"), f"{row['dataset']}/")
-        )
-        row["for example"] = out.filter(mine).slice(0, EXAMPLES).column("message").to_pylist()
-    return rows
-
-
-def _cards(
-    sheet: Sheet, opened: list[Opened], isolated: Isolated[Task, Look], report: Report, progress: Progress
-) -> Iterator[str]:
-    looks = isolated.map(one.task for one in opened if isinstance(one.task, Task))
-    for one in opened:
-        found: Look | Lost | MediaError = next(looks)[1] if isinstance(one.task, Task) else one.task
-        place = one.place
-        if isinstance(found, Lost):
-            found = found.error(place["path"])
-        if isinstance(found, Look):
-            report.done += 1
-        else:
-            item = f"{place['dataset']}/{place['path']}"
-            report.set_aside.append(rejects.reject("preview", item, place["path"], found.reason, str(found)))
-        progress.advance(1)
-        yield html.card(_item(sheet, one, found))
-
-
-def _item(sheet: Sheet, one: Opened, found: Look | MediaError) -> Item:
-    texts = one.place["texts"]
-    known = sheet.width[one.row] > 0
-    return Item(
-        place=one.place,
-        sample=one.sample,
-        size=(int(sheet.width[one.row]), int(sheet.height[one.row])) if known else None,
-        lost=float(sheet.lost[one.row]),
-        stretched=float(sheet.stretched[one.row]),
-        captions=tuple(sheet.plan.texts[name]["text"] for name in texts[:CAPTIONS]),
-        more_captions=max(0, len(texts) - CAPTIONS),
-        look=found if isinstance(found, Look) else None,
-        problem="" if isinstance(found, Look) else f"can't be shown ({found.reason}): {found}",
-    )
-
-
 app = program(
     "preview",
-    "Show the plan as an HTML page: some items of each bucket as they will be cut.",
+    "Show encoded samples beside their originals, or with --plan what would be encoded, as an HTML page.",
     run,
-    examples=("--plan", "--plan --bucket 640x384@29 --items 12"),
+    examples=("--samples 12 --device cuda", "--plan", "--plan --bucket 640x384@29"),
     extra="media",
 )
 

@@ -19,6 +19,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report = Report(program="run", dry_run=options.dry_run)
     rows = []
     for stage in config.stages.order:
+        if stage == "encode-vision" and not config.vision.model:
+            continue
         started = time.monotonic()
         console.log(f"--- {stage}")
         code, document = _stage(stage, options)

@@ -6,7 +6,7 @@ listing of shard names. So any number of processes on any number of machines nee
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -19,14 +19,18 @@ from cache import rejects
 from cache.generations import Generation, Unit
 from cache.shard import done_units
 from cache.store import Store
-from schemas.config import Config, Resources
+from schemas.config import Config, Encoding
 from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
 from schemas.report import visible
 from stages.media.places import Places
 from stages.plan import current_plan
+from stages.stopping import MaxTime, Stopping
 from stages.weights import pinned
+
+_READERS = "Processes that decode for each that encodes.  [default: as configured]"
+_PREFETCH = "Members read ahead by each process.  [default: as configured]"
 
 
 class WrongUse(LatentpressError):
@@ -40,7 +44,7 @@ def refuse_shard(options: Options, program: str) -> None:
     if options.shard.total > 1:
         raise WrongUse(
             f"{program} is one job and can't be divided with --shard",
-            f"run `latentpress {program}` once; --shard is for encode-text and encode-latents",
+            f"run `latentpress {program}` once; --shard is for the encoding stages",
         )
 
 
@@ -51,7 +55,7 @@ class Job:
     config: Config
     generation: str
     fingerprint: str
-    resources: Resources
+    resources: Encoding
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,10 @@ class Outcome:
 
 
 class Worker(Protocol):
-    """Loaded once in a process; `run_unit` publishes one shard. It calls `advance` after each member."""
+    """Loaded once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after each
+    member. take: the next unit; None where there is none yet, or with True, which waits, no more."""
 
-    def run_unit(self, unit: Unit, advance: Callable[[int], None]) -> Outcome: ...
+    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[Outcome]: ...
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,15 @@ class EncodingStage:
     say it). `load`: imports the model's library and makes the worker."""
 
     name: str
-    kind: str  # the folder of its shards: text | latents
+    kind: str  # the folder of its shards: text | latents | vision
     parts: Callable[[Config], dict[str, Any]]
     load: Callable[[Job], Worker]
+    units: str = ""  # the kind of units that it makes shards of, where that is another: text | latents
+
+    @property
+    def of(self) -> str:
+        """What its members are: "text" or "latents"."""
+        return self.units or self.kind
 
     def fingerprint(self, config: Config) -> str:
         return fingerprint(self.parts(config))
@@ -88,16 +99,16 @@ class EncodingStage:
     def work(self, store: Store, config: Config, plan: Generation, retry: bool = False) -> "Work":
         """Compare the plan's units with the shards there are. retry: try again everything that was set aside."""
         name = self.fingerprint(config)
-        wanted = plan.active_texts if self.kind == "text" else plan.active_samples
+        wanted = plan.active_texts if self.of == "text" else plan.active_samples
         done = done_units(store, f"{self.kind}/{name}")
         lists = _of_items(rejects.read(store, reject_folder(self.name, name)), wanted)
         places = Places(config, plan)
         again = {
             unit
             for unit, rows in lists.items()
-            if any(retry or (row["retry"] and places.whole(self.kind, row["item"])) for row in rows)
+            if any(retry or (row["retry"] and places.whole(self.of, row["item"])) for row in rows)
         }
-        units = plan.units(self.kind)
+        units = plan.units(self.of)
         held = pa.array([name for unit in units for name in unit.members], pa.string())
         lost = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=held)).as_py() or 0)
         if lost:
@@ -114,6 +125,9 @@ class EncodingStage:
         console: Console,
         *,
         retry_set_aside: Annotated[bool, typer.Option(help="Try again everything that was set aside.")] = False,
+        max_time: MaxTime = None,
+        readers: Annotated[int | None, typer.Option(min=1, metavar="N", help=_READERS)] = None,
+        prefetch: Annotated[int | None, typer.Option(min=1, metavar="N", help=_PREFETCH)] = None,
     ) -> Report:
         """Do this process' part of what remains, and report."""
         store = Store(config.root)
@@ -134,9 +148,16 @@ class EncodingStage:
         if mine:
             _write_provenance(store, self, work.fingerprint, config)
             pinned_config = config.model_copy(update={"model": pinned(config.model)})
-            job = Job(pinned_config, work.plan.name, work.fingerprint, options.resources(config, self.name))
-            _run_units(store, self, job, mine, limit, console, report)
+            given = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
+            resources = options.resources(config, self.name).model_copy(update=given)
+            assert isinstance(resources, Encoding)
+            job = Job(pinned_config, work.plan.name, work.fingerprint, resources)
+            stopping = Stopping()
+            with stopping.by_signals(max_time):
+                _run_units(store, self, job, mine, limit, console, report)
             work = self.work(store, config, work.plan)
+            if stopping.reason:
+                _say_stopped(report, self.name, stopping.reason, work.part(options.shard))
         _list_set_aside(store, self, work, report)
         return report
 
@@ -166,6 +187,13 @@ class Work:
     def set_aside(self) -> list[dict]:
         """Wanted members that were set aside, from this run and from earlier ones."""
         return [row for rows in self.lists.values() for row in rows]
+
+
+def _say_stopped(report: Report, name: str, reason: str, left: Sequence[Unit]) -> None:
+    report.details["stopped"] = f"by {reason}; {len(left)} units remain, what is done is kept"
+    report.remaining = _members(left)
+    if left:
+        report.next_steps.append(f"latentpress {name}")
 
 
 def _counts(units: list[Unit], members: pa.Array, wanted: pa.Array) -> dict[str, int]:
@@ -209,9 +237,9 @@ def _run_units(
 
     members = {unit.unit_id: unit.members for unit in units}
     written = 0
-    what = "texts" if stage.kind == "text" else "samples"
+    what = "texts" if stage.of == "text" else "samples"
     with console.progress(_members(units), stage.name, what) as progress:
-        for outcome in run_units(stage.load, job, units, progress.advance):
+        for outcome in run_units(stage.load, job, iter(units), progress.advance):
             if outcome.shard is None:
                 report.failed.append({"item": outcome.unit, "reason": "failed", "message": outcome.error})
                 report.remaining += len(members[outcome.unit])
@@ -251,7 +279,7 @@ class _Limit:
 
     def _check(self, aside: Sequence[dict]) -> None:
         if aside and self._aside > self._fraction * max(self._tried, 10):
-            what = "texts" if self._stage.kind == "text" else "samples"
+            what = "texts" if self._stage.of == "text" else "samples"
             raise LatentpressError(
                 f"{self._stage.name} stopped: {self._aside} of {self._tried} {what} were set aside, more than "
                 f"stages.max_reject_fraction = {self._fraction}; the last: {visible(aside[-1]['message'])}",

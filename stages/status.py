@@ -1,33 +1,58 @@
-"""status: for each stage what is done, what remains, what was set aside, and how many bytes lie where."""
+"""status: for each stage what is done, what remains, what was set aside, and how many bytes lie where.
+
+What it costs grows with the number of shards, of which names, sizes and times are listed, and a few are opened.
+"""
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow.compute as pc
+import typer
 
 from cache import rejects
 from cache.generations import Generation
-from cache.shard import Readers
-from cache.store import Store
+from cache.shard import DamageError, Readers
+from cache.store import Entry, Store
+from cache.trainset import pointer
 from schemas.config import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
-from stages import encode_latents, encode_text
-from stages.index import pointer
+from stages import encoders, watching
 from stages.mediatable import whole_table
 from stages.plan import current_plan
-from stages.stage import Work, refuse_shard
+from stages.stage import EncodingStage, Work, refuse_shard
+
+OPENED = 32  # shards of each stage of which the libraries are looked up
+SHOWN = ("media", "plans", *encoders.KINDS, "sets", "damaged")
 
 Row = dict[str, Any]
 
 
-def run(config: Config, options: Options, console: Console) -> Report:
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again, with rates, until nothing remains or Ctrl-C.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks of --watch.")] = 5.0,
+) -> Report:
     refuse_shard(options, "status")
+    if watch and not options.dry_run:
+        return watching.until_done(lambda: look(config, options), console, every)
+    return look(config, options)
+
+
+def look(config: Config, options: Options) -> Report:
+    """How things stand now."""
     store = Store(config.root)
+    listed = {top: store.entries(top) for top in SHOWN}
     report = Report(program="status", dry_run=options.dry_run)
-    rows = [_discover(store, config)]
+    rows = [_discover(store, config, _mib(listed["media"]))]
     report.remaining = rows[0]["remaining"]
     report.next_steps += ["latentpress discover"] if report.remaining else []
     try:
@@ -37,26 +62,29 @@ def run(config: Config, options: Options, console: Console) -> Report:
         report.details["stages"] = rows
         report.remaining = report.remaining or 1
         return report
-    rows.append(_bucket(store, config, plan))
-    works = {stage.STAGE.name: stage.STAGE.work(store, config, plan) for stage in (encode_text, encode_latents)}
-    for name, work in works.items():
-        row = _encoding(store, name, work)
+    rows.append(_bucket(store, config, plan, _mib(listed["plans"])))
+    works = [(stage, stage.work(store, config, plan)) for stage in encoders.wanted(config)]
+    for stage, work in works:
+        row = _encoding(stage, work, listed[stage.kind])
         rows.append(row)
         if row["remaining"]:
-            report.next_steps.append(f"latentpress {name}")
+            report.next_steps.append(f"latentpress {stage.name}")
         report.remaining += row["remaining"]
         report.done += row["done"]
+    for column in ("items/s", "left") if report.remaining else ():
+        for row in rows:
+            row.setdefault(column, "")
     report.details["stages"] = rows
     report.details["training set"] = _training_set(store, config, plan)
-    report.details["libraries of the shards"] = _libraries(store, works.values())
+    report.details["libraries of the shards"] = _libraries(store, works, listed)
     report.details["MiB under root"] = {
-        kind: _mib(store, kind) for kind in ("media", "plans", "text", "latents", "sets")
+        top: _mib(entries) for top, entries in listed.items() if entries or top in SHOWN[:4]
     }
     report.details["runs"] = _runs(config)
     return report
 
 
-def _discover(store: Store, config: Config) -> Row:
+def _discover(store: Store, config: Config, mib: float) -> Row:
     datasets = [dataset for dataset in config.datasets if not dataset.disabled]
     whole = [whole_table(store, dataset.id) for dataset in datasets]
     remaining = sum(table is None for table in whole)
@@ -67,11 +95,11 @@ def _discover(store: Store, config: Config) -> Row:
         "done": sum(len(table) for table in whole if table is not None),
         "remaining": remaining,
         "set aside": sum(len(aside.get(dataset.id, [])) for dataset in datasets),
-        "MiB": _mib(store, "media"),
+        "MiB": mib,
     }
 
 
-def _bucket(store: Store, config: Config, plan: Generation) -> Row:
+def _bucket(store: Store, config: Config, plan: Generation, mib: float) -> Row:
     aside = rejects.read(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
     roles = plan.active.column("role")
     samples = len(roles) - (pc.sum(pc.equal(roles, VALIDATION)).as_py() or 0)
@@ -81,23 +109,33 @@ def _bucket(store: Store, config: Config, plan: Generation) -> Row:
         "done": samples,
         "remaining": 0,
         "set aside": len(aside),
-        "MiB": _mib(store, "plans"),
+        "MiB": mib,
     }
 
 
-def _encoding(store: Store, stage: str, work: Work) -> Row:
-    kind = "text" if stage == "encode-text" else "latents"
+def _encoding(stage: EncodingStage, work: Work, listed: Sequence[Entry]) -> Row:
     todo = {unit.unit_id for unit in work.todo}
     remaining = sum(work.counts[unit] for unit in todo)
     aside = sum(len(rows) for unit, rows in work.lists.items() if unit not in todo)
-    return {
-        "stage": stage,
-        "what": "texts" if kind == "text" else "samples",
+    entries = [entry for entry in listed if entry.name.startswith(f"{work.fingerprint}/")]
+    row = {
+        "stage": stage.name,
+        "what": "texts" if stage.of == "text" else "samples",
         "done": len(work.wanted) - remaining - aside,
         "remaining": remaining,
         "set aside": aside,
-        "MiB": _mib(store, f"{kind}/{work.fingerprint}"),
+        "MiB": _mib(entries),
     }
+    if remaining:
+        row |= watching.pace(_published(work, entries), remaining, time.time())
+    return row
+
+
+def _published(work: Work, entries: Sequence[Entry]) -> list[tuple[float, int]]:
+    """(time, members) of the plan's shards that are there."""
+    written = {entry.name: entry.modified for entry in entries}
+    shards = ((path.partition("/")[2], unit) for unit, path in work.done.items() if unit in work.counts)
+    return [(written[name], work.counts[unit]) for name, unit in shards if name in written]
 
 
 def _training_set(store: Store, config: Config, plan: Generation) -> str:
@@ -112,17 +150,36 @@ def _training_set(store: Store, config: Config, plan: Generation) -> str:
     return f"sets/{name}" + ("" if made_of == plan.name else f", of the older plan {made_of}: latentpress index")
 
 
-def _libraries(store: Store, works: Iterable[Work]) -> str:
-    """The versions that the plan's shards were made with; more than one set of them is worth a look."""
-    readers = Readers(store)
-    found = set()
-    for work in works:
-        for path in work.done.values():
-            libraries = readers.meta(path).provenance["libraries"]
+def _libraries(store: Store, works: Sequence[tuple[EncodingStage, Work]], listed: Mapping[str, Sequence[Entry]]) -> str:
+    """The versions that the plan's shards were made with; more than one set of them is worth a look.
+
+    Of many shards some are opened, from the oldest to the newest, since versions change in time.
+    """
+    readers, found, opened, there = Readers(store), set(), 0, 0
+    for stage, work in works:
+        written = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
+        paths = [path for _, path in sorted((written.get(path, 0.0), path) for path in work.done.values())]
+        there += len(paths)
+        for path in _spread(paths):
+            opened += 1
+            try:
+                libraries = readers.meta(path).provenance.get("libraries", {})
+            except DamageError:
+                found.add(f"{path} can't be read: latentpress verify")
+                continue
             found.add(", ".join(f"{name} {version}" for name, version in sorted(libraries.items())))
+    readers.close()
+    of = f" (of {opened} of {there} shards)" if opened < there else ""
     if len(found) > 1:
-        return "MIXED: " + " | ".join(sorted(found))
-    return next(iter(found), "none yet")
+        return "MIXED: " + " | ".join(sorted(found)) + of
+    return next(iter(found), "none yet") + of
+
+
+def _spread(paths: Sequence[str]) -> list[str]:
+    """At most OPENED of them, the first and the last among them."""
+    if len(paths) <= OPENED:
+        return list(paths)
+    return [paths[number * (len(paths) - 1) // (OPENED - 1)] for number in range(OPENED)]
 
 
 def _runs(config: Config) -> list[str]:
@@ -130,15 +187,11 @@ def _runs(config: Config) -> list[str]:
     return sorted(path.name for path in output.iterdir() if path.is_dir()) if output.is_dir() else []
 
 
-def _mib(store: Store, prefix: str) -> float:
-    return round(sum(_sizes(store, prefix)) / 2**20, 2)
+def _mib(entries: Sequence[Entry]) -> float:
+    return round(sum(entry.size for entry in entries) / 2**20, 2)
 
 
-def _sizes(store: Store, prefix: str) -> Iterable[int]:
-    return (store.size(f"{prefix}/{name}") for name in store.names(prefix))
-
-
-app = program("status", "Per stage: done, remaining, set aside, bytes.", run)
+app = program("status", "Per stage: done, remaining, set aside, bytes.", run, examples=["--watch"])
 
 if __name__ == "__main__":
     app()

@@ -1,17 +1,31 @@
-"""verify: read every shard whole and check every checksum; name what is damaged and how to make it again."""
+"""verify: read every shard whole, compare it with its checksums and its plan, and have what is damaged made again.
 
-from typing import Annotated
+Several shards at once, in threads: reading, hashing and looking for NaN all release Python's lock.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import typer
 
 from cache import shard
-from cache.store import Store
+from cache.shard import DamageError
+from cache.store import Store, StoreError
 from schemas.config import Config
-from schemas.console import Console, Options, Report, program
-from stages.stage import refuse_shard
+from schemas.console import Console, Options, Progress, Report, program
+from schemas.errors import LatentpressError
+from stages import encoders, soundness
+from stages.plan import current_plan
+from stages.soundness import Expectations, Whole
+from stages.stage import EncodingStage, Work, refuse_shard
 
-KINDS = ("text", "latents")
 STALE = 24 * 3600  # seconds: no writer takes longer over one file
+MOST_WORKERS = 8  # by default; a disk is faster with some requests at once, not with many
+MIB = 1 << 20
+
+Row = dict[str, Any]
 
 
 def run(
@@ -19,48 +33,187 @@ def run(
     options: Options,
     console: Console,
     *,
-    delete_damaged: Annotated[
-        bool, typer.Option("--delete-damaged", help="Remove damaged shards, so that their stage makes them again.")
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Move damaged shards to damaged/ under the root, and encode their units again where this "
+            "configuration needs them.",
+        ),
     ] = False,
 ) -> Report:
     refuse_shard(options, "verify")
-    store = Store(config.root)
-    paths = [f"{kind}/{name}" for kind in KINDS for name in store.names(kind) if name.endswith((".arrow", ".tar"))]
+    store = Whole(config.root)
+    present = soundness.shards(store, tuple(shard.MAKERS))
     report = Report(program="verify", dry_run=options.dry_run)
+    report.details = {"shards": len(present), "MiB": round(sum(present.values()) / MIB, 2)}
     if options.dry_run:
-        report.remaining = len(paths)
+        report.remaining = len(present)
         return report
     swept = store.sweep(STALE)
     if swept:
         console.log(f"removed {len(swept)} temporary files that killed processes left")
-    again = set()
-    with console.progress(len(paths), "verify", "shards") as progress:
-        for path in paths:
-            found = shard.verify(store, path)
-            report.damage += [
-                {"path": path, "row": damage.row, "item": damage.id, "reason": "damaged", "message": _where(damage)}
-                for damage in found
-            ]
-            if found:
-                again.add(shard.rebuild_command(path))
-                if delete_damaged:
-                    shard.remove(store, path)
-            else:
-                report.done += 1
-            progress.advance(1)
-    if again:
-        steps = [] if delete_damaged else ["latentpress verify --delete-damaged"]
-        report.next_steps = [*steps, *(f"latentpress {name}" for name in sorted(again)), "latentpress index"]
-    report.details["shards"] = len(paths)
+    found = examine(store, present, options.workers, console)
+    found.damage |= {
+        rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
+        for rel, name in soundness.missing(store, present).items()
+    }
+    report.failed = found.unread
+    report.done = len(present) - len(found.unread) - sum(rel in present for rel in found.damage)
+    if found.damage and repair:
+        _repair(store, config, options, console, found, report)
+    report.damage = [_row(rel, damage) for rel in sorted(found.damage) for damage in found.damage[rel]]
+    if report.damage and not repair:
+        report.next_steps = ["latentpress verify --repair", "latentpress index"]
     return report
 
 
-def _where(damage: shard.DamageError) -> str:
+@dataclass
+class Found:
+    """damage: by the shard's path. unread: those that the disk or its rights kept from being read."""
+
+    damage: dict[str, list[DamageError]] = field(default_factory=dict)
+    unread: list[Row] = field(default_factory=list)
+
+
+def examine(store: Store, present: dict[str, int], workers: int | None, console: Console) -> Found:
+    """Check the shards in `present`, path -> bytes, with so many threads (None: one for each processor, at most 8)."""
+    expected, found = Expectations(store), Found()
+    total = round(sum(present.values()) / MIB)
+    with (
+        ThreadPoolExecutor(workers or min(MOST_WORKERS, _processors()), "verify") as pool,
+        console.progress(total, "verify", "MiB") as progress,
+    ):
+        counter = _Counter(progress)
+        shards = {pool.submit(_check, store, rel, expected): rel for rel in present}
+        try:
+            for future in as_completed(shards):
+                rel = shards[future]
+                try:
+                    damage = future.result()
+                except StoreError as error:
+                    found.unread.append({"path": rel, "reason": "unread", "message": str(error)})
+                else:
+                    found.damage |= {rel: damage} if damage else {}
+                counter.advance(present[rel])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return found
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check(store: Store, rel: str, expected: Expectations) -> list[DamageError]:
+    """Damage is looked at twice: a stage may be replacing a tar and the description beside it at this moment."""
+    return soundness.check(store, rel, expected) and soundness.check(store, rel, expected)
+
+
+class _Counter:
+    """Advances a progress by whole MiB."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._bytes = progress, 0
+
+    def advance(self, size: int) -> None:
+        before = round(self._bytes / MIB)
+        self._bytes += size
+        self._progress.advance(round(self._bytes / MIB) - before)
+
+
+def _repair(store: Store, config: Config, options: Options, console: Console, found: Found, report: Report) -> None:
+    """Put the damaged shards away and encode their units again. What is sound then leaves `found`."""
+    again = dict[str, str]()  # damaged shard -> its unit's stage
+    works = _works(store, config, console)
+    for stage, work in works:
+        units = {unit.unit_id for unit in work.units}
+        folder = f"{stage.kind}/{work.fingerprint}/"
+        again |= {rel: stage.name for rel in found.damage if rel.startswith(folder) and _unit(rel) in units}
+    report.details["damaged shards"] = [
+        {
+            "shard": rel,
+            "set aside as": soundness.put_away(store, rel) if store.exists(rel) else "",
+            "then": again.get(rel, "not encoded again: no unit of this configuration"),
+        }
+        for rel in sorted(found.damage)
+    ]
+    made = list[str]()
+    for stage, work in works:
+        units = {_unit(rel) for rel, name in again.items() if name == stage.name}
+        if units:
+            _encode(stage, units, config, options, console, report)
+            done = shard.done_units(store, f"{stage.kind}/{work.fingerprint}")
+            made += [done[unit] for unit in units & set(done)]
+    later = examine(store, {rel: store.size(rel) for rel in made}, options.workers, console) if made else Found()
+    mended = {_unit(rel) for rel in made}
+    found.damage = {rel: bad for rel, bad in found.damage.items() if rel not in again or _unit(rel) not in mended}
+    found.damage |= later.damage
+    report.failed += later.unread
+    report.details["encoded again"] = len(made) - len(later.damage)
+    report.next_steps.append("latentpress index")
+
+
+def _works(store: Store, config: Config, console: Console) -> list[tuple[EncodingStage, Work]]:
+    """What this configuration needs of each encoding stage; nothing where it has no plan, or its weights are absent."""
+    try:
+        plan = current_plan(store, config)
+        return [(stage, stage.work(store, config, plan)) for stage in encoders.wanted(config)]
+    except LatentpressError as error:
+        console.warn(f"nothing can be encoded again: {error.message}")
+        return []
+
+
+def _encode(
+    stage: EncodingStage, units: set[str], config: Config, options: Options, console: Console, report: Report
+) -> None:
+    """Run the stage on these units alone."""
+    console.log(f"{stage.name}: {len(units)} units again")
+    try:
+        done = _only(stage, units).run(config, replace(options, workers=None), console)
+    except LatentpressError as error:
+        report.failed.append({"item": stage.name, "reason": "failed", "message": error.message})
+        report.next_steps.append(f"latentpress {stage.name}")
+        return
+    report.failed += done.failed
+    report.set_aside += done.set_aside
+    report.remaining += done.remaining
+
+
+def _unit(rel: str) -> str:
+    return shard.stem(rel.rpartition("/")[2])
+
+
+def _only(stage: EncodingStage, units: set[str]) -> EncodingStage:
+    """The stage as if these units were all that there are."""
+
+    class Only(type(stage)):  # type: ignore[misc]
+        def work(self, *args: Any, **options: Any) -> Work:
+            work = super().work(*args, **options)
+            return replace(work, units=[unit for unit in work.units if unit.unit_id in units])
+
+    return Only(**vars(stage))
+
+
+def _row(rel: str, damage: DamageError) -> Row:
+    return {"path": rel, "row": damage.row, "item": damage.id, "reason": "damaged", "message": _words(damage)}
+
+
+def _words(damage: DamageError) -> str:
     """The row that is meant, and what is wrong with it."""
     return damage.reason if damage.row is None else f"row {damage.row} ({damage.id}): {damage.reason}"
 
 
-app = program("verify", "Read every shard and check every checksum.", run, examples=["--delete-damaged"])
+app = program(
+    "verify",
+    "Read every shard: structure, checksums, agreement with the plan, NaN.\n\n"
+    "With --repair exit code 4 means that some damage could not be mended: shards of another configuration are only "
+    "set aside.",
+    run,
+    examples=["--repair", "--workers 4 --json"],
+    extra="encode",
+)
 
 if __name__ == "__main__":
     app()

@@ -86,7 +86,7 @@ def fingerprint_of(
         return {"repo": source, "commit": _commit(source, revision), "parts": sorted(parts)}
     _require(folder, parts)
     files = sorted((name, path) for part in parts for name, path in _files(folder, part))
-    return {"content": hash_json([[name, _hash_file(path, memo)] for name, path in files])}
+    return {"content": hash_json([[name, hash_file(path, memo)] for name, path in files])}
 
 
 def resolve(source: str, revision: str | None, parts: Sequence[str]) -> Path:
@@ -157,7 +157,7 @@ def _files(folder: Path, part: str) -> list[tuple[str, Path]]:
     return sorted((name.as_posix(), path) for name, path in shown)
 
 
-def _hash_file(path: Path, memo: Store | None) -> str:
+def hash_file(path: Path, memo: Store | None) -> str:
     about, where = path.stat(), os.fspath(path.resolve())
     key = [where, about.st_size, about.st_mtime_ns]
     rel = f"weights/{hash_json(key)}.json"

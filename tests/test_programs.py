@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from stages import cli
 from stages.cli import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,7 @@ NEEDED = {
 
 
 def module_of(program: str) -> str:
-    return "trainer" if program == "train" else f"stages.{program.replace('-', '_')}"
+    return "trainer" if program == "train" else cli.module_of(program)
 
 
 def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.plan import Plan
-from cache.shard import DamageError, rebuild_command
-from cache.store import Store
+from cache.shard import DamageError, rebuild_advice
 from cache.trainset import TrainSet
 from schemas.config import Config
 from schemas.console import USAGE, Console, Options, Report, program
@@ -32,7 +31,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         console = Console(stdout=nowhere, stderr=nowhere)
     report = Report("train", dry_run=options.dry_run)
     try:
-        data = TrainSet.open(Store(config.root), config.train.set, config.model.family, config.model.task)
+        data = TrainSet.find(config.root, config.train.set, config.model.family, config.model.task)
         plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate * world)
         report.details = describe(config, data, plan)
         warn(config, data, plan, console)
@@ -59,7 +58,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
                 "message": row + damage.reason,
             }
         )
-        report.next_steps = ["latentpress verify --delete-damaged", f"latentpress {rebuild_command(damage.path)}"]
+        report.next_steps = [rebuild_advice(damage.path)]
         return report
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.details |= summary

@@ -1,7 +1,8 @@
 """From shards to tensors: the only place where numpy becomes torch.
 
-Everything random about a sample, its noise and its sigma, is a function of (seed, step, position in the global
-batch), so a resumed run, or one on another number of ranks, sees the same.
+Everything random about a sample, its noise, its sigma and the draw from its posterior where moments are stored, is a
+function of (seed, step, position in the global batch), so a resumed run, or one on another number of ranks, sees the
+same.
 """
 
 import queue
@@ -16,7 +17,9 @@ import torch
 from cache.plan import Ints, Plan, caption_dropped, caption_number
 from cache.tensors import Array
 from cache.trainset import Sample, TrainSet
+from schemas.catalogue import FAMILIES, Family
 from schemas.identity import seed_of
+from trainer import posterior
 from trainer.batch import Batch, pad_text
 
 T = TypeVar("T")
@@ -49,14 +52,22 @@ def tensor(array: Array) -> torch.Tensor:
     return copied.view(torch.bfloat16) if array.dtype == "bfloat16" else copied
 
 
-def collate(samples: Sequence[Sample], bucket: str) -> Batch:
-    """Samples of one bucket as a float32 batch on the CPU; text is padded with zeros to the longest."""
+def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Sequence[str]) -> Batch:
+    """Samples of one bucket as a float32 batch on the CPU; text is padded with zeros to the longest.
+
+    draws: of each sample, what determines the noise of its latent where the shard holds moments; its condition has
+    noise of its own.
+    """
     text, mask = pad_text([tensor(sample.text["embeds"]).float() for sample in samples])
     pooled = [tensor(sample.text["pooled"]).float() for sample in samples if "pooled" in sample.text]
-    conditions = [tensor(sample.condition).float() for sample in samples if sample.condition is not None]
+    latents, conditions = [], []
+    for sample, draw in zip(samples, draws, strict=True):
+        latents.append(posterior.latents(tensor(sample.latent), family, draw))
+        if sample.condition is not None:
+            conditions.append(posterior.latents(tensor(sample.condition), family, f"{draw}/condition"))
     assert len(pooled) in (0, len(samples)) and len(conditions) in (0, len(samples)), "half of a batch lacks a part"
     return Batch(
-        latents_BCTHW=torch.stack([tensor(sample.latent).float() for sample in samples]),
+        latents_BCTHW=torch.stack(latents),
         condition_BCTHW=torch.stack(conditions) if conditions else None,
         text_BLD=text,
         text_mask_BL=mask,
@@ -87,6 +98,10 @@ class Feed:
     rank: int = 0
     world: int = 1
 
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.data.meta["family"]]
+
     def step(self, number: int) -> StepData:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
         positions, share = self.plan.batch(number).share(self.rank, self.world)
@@ -96,7 +111,9 @@ class Feed:
         for first in range(0, len(positions), self.batch_size):
             part = range(first, first + self.batch_size)
             samples = [self.data.sample(int(share.rows[i]), int(captions[i]), bool(dropped[i])) for i in part]
-            batch = collate(samples, share.bucket)
+            places = [f"{seed}/{number}/{int(positions[i])}" for i in part]
+            named = [f"{place}/{sample.id}" for place, sample in zip(places, samples, strict=True)]
+            batch = collate(samples, share.bucket, self.family, named)
             noise, normal = draws(seed, number, positions[first : part.stop], batch.latents_BCTHW.shape[1:])
             parts.append(MicroBatch(batch, noise, normal))
         return StepData(number, share.epoch, share.bucket, parts)

@@ -72,13 +72,14 @@ def newest_state(config: Config) -> dict[str, Any] | None:
 
 
 def write_config(config: Config, set_id: str) -> None:
-    """<run>/config.yaml: every setting as it was resolved, with the set's id in place of "current"."""
+    """<run>/config.yaml: every setting as resolved, with the set's id in place of "current"; a path or URL stays."""
     from ruamel.yaml import YAML
 
     folder = Path(config.output) / config.train.run
     folder.mkdir(parents=True, exist_ok=True)
     values = config.model_dump(mode="json", by_alias=True)
-    values["train"]["set"] = set_id
+    if "/" not in config.train.set:
+        values["train"]["set"] = set_id
     temp = folder / f".config.yaml.{os.getpid()}"
     with temp.open("w") as file:
         YAML(typ="safe").dump(values, file)

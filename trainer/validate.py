@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from cache.tensors import Array
 from cache.trainset import Sample, TrainSet, ValidationPrompt
+from schemas.catalogue import FAMILIES
 from schemas.config import Config
 from schemas.geometry import Bucket
 from schemas.identity import seed_of
@@ -53,16 +54,19 @@ class EvalLoss:
 def eval_loss(predict: Predict, data: TrainSet, grid: Grid, device: torch.device, skip_frames: int = 0) -> EvalLoss:
     """Mean loss over a few rows of the set (`TrainSet.eval_choice`), their first captions, at every sigma of the grid.
 
-    A row's noise depends on (grid.seed, its sample id) alone, so the number compares checkpoints and runs of one
-    set with each other. The loss of samples that are trained on shows fitting, not generalising.
+    A row's noise, and the draw from its posterior where moments are stored, depend on (grid.seed, its sample id) alone,
+    so the number compares checkpoints and runs of one set with each other. The loss of samples that are trained on
+    shows fitting, not generalising.
     """
     losses: dict[float, list[float]] = {sigma: [] for sigma in grid.sigmas}
     rows, on = data.eval_choice(grid.samples)
+    family = FAMILIES[data.meta["family"]]
     for row in rows:
         sample = data.sample(row)
         for first in range(0, len(grid.sigmas), grid.batch_size):
             sigmas = grid.sigmas[first : first + grid.batch_size]
-            batch = collate([sample] * len(sigmas), "").to(device, torch.float32)
+            draws = [f"{grid.seed}/{sample.id}/eval"] * len(sigmas)
+            batch = collate([sample] * len(sigmas), "", family, draws).to(device, torch.float32)
             noise = noise_of(f"{grid.seed}/{sample.id}", "eval", batch.latents_BCTHW.shape[1:])
             noise_BCTHW = noise.to(device).expand_as(batch.latents_BCTHW)
             sigma_B = torch.tensor(sigmas, device=device)
@@ -123,8 +127,11 @@ def _denoised(
     shape = (spec.latent_channels, *_latent_shape(config, prompt))
     noise_BCTHW = noise_of(f"{config.validation.seed}/{prompt.name}", "validation", shape)[None]
     blank = Array.from_numpy(np.zeros(shape, np.float32))
+    draw = f"{config.validation.seed}/{prompt.name}/validation"
     batch, negative = (
-        collate([Sample(prompt.name, blank, prompt.condition, text)], prompt.bucket).to(device, torch.float32)
+        collate([Sample(prompt.name, blank, prompt.condition, text)], prompt.bucket, spec, [draw]).to(
+            device, torch.float32
+        )
         for text in (prompt.text, prompt.negative)
     )
     latents = denoise(

@@ -10,7 +10,7 @@ import numpy as np
 from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from stages.contactsheet.page import Look, Picture
+from stages.contactsheet.page import Item, Look, Picture
 from stages.contactsheet.sheet import Sheet
 from stages.media.errors import MediaError, unreadable
 from stages.media.files import Media, check
@@ -124,6 +124,18 @@ class Opened:
     place: Row
     sample: Row
     task: Task | MediaError
+
+
+def item_of(sheet: Sheet, one: Opened) -> Item:
+    """What the plan says of it, for its card."""
+    known = sheet.width[one.row] > 0
+    return Item(
+        place=one.place,
+        sample=one.sample,
+        size=(int(sheet.width[one.row]), int(sheet.height[one.row])) if known else None,
+        lost=float(sheet.lost[one.row]),
+        stretched=float(sheet.stretched[one.row]),
+    )
 
 
 class Opener:

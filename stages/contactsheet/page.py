@@ -45,7 +45,7 @@ article.clip > .about { display: flex; flex-wrap: wrap; gap: 0 1.2rem }
 article.clip > .about > div + div { flex: 1 1 20rem; min-width: 0 }
 figure { margin: 0; min-width: 0 } figcaption { line-height: 1.3; margin-top: .15rem }
 .pictures { display: flex; gap: .6rem; align-items: flex-start; margin-bottom: .6rem }
-@media (max-width: 30rem) { article > .pictures { display: grid; grid-template-columns: 1fr 1fr } }
+@media (max-width: 30rem) { article > .pictures, .still > .pictures { display: grid; grid-template-columns: 1fr 1fr } }
 .strip { display: grid; gap: .4rem; grid-template-columns: repeat(auto-fit, minmax(7rem, 1fr)); margin-top: .6rem }
 .strip figure { max-width: 208px }
 img, svg { display: block; max-width: 100%; height: auto; background: var(--line) } .strip img { width: 100% }
@@ -53,6 +53,14 @@ img, svg { display: block; max-width: 100%; height: auto; background: var(--line
 .mark { display: inline-block; border: 1px solid var(--mark); color: var(--mark); border-radius: 9px; padding: 0 .5rem;
   font-size: .75rem; margin: 0 .3rem .2rem 0 }
 .problem { color: var(--bad); margin: .3rem 0 }
+.items.rows { grid-template-columns: minmax(0, 1fr) } table.lowest td:last-child { overflow-wrap: anywhere }
+.title { display: flex; flex-wrap: wrap; gap: 0 .8rem; align-items: baseline; margin-bottom: .5rem }
+.title p { margin: 0 } .title .psnr { font-weight: 600; font-variant-numeric: tabular-nums }
+.beside { display: flex; flex-wrap: wrap; gap: 0 1.2rem } .clip { flex: 1 1 100% } .still { max-width: 100% }
+.told { flex: 1 1 18rem; min-width: 0 } .stack { display: grid; gap: 2px } .stack img { width: 100% }
+.frames { display: grid; gap: .4rem; grid-template-columns: repeat(auto-fit, minmax(7.5rem, 1fr)); margin: .6rem 0 }
+.frames figure { max-width: 208px }
+@media (max-width: 30rem) { .frames { grid-template-columns: 1fr 1fr 1fr } }
 """
 
 
@@ -87,9 +95,9 @@ class Item:
     size: tuple[int, int] | None
     lost: float
     stretched: float
-    captions: tuple[str, ...]
-    more_captions: int
-    look: Look | None
+    captions: tuple[str, ...] = ()
+    more_captions: int = 0
+    look: Look | None = None
     problem: str = ""
 
     @property
@@ -122,7 +130,7 @@ def head(title: str, facts: Sequence[str], buckets: Sequence[Row]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>
 <h1>{words(title)}</h1>
 {"".join(f'<p class="soft">{words(fact)}</p>' for fact in facts)}
-{_table(buckets, link="bucket")}
+{table(buckets, link="bucket")}
 """
 
 
@@ -130,28 +138,28 @@ def tail() -> str:
     return "</body></html>\n"
 
 
-def bucket_section(bucket: str, line: Row, note: str, items: Iterable[str]) -> Iterable[str]:
-    """A bucket's line of the table and its items, each made by `card`."""
+def bucket_section(bucket: str, line: Row, note: str, items: Iterable[str], *, layout: str = "") -> Iterator[str]:
+    """A bucket's line of the table and its items, each a card. layout: another class of how they stand."""
     shown = {key: value for key, value in line.items() if key != "bucket"}
     values = "".join(f"<div><dt>{words(key)}</dt> <dd>{_value(value)}</dd></div>" for key, value in shown.items())
-    yield f'<section id="{_anchor(bucket)}"><h2>{words(bucket)}</h2>\n<dl>{values}</dl>\n'
-    yield f'<p class="soft">{words(note)}</p>\n<div class="items">\n'
+    yield f'<section id="{anchor(bucket)}"><h2>{words(bucket)}</h2>\n<dl>{values}</dl>\n'
+    yield f'<p class="soft">{words(note)}</p>\n<div class="items {layout}">\n'
     yield from items
     yield "</div></section>\n"
 
 
 def rules_section(title: str, note: str, rows: Sequence[Row]) -> str:
     """What was excluded by which rule; a value that is a list is shown one line each."""
-    shown = _table(rows, kind="rules") or "<p>Nothing.</p>"
+    shown = table(rows, kind="rules") or "<p>Nothing.</p>"
     return f'<section><h2>{words(title)}</h2>\n<p class="soft">{words(note)}</p>\n{shown}</section>\n'
 
 
 def card(item: Item) -> str:
     """One item: its pictures, or why there are none, and what the plan says of it."""
     about = f"""<h3>{words(item.place["dataset"])}/{name(item.path)}</h3>
-{"".join(f'<span class="mark">{words(mark)}</span>' for mark in _marks(item))}
-<p class="facts">{"<br>".join(map(name, _facts(item)))}</p>"""
-    captions = "".join(f'<p class="caption">{words(_short(caption))}</p>' for caption in item.captions)
+{"".join(f'<span class="mark">{words(mark)}</span>' for mark in marks(item))}
+<p class="facts">{"<br>".join(map(name, facts(item)))}</p>"""
+    captions = "".join(f'<p class="caption">{words(short(caption))}</p>' for caption in item.captions)
     if item.more_captions:
         captions += f'<p class="soft">and {item.more_captions} more</p>'
     if item.look is None:
@@ -163,7 +171,7 @@ def card(item: Item) -> str:
     return f'<article><div class="pictures">{_pictures(item, item.look)}</div>{about}{captions}</article>\n'
 
 
-def _facts(item: Item) -> Iterator[str]:
+def facts(item: Item) -> Iterator[str]:
     sample, cut = item.sample, item.sample["geometry"]
     bucket = Bucket.parse(cut["bucket"])
     native = "{}x{}".format(*item.size) if item.size else "size no longer known"
@@ -181,7 +189,7 @@ def _facts(item: Item) -> Iterator[str]:
         yield f"mask: {item.place['mask_path']}"
 
 
-def _marks(item: Item) -> Iterator[str]:
+def marks(item: Item) -> Iterator[str]:
     place, cut = item.place, item.sample["geometry"]
     if place["role"] == "eval":
         yield "held out"
@@ -199,10 +207,10 @@ def _marks(item: Item) -> Iterator[str]:
 
 def _pictures(item: Item, look: Look) -> str:
     """An image as it will be cut, its i2i source or mask beside it, and what is cut away."""
-    shown = [_figure(look.source, "i2i source, as cut", f"source of {item.path}")] if look.source else []
+    shown = [figure(look.source, "i2i source, as cut", f"source of {item.path}")] if look.source else []
     bucket = item.sample["geometry"]["bucket"]
-    shown += [_figure(look.crops[0], f"as cut to {bucket}", f"{item.path} as cut to {bucket}")]
-    shown += [_figure(picture, "trained where not red", f"mask of {item.path}") for picture in look.masked]
+    shown += [figure(look.crops[0], f"as cut to {bucket}", f"{item.path} as cut to {bucket}")]
+    shown += [figure(picture, "trained where not red", f"mask of {item.path}") for picture in look.masked]
     return "".join([*shown, _whole(item, look)])
 
 
@@ -211,17 +219,19 @@ def _strips(item: Item, look: Look) -> str:
     strips = ""
     for pictures, what in ((look.crops, ""), (look.masked, "mask at ")):
         frames = "".join(
-            _figure(picture, f"{what}{time:.2f} s", f"{what}{time:.2f} s of {item.path}")
+            figure(picture, f"{what}{time:.2f} s", f"{what}{time:.2f} s of {item.path}")
             for picture, time in zip(pictures, look.times, strict=False)
         )
         strips += f'<div class="strip">{frames}</div>' if frames else ""
     return strips
 
 
-def _figure(picture: Picture, caption: str, alt: str) -> str:
-    size = f'width="{picture.width}" height="{picture.height}"'
-    image = f'<img src="{_uri(picture)}" {size} alt="{name(alt)}">'
-    return f"<figure{_basis(picture)}>{image}<figcaption>{words(caption)}</figcaption></figure>"
+def figure(picture: Picture, caption: str, alt: str) -> str:
+    return f"<figure{_basis(picture)}>{image(picture, alt)}<figcaption>{words(caption)}</figcaption></figure>"
+
+
+def image(picture: Picture, alt: str) -> str:
+    return f'<img src="{uri(picture)}" width="{picture.width}" height="{picture.height}" alt="{name(alt)}">'
 
 
 def _basis(picture: Picture) -> str:
@@ -240,27 +250,27 @@ def _whole(item: Item, look: Look) -> str:
     label = f"{name(item.path)}: {words(said)}"
     size = f'viewBox="0 0 {across} {down}" width="{across}" height="{down}"'
     return f"""<figure{_basis(picture)}><svg {size} role="img" aria-label="{label}">
-<image href="{_uri(picture)}" width="{across}" height="{down}"/>
+<image href="{uri(picture)}" width="{across}" height="{down}"/>
 <path d="M0 0h{across}v{down}h-{across}z{frame}" fill="#000" fill-opacity=".62" fill-rule="evenodd"/>
 <path d="{frame}" fill="none" stroke="#ffd33d" stroke-width="2"/></svg>
 <figcaption>{words(said)}</figcaption></figure>"""
 
 
-def _uri(picture: Picture) -> str:
+def uri(picture: Picture) -> str:
     return f"data:image/webp;base64,{base64.b64encode(picture.data).decode()}"
 
 
-def _short(caption: str) -> str:
+def short(caption: str) -> str:
     if not caption:
         return "(empty)"
     return caption if len(caption) <= CAPTION_LENGTH else f"{caption[: CAPTION_LENGTH - 1]}…"
 
 
-def _anchor(bucket: str) -> str:
+def anchor(bucket: str) -> str:
     return "bucket-" + words(bucket).replace("@", "-")
 
 
-def _table(rows: Sequence[Row], *, link: str = "", kind: str = "") -> str:
+def table(rows: Sequence[Row], *, link: str = "", kind: str = "") -> str:
     if not rows:
         return ""
     keys = list(rows[0])
@@ -271,7 +281,7 @@ def _table(rows: Sequence[Row], *, link: str = "", kind: str = "") -> str:
 
 def _cell(value: Any, is_link: bool) -> str:
     if is_link:
-        return f'<td><a href="#{_anchor(value)}">{words(value)}</a></td>'
+        return f'<td><a href="#{anchor(value)}">{words(value)}</a></td>'
     if isinstance(value, list):
         return f"<td>{''.join(f'<p>{name(line)}</p>' for line in value)}</td>"
     return f'<td class="n">{_value(value)}</td>' if isinstance(value, int | float) else f"<td>{words(value)}</td>"

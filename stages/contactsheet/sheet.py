@@ -64,10 +64,14 @@ class Sheet:
         mine = mine if role is None else pc.and_(mine, pc.equal(self.active.column("role"), role))
         return pc.sum(mine).as_py() or 0
 
-    def choose(self, count: int, buckets: Sequence[str]) -> dict[str, list[int]]:
-        """bucket -> rows of `active`: those of the lowest ids, which are random and stay when others are added."""
+    def choose(self, count: int, buckets: Sequence[str], *, among: np.ndarray | None = None) -> dict[str, list[int]]:
+        """bucket -> rows of `active`: those of the lowest ids, which are random and stay when others are added.
+
+        among: (n,) which rows may be chosen.
+        """
         table = self.active.select(["bucket", "sample_id"])
         table = table.append_column("row", pa.array(np.arange(table.num_rows)))
+        table = table if among is None else table.filter(pa.array(among))
         found = {}
         for name in buckets:
             mine = table.filter(pc.equal(table.column("bucket"), name))

@@ -7,14 +7,17 @@
 The processes are pebble's, which replaces one that died. An alarm that the system keeps ends one whose item takes too
 long, also when the program that waits for it was killed. Quick items go to them
 several at a time, since a task costs a sixth of a millisecond; those of a task that came to nothing are tried again one
-by one, and the one that it happens to again is lost. Decoded clips come back through files: a pipe of Python's takes
-seconds for 100 MB, and the shared memory of a container is often smaller than a clip.
+by one, and the one that it happens to again is lost. Decoded clips come back in shared memory, without a copy here, or
+through files where that is full: a pipe of Python's takes seconds for 100 MB.
 """
 
+import errno
+import mmap
 import multiprocessing
 import os
 import pickle
 import resource
+import shutil
 import signal
 import tempfile
 import time
@@ -22,9 +25,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -42,7 +46,10 @@ LIBRARIES = [  # imported once, not by each process: what readers need, what the
     *("stages.media.image", "stages.media.video", "stages.reading", "stages.media.members", "stages.sources.folder"),
     *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "stages.mediatable", "stages.stage", "pandas"),
 ]
-LARGE = 1 << 20  # bytes of results that go through a file
+LARGE = 1 << 20  # bytes of results' arrays that go through a file
+SHARED = "/dev/shm"  # files in memory
+PREFIX = "latentpress-"  # of the folders of results; the number of the process that owns one follows
+STALE_S = 3600.0  # after which a folder whose owner was killed is removed
 AHEAD = 3  # tasks that are begun for each process, so that none waits
 READY = ".ready"  # ends the name of a file that says that a process has started
 GRACE_S = 2.0  # between the alarm and the end that this program puts to a task
@@ -84,10 +91,13 @@ class Isolated(Generic[T, R]):
         context.set_forkserver_preload([*LIBRARIES, _module(make)])
         self._workers, self._timeout, self._memory_mib = workers, timeout_s, memory_mib
         self._size = 1  # of the next task
-        folder = tempfile.TemporaryDirectory(prefix="latentpress-")
-        given = (make, memory_mib << 20, timeout_s, folder.name)
+        _sweep()
+        places = (None, SHARED if os.access(SHARED, os.W_OK) else None)
+        folder, shared = (tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", dir=place) for place in places)
+        given = (make, memory_mib << 20, timeout_s, folder.name, shared.name)
         self._pool = ProcessPool(max_workers=workers, context=context, initializer=_prepare, initargs=given)
-        self._stop = weakref.finalize(self, _stop, self._pool, folder, workers)
+        self._tasks: weakref.WeakSet[Future] = weakref.WeakSet()
+        self._stop = weakref.finalize(self, _stop, self._pool, (folder, shared), workers, self._tasks)
 
     def __enter__(self) -> "Isolated[T, R]":
         return self
@@ -96,11 +106,19 @@ class Isolated(Generic[T, R]):
         self.close()
 
     def close(self) -> None:
-        """End every process, whatever it is doing. Happens by itself when this object is no longer used."""
+        """End every process, whatever it is doing; who waits for a result is told CancelledError. Happens by itself
+        when this object is no longer used."""
         self._stop()
 
     def __call__(self, item: T) -> R | Lost | MediaError:
-        [(_, result)] = self._results([item], self._begin([item]))
+        return self.result(item, self.begin(item))
+
+    def begin(self, item: T) -> Future:
+        """Put an item to the processes; `result` waits for what becomes of it. For any thread."""
+        return self._begin([item])
+
+    def result(self, item: T, begun: Future) -> R | Lost | MediaError:
+        [(_, result)] = self._results([item], begun)
         return result
 
     def map(self, items: Iterable[T]) -> Iterator[tuple[T, R | Lost | MediaError]]:
@@ -120,7 +138,9 @@ class Isolated(Generic[T, R]):
 
     def _begin(self, part: Sequence[T]) -> Future:
         # Behind the alarm, for a process that is stopped and can't be woken.
-        return self._pool.schedule(_do, args=(list(part),), timeout=self._timeout * len(part) + GRACE_S)
+        task = self._pool.schedule(_do, args=(list(part),), timeout=self._timeout * len(part) + GRACE_S)
+        self._tasks.add(task)
+        return task
 
     def _results(self, part: Sequence[T], task: Future) -> Iterator[tuple[T, R | Lost | MediaError]]:
         try:
@@ -154,26 +174,41 @@ def _died(code: int | None) -> str:
     return signal.Signals(-code).name + hint
 
 
-def _stop(pool: ProcessPool, folder: tempfile.TemporaryDirectory, workers: int) -> None:
+def _sweep() -> None:
+    """Give back the memory of results that nobody fetched, since their owner was killed."""
+    for folder in Path(SHARED).glob(f"{PREFIX}*-*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        with suppress(FileNotFoundError):
+            old = time.time() - folder.stat().st_mtime > STALE_S
+            if old and owner.isdigit() and not Path("/proc", owner).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stop(
+    pool: ProcessPool, folders: tuple[tempfile.TemporaryDirectory, ...], workers: int, tasks: Iterable[Future]
+) -> None:
     until = time.monotonic() + START_S
     # One that is ended while it starts prints a traceback.
-    while pool.active and len(list(Path(folder.name).glob(f"*{READY}"))) < workers and time.monotonic() < until:
+    while pool.active and len(list(Path(folders[0].name).glob(f"*{READY}"))) < workers and time.monotonic() < until:
         time.sleep(0.005)
     pool.stop()
     pool.join()
-    folder.cleanup()
+    for task in list(tasks):
+        task.cancel()  # of no effect on one that is done
+    for folder in folders:
+        folder.cleanup()
 
 
 _make: Callable[[], Callable[[Any], Any]]
 _memory: int
 _timeout: float
-_folder: str
+_folders: tuple[str, str]
 
 
-def _prepare(make: Callable[[], Callable[[Any], Any]], memory: int, timeout: float, folder: str) -> None:
+def _prepare(make: Callable[[], Callable[[Any], Any]], memory: int, timeout: float, folder: str, shared: str) -> None:
     """In a new process."""
-    global _make, _memory, _timeout, _folder
-    _make, _memory, _timeout, _folder = make, memory, timeout, folder
+    global _make, _memory, _timeout, _folders
+    _make, _memory, _timeout, _folders = make, memory, timeout, (shared, folder)
     Path(folder, f"{os.getpid()}{READY}").touch()
     os.dup2(2, 1)  # standard output belongs to the program's report
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -194,24 +229,54 @@ def _work() -> Callable[[Any], Any]:
     return work
 
 
-def _do(items: list[Any]) -> tuple[bytes | Path, float]:
-    """The results, pickled or the name of a file that holds them so, and the seconds that they took."""
+@dataclass(frozen=True)
+class _Large:
+    """A pickle whose arrays lie in a file, one after the other, each as long as `sizes` says."""
+
+    data: bytes
+    path: Path
+    sizes: list[int]
+
+
+def _do(items: list[Any]) -> tuple[bytes | _Large, float]:
+    """The results, and the seconds that they took."""
     began = time.monotonic()
-    data = pickle.dumps([_attempt(item) for item in items], protocol=5)
-    if len(data) <= LARGE:
-        return data, time.monotonic() - began
-    handle, name = tempfile.mkstemp(dir=_folder)
-    with open(handle, "wb") as file:
-        file.write(data)
-    return Path(name), time.monotonic() - began
+    arrays: list[pickle.PickleBuffer] = []
+    data = pickle.dumps([_attempt(item) for item in items], protocol=5, buffer_callback=arrays.append)
+    if sum(array.raw().nbytes for array in arrays) <= LARGE:
+        return pickle.dumps(pickle.loads(data, buffers=arrays), protocol=5), time.monotonic() - began
+    sizes = [array.raw().nbytes for array in arrays]
+    try:
+        path = _laid(arrays, _folders[0])
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        path = _laid(arrays, _folders[1])
+    return _Large(data, path, sizes), time.monotonic() - began
 
 
-def _received(found: bytes | Path) -> list[Any]:
+def _laid(arrays: Sequence[pickle.PickleBuffer], folder: str) -> Path:
+    """A new file with the arrays' bytes."""
+    handle, name = tempfile.mkstemp(dir=folder)
+    try:
+        with open(handle, "wb") as file:
+            for array in arrays:
+                file.write(array.raw())
+    except OSError:
+        os.unlink(name)
+        raise
+    return Path(name)
+
+
+def _received(found: bytes | _Large) -> list[Any]:
+    """The results; large arrays are views into the file, which has no name any more and ends with them."""
     if isinstance(found, bytes):
         return pickle.loads(found)
-    with found.open("rb") as file:
-        found.unlink()
-        return pickle.load(file)
+    with found.path.open("rb") as file:
+        found.path.unlink()
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    ends = list(accumulate(found.sizes, initial=0))
+    return pickle.loads(found.data, buffers=[view[start:end] for start, end in pairwise(ends)])
 
 
 def _attempt(item: Any) -> Any:

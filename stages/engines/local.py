@@ -1,13 +1,20 @@
 """Units on this machine: in this process for one worker, in spawned processes for several.
 
-Each process loads the model once and is given one unit at a time. A process that dies (a decoder's crash, the
-out-of-memory killer) takes only its unit with it: the unit is tried once more by a fresh process, then reported.
+Each process loads the model once and is given a few units, so that it can read ahead. A process that dies (the
+out-of-memory killer) takes its units with it: each is tried again by a fresh process that has no other, and the one
+that it happens to twice is reported.
 """
 
 import multiprocessing
+import os
+import signal
+import sys
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from cache.generations import Unit
@@ -15,102 +22,147 @@ from schemas.errors import LatentpressError
 from stages.stage import Job, Outcome, Worker
 
 Load = Callable[[Job], Worker]
-TRIES = 2  # of a unit whose process died
+TRIES = 2  # of a unit whose process died while it had no other
+DEEP = 3  # units of a process: one is written, one encoded, one read
+PATIENCE_S = 30.0  # until a process that was told to end is killed
 
 
-def run_units(load: Load, job: Job, units: Sequence[Unit], advance: Callable[[int], None]) -> Iterator[Outcome]:
-    """Run all units and yield what became of each, in the order in which they end."""
-    workers = min(job.resources.workers, len(units))
-    if workers > 1:
-        yield from _Pool(load, job, workers, advance).run(units)
+def run_units(load: Load, job: Job, units: Iterator[Unit], advance: Callable[[int], None]) -> Iterator[Outcome]:
+    """Run the units, which may end early, and yield what became of each, in the order in which they end."""
+    if job.resources.workers > 1:
+        yield from _Pool(load, job, advance).run(units)
         return
-    worker = load(job)
-    for unit in units:
-        yield worker.run_unit(unit, advance)
+    yield from load(job).run_units(lambda wait: next(units, None), advance)
 
 
 class _Pool:
-    """`workers` processes, each at the other end of a pipe: a unit down, counts and one outcome up."""
+    """Processes, each at the other end of a pipe: units down, counts and outcomes up."""
 
-    def __init__(self, load: Load, job: Job, workers: int, advance: Callable[[int], None]) -> None:
-        self._load, self._job, self._workers, self._advance = load, job, workers, advance
+    def __init__(self, load: Load, job: Job, advance: Callable[[int], None]) -> None:
+        self._load, self._job, self._advance = load, job, advance
         self._context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, Any] = {}
-        self._busy: dict[Connection, Unit] = {}
+        self._given: dict[Connection, list[Unit]] = {}
         self._ready: set[Connection] = set()  # loaded their models
+        self._next: Unit | None = None  # for which there is no place yet
+        self._suspects: deque[Unit] = deque()  # whose process died
+        self._deaths: Counter[str] = Counter()
 
-    def run(self, units: Sequence[Unit]) -> Iterator[Outcome]:
-        waiting, deaths = deque(units), Counter[str]()
+    def run(self, units: Iterator[Unit]) -> Iterator[Outcome]:
         try:
-            while waiting or self._busy:
-                while waiting and len(self._busy) < self._workers:
-                    self._give(waiting.popleft())
-                for pipe in wait(list(self._busy)):
+            while True:
+                self._give(units)
+                busy = [pipe for pipe, given in self._given.items() if given]
+                if not busy:
+                    return
+                for pipe in wait(busy):
                     assert isinstance(pipe, Connection)
-                    outcome = self._receive(pipe)
-                    if isinstance(outcome, Unit):
-                        deaths[outcome.unit_id] += 1
-                        if deaths[outcome.unit_id] < TRIES:
-                            waiting.append(outcome)
-                        else:
-                            problem = f"its process died {TRIES} times; what it said stands in the log"
-                            yield Outcome(outcome.unit_id, None, error=problem)
-                    elif outcome is not None:
-                        yield outcome
+                    yield from self._receive(pipe)
         finally:
             self._stop()
 
-    def _give(self, unit: Unit) -> None:
-        idle = next((pipe for pipe in self._processes if pipe not in self._busy), None)
-        if idle is None:
-            idle, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(self._load, self._job, theirs))
-            process.start()
-            theirs.close()
-            self._processes[idle] = process
-        self._busy[idle] = unit
-        idle.send(unit)
+    def _give(self, units: Iterator[Unit]) -> None:
+        while True:
+            unit = self._next or (self._suspects.popleft() if self._suspects else next(units, None))
+            pipe = self._place(unit) if unit is not None else None
+            if unit is None or pipe is None:
+                self._next = unit
+                return
+            pipe.send(unit)
+            self._given[pipe].append(unit)
+            self._next = None
 
-    def _receive(self, pipe: Connection) -> Outcome | Unit | None:
-        """One message: None for progress, the outcome of a unit, or the unit itself when its process died."""
+    def _place(self, unit: Unit) -> Connection | None:
+        """The process that has least to do; a suspect goes to one that has nothing, and is not joined by others."""
+        idle = next((pipe for pipe, given in self._given.items() if not given), None)
+        if idle is not None:
+            return idle
+        if len(self._processes) < self._job.resources.workers:
+            return self._start()
+        alone = {pipe for pipe, given in self._given.items() if any(other.unit_id in self._deaths for other in given)}
+        roomy = [pipe for pipe, given in self._given.items() if len(given) < DEEP and pipe not in alone]
+        if unit.unit_id in self._deaths or not roomy:
+            return None
+        return min(roomy, key=lambda pipe: len(self._given[pipe]))
+
+    def _start(self) -> Connection:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(self._load, self._job, theirs))
+        process.start()
+        theirs.close()
+        self._processes[ours], self._given[ours] = process, []
+        return ours
+
+    def _receive(self, pipe: Connection) -> Iterator[Outcome]:
+        """One message: progress, the outcome of a unit, an error meant for the user; or the process' death."""
         try:
             message = pipe.recv()
         except (EOFError, ConnectionResetError):
-            process = self._processes.pop(pipe)
-            process.join()
-            pipe.close()
-            if pipe not in self._ready:
-                raise LatentpressError(
-                    f"a worker process died while it loaded its model (exit code {process.exitcode}); what it said "
-                    "stands in the log",
-                    "exit code -9 means that memory ran out: use fewer --workers",
-                ) from None
-            return self._busy.pop(pipe)
+            yield from self._died(pipe)
+            return
         self._ready.add(pipe)
         if isinstance(message, int):
             self._advance(message)
-            return None
-        del self._busy[pipe]
-        if isinstance(message, LatentpressError):
+        elif isinstance(message, LatentpressError):
             raise message
-        return message
+        else:
+            self._given[pipe] = [unit for unit in self._given[pipe] if unit.unit_id != message.unit]
+            yield message
+
+    def _died(self, pipe: Connection) -> Iterator[Outcome]:
+        process, given = self._processes.pop(pipe), self._given.pop(pipe)
+        process.join()
+        pipe.close()
+        if pipe not in self._ready:
+            raise LatentpressError(
+                f"a worker process died while it loaded its model (exit code {process.exitcode}); what it said "
+                "stands in the log",
+                "exit code -9 means that memory ran out: use fewer --workers",
+            )
+        for unit in given:
+            self._deaths[unit.unit_id] += len(given) == 1  # of several, nobody knows whose fault it was
+            if self._deaths[unit.unit_id] < TRIES:
+                self._suspects.append(unit)
+            else:
+                problem = f"its process died {TRIES} times; what it said stands in the log"
+                yield Outcome(unit.unit_id, None, error=problem)
 
     def _stop(self) -> None:
-        for pipe, process in self._processes.items():
-            if pipe in self._busy:
-                process.terminate()
+        for pipe in self._processes:
             pipe.close()
+        for process in self._processes.values():
+            process.join(PATIENCE_S)
+            process.kill()  # of no effect on one that has ended
             process.join()
 
 
 def _serve(load: Load, job: Job, pipe: Connection) -> None:
-    """The other end: load the model, then a unit at a time until the pipe closes."""
+    """The other end: load the model, then run units until the pipe closes. A unit that is not finished is dropped."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the program at the other end decides
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    units: SimpleQueue[Unit] = SimpleQueue()
+    threading.Thread(target=_receive_units, args=(pipe, units), daemon=True).start()
+
+    def take(wait: bool) -> Unit | None:
+        try:
+            return units.get(block=wait)
+        except Empty:
+            return None
+
+    with suppress(BrokenPipeError):
+        try:
+            worker = load(job)
+            pipe.send(0)
+            for outcome in worker.run_units(take, pipe.send):
+                pipe.send(outcome)
+        except LatentpressError as error:
+            pipe.send(error)
+
+
+def _receive_units(pipe: Connection, units: "SimpleQueue[Unit]") -> None:
+    """At once, so that neither end waits for the other to take what it sends."""
     try:
-        worker = load(job)
-        pipe.send(0)
         while True:
-            pipe.send(worker.run_unit(pipe.recv(), pipe.send))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        return
-    except LatentpressError as error:
-        pipe.send(error)
+            units.put(pipe.recv())
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGTERM)

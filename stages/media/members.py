@@ -3,44 +3,64 @@
 Needs no torch, and what it gives is small: 8-bit pixels, which the worker turns into the autoencoder's numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from schemas.clips import clip_times
+from schemas.geometry import Bucket
 from stages.media.errors import unreadable
 from stages.media.files import Media, check
-from stages.media.samples import fit_image, read_frames
+from stages.media.samples import fit_image, read_frames, read_mask
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Files with the content that they were planned with, the row of the sample (None for an image alone), and how
-    the last file is cut, where it is an image beside a sample's media or an image alone."""
+    the image is cut that stands beside a sample's media or alone. A sample's mask is the last file."""
 
     files: tuple[tuple[Media, str], ...]
     sample: dict[str, Any] | None
     image_geometry: dict[str, Any] | None
     decoder: str = "pyav"
+    masked: bool = False
 
 
-Read = tuple[np.ndarray | None, np.ndarray | None]
+class Read(NamedTuple):
+    """uint8 (T, H, W, 3) frames, (H, W, 3) image, (T, H, W) mask (T = 1 for a mask of all frames alike); None for what
+    was not asked for."""
+
+    frames: np.ndarray | None
+    image: np.ndarray | None
+    mask: np.ndarray | None
 
 
 def read(wanted: Wanted) -> Read:
-    """(uint8 (T, H, W, 3) frames, uint8 (H, W, 3) image), None for what was not asked for. Raises MediaError."""
+    """Raises MediaError."""
     try:
         for path, content in wanted.files:
             check(path, content)
-        frames = image = None
+        frames = image = mask = None
         if wanted.sample is not None:
             frames = read_frames(wanted.files[0][0], wanted.sample, wanted.decoder)
         if wanted.image_geometry is not None:
-            image = fit_image(wanted.files[-1][0], wanted.image_geometry)
-        return frames, image
+            image = fit_image(wanted.files[0 if wanted.sample is None else 1][0], wanted.image_geometry)
+        if wanted.masked:
+            mask = _mask(wanted)
+        return Read(frames, image, mask)
     except OSError as error:
         raise unreadable(wanted.files[0][0], error) from error
+
+
+def _mask(wanted: Wanted) -> np.ndarray:
+    sample = wanted.sample
+    assert sample is not None
+    times: Sequence[float] = ()
+    if sample["mask_kind"] == "video":
+        times = clip_times(sample["start"], sample["rate"], Bucket.parse(sample["geometry"]["bucket"]).frames)
+    return read_mask(wanted.files[-1][0], sample["mask_kind"], sample["mask_geometry"], times)
 
 
 def reader() -> Callable[[Wanted], Read]:

@@ -24,12 +24,15 @@ class Places:
         self._sources: dict[str, Source] = {}
 
     def of_sample(self, name: str) -> list[Wanted]:
-        """The media, and for i2i the source image. MediaError: the configuration no longer has it."""
+        """The media, for i2i the source image, and the mask where there is one. MediaError: the configuration no longer
+        has it."""
         sample = self._plan.samples[name]
         place = self._plan.places.get(name, sample)
         files: list[Wanted] = [(self.media(place["dataset"], place["path"]), sample["media_id"])]
         if sample["condition"] == "source":
             files.append((self.companion(place["dataset"], "source", place["source_path"]), sample["source_id"]))
+        if sample["mask_id"]:
+            files.append((self.companion(place["dataset"], "mask", place["mask_path"]), sample["mask_id"]))
         return files
 
     def of_text(self, name: str) -> list[Wanted]:

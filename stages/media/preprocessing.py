@@ -4,7 +4,7 @@ Whoever changes what the code does changes the name. Apart from the code, so tha
 """
 
 RESIZE = "pillow-lanczos"  # stages/media/pixels.py: fit
-MASK = "grey-over-black;pillow-bilinear"  # stages/media/samples.py: read_mask
+MASK = "grey-over-black;pillow-bilinear;area-mean"  # samples.py: read_mask; stages/vae/worker.py: reduced
 # image.py, colour.py and orientation.py
 COLOUR = (
     "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below;wide-primaries-to-709;mirrored-as-shown;"

@@ -23,7 +23,6 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iter
     family = config.model.spec
     drawn = {bucket.name: bucket for bucket in epoch(active, 1).buckets}
     worst = _worst(cuts)
-    precision = config.latents.precision or config.model.precision
     conditions = {row["bucket"]: row["condition"] for row in _conditions(samples)}
     table = []
     for name, draws in sorted(drawn.items()):
@@ -32,7 +31,7 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iter
         if family.video:
             row["frames"] = count * bucket.frames
             row["scale class"] = "x".join(f"{part:g}" for part in scale_class(bucket.width, bucket.height))
-        row["MiB of latents"] = round(count * latent_bytes(family, name, conditions[name], precision) / 2**20, 2)
+        row["MiB of latents"] = round(count * latent_bytes(config, name, conditions[name]) / 2**20, 2)
         row["stretched %"], row["cut off % (most)"], row["cut off % (mean)"] = (round(100 * v, 2) for v in worst[name])
         table.append(row)
     return table
@@ -97,14 +96,13 @@ def excluded(out: pa.Table) -> list[Row]:
 def disk(config: Config, samples: pa.Table, texts: pa.Table) -> tuple[float, float]:
     """MiB of latents and of text embeddings that these rows will take, both estimated."""
     family = config.model.spec
-    precision = config.latents.precision or config.model.precision
     kinds = pc.binary_join_element_wise(
         pc.struct_field(samples.column("geometry"), "bucket"), samples.column("condition"), "|"
     )
     latents = 0
     for row in pc.value_counts(kinds).to_pylist():
         bucket, _, condition = row["values"].partition("|")
-        latents += row["counts"] * latent_bytes(family, bucket, condition, precision)
+        latents += row["counts"] * latent_bytes(config, bucket, condition)
     text = int(text_bytes(family, texts, config.text.precision or config.model.precision).sum())
     return latents / 2**20, text / 2**20
 

@@ -13,12 +13,15 @@ from schemas.tables import UNITS
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def latent_bytes(family: Family, bucket: str, condition: str, precision: str) -> int:
+def latent_bytes(config: Config, bucket: str, condition: str) -> int:
     """Bytes of a sample's tensors in its shard."""
-    strides = family.spatial_stride, family.temporal_stride
-    frames, height, width = Bucket.parse(bucket).latent_shape(*strides)
+    family = config.model.spec
+    frames, height, width = Bucket.parse(bucket).latent_shape(family.spatial_stride, family.temporal_stride)
+    if family.posterior and config.latents.posterior == "moments":
+        frames *= 2
     if condition != "none":
         frames += 1
+    precision = config.latents.precision or config.model.precision
     return family.latent_channels * frames * height * width * _BYTES[precision]
 
 
@@ -33,7 +36,6 @@ def text_bytes(family: Family, texts: pa.Table, precision: str) -> np.ndarray:
 
 def sample_units(config: Config, samples: pa.Table) -> pa.Table:
     """Divide samples into units: one bucket each, validation apart, in the order of their ids."""
-    precision = config.latents.precision or config.model.precision
     bucket = pc.struct_field(samples.column("geometry"), "bucket")
     apart = pc.cast(pc.equal(samples.column("role"), VALIDATION), pa.string())
     group = pc.binary_join_element_wise(bucket, apart, samples.column("condition"), "|")
@@ -46,7 +48,7 @@ def sample_units(config: Config, samples: pa.Table) -> pa.Table:
     for code in sorted(range(len(names)), key=names.__getitem__):
         size, _, condition = names[code].split("|")
         mine = ids.take(pa.array(order[ends[code - 1] if code else 0 : ends[code]]))
-        each = latent_bytes(config.model.spec, size, condition, precision)
+        each = latent_bytes(config, size, condition)
         found.append(_divide("latents", size, mine, np.full(len(mine), each, np.int64), config.cache.unit_mib))
     return pa.concat_tables(found)
 

@@ -2,25 +2,35 @@
 
 The pipeline pads to n + 298 tokens (n: the instruction's) and keeps row 0 and the last 299, that is, the
 positions from n - 1 on. Stored are the real ones among them; the transformer masks the rest, which therefore
-changes nothing.
+changes nothing. The instruction is computed once: row 0 is the same for every caption.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from transformers import AutoTokenizer, Gemma2Model
 
 from schemas.catalogue import Template
 from schemas.prompts import render
-from stages.text.request import TextRequest, TextResult
+from stages.text import models
+from stages.text.prefix import Reader, constant_ids
+from stages.text.request import Prepared, Stats, TextRequest, TextResult
 from stages.weights import resolve
 
 PARTS = ("text_encoder", "tokenizer")
 
 
+@dataclass(frozen=True)
+class Prompt(Prepared):
+    """negative: without the instruction."""
+
+    negative: bool
+
+
 class Encoder:
-    """Loads Gemma-2 once; `encode` is one forward pass."""
+    """Loads Gemma-2 once. `prepare` tokenises, and may run beside `encode`, which is one forward pass."""
 
     def __init__(
         self,
@@ -30,30 +40,45 @@ class Encoder:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        attention: str | None = None,
+        quantization: str = "no_change",
+        offload: str = "none",
+        share_prefix: bool = True,
     ) -> None:
-        """max_length: the pipeline's max_sequence_length. Raises WeightsError where a part is missing."""
+        """max_length: the pipeline's max_sequence_length. The options: `stages.text.models.load`.
+
+        Raises WeightsError where a part is missing, LatentpressError for an option that can't be had.
+        """
         folder = resolve(source, revision, PARTS)
         self.template, self.max_length, self.dtype, self.device = template, max_length, dtype, device
         self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
-        gemma: Any = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=dtype)
-        self._gemma = gemma.to(device).eval()
+        self._lock = Lock()
+        options = models.Options(attention, quantization, offload)
+        gemma = models.load(Gemma2Model, folder / "text_encoder", dtype, device, options)
         self._instruction = len(self._ids(template.text.split("{}")[0]))
+        prefix = constant_ids(self._ids, template, self._instruction - 1) if share_prefix else []
+        self._reader = Reader(gemma, prefix, self._tokenizer.pad_token_id or 0, device)
 
-    def length(self, request: TextRequest) -> int:
-        """Tokens that the model reads for this request; for sorting into batches."""
-        return min(len(self._all_ids(request)), self._limit(request))
+    @property
+    def stats(self) -> Stats:
+        return self._reader.stats
 
-    @torch.no_grad()
-    def encode(self, requests: Sequence[TextRequest]) -> list[TextResult]:
-        """One forward pass for all."""
-        tokens = [self._all_ids(request) for request in requests]
-        kept = [ids[: self._limit(request)] for ids, request in zip(tokens, requests, strict=True)]
-        inputs = self._tokenizer.pad({"input_ids": kept}, return_tensors="pt").to(self.device)
-        hidden_BLD = self._gemma(**inputs, use_cache=False).last_hidden_state
+    def prepare(self, request: TextRequest) -> Prompt:
+        """The request tokenised."""
+        assert request.image is None, f"{self.template.name} takes no image"
+        with self._lock:
+            ids = self._ids(render(request.text, self.template, negative=request.negative))
+        limit = self.max_length if request.negative else self._instruction + self.max_length - 2
+        kept = ids[:limit]
+        return Prompt(kept, self._reader.known(kept), len(ids), request.negative)
+
+    def encode(self, batch: Sequence[Prompt]) -> list[TextResult]:
+        """One forward pass; another one for prompts without the instruction."""
         results = []
-        for row, request in enumerate(requests):
-            embeds_LD = self._selected(hidden_BLD[row, : len(kept[row])], request)
-            untruncated = embeds_LD.shape[0] + len(tokens[row]) - len(kept[row])
+        for prompt, hidden_LD in zip(batch, self._reader.hidden(batch), strict=True):
+            embeds_LD = self._selected(hidden_LD, prompt).to("cpu", self.dtype, copy=True)
+            untruncated = embeds_LD.shape[0] + prompt.untruncated - len(prompt.ids)
             results.append(TextResult(embeds_LD, None, untruncated, embeds_LD.shape[0]))
         return results
 
@@ -61,15 +86,9 @@ class Encoder:
         # verbose: it would warn of texts longer than the tokenizer's own limit, which is not the one here.
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
-    def _all_ids(self, request: TextRequest) -> list[int]:
-        assert request.image is None, f"{self.template.name} takes no image"
-        return self._ids(render(request.text, self.template, negative=request.negative))
-
-    def _limit(self, request: TextRequest) -> int:
-        return self.max_length if request.negative else self._instruction + self.max_length - 2
-
-    def _selected(self, hidden_LD: torch.Tensor, request: TextRequest) -> torch.Tensor:
+    def _selected(self, hidden_LD: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         """The rows that the transformer is given. A negative prompt has no instruction: all of them."""
-        if not request.negative:
-            hidden_LD = torch.cat([hidden_LD[:1], hidden_LD[self._instruction - 1 :]])
-        return hidden_LD.to("cpu", self.dtype, copy=True)
+        if prompt.negative:
+            return hidden_LD
+        first_LD = hidden_LD if self._reader.prefix_LD is None or not prompt.shared else self._reader.prefix_LD
+        return torch.cat([first_LD[:1], hidden_LD[self._instruction - 1 - prompt.shared :]])

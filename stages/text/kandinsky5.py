@@ -1,22 +1,23 @@
 """Kandinsky 5: Qwen2.5-VL's hidden states and CLIP's pooled output, equal to the pipelines' `encode_prompt`.
 
-The tokenizer and Qwen2VLImageProcessorPil are loaded by themselves: Qwen2VLProcessor, which the pipelines
-call, also holds a video processor and can't be made without torchvision. What it does for one image is to
-repeat the image's placeholder and to mark its tokens (mm_token_type_ids); without that mark the model gives
-the image's tokens one-dimensional positions, with no error and another result.
+The template's prefix is computed once (`stages.text.prefix`), an image's features once for each distinct image
+(`stages.text.pictures`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
-from PIL import Image
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from schemas.catalogue import Template
 from schemas.prompts import render
-from stages.text.request import TextRequest, TextResult, refuse
+from stages.text import models
+from stages.text.pictures import Illustrated, Picture, PictureReader, Processor
+from stages.text.prefix import Reader, constant_ids
+from stages.text.request import Stats, TextRequest, TextResult, refuse
 from stages.weights import resolve
 
 PARTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
@@ -33,8 +34,15 @@ class Tokens:
     untruncated: int
 
 
+@dataclass(frozen=True)
+class Prompt(Illustrated):
+    """clip_ids: the caption alone, for CLIP."""
+
+    clip_ids: tuple[int, ...] = ()
+
+
 class Encoder:
-    """Loads Qwen2.5-VL and CLIP once; `encode` is one forward pass of each."""
+    """Loads Qwen2.5-VL and CLIP once. `prepare` may run beside `encode`, which is one forward pass of each."""
 
     def __init__(
         self,
@@ -44,41 +52,62 @@ class Encoder:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        attention: str | None = None,
+        quantization: str = "no_change",
+        offload: str = "none",
+        share_prefix: bool = True,
     ) -> None:
-        """max_length: tokens kept after the template's prefix. Raises WeightsError for a missing part."""
+        """max_length: tokens kept after the template's prefix. The options are Qwen's: `stages.text.models.load`.
+
+        Raises WeightsError for a missing part, OptionError for an option that can't be had.
+        """
         assert template.crop is not None, f"{template.name} names no prefix length"
         folder = resolve(source, revision, PARTS)
         self.template, self.max_length, self.crop = template, max_length, template.crop
         self.dtype, self.device = dtype, device
+        self._lock = Lock()
         self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
         self._clip_tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
-        self._images = _image_processor(folder / "tokenizer") if template.with_image else None
+        self._images = Processor(folder / "tokenizer") if template.with_image else None
         # Loaded whole, as by the pipeline, so that the weights' names are understood alike in any checkpoint;
         # then used without lm_head, whose output for every token would be far larger than what is kept.
-        whole: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=dtype)
-        self._qwen = whole.model.to(device).eval()
+        unused = ("lm_head",) if template.with_image else ("lm_head", "model.visual")
+        options = models.Options(attention, quantization, offload)
+        qwen = Qwen2_5_VLForConditionalGeneration
+        whole = models.load(qwen, folder / "text_encoder", dtype, device, options, unused)
         clip: Any = CLIPTextModel.from_pretrained(folder / "text_encoder_2", dtype=dtype)
         self._clip = clip.to(device).eval()
         self._image_id = whole.config.image_token_id
         self._media_ids = {whole.config.image_token_id, whole.config.video_token_id}
-        self._pad_id = self._tokenizer.pad_token_id or 0
+        prefix = constant_ids(self._ids, template, self.crop) if share_prefix else []
+        pad_id = self._tokenizer.pad_token_id or 0
+        self._reader: Reader
+        if template.with_image:
+            self._reader = PictureReader(whole.model, prefix, pad_id, device)
+        else:
+            self._reader = Reader(whole.model.language_model, prefix, pad_id, device)
 
-    def length(self, request: TextRequest) -> int:
-        """Tokens that the model reads for this request, template and image included, to sort batches by."""
-        return len(self._tokens(request).ids)
+    @property
+    def stats(self) -> Stats:
+        return self._reader.stats
 
-    @torch.no_grad()
-    def encode(self, requests: Sequence[TextRequest]) -> list[TextResult]:
-        """One forward pass for all. Raises RequestError for what can't be encoded, as `length` does."""
-        tokens = [self._tokens(request) for request in requests]
-        ids_BL, mask_BL = self._padded([item.ids for item in tokens])
-        images = self._pixels(requests, ids_BL, mask_BL) if self._images else self._positions(ids_BL)
-        hidden_BLD = self._qwen(input_ids=ids_BL, use_cache=False, **images).last_hidden_state
-        pooled_BD = self._pooled([request.text for request in requests])
+    def prepare(self, request: TextRequest) -> Prompt:
+        """The request tokenised and its image made ready. Raises RequestError for what can't be encoded."""
+        with self._lock:
+            tokens = self._tokens(request)
+            clip_ids = tuple(self._clip_tokenizer(request.text, max_length=CLIP_LENGTH, truncation=True)["input_ids"])
+        shared = self._reader.known(tokens.ids)
+        picture, positions = self._picture(request, tokens.ids, shared)
+        return Prompt(tokens.ids, shared, tokens.untruncated, picture, positions, clip_ids)
+
+    def encode(self, batch: Sequence[Prompt]) -> list[TextResult]:
+        """One forward pass; another one for prompts that do not begin with the template's own ids."""
+        pooled_BD = self._pooled(batch)
         results = []
-        for row, item in enumerate(tokens):
-            embeds_LD = hidden_BLD[row, self.crop : len(item.ids)].to("cpu", self.dtype, copy=True)
-            untruncated = item.untruncated - self.crop
+        for row, (prompt, hidden_LD) in enumerate(zip(batch, self._reader.hidden(batch), strict=True)):
+            embeds_LD = hidden_LD[self.crop - prompt.shared :].to("cpu", self.dtype, copy=True)
+            untruncated = prompt.untruncated - self.crop
             results.append(TextResult(embeds_LD, pooled_BD[row], untruncated, embeds_LD.shape[0]))
         return results
 
@@ -129,50 +158,26 @@ class Encoder:
     def _grid(self, request: TextRequest) -> int:
         """Tokens of the request's image."""
         assert request.image is not None and self._images is not None
-        width, height = request.image.width // 2, request.image.height // 2
         try:
-            patches = self._images.get_number_of_image_patches(height, width)
+            return self._images.tokens(request.image)
         except (ValueError, ZeroDivisionError) as error:
             raise refuse("image-shape", request, f"its image can't be used ({error})", "crop it") from error
-        return patches // self._images.merge_size**2
 
-    def _padded(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids_BL and mask_BL, padded on the right, where a causal model's real tokens don't see it."""
-        longest = max(len(row) for row in rows)
-        ids = torch.tensor([row + [self._pad_id] * (longest - len(row)) for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-        return ids.to(self.device), mask.to(self.device)
+    def _picture(self, request: TextRequest, ids: list[int], shared: int) -> tuple[Picture | None, torch.Tensor | None]:
+        """The request's image and the positions_3L around it; None for templates without."""
+        if self._images is None or request.image is None:
+            return None, None
+        assert isinstance(self._reader, PictureReader)
+        picture = self._images.picture(request.image)
+        return picture, self._reader.place(ids, shared, picture)
 
-    def _positions(self, ids_BL: torch.Tensor) -> dict[str, Any]:
-        """Positions of plain text, stated: the model itself may use what an earlier call left behind."""
-        positions = torch.arange(ids_BL.shape[1], device=self.device)
-        return {"position_ids": positions.expand(3, *ids_BL.shape)}
+    @torch.no_grad()
+    def _pooled(self, batch: Sequence[Prompt]) -> torch.Tensor:
+        """CLIP's pooled_BD of the captions alone, without a template.
 
-    def _pixels(self, requests: Sequence[TextRequest], ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> dict[str, Any]:
-        assert self._images is not None
-        halves = [_halved(request.image) for request in requests if request.image is not None]
-        pictures = self._images(images=halves, return_tensors="pt")
-        return {
-            "attention_mask": mask_BL,
-            "mm_token_type_ids": (ids_BL == self._image_id).int() * mask_BL,
-            "pixel_values": pictures["pixel_values"].to(self.device),
-            "image_grid_thw": pictures["image_grid_thw"].to(self.device),
-        }
-
-    def _pooled(self, texts: list[str]) -> torch.Tensor:
-        """CLIP's pooled_BD of the captions alone, without a template."""
-        inputs = self._clip_tokenizer(
-            texts, max_length=CLIP_LENGTH, truncation=True, padding="max_length", return_tensors="pt"
-        )
-        return self._clip(**inputs.to(self.device)).pooler_output.to("cpu", self.dtype)
-
-
-def _image_processor(folder: Any) -> Any:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil.from_pretrained(folder)
-
-
-def _halved(image: Image.Image) -> Image.Image:
-    """As the pipeline shows a source image to the model: half of each side, Pillow's default filter."""
-    return image.resize((image.width // 2, image.height // 2))
+        Padded to the longest instead of to 77: the model is causal and pools at a caption's own last token.
+        """
+        longest = max(len(prompt.clip_ids) for prompt in batch)
+        pad = self._clip_tokenizer.pad_token_id
+        ids_BL = torch.tensor([[*prompt.clip_ids, *[pad] * (longest - len(prompt.clip_ids))] for prompt in batch])
+        return self._clip(input_ids=ids_BL.to(self.device)).pooler_output.to("cpu", self.dtype)

@@ -23,6 +23,24 @@ class TextRequest:
     image: "Image.Image | None" = None
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A request tokenised, and cut to the limit.
+
+    ids: what the model reads, template and image included. shared: how many of the first of them are the
+    template's prefix, whose keys and values the encoder holds. untruncated: tokens without the limit.
+    """
+
+    ids: list[int]
+    shared: int
+    untruncated: int
+
+    @property
+    def cost(self) -> int:
+        """Tokens that a forward pass computes for this text itself."""
+        return len(self.ids) - self.shared
+
+
 @dataclass
 class TextResult:
     """One caption encoded, on the CPU in the encoder's dtype.
@@ -35,6 +53,20 @@ class TextResult:
     pooled: "torch.Tensor | None"
     tokens: int
     kept: int
+
+
+@dataclass
+class Stats:
+    """What an encoder did so far.
+
+    shared, whole: texts behind the shared prefix, and texts computed from their first token. images: vision
+    passes; reused: texts whose image's features were at hand.
+    """
+
+    shared: int = 0
+    whole: int = 0
+    images: int = 0
+    reused: int = 0
 
 
 class RequestError(MediaError):

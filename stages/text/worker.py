@@ -4,19 +4,22 @@ from collections.abc import Iterator
 
 from PIL import Image
 
+from cache.generations import Unit
 from cache.shard import Row
+from schemas.geometry import Bucket
 from stages import loading
-from stages.media.members import Wanted
+from stages.media.members import Read, Wanted
 from stages.media.places import Places
 from stages.stage import Job
-from stages.text.request import TextRequest
+from stages.text.request import Prepared, TextRequest
 from stages.worker import UnitWorker
 
 
 class TextWorker(UnitWorker):
-    """Members are (request, its length in tokens)."""
+    """Members are tokenised requests."""
 
-    stage, kind, tensors = "encode-text", "text", ("embeds", "pooled")
+    stage, kind, section, tensors = "encode-text", "text", "text", ("embeds", "pooled")
+    advice = "set text.offload: blocks or text.quantization, use a larger card, or --device cpu"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -25,27 +28,35 @@ class TextWorker(UnitWorker):
         self._encoder = loading.text_encoder(self.config, self.device)
         self._places = Places(self.config, self.plan)
 
-    def cost(self, batch: list[tuple[TextRequest, int]]) -> int:
-        """Tokens of the padded batch."""
-        return len(batch) * max(length for _, length in batch)
+    def member_bytes(self, unit: Unit) -> int:
+        geometry = self.plan.texts[unit.members[0]]["image_geometry"]
+        if not geometry:
+            return 1
+        bucket = Bucket.parse(geometry["bucket"])
+        return 3 * bucket.width * bucket.height
 
-    def read(self, name: str) -> tuple[TextRequest, int]:
+    def wanted(self, name: str) -> Wanted | None:
+        """The image inside an i2i prompt, cut as its sample's source is."""
         text = self.plan.texts[name]
-        image = self._image(text) if text["image_id"] else None
-        request = TextRequest(text=text["text"], negative=text["negative"], image=image)
-        return request, self._encoder.length(request)
+        if not text["image_id"]:
+            return None
+        return Wanted(tuple(self._places.of_text(text["text_id"])), None, text["image_geometry"])
 
-    def encode(self, names: list[str], batch: list[tuple[TextRequest, int]]) -> Iterator[Row]:
-        results = self._encoder.encode([request for request, _ in batch])
-        for name, result in zip(names, results, strict=True):
+    def prepare(self, name: str, read: Read | None) -> Prepared:
+        text = self.plan.texts[name]
+        image = None
+        if read is not None:
+            assert read.image is not None
+            image = Image.fromarray(read.image)
+        return self._encoder.prepare(TextRequest(text=text["text"], negative=text["negative"], image=image))
+
+    def cost(self, batch: list[Prepared]) -> int:
+        """Tokens of the padded batch."""
+        return len(batch) * max(item.cost for item in batch)
+
+    def encode(self, names: list[str], batch: list[Prepared]) -> Iterator[Row]:
+        for name, result in zip(names, self._encoder.encode(batch), strict=True):
             tensors = {"embeds": loading.array(result.embeds)}
             if result.pooled is not None:
                 tensors["pooled"] = loading.array(result.pooled)
             yield Row(name, tensors, {"tokens": result.tokens, "kept": result.kept})
-
-    def _image(self, text: dict) -> Image.Image:
-        """The image inside an i2i prompt, cut as its sample's source is."""
-        files = tuple(self._places.of_text(text["text_id"]))
-        _, image_HWC = self.fetch(Wanted(files, None, text["image_geometry"]))
-        assert image_HWC is not None
-        return Image.fromarray(image_HWC)

@@ -8,17 +8,29 @@ from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from stages.vae import base
 
 PARTS = base.PARTS
+pull = base.pull
 
 
 class Autoencoder:
-    """Encodes and decodes images; the same image always gives the same latents, whatever the seed."""
+    """Encodes and decodes images; the same image always gives the same latents, whatever the seed.
 
-    def __init__(self, source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    Its linear attention sums over the whole picture, so tiles change every number and not the seams alone.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        revision: str | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        levers: base.Levers = base.NO_LEVERS,
+    ) -> None:
         self._vae = base.load(AutoencoderDC, source, revision, dtype, device)
+        pull(self._vae, levers)
 
-    def settings(self) -> dict[str, bool | int | str]:
+    def settings(self) -> dict[str, bool | int]:
         """What else than weights and dtype determines the latents."""
-        return {"tiling": self._vae.use_tiling}
+        return base.tile_settings(self._vae)
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.Posterior) -> torch.Tensor:

@@ -5,40 +5,59 @@ them whole, and it is what the pipelines' users have, so it is kept, and named i
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 
-from stages.vae import base
+from stages.vae import base, chunked
 
 PARTS = base.PARTS
 
 
+def pull(vae: Any, levers: base.Levers) -> None:
+    """Put the levers in force."""
+    base.pull(vae, levers)
+    if levers.chunk_frames is not None:
+        chunked.apply(vae, levers.chunk_frames)
+
+
 class Autoencoder:
-    """Encodes and decodes clips with diffusers' defaults."""
+    """Encodes and decodes clips with diffusers' defaults; `chunk_frames` computes the same with less memory."""
 
-    def __init__(self, source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: str,
+        revision: str | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        levers: base.Levers = base.NO_LEVERS,
+    ) -> None:
         self._vae = base.load(AutoencoderKLHunyuanVideo, source, revision, dtype, device)
+        pull(self._vae, levers)
 
-    def settings(self) -> dict[str, bool | int | str]:
-        """What else than weights and dtype determines the latents. window, stride: frames."""
+    def settings(self) -> dict[str, bool | int]:
+        """What else than weights and dtype determines the latents. window, stride, chunk_frames: frames."""
+        chunk = getattr(self._vae, "chunk_frames", None)
         return {
-            "tiling": self._vae.use_tiling,
+            **base.tile_settings(self._vae),
             "framewise": self._vae.use_framewise_encoding,
             "window": self._vae.tile_sample_min_num_frames,
             "stride": self._vae.tile_sample_stride_num_frames,
+            **({} if chunk is None else {"chunk_frames": chunk}),
         }
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.Posterior) -> torch.Tensor:
-        """Scaled latents_BCTHW on the CPU of clips in [-1, 1]; T is 1 + a multiple of 4."""
+        """Scaled latents_BCTHW, or moments, on the CPU of clips in [-1, 1]; T is 1 + a multiple of 4."""
         assert pixels_BCTHW.shape[2] % 4 == 1, f"frames: {tuple(pixels_BCTHW.shape)}"
         pixels_BCTHW = pixels_BCTHW.to(self._vae.device, self._vae.dtype)
         parameters = self._vae.encode(pixels_BCTHW).latent_dist.parameters
-        return (base.draw(parameters, seeds, posterior) * self._vae.config.scaling_factor).cpu()
+        return base.draw(parameters, seeds, posterior, self._vae.config.scaling_factor).cpu()
 
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        """uint8 frames_BTHWC on the CPU of scaled latents; 4 (T - 1) + 1 frames."""
+        """uint8 frames_BTHWC on the CPU of scaled latents, or of moments' mean; 4 (T - 1) + 1 frames."""
+        latents_BCTHW = base.means(latents_BCTHW, self._vae.config.latent_channels)
         latents_BCTHW = latents_BCTHW.to(self._vae.device, self._vae.dtype)
         return base.to_bytes(self._vae.decode(latents_BCTHW / self._vae.config.scaling_factor).sample)

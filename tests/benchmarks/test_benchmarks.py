@@ -11,7 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "discover": ["--images", "6", "--videos", "2", "--tree", "40", "--entries", "300", "--repeat", "1"],
     "planning": ["--items", "2000"],
+    "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],
+    "latents": ["--images", "1", "--side", "64", "--repeat", "1", "--channels", "8"],
+    "vae_memory": ["--autoencoder", "flux"],
 }
 
 
@@ -21,7 +24,8 @@ def measured(name: str) -> str:
 
 
 def test_every_benchmark_is_run_here() -> None:
-    assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__"} == set(SMALL)
+    others = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")} - {"benchmarks"}
+    assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__"} == set(SMALL) | others
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is looked up in /proc")
@@ -38,7 +42,29 @@ def test_planning() -> None:
     assert re.search(r"^\| 2,000 \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("planning"), re.MULTILINE)
 
 
+def test_verifying() -> None:
+    rows = [line.strip("| ").split(" | ") for line in measured("verify").splitlines() if line.startswith("| ")]
+    assert [row[:3] for row in rows[1:3]] == [["arrow", "1", "in memory"], ["arrow", "1", "cold"]]
+    assert [row[:3] for row in rows[10:]] == [["200", row[1], row[2]] for row in rows[10:]]
+    assert len(rows) == 1 + 8 + 1 + 4
+
+
 def test_reading_shards() -> None:
     lines = measured("shard_read").splitlines()
     assert lines[0] == "4 rows of (2, 8, 8) bfloat16, 0.0 MiB"
     assert len(lines) == 1 + 2 * (1 + 4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are inherited from children that ended")
+def test_encoding_latents_beside_the_bare_autoencoder() -> None:
+    rows = [line.strip("| ").split(" | ") for line in measured("latents").splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[1:]] == ["bare, 1 images", "stage, 1 images"]
+    assert float(rows[2][3].split()[0]) > 0.5
+
+
+def test_memory_of_autoencoders() -> None:
+    """Computed from shapes: half the bytes in half precision, and less in tiles."""
+    plain, half, tiled, _ = (
+        float(line.split(" | ")[-1].strip(" |")) for line in measured("vae_memory").splitlines()[2:]
+    )
+    assert plain > 2 > tiled and abs(plain / half - 2) < 0.1

@@ -49,7 +49,7 @@ def test_small_permutations_are_all_reached_and_fair() -> None:
     assert chi2 < 64  # 23 degrees of freedom: one in 100,000
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(spans(weight=st.sampled_from([1.0, 2.0, 3.0])), st.integers(0, 2**40), st.integers(0, 5), st.integers(1, 9))
 def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoch, size) -> None:
     """Where weights are whole numbers: exactly, in every epoch; what is over fills last batches."""
@@ -67,7 +67,7 @@ def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoc
         assert len(batch.rows) == size and batch.epoch == epoch
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(spans(), st.integers(0, 2**40), st.integers(1, 4))
 def test_over_the_epochs_every_row_is_drawn_its_share(plan_spans, seed, epochs) -> None:
     """Floor or ceil of E d / n times, the passes of a row counting up from 0 without a gap."""
@@ -84,7 +84,7 @@ def test_over_the_epochs_every_row_is_drawn_its_share(plan_spans, seed, epochs) 
             assert sorted(seen) == list(range(len(seen)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(spans(), st.integers(0, 99), st.integers(0, 4), st.integers(1, 40))
 def test_within_an_epoch_no_row_has_a_pass_twice(plan_spans, seed, epoch, size) -> None:
     """Fill included: a sample with enough captions shows another one each time."""
@@ -112,7 +112,7 @@ def test_weights_in_words() -> None:
     assert epochs[0] == epochs[2] != epochs[1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(spans(), st.integers(0, 99), st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 40))
 def test_ranks_share_one_global_batch(plan_spans, seed, world, step) -> None:
     whole = Plan(plan_spans, seed, 12).batch(step)
@@ -161,7 +161,7 @@ def test_leftovers_are_filled_and_short_buckets_named() -> None:
         Plan([], 0, 8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(spans(), st.integers(1, 2000))
 def test_the_repeats_named_for_a_short_bucket_are_the_least(plan_spans, size) -> None:
     for short in Plan(plan_spans, 0, size).shortages:
@@ -175,7 +175,7 @@ def test_the_repeats_named_for_a_short_bucket_are_the_least(plan_spans, size) ->
         assert short.repeats == 0 or draws(short.repeats - 1) < size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 7), st.integers(0, 6), st.integers(1, 5), st.integers(0, 999))
 def test_every_alternative_is_seen_as_often(count, extra, alternatives, seed) -> None:
     """Over as many passes as there are alternatives (in repeats or epochs), each caption is drawn equally often."""

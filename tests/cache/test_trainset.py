@@ -131,7 +131,7 @@ def test_a_flipped_bit_is_found_and_named(store: Store) -> None:
     path.write_bytes(raw)
     data = TrainSet.open(store, "s1", FAMILY, TASK)
     data.sample(0)
-    with pytest.raises(DamageError, match="latentpress encode-latents") as caught:
+    with pytest.raises(DamageError, match="encode-latents") as caught:
         data.sample(1)
     assert caught.value.row == 1 and caught.value.id == "b" and path.name in caught.value.path
 

@@ -155,18 +155,18 @@ def test_errors_of_the_project_are_shown_with_their_next_step_and_exit_code(here
         exit_code = DAMAGE
 
     def run(config, options, console):
-        raise Broken("shard 7 is [damaged]", "latentpress verify --delete-damaged")
+        raise Broken("shard 7 is [damaged]", "latentpress verify --repair")
 
     result = call(run, "--json")
     assert result.exit_code == DAMAGE
-    assert "error: shard 7 is [damaged]\nlatentpress verify --delete-damaged" in result.stderr
+    assert "error: shard 7 is [damaged]\nlatentpress verify --repair" in result.stderr
     assert "Traceback" not in result.stderr
     assert json.loads(result.stdout) == {
         "program": "probe",
         "error": {
             "type": "Broken",
             "message": "shard 7 is [damaged]",
-            "next_step": "latentpress verify --delete-damaged",
+            "next_step": "latentpress verify --repair",
         },
         "exit_code": DAMAGE,
     }

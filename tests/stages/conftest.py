@@ -67,7 +67,7 @@ class Project:
 
     def run(self, program: Callable[..., Report], *overrides: str, shard: str = "0/1", **options: Any) -> Report:
         """Call a program's `run` as the command line would; the report is returned."""
-        own = {key: options.pop(key) for key in ("retry_set_aside", "delete_damaged") if key in options}
+        own = {key: options.pop(key) for key in [*options] if key not in Options.__dataclass_fields__}
         index, total = shard.split("/")
         given = Options(self.folder / "pipeline.yaml", overrides, shard=Shard(int(index), int(total)), **options)
         with open(os.devnull, "w") as silent:

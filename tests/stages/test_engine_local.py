@@ -2,14 +2,15 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cache.generations import Unit
-from schemas.config import Config, Resources
+from schemas.config import Config, Encoding
 from schemas.errors import LatentpressError
+from stages.ahead import Take
 from stages.engines.local import run_units
 from stages.stage import Job, Outcome
 
@@ -19,6 +20,10 @@ class Echo:
 
     def __init__(self, job: Job) -> None:
         self.folder = Path(job.config.root)
+
+    def run_units(self, take: Take, advance: Callable[[int], None]) -> Iterator[Outcome]:
+        while (unit := take(True)) is not None:
+            yield self.run_unit(unit, advance)
 
     def run_unit(self, unit: Unit, advance: Callable[[int], None]) -> Outcome:
         mark = self.folder / f"tried-{unit.unit_id}"
@@ -36,7 +41,7 @@ def job(folder: Path, workers: int) -> Job:
     config = Config.model_validate(
         {"root": str(folder), "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     )
-    return Job(config, "generation", "fingerprint", Resources(workers=workers))
+    return Job(config, "generation", "fingerprint", Encoding(workers=workers))
 
 
 def units(*names: str) -> list[Unit]:
@@ -47,7 +52,7 @@ def units(*names: str) -> list[Unit]:
 def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
     counted: list[int] = []
     names = [f"u{number}" for number in range(6)]
-    outcomes = list(run_units(Echo, job(tmp_path, workers), units(*names), counted.append))
+    outcomes = list(run_units(Echo, job(tmp_path, workers), iter(units(*names)), counted.append))
     assert sorted(outcome.unit for outcome in outcomes) == names
     assert sum(counted) == 12
     processes = {(tmp_path / name).read_text() for name in names}
@@ -57,14 +62,14 @@ def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
 
 def test_a_process_that_dies_takes_its_unit_alone_which_is_tried_again(tmp_path: Path) -> None:
     names = ("u0", "die-once", "u1", "u2", "u3")
-    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), units(*names), lambda n: None)}
+    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), iter(units(*names)), lambda n: None)}
     assert set(outcomes) == set(names)
     assert all(outcome.shard for outcome in outcomes.values())
 
 
 def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(tmp_path: Path) -> None:
     names = ("u0", "die-always", "u1", "u2")
-    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), units(*names), lambda n: None)}
+    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), iter(units(*names)), lambda n: None)}
     assert outcomes["die-always"].shard is None
     assert "died 2 times" in outcomes["die-always"].error
     assert all(outcomes[name].shard for name in ("u0", "u1", "u2"))
@@ -73,7 +78,7 @@ def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(t
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_meant_for_the_user_reaches_the_caller(tmp_path: Path, workers: int) -> None:
     with pytest.raises(LatentpressError, match="no more room"):
-        list(run_units(Echo, job(tmp_path, workers), units("error", "u1"), lambda n: None))
+        list(run_units(Echo, job(tmp_path, workers), iter(units("error", "u1")), lambda n: None))
 
 
 def die(job: Job) -> Echo:
@@ -87,6 +92,6 @@ def die(job: Job) -> Echo:
 def test_a_process_that_dies_while_it_loads_its_model_stops_the_stage(tmp_path: Path) -> None:
     names = [f"u{number}" for number in range(6)]
     with pytest.raises(LatentpressError, match="loaded its model") as caught:
-        list(run_units(die, job(tmp_path, 2), units(*names), lambda n: None))
+        list(run_units(die, job(tmp_path, 2), iter(units(*names)), lambda n: None))
     assert "--workers" in caught.value.next_step
     assert len((tmp_path / "loads").read_text()) <= 2

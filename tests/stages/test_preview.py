@@ -1,10 +1,9 @@
 """The plan as a page: the pixels that the encoder gets, everything escaped, and no item that stops it."""
 
-import base64
-import io
+import importlib
 import re
+import sys
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +21,16 @@ from schemas.geometry import Bucket
 from stages import bucket, discover, preview
 from stages.contactsheet import looking
 from stages.contactsheet import page as html
+from stages.contactsheet.planned import EXAMPLES
 from stages.contactsheet.sheet import Sheet
 from stages.media.errors import MediaError
 from stages.media.samples import fit_image, read_frames, read_mask
 from stages.plan import current_plan
 from stages.stage import WrongUse
 
-
-class Page(HTMLParser):
-    """The tags with their attributes, the visible text, and the articles' text, of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.articles: list[str] = []
-        self.text, self._silent, self._inside = "", 0, False
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._silent += tag in ("style", "script")
-        if tag == "article":
-            self.articles.append("")
-            self._inside = True
-
-    def handle_endtag(self, tag: str) -> None:
-        self._silent -= tag in ("style", "script")
-        self._inside = self._inside and tag != "article"
-
-    def handle_data(self, data: str) -> None:
-        if not self._silent:
-            self.text += data
-            if self._inside:
-                self.articles[-1] += data
-
-    def article(self, words: str) -> str:
-        return next(text for text in self.articles if words in text)
-
-    def of(self, tag: str) -> list[dict[str, Any]]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-    def pictures(self, alt: str) -> list[np.ndarray]:
-        """Those of <img> whose alternative text has `alt`, as uint8 (H, W, 3)."""
-        sources = [image["src"] for image in self.of("img") if alt in image["alt"]]
-        return [decoded(source) for source in sources]
-
-
-def decoded(uri: str) -> np.ndarray:
-    head, _, data = uri.partition(",")
-    assert head == "data:image/webp;base64"
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
+sys.path.insert(0, str(Path(__file__).parent))
+pages = importlib.import_module("pages")
+Page, alike = pages.Page, pages.alike
 
 
 def show(home, *overrides: str, **own: Any) -> tuple[Report, Page]:
@@ -91,12 +49,6 @@ def rows(home) -> dict[str, dict]:
     config = home.config()
     plan = current_plan(Store(config.root), config)
     return {row["path"]: row for row in plan.samples.values()}
-
-
-def alike(shown: np.ndarray, pixels: np.ndarray) -> bool:
-    """Whether a thumbnail shows these pixels; WebP loses a little, more of small and colourful ones."""
-    assert shown.shape == pixels.shape, (shown.shape, pixels.shape)
-    return float(np.abs(shown.astype(int) - pixels.astype(int)).mean()) < 8
 
 
 def settings(**dataset: Any) -> dict[str, Any]:
@@ -140,7 +92,7 @@ def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
         assert f"{times[2 * place]:.2f} s" in page.article("clip.mp4")
     assert np.abs(shown[0].astype(int) - shown[-1]).mean() > 50  # they do differ
     [drawing] = page.of("image")
-    assert alike(decoded(drawing["href"]), read_frames(path, sample | one_frame(64, 48), "pyav")[0])
+    assert alike(pages.decoded(drawing["href"]), read_frames(path, sample | one_frame(64, 48), "pyav")[0])
 
 
 def one_frame(width: int, height: int) -> dict[str, Any]:
@@ -324,7 +276,7 @@ def test_rules_have_their_counts_and_examples(project) -> None:
     planned(home, "stages.max_reject_fraction=1.0")
     _, page = show(home)
     assert "too-small" in page.text and "not-an-image" in page.text
-    assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == preview.EXAMPLES
+    assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == EXAMPLES
     assert not page.of("i")
 
 
@@ -374,12 +326,11 @@ def test_a_dry_run_writes_nothing(project) -> None:
     assert Path(done.details["page"]).exists()
 
 
-def test_what_to_show_must_be_said_and_there_must_be_a_plan(project) -> None:
+def test_there_must_be_a_plan(project) -> None:
     home = project(**settings())
-    with pytest.raises(WrongUse, match="preview --plan shows the current plan"):
-        home.run(preview.run)
-    with pytest.raises(LatentpressError, match="there is no plan"):
-        show(home)
+    for plan in (True, False):
+        with pytest.raises(LatentpressError, match="there is no plan"):
+            home.run(partial(preview.run, plan=plan))
 
 
 def test_a_plan_whose_older_part_was_removed_is_named(project) -> None:

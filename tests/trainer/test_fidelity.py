@@ -77,7 +77,7 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
     for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []
         for row in (len(data) // 4, 3 * len(data) // 4):
-            batch = collate([data.sample(row)], "")
+            batch = collate([data.sample(row)], "", config.model.spec, [""])
             noise = validate.noise_of(f"3/{batch.ids[0]}", "eval", batch.latents_BCTHW.shape[1:])[None]
             losses.append(defined_loss(config, batch, noise, torch.tensor([sigma])))
         assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
@@ -155,7 +155,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     noise = validate.noise_of("7/one", "validation", tuple(latent.shape))[None]
     sample = data.sample(0)
     batch, negative = (
-        collate([type(sample)("one", sample.latent, prompt.condition, text)], prompt.bucket)
+        collate([type(sample)("one", sample.latent, prompt.condition, text)], prompt.bucket, config.model.spec, [""])
         for text in (prompt.text, prompt.negative)
     )
     wanted = sampled(config, pipe, batch, negative, noise)[0]

@@ -32,11 +32,19 @@ def folder(tiny):
 
 @pytest.fixture(scope="module")
 def encoder(folder):
-    return Encoder(str(folder), None, TEMPLATE, TEMPLATE.max_length, torch.float32, torch.device("cpu"))
+    return encoder_of(folder)
 
 
 @pytest.fixture(scope="module")
 def pipe(folder):
+    return pipe_of(folder)
+
+
+def encoder_of(folder):
+    return Encoder(str(folder), None, TEMPLATE, TEMPLATE.max_length, torch.float32, torch.device("cpu"))
+
+
+def pipe_of(folder):
     pipe = SanaPipeline(*[None] * 5)
     pipe.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     pipe.text_encoder = Gemma2Model.from_pretrained(folder / "text_encoder").eval()
@@ -45,6 +53,10 @@ def pipe(folder):
 
 def asked(caption: str, negative: bool = False) -> TextRequest:
     return TextRequest(clean(caption, TEMPLATE), negative=negative)
+
+
+def encoded(encoder, requests):
+    return encoder.encode([encoder.prepare(request) for request in requests])
 
 
 @torch.no_grad()
@@ -66,20 +78,47 @@ def padded(embeds_LD, length=300):
     return rows, (torch.arange(length) < len(embeds_LD)).long()[None]
 
 
-@pytest.mark.parametrize("negative", [False, True])
-def test_embeddings_equal_the_pipelines_real_rows(encoder, pipe, negative, record_property):
+def differences(encoder, pipe, captions, negative=False) -> float:
+    """Encodes all captions in one batch and compares each with the pipeline; the largest difference."""
     largest = 0.0
-    results = encoder.encode([asked(caption, negative) for caption in CAPTIONS])
-    for result, caption in zip(results, CAPTIONS, strict=True):
+    results = encoded(encoder, [asked(caption, negative) for caption in captions])
+    for result, caption in zip(results, captions, strict=True):
         embeds_BLD, mask_BL = reference(pipe, caption, negative)
         stored_BLD, stored_mask_BL = padded(result.embeds)
         assert torch.equal(mask_BL, stored_mask_BL)
         assert result.pooled is None and result.kept == len(result.embeds) == mask_BL.sum()
         real = mask_BL.bool()
         largest = max(largest, (embeds_BLD[real] - stored_BLD[real]).abs().max().item())
+    return largest
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_embeddings_equal_the_pipelines_real_rows(encoder, pipe, negative, record_property):
+    largest = differences(encoder, pipe, CAPTIONS, negative)
     record_property("largest_difference", largest)
     print(f"sana, negative={negative}: largest difference {largest:.2e}")
     assert largest <= LIMIT
+
+
+def test_captions_that_merge_with_the_instruction(edited):
+    """One whose first letters are a token with the instruction's last word runs whole, its batch mates do not."""
+    folder = edited("sana", "tokenizer", "<mask>", "Prompt: zebra")
+    encoder = encoder_of(folder)
+    captions = ["a cat", "zebra and a small grey cat", "", "zebra in a field of flowers", "a dog"]
+    assert differences(encoder, pipe_of(folder), captions) <= LIMIT
+    assert (encoder.stats.shared, encoder.stats.whole) == (3, 2)
+
+
+def test_an_instruction_longer_than_the_sliding_window(encoder, edited, record_property):
+    """Every second layer sees 64 of the instruction's 210 tokens, and long captions outgrow the window too."""
+    folder = edited("sana", "text_encoder", '"sliding_window": 4096', '"sliding_window": 64')
+    windowed = encoder_of(folder)
+    largest = differences(windowed, pipe_of(folder), CAPTIONS)
+    record_property("largest_difference", largest)
+    assert windowed.stats.shared == len(CAPTIONS)
+    assert largest <= LIMIT
+    full, other = (encoded(one, [asked("a cat")])[0].embeds for one in (encoder, windowed))
+    assert (full - other).abs().max() > 1e-2, "the window changes nothing"
 
 
 def test_the_transformer_sees_no_difference(encoder, pipe, folder, record_property):
@@ -91,7 +130,7 @@ def test_the_transformer_sees_no_difference(encoder, pipe, folder, record_proper
         ("", True),
         ("ugly, blurry", True),
     ]:
-        stored = padded(encoder.encode([asked(caption, negative)])[0].embeds)
+        stored = padded(encoded(encoder, [asked(caption, negative)])[0].embeds)
         with torch.no_grad():
             ours, theirs = (
                 transformer(latents, embeds, torch.tensor([500.0]), encoder_attention_mask=mask).sample
@@ -106,10 +145,10 @@ def test_the_transformer_sees_no_difference(encoder, pipe, folder, record_proper
 
 
 def test_overlong_captions_are_counted_and_cut(encoder):
-    long, short = encoder.encode([asked(CAPTIONS[-1]), asked("a cat")])
+    long, short = encoded(encoder, [asked(CAPTIONS[-1]), asked("a cat")])
     assert long.kept == 300 < long.tokens
     assert short.kept == short.tokens
-    negative = encoder.encode([asked(CAPTIONS[-1], negative=True)])[0]
+    negative = encoded(encoder, [asked(CAPTIONS[-1], negative=True)])[0]
     assert negative.kept == 300 < negative.tokens
 
 
@@ -122,27 +161,27 @@ def test_a_shorter_limit_is_the_pipelines(folder, pipe):
             complex_human_instruction=INSTRUCTION,
             max_sequence_length=64,
         )
-    result = encoder.encode([asked(CAPTIONS[3])])[0]
+    result = encoded(encoder, [asked(CAPTIONS[3])])[0]
     assert result.kept == 64 == mask_BL.sum()
     assert (result.embeds - embeds_BLD[0]).abs().max() <= LIMIT
 
 
 def test_a_result_does_not_depend_on_what_it_is_batched_with(encoder):
     requests = [asked(caption, negative) for caption in CAPTIONS for negative in (False, True)]
-    for together, one in zip(encoder.encode(requests), requests, strict=True):
-        assert (together.embeds - encoder.encode([one])[0].embeds).abs().max() <= LIMIT
+    for together, one in zip(encoded(encoder, requests), requests, strict=True):
+        assert (together.embeds - encoded(encoder, [one])[0].embeds).abs().max() <= LIMIT
 
 
-def test_length_is_what_the_model_reads(encoder, pipe):
-    instruction = len(pipe.tokenizer(TEMPLATE.text.split("{}")[0])["input_ids"])
+def test_cost_is_what_the_model_computes(encoder):
+    """The instruction but for its last token, which a caption's first can change, is computed once."""
     for caption in CAPTIONS:
-        kept = encoder.encode([asked(caption)])[0].kept
-        assert encoder.length(asked(caption)) == instruction - 2 + kept
-        negative = asked(caption, negative=True)
-        assert encoder.length(negative) == encoder.encode([negative])[0].kept
+        prepared = encoder.prepare(asked(caption))
+        assert prepared.cost == encoder.encode([prepared])[0].kept - 1
+        prepared = encoder.prepare(asked(caption, negative=True))
+        assert prepared.cost == encoder.encode([prepared])[0].kept
 
 
 def test_results_have_the_compute_dtype(folder):
     encoder = Encoder(str(folder), None, TEMPLATE, 300, torch.bfloat16, torch.device("cpu"))
-    result = encoder.encode([asked("a cat")])[0]
+    result = encoded(encoder, [asked("a cat")])[0]
     assert result.embeds.dtype == torch.bfloat16 and result.embeds.device.type == "cpu"

@@ -51,13 +51,12 @@ class Processor(Qwen2VLProcessor):
 
 @pytest.fixture(scope="module")
 def loaded(tiny):
-    """kind, max_length, dtype -> (encoder, pipeline), each made once."""
+    """kind, max_length, dtype, folder -> (encoder, pipeline), each made once."""
     torch.set_num_threads(1)
     diffusers.utils.logging.set_verbosity_error()  # it prints what it truncates, thousands of words here
 
     @cache
-    def pipeline(kind):
-        folder = tiny(kind)
+    def pipeline(kind, folder):
         pipe = getattr(diffusers, KINDS[kind][0])(*[None] * 7)
         pipe.text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval()
         pipe.tokenizer = Processor(folder / "tokenizer")
@@ -66,10 +65,10 @@ def loaded(tiny):
         return pipe
 
     @cache
-    def both(kind, max_length=None, dtype=torch.float32):
-        template = KINDS[kind][1]
+    def both(kind, max_length=None, dtype=torch.float32, folder=None):
+        template, folder = KINDS[kind][1], folder or tiny(kind)
         length = max_length or template.max_length
-        return Encoder(str(tiny(kind)), None, template, length, dtype, torch.device("cpu")), pipeline(kind)
+        return Encoder(str(folder), None, template, length, dtype, torch.device("cpu")), pipeline(kind, folder)
 
     return both
 
@@ -81,6 +80,10 @@ def picture(width: int = 192, height: int = 128) -> Image.Image:
 
 def request(template: Template, caption: str, image: Image.Image | None = None) -> TextRequest:
     return TextRequest(clean(caption, template), image=image)
+
+
+def encoded(encoder, requests):
+    return encoder.encode([encoder.prepare(one) for one in requests])
 
 
 @torch.no_grad()
@@ -96,7 +99,7 @@ def differences(encoder, pipe, captions, images, **options) -> float:
     """Encodes all captions in one batch and compares each with the pipeline; the largest difference."""
     requests = [request(encoder.template, *pair) for pair in zip(captions, images, strict=True)]
     largest = 0.0
-    for result, caption, image in zip(encoder.encode(requests), captions, images, strict=True):
+    for result, caption, image in zip(encoded(encoder, requests), captions, images, strict=True):
         embeds, pooled = reference(pipe, caption, image, **options)
         assert result.embeds.shape == embeds.shape and result.pooled.shape == pooled.shape
         assert result.kept == len(embeds) and result.embeds.isfinite().all()
@@ -116,6 +119,17 @@ def test_embeddings_equal_the_pipelines(loaded, kind, record_property):
     assert largest <= LIMIT
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_captions_that_merge_with_the_template(loaded, edited, kind):
+    """A caption whose first letters are one token with the template's last runs whole, its batch mates do not."""
+    folder = edited(kind, "tokenizer", "<|quad_start|>", "userzebra" if "i2i" in kind else "user\\nzebra")
+    encoder, pipe = loaded(kind, folder=folder)
+    captions = ["a cat", "zebra and a small grey cat", "", "zebra in a field of flowers", "a dog"]
+    images = [picture() if encoder.template.with_image else None for _ in captions]
+    assert differences(encoder, pipe, captions, images) <= LIMIT
+    assert (encoder.stats.shared, encoder.stats.whole) == (3, 2)
+
+
 @pytest.mark.parametrize("max_length", [256, 512, 1024])
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v"])
 def test_overlong_captions_are_cut_as_by_the_pipeline(loaded, kind, max_length, record_property):
@@ -126,7 +140,7 @@ def test_overlong_captions_are_cut_as_by_the_pipeline(loaded, kind, max_length, 
     record_property("largest_difference", largest)
     print(f"{kind} at {max_length}: largest difference {largest:.2e}")
     assert largest <= LIMIT
-    long, _, short = encoder.encode([request(encoder.template, caption) for caption in captions])
+    long, _, short = encoded(encoder, [request(encoder.template, caption) for caption in captions])
     assert long.tokens > max_length >= long.kept
     assert short.tokens == short.kept
 
@@ -134,7 +148,7 @@ def test_overlong_captions_are_cut_as_by_the_pipeline(loaded, kind, max_length, 
 def test_overlong_i2i_captions_lose_their_end_and_keep_the_image(loaded):
     encoder, pipe = loaded("kandinsky5-image-i2i", 256)
     image, words = picture(), "red blue yellow brown " * 200
-    result = encoder.encode([request(encoder.template, words, image)])[0]
+    result = encoded(encoder, [request(encoder.template, words, image)])[0]
     assert result.kept == 256 < result.tokens
 
     # The same caption cut by hand fits, and gives the same embeddings by the pipeline.
@@ -148,7 +162,7 @@ def test_overlong_i2i_captions_lose_their_end_and_keep_the_image(loaded):
 def test_i2i_embeddings_depend_on_the_image_and_the_caption(loaded):
     encoder, _ = loaded("kandinsky5-image-i2i")
     pairs = [("a cat", picture()), ("a cat", picture().rotate(180)), ("a dog", picture())]
-    first, other_image, other_caption = encoder.encode([request(encoder.template, *pair) for pair in pairs])
+    first, other_image, other_caption = encoded(encoder, [request(encoder.template, *pair) for pair in pairs])
     assert first.embeds.shape == other_image.embeds.shape
     assert (first.embeds - other_image.embeds).abs().max() > 1e-3
     assert (first.embeds[-1] - other_caption.embeds[-1]).abs().max() > 1e-3
@@ -159,36 +173,42 @@ def test_a_result_does_not_depend_on_what_it_is_batched_with(loaded):
         encoder, _ = loaded(kind)
         image = picture(224, 128) if encoder.template.with_image else None
         requests = [request(encoder.template, caption, image) for caption in CAPTIONS]
-        for together, one in zip(encoder.encode(requests), requests, strict=True):
-            alone = encoder.encode([one])[0]
+        for together, one in zip(encoded(encoder, requests), requests, strict=True):
+            alone = encoded(encoder, [one])[0]
             assert (together.embeds - alone.embeds).abs().max() <= LIMIT
             assert (together.pooled - alone.pooled).abs().max() <= LIMIT
 
 
-def test_length_is_what_the_model_reads(loaded):
-    for kind, image in (("kandinsky5-image-t2i", None), ("kandinsky5-image-i2i", picture())):
+def test_cost_is_what_the_model_computes(loaded):
+    """What the pipeline crops is computed once, as far as it is the template: all of it, or 49 of 54 tokens."""
+    prefix49 = "kandinsky5-image-i2i-prefix49"
+    for kind, image, again in (
+        ("kandinsky5-image-t2i", None, 0),
+        ("kandinsky5-image-i2i", picture(), 0),
+        (prefix49, picture(), 5),
+    ):
         encoder, _ = loaded(kind)
         for caption in CAPTIONS:
-            asked = request(encoder.template, caption, image)
-            assert encoder.length(asked) == encoder.crop + encoder.encode([asked])[0].kept
+            prepared = encoder.prepare(request(encoder.template, caption, image))
+            assert prepared.cost == encoder.encode([prepared])[0].kept + again
 
 
 def test_what_cannot_be_encoded_is_refused_with_a_reason(loaded):
     encoder, _ = loaded("kandinsky5-image-i2i", 16)
     with pytest.raises(RequestError, match=r"image takes \d+ tokens and text.max_length is 16") as caught:
-        encoder.length(request(encoder.template, "a cat", picture(512, 512)))
+        encoder.prepare(request(encoder.template, "a cat", picture(512, 512)))
     assert caught.value.reason == "image-too-long"
     encoder, _ = loaded("kandinsky5-image-i2i")
     with pytest.raises(RequestError, match="stand for media") as caught:
-        encoder.encode([request(encoder.template, "a <|image_pad|> cat", picture())])
+        encoded(encoder, [request(encoder.template, "a <|image_pad|> cat", picture())])
     assert caught.value.reason == "placeholder-in-caption"
     with pytest.raises(RequestError, match="aspect ratio"):
-        encoder.length(request(encoder.template, "a cat", picture(2048, 8)))
+        encoder.prepare(request(encoder.template, "a cat", picture(2048, 8)))
 
 
 def test_compute_dtype_and_device_of_results(loaded):
     encoder, _ = loaded("kandinsky5-image-t2i", None, torch.bfloat16)
-    result = encoder.encode([request(encoder.template, "a cat")])[0]
+    result = encoded(encoder, [request(encoder.template, "a cat")])[0]
     assert result.embeds.dtype == result.pooled.dtype == torch.bfloat16
     assert result.embeds.device.type == result.pooled.device.type == "cpu"
 

@@ -57,5 +57,5 @@ def test_shards_hold_what_the_encoder_gives(project, kind) -> None:
     rows = stored(home)
     assert len(rows) == len(requests)
     for request in requests:
-        (result,) = encoder.encode([request])
+        (result,) = encoder.encode([encoder.prepare(request)])
         assert sum(same(row, result) for row in rows) == 1, request

@@ -17,6 +17,7 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transf
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
+from schemas.catalogue import FAMILIES
 from stages.media.pixels import normalise
 from stages.weights import WeightsError
 
@@ -192,6 +193,8 @@ def test_settings_name_what_else_determines_the_latents(loaded):
     assert loaded["dc_ae"][0].settings() == {"tiling": False}
     windows = {"tiling": False, "framewise": True, "window": 16, "stride": 12}
     assert loaded["hunyuan_video"][0].settings() == windows
+    for family in FAMILIES.values():
+        assert loaded[family.autoencoder][0].settings() == family.latent_settings
 
 
 def test_more_than_17_frames_are_encoded_in_windows(loaded):

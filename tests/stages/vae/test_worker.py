@@ -13,6 +13,7 @@ from cache.store import Store
 from schemas.identity import seed_of
 from stages import bucket, discover, encode_latents
 from stages.media.video import read_frames
+from stages.vae.worker import reduced
 
 VAES = {"kandinsky5-image": diffusers.AutoencoderKL, "kandinsky5-video": diffusers.AutoencoderKLHunyuanVideo}
 
@@ -81,3 +82,28 @@ def test_shards_hold_what_diffusers_encodes(project, task, record_property) -> N
     largest = max(max(differences(home, row, files, conditions)) for row in rows)
     record_property("largest_difference", largest)
     assert largest <= 1e-5
+
+
+def test_masks_are_stored_as_means_over_each_latent_s_area(project) -> None:
+    home = project()
+    random = np.random.default_rng(0).integers(0, 256, (64, 64), dtype=np.uint8)
+    home.settings["datasets"][0]["mask_data"] = "masks"
+    (home.media.parent / "masks").mkdir()
+    for number in range(2):
+        home.image(f"{number}.png", (64, 64), "a picture", number)
+        Image.fromarray(random // (number + 1)).save(home.media.parent / "masks" / f"{number}.png")
+    rows = stored(home)
+    wanted = [(random // (number + 1)).reshape(8, 8, 8, 8).mean((1, 3)) / 255 for number in range(2)]
+    masks = [row.tensors["mask"].numpy() for row in rows]
+    assert [mask.shape for mask in masks] == [(1, 8, 8)] * 2
+    assert max(min(np.abs(mask[0] - one).max() for one in wanted) for mask in masks) < 1e-6
+    assert not np.allclose(masks[0], masks[1])
+
+
+@pytest.mark.parametrize("frames", [1, 9])
+def test_masks_of_clips_follow_the_latents_frames(frames: int) -> None:
+    mask_THW = np.random.default_rng(0).integers(0, 256, (frames, 16, 24), dtype=np.uint8)
+    found = reduced(mask_THW, (3, 2, 3), 4).numpy()
+    cells = mask_THW.reshape(frames, 2, 8, 3, 8).mean((2, 4)) / 255
+    slow = [cells[0], cells[1:5].mean(0), cells[5:9].mean(0)] if frames == 9 else [cells[0]] * 3
+    np.testing.assert_allclose(found, slow, atol=1e-6)

@@ -1,0 +1,194 @@
+"""How many tokens of captions a second: encode-text's encoder beside the diffusers pipeline's `encode_prompt`.
+
+    python -m benchmarks.text [--captions 64] [--repeat 3] [--kind kandinsky5-video-t2v]
+    python -m benchmarks.text --true-size --device cuda [--captions 512]
+    python -m benchmarks.text --model DIR
+
+Captions of 10 to 250 tokens in random order. The pipeline takes them in batches of 8, padded to the longest; the
+encoder sorts them by length and fills batches to a budget of tokens, with the template's prefix computed once. Both
+tokenise, both run CLIP, in the same precision, by turns in one process; tokens are those after the template. Also
+shown: the encoder without the shared prefix, and the pipeline on captions sorted by length. The mid-size models have
+random weights; --true-size has the true shapes of Qwen2.5-VL-7B and CLIP-L. On one CPU thread seconds are
+the process's own, so that other programs do not count.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HIDDEN, LAYERS = 512, 4
+MID_QWEN = {
+    "text_config": {
+        "hidden_size": HIDDEN, "intermediate_size": 5 * HIDDEN, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_window_layers": LAYERS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+    },
+    "vision_config": {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": HIDDEN,
+        "fullatt_block_indexes": [0], "tokens_per_second": 2,
+    },
+}  # fmt: skip
+CLIP_PARTS = ("text_encoder_2", "tokenizer", "tokenizer_2")
+
+
+def checkpoint(folder: Path, options: argparse.Namespace) -> Path:
+    """A checkpoint's text parts with random weights."""
+    from examples import tiny_models
+
+    if options.true_size:
+        parts = ("text_encoder", *CLIP_PARTS)
+        return tiny_models.build(
+            options.kind, folder, size="true", dtype=options.precision, device=options.device, only=parts
+        )
+    tiny_models.build(options.kind, folder, only=CLIP_PARTS)
+    tiny_models.make_model("qwen", overrides=MID_QWEN).save_pretrained(folder / "text_encoder")
+    return folder
+
+
+def captions(folder: Path, number: int, longest: int) -> list[str]:
+    """Words of the tokenizer's own sentences, 10 to `longest` tokens, each length as likely as any other."""
+    from transformers import AutoTokenizer
+
+    from examples.tiny_tokenizers import SENTENCES
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    rng = np.random.default_rng(0)
+    words = [word for sentence in SENTENCES for word in sentence.split()]
+    made = []
+    for tokens in rng.integers(10, longest + 1, number):
+        text = " ".join(rng.choice(words, longest))
+        made.append(tokenizer.decode(tokenizer(text)["input_ids"][:tokens]).strip())
+    return made
+
+
+def pipeline(folder: Path, kind: str, dtype: Any, device: Any) -> Any:
+    """The pipeline with its text parts alone. Its tokenizer is called directly, as the processor does for text."""
+    import diffusers
+    from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
+
+    from examples.tiny_models import KINDS
+
+    class Text:
+        def __init__(self) -> None:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+
+        def __call__(self, text: list[str], images: None, videos: None, **options: Any) -> Any:
+            return self.tokenizer(text, **options)
+
+        def decode(self, ids: Any) -> str:
+            return self.tokenizer.decode(ids)
+
+    pipe = getattr(diffusers, KINDS[kind].pipeline)(*[None] * 7)
+    qwen: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=dtype)
+    clip: Any = CLIPTextModel.from_pretrained(folder / "text_encoder_2", dtype=dtype)
+    pipe.text_encoder, pipe.text_encoder_2 = qwen.to(device).eval(), clip.to(device).eval()
+    pipe.tokenizer = Text()
+    pipe.tokenizer_2 = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
+    return pipe
+
+
+def by_pipeline(pipe: Any, texts: list[str], device: Any) -> int:
+    """Encodes in batches of 8, results to the host as the encoder's are; returns the number of tokens."""
+    import torch
+
+    tokens = 0
+    with torch.no_grad():
+        for start in range(0, len(texts), 8):
+            embeds, pooled, lengths = pipe.encode_prompt(texts[start : start + 8], device=device)
+            embeds.cpu(), pooled.cpu()
+            tokens += int(lengths[-1])
+    return tokens
+
+
+def by_encoder(encoder: Any, texts: list[str], budget: int) -> int:
+    """Prepares, sorts by length, encodes batches of at most `budget` tokens; returns the number of tokens."""
+    from stages.text.request import TextRequest
+
+    prepared = sorted((encoder.prepare(TextRequest(text)) for text in texts), key=lambda one: one.cost)
+    tokens, batch = 0, []
+    for one in prepared:
+        if batch and (len(batch) + 1) * one.cost > budget:
+            tokens += sum(result.kept for result in encoder.encode(batch))
+            batch = []
+        batch.append(one)
+    return tokens + sum(result.kept for result in encoder.encode(batch))
+
+
+def timed(ways: dict[str, Callable[[], int]], repeat: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Tokens a second of each way, by turns, after one turn that is not counted."""
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeat + 1):
+        for name, way in ways.items():
+            start = clock()
+            tokens = way()
+            if turn:
+                rates[name].append(tokens / (clock() - start))
+    return rates
+
+
+def compare(folder: Path, options: argparse.Namespace) -> None:
+    import torch
+
+    from schemas.catalogue import FAMILIES
+    from stages.text.kandinsky5 import Encoder
+
+    device, dtype = torch.device(options.device), getattr(torch, options.precision)
+    family, _, task = options.kind.rpartition("-")
+    template = FAMILIES[family].templates[task]
+    texts = captions(folder, options.captions, options.longest)
+    ordered = sorted(texts, key=len)
+    arguments = (str(folder), None, template, template.max_length, dtype, device)
+    shared, whole = Encoder(*arguments), Encoder(*arguments, share_prefix=False)
+    pipe = pipeline(folder, options.kind, dtype, device)
+    ways = {
+        "pipeline, batches of 8": lambda: by_pipeline(pipe, texts, device),
+        "pipeline, sorted by length": lambda: by_pipeline(pipe, ordered, device),
+        "encoder without the shared prefix": lambda: by_encoder(whole, texts, options.budget),
+        "encoder": lambda: by_encoder(shared, texts, options.budget),
+    }
+    # On one thread of a CPU its own seconds are what the wall shows where nothing else runs.
+    clock = time.process_time if device.type == "cpu" and options.threads == 1 else time.perf_counter
+    rates = timed(ways, options.repeat, clock)
+    base = np.median(rates["pipeline, batches of 8"])
+    print(f"{options.captions} captions of 10 to {options.longest} tokens, {options.kind}, {dtype}, {device}")
+    print("| | tokens/s, median | least to most | times the pipeline |\n|---|---|---|---|")
+    for name, values in rates.items():
+        print(f"| {name} | {np.median(values):,.0f} | {min(values):,.0f} to {max(values):,.0f} "
+              f"| {np.median(values) / base:.2f} |")  # fmt: skip
+    print(f"texts behind the shared prefix: {shared.stats.shared}, whole: {shared.stats.whole}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--captions", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=250, help="tokens of the longest caption")
+    parser.add_argument("--budget", type=int, default=4096, help="text.batch_tokens")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--kind", choices=("kandinsky5-video-t2v", "kandinsky5-image-t2i"), default="kandinsky5-video-t2v"
+    )
+    parser.add_argument(
+        "--true-size", action="store_true", help="Qwen2.5-VL-7B; needs 20 GB of disk and 50 GB on the device"
+    )
+    parser.add_argument("--model", type=Path, help="a checkpoint in diffusers layout, instead of random weights")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    options = parser.parse_args(arguments)
+    options.precision = options.precision or ("float32" if options.device == "cpu" else "bfloat16")
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as name:
+        compare(options.model or checkpoint(Path(name), options), options)
+
+
+if __name__ == "__main__":
+    main()

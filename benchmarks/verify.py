@@ -1,0 +1,183 @@
+"""verify beside the least that reading and hashing the same files takes, and programs that find nothing to do.
+
+    python -m benchmarks.verify [--mib 1024] [--items 100000] [--unit-mib 128 8] [--repeat 3] [--root DIR]
+
+The first table: shards of bfloat16 latents (16, 1, 128, 128) and texts (100, 3584), 128 MiB each, read by `verify` and
+by a loop that reads a file by blocks and hashes them with xxh3-128; "cold" after the kernel was told to forget the
+files. The second: whole programs, started anew, over a plan of so many images whose texts and latents are all encoded
+(rows of one number), by size of unit. Times are the best of all repeats; the CPU's are those of that run.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from benchmarks.planning import project
+from cache import shard
+from cache.shard import Row, ShardMeta
+from cache.store import Store
+from cache.tensors import Array
+from schemas.console import Console, Options
+from schemas.loading import load
+from stages import bucket, encoders, soundness, verify
+from stages.plan import current_plan
+
+MIB = 1 << 20
+SHAPES = {"latents": ("latent", (16, 1, 128, 128)), "text": ("embeds", (100, 3584))}
+PROGRAMS = ("encode-text", "encode-latents", "status", "gc")
+
+
+def fill(store: Store, mib: int, format: str) -> None:
+    """Shards of 128 MiB, or as many as there are, half of each kind."""
+    rng = np.random.default_rng(0)
+    for kind, (name, shape) in SHAPES.items():
+        noise = rng.normal(size=(64, *shape)).astype(np.float32).view(np.uint32)
+        values = [Array.from_numpy((row >> 16).astype(np.uint16), "bfloat16") for row in noise]
+        rows = max(1, mib * MIB // 2 // values[0].nbytes)
+        at_once = min(rows, 128 * MIB // values[0].nbytes)
+        for start in range(0, rows, at_once):
+            meta = ShardMeta(kind, "0" * 24, f"unit-{start}", "" if kind == "text" else "1024x1024@1")
+            stem = f"{kind}/{meta.fingerprint}/{meta.unit}"
+            with shard.writer(store, stem, meta, {name: "bfloat16"}, format) as out:
+                for row in range(start, min(rows, start + at_once)):
+                    out.add(Row(f"{row:032x}", {name: values[row % len(values)]}))
+                out.finish()
+
+
+def plainly(path: Path) -> None:
+    """Read a file as `cat` does, and hash it."""
+    state, block = xxhash.xxh3_128(), bytearray(MIB)
+    with open(path, "rb", buffering=0) as file:
+        while read := file.readinto(block):
+            state.update(memoryview(block)[:read])
+
+
+def forget(paths: list[Path]) -> None:
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and of the CPU, children's included."""
+    before = _cpu()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start, _cpu() - before
+
+
+def _cpu() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def reading(folder: Path, mib: int, repeat: int) -> None:
+    silent = open(os.devnull, "w")  # noqa: SIM115 (for as long as the program runs)
+    print(
+        "| format | threads | files | verify, MiB/s | read + xxh3, MiB/s | verify's share |\n|---|---|---|---|---|---|"
+    )
+    for format in shard.SUFFIXES:
+        store = soundness.Whole(folder / format)
+        fill(store, mib, format)
+        present = soundness.shards(store, encoders.KINDS)
+        paths = [folder / format / rel for rel in present]
+        size = sum(present.values()) / MIB
+        for threads in (1, 2):
+
+            def check(store=store, present=present, threads=threads) -> None:
+                assert not verify.examine(store, present, threads, Console(stderr=silent)).damage
+
+            def plain(paths=paths, threads=threads) -> None:
+                with ThreadPoolExecutor(threads) as pool:
+                    list(pool.map(plainly, paths))
+
+            for cold in (False, True):
+                best: dict[Callable[[], object], tuple[float, float]] = {check: (9e9, 0.0), plain: (9e9, 0.0)}
+                for _ in range(repeat):
+                    for work in best:
+                        if cold:
+                            forget(paths)
+                        best[work] = min(best[work], timed(work))
+                ours, least = best[check], best[plain]
+                cells = [f"{size / seconds:,.0f} ({cpu:.2f} s CPU)" for seconds, cpu in (ours, least)]
+                where = "cold" if cold else "in memory"
+                print(
+                    f"| {format} | {threads} | {where} | {' | '.join(cells)} | {least[0] / ours[0]:.0%} |", flush=True
+                )
+        for path in paths:
+            path.unlink()
+
+
+def encoded(folder: Path, items: int, unit_mib: float) -> Path:
+    """A project whose every text and sample is encoded, with rows of one number; its configuration."""
+    path = project(folder, items, "image", 0.0)
+    settings = json.loads(path.read_text()) | {"cache": {"unit_mib": unit_mib}}
+    path.write_text(json.dumps(settings))
+    config, store = load(path), Store(folder / f"work{items}")
+    with open(os.devnull, "w") as silent:
+        bucket.run(config, Options(path), Console(stderr=silent))
+    plan = current_plan(store, config)
+    one = Array.from_numpy(np.ones((1, 1, 1, 1), np.uint16), "bfloat16")
+    for stage in encoders.wanted(config):
+        work = stage.work(store, config, plan)
+        libraries = {"libraries": {"torch": "2.13.0", "diffusers": "0.42.1"}}
+        store.publish_bytes(
+            f"{stage.kind}/{work.fingerprint}/provenance.json", json.dumps(stage.parts(config)).encode()
+        )
+        for unit in work.units:
+            ids = list(unit.members)
+            meta = ShardMeta(stage.kind, work.fingerprint, unit.unit_id, unit.bucket, ids, provenance=libraries)
+            stem = f"{stage.kind}/{work.fingerprint}/{unit.unit_id}"
+            with shard.writer(store, stem, meta, {"x": "bfloat16"}) as out:
+                for name in unit.members:
+                    out.add(Row(name, {"x": one}))
+                out.finish()
+    return path
+
+
+def nothing_to_do(folder: Path, items: int, unit_mib: float, repeat: int) -> None:
+    path = encoded(folder, items, unit_mib)
+    shards = len(soundness.shards(Store(folder / f"work{items}"), encoders.KINDS))
+    for program in PROGRAMS:
+        name, *rest = program.split()
+        command = [sys.executable, "-m", "stages.cli", name, *rest, "--config", str(path)]
+
+        def start(command=command) -> None:
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+        seconds, cpu = min(timed(start) for _ in range(repeat))
+        print(f"| {items:,} | {shards:,} | {program} | {seconds:.2f} | {cpu:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--items", type=int, default=100_000)
+    parser.add_argument("--unit-mib", type=float, nargs="+", default=[128, 8])
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--root", type=Path, help="a folder on the disk to be measured")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.root) as folder:
+        if options.mib:
+            reading(Path(folder) / "reading", options.mib, options.repeat)
+        if options.items:
+            print("\n| items | shards | program | seconds | of the CPU |\n|---|---|---|---|---|")
+            for number, unit_mib in enumerate(options.unit_mib):
+                (inside := Path(folder) / str(number)).mkdir()
+                nothing_to_do(inside, options.items, unit_mib, options.repeat)
+
+
+if __name__ == "__main__":
+    main()

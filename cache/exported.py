@@ -1,0 +1,283 @@
+"""A training set as an export holds it: everything that belongs to a sample lies in one row.
+
+An export is a root of its own: `sets/<id>` over shards of the kinds "samples" and "prompts", which need no other
+file. One of their rows is several rows of ordinary shards put together, its parts: "sample" (of a latents shard),
+"text0", "text1", ... (its captions, which are alternatives) and "null". A validation prompt's are "text", "negative"
+and "condition". The tensors of "sample" keep their names; those of another part are "<part>.<name>". So a text that
+many samples share stands in each of their rows, and a row needs nothing beside itself.
+
+What is read here may come from anywhere. Tables, names and numbers are checked before they are followed.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.arrow import ShardReader as ArrowReader
+from cache.arrow import reserved
+from cache.shard import UNREADABLE, DamageError, Row, reader, row_checksum, to_json
+from cache.store import Store
+from cache.trainset import ROLES, SetError, TrainSet
+from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS
+
+EXPORT_VERSION = 1
+SAMPLES, PROMPTS = "samples", "prompts"  # kinds of shards
+MADE_WITH = ("libraries", "device")  # of a shard's provenance: what is not of its unit alone
+MANY = 10**6  # of repeats, or as a weight
+SAMPLE = "sample"  # the part whose tensors keep their names
+PART = re.compile(r"sample|text|null|negative|condition|vision|text(0|[1-9][0-9]{0,5})")
+TENSOR = re.compile(r"[a-z][a-z0-9_]{0,31}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,69}")  # of ids and folders
+PATH = re.compile(r"(samples|prompts)/[A-Za-z0-9][A-Za-z0-9_-]{0,69}/[0-9]{6,9}\.(arrow|tar)")
+AGAIN = "It is damaged or no export: copy it again, or make it again with `latentpress export`."
+
+Columns = dict[str, str]  # tensor name -> dtype
+
+
+def kind_of(part: str) -> str:
+    """In which kind of ordinary shard a part's row lies."""
+    return {SAMPLE: "latents", "condition": "latents", "vision": "vision"}.get(part, "text")
+
+
+def row_id(number: int, sample_id: str) -> str:
+    """The id of row `number` of the index: two files of the same bytes are two rows of one sample."""
+    return f"{number:08d}-{sample_id}"
+
+
+def prompt_id(number: int) -> str:
+    return f"prompt-{number:04d}"
+
+
+def tensor_name(part: str, name: str) -> str:
+    return name if part == SAMPLE else f"{part}.{name}"
+
+
+def split(full: str) -> tuple[str, str]:
+    """The part and the name of a tensor of a row; ValueError where it can be none."""
+    part, _, name = full.rpartition(".")
+    part = part or SAMPLE
+    if not PART.fullmatch(part) or not TENSOR.fullmatch(name) or reserved(name):
+        raise ValueError(f"a tensor {full!r}")
+    return part, name
+
+
+def columns_of_parts(columns: Mapping[str, Columns], parts: Iterable[str]) -> Columns:
+    """The columns of a shard whose rows have these parts. columns: kind -> its columns."""
+    return {
+        tensor_name(part, name): dtype
+        for part in parts
+        for name, dtype in sorted(columns.get(kind_of(part), {}).items())
+    }
+
+
+def together(id: str, parts: Mapping[str, Row], facts: Mapping[str, Any]) -> Row:
+    """One row of the rows in `parts`. Its info: `facts`, and of each part its id, info and checksum."""
+    tensors = {tensor_name(part, name): array for part, row in parts.items() for name, array in row.tensors.items()}
+    described = {part: {"id": row.id, "info": row.info, "checksum": _checksum(row)} for part, row in parts.items()}
+    return Row(id, tensors, {**facts, "parts": described})
+
+
+def apart(row: Row, verify: bool = False) -> dict[str, Row]:
+    """The inverse of `together`; any of UNREADABLE where the row is no such row. verify: check each part's checksum."""
+    parts = {}
+    for name, described in row.info["parts"].items():
+        if not PART.fullmatch(name) or not NAME.fullmatch(described["id"]) or not isinstance(described["info"], dict):
+            raise ValueError(f"a part {name!r} of id {described['id']!r}")
+        parts[name] = Row(described["id"], {}, described["info"])
+    for full, array in row.tensors.items():
+        part, name = split(full)
+        parts[part].tensors[name] = array
+    for name, one in parts.items() if verify else ():
+        if _checksum(one) != row.info["parts"][name]["checksum"]:
+            raise ValueError(f"the checksum of its {name} does not match")
+    return parts
+
+
+def _checksum(row: Row) -> str:
+    return row_checksum(row.id, to_json(row.info), row.tensors)
+
+
+class ExportedSet(TrainSet):
+    """sets/<id> of an export, read as any other set is. SetError where its tables are not those of an export."""
+
+    def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
+        super().__init__(store, set_id, meta)
+        try:
+            check_meta(meta, self._texts.num_rows)
+            check_tables(self._index, self._texts, self._shards)
+            if bool(meta["validation"]) != (self._shards.column("kind").to_pylist()[-1] == PROMPTS):
+                raise ValueError("its last shard is not that of the validation prompts")
+        except UNREADABLE as error:
+            raise SetError(f"{store.path(f'sets/{set_id}')} is no set of an export: {error}", AGAIN) from error
+
+    def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, Row]:
+        entry = self._entry(self._index, row)
+        wanted = self.part_names(row) if names is None else names
+        stored = self._read(entry["shard"], entry["row"], row_id(row, entry["sample_id"]))
+        parts = self._apart(stored, entry["shard"], entry["row"], wanted, verify)
+        numbers = {f"text{i}": number for i, number in enumerate(entry["texts"])} | {"null": self._null(entry)}
+        ids = {name: self.text_id(numbers[name]) for name in wanted if numbers.get(name) is not None}
+        return self._named(parts, {SAMPLE: entry["sample_id"], **ids}, entry["shard"], entry["row"])
+
+    def prompt(self, number: int, verify: bool = False) -> dict[str, Row]:
+        shard, entry = self._shards.num_rows - 1, self.meta["validation"][number]
+        stored = self._read(shard, number, prompt_id(number))
+        parts = self._apart(stored, shard, number, ("text", "negative"), verify)
+        ids = {name: self.text_id(entry[name]) for name in ("text", "negative")}
+        return self._named(parts, ids, shard, number)
+
+    def _apart(self, row: Row, shard: int, at: int, names: Collection[str], verify: bool) -> dict[str, Row]:
+        try:
+            parts = apart(row, verify)
+        except UNREADABLE as error:
+            raise DamageError(self._path(shard), f"it is no row of an export ({error})", at, row.id) from error
+        missing = sorted(set(names) - set(parts))
+        if missing:
+            raise DamageError(self._path(shard), f"it lacks its {', '.join(missing)}", at, row.id)
+        return parts
+
+    def _named(self, parts: dict[str, Row], ids: Mapping[str, str], shard: int, at: int) -> dict[str, Row]:
+        for name, id in ids.items():
+            if name in parts and parts[name].id != id:
+                raise DamageError(self._path(shard), f"its {name} is {parts[name].id}, not {id}", at)
+        return parts
+
+    def _path(self, shard: int) -> str:
+        return self.store.path(self._shards.column("path")[shard].as_py())
+
+
+def folders(data: TrainSet) -> dict[str, str]:
+    """kind of ordinary shard -> the fingerprint of the cache that the set's rows come from."""
+    if "export" in data.meta:
+        return dict(data.meta["export"]["folders"])
+    shards = data.tables["shards"]
+    return {row["kind"]: row["path"].split("/")[-2] for row in shards.to_pylist()}
+
+
+def made_with(data: TrainSet) -> list[dict[str, Any]]:
+    """What the set's shards say they were made with, each of what differs once: versions of libraries and device."""
+    if "export" in data.meta:
+        return list(data.meta["export"]["made_with"])
+    found = set()
+    for path in data.tables["shards"].column("path").to_pylist():
+        with reader(data.store, path) as shard:
+            provenance = shard.meta.provenance
+        several = provenance.get("made_with", [{key: provenance[key] for key in MADE_WITH if key in provenance}])
+        found |= {to_json(one) for one in several if one}
+    return [json.loads(one) for one in sorted(found)]
+
+
+def columns(data: TrainSet) -> dict[str, Columns]:
+    """kind of ordinary shard -> tensor name -> dtype, of everything that the set's shards hold. SetError where they
+    differ in a dtype."""
+    found: dict[str, Columns] = {}
+    for shard in data.tables["shards"].to_pylist():
+        for full, dtype in columns_at(data.store, shard["path"]).items():
+            kind, name = shard["kind"], full
+            if kind in (SAMPLES, PROMPTS):
+                kind, name = _kind_and_name(full, data.store.path(shard["path"]))
+            known = found.setdefault(kind, {}).setdefault(name, dtype)
+            if known != dtype:
+                raise SetError(
+                    f"{name} is {dtype} in {shard['path']} and {known} in other shards of the set",
+                    "Shards of several precisions are mixed: encode them anew, then run `latentpress index`.",
+                )
+    return found
+
+
+def _kind_and_name(full: str, path: str) -> tuple[str, str]:
+    try:
+        part, name = split(full)
+    except ValueError as error:
+        raise DamageError(path, f"it is no shard of an export: {error}") from error
+    return kind_of(part), name
+
+
+def columns_at(store: Store, path: str) -> Columns:
+    """tensor name -> dtype: as an Arrow shard announces them; a tar's are found by its rows' headers."""
+    with reader(store, path) as shard:
+        if isinstance(shard, ArrowReader):
+            return shard.columns
+        rows = (shard.read(number, verify=False) for number in range(len(shard)))
+        return {name: array.dtype for row in rows for name, array in row.tensors.items()}
+
+
+def check_meta(meta: Mapping[str, Any], texts: int) -> None:
+    """ValueError, or another of UNREADABLE, where set.json is not an export's, of `texts` texts."""
+    export = meta["export"]
+    if export["version"] != EXPORT_VERSION:
+        raise ValueError(f"it has export version {export['version']!r}; this release reads {EXPORT_VERSION}")
+    folders = export["folders"]
+    if not NAME.fullmatch(meta["id"]) or not all(TENSOR.fullmatch(k) and NAME.fullmatch(f) for k, f in folders.items()):
+        raise ValueError(f"names {meta['id']!r}, {folders!r}")
+    if not {"latents", "text"} <= set(folders):
+        raise ValueError(f"folders {folders!r}")
+    if not isinstance(export["made_with"], list) or not all(isinstance(one, dict) for one in export["made_with"]):
+        raise ValueError("made_with is no list of objects")
+    numbers = [prompt[key] for prompt in meta["validation"] for key in ("text", "negative")]
+    words = [prompt[k] for prompt in meta["validation"] for k in ("name", "prompt", "negative_prompt", "bucket")]
+    numbers += [] if meta["null_text"] is None else [meta["null_text"]]
+    if not all(type(number) is int and 0 <= number < texts for number in numbers):
+        raise ValueError("set.json names texts that there are none of")
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError("a validation prompt is no text")
+
+
+def check_tables(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
+    """ValueError, or another of UNREADABLE, where these are no tables of an export. Reads each whole, once."""
+    named = (("index", index, INDEX), ("texts", texts, SET_TEXTS), ("shards", shards, SET_SHARDS))
+    for name, table, schema in named:
+        if not table.schema.equals(schema):
+            raise ValueError(f"{name}.arrow has the columns {table.schema.names}")
+        table.validate(full=True)
+    for column in (*(index.column(name) for name in INDEX.names if name != "null_text"), texts.column("text_id")):
+        if column.null_count:
+            raise ValueError("a value is missing")
+    for path, kind in zip(*(shards.column(name).to_pylist() for name in ("path", "kind")), strict=True):
+        if not PATH.fullmatch(path or "") or path.split("/")[0] != kind:
+            raise ValueError(f"a shard {path!r} of kind {kind!r}")
+    for column in (index.column("sample_id"), texts.column("text_id")):
+        if not pc.all(pc.match_substring_regex(column, f"^{NAME.pattern}$")).as_py():
+            raise ValueError("an id has characters that no id has")
+    if pc.count_distinct(texts.column("text_id")).as_py() != texts.num_rows:
+        raise ValueError("a text stands twice")
+    _check_values(index)
+    for numbers in (pc.list_flatten(index.column("texts")), index.column("null_text").drop_null()):
+        _within(numbers, texts.num_rows, "a text")
+    _within(index.column("shard"), shards.column("kind").to_pylist().count(SAMPLES), "a shard")
+    _check_order(np.asarray(index.column("shard")), np.asarray(index.column("row")))
+
+
+def _check_values(index: pa.Table) -> None:
+    """What the order of training computes with."""
+    if (
+        pc.list_flatten(index.column("texts")).null_count
+        or pc.any(pc.less(pc.list_value_length(index.column("texts")), 1)).as_py()
+    ):
+        raise ValueError("a sample has no text")
+    if not set(pc.unique(index.column("role")).to_pylist()) <= set(ROLES):
+        raise ValueError("a role is neither train nor eval")
+    weight, repeats = np.asarray(index.column("weight")), np.asarray(index.column("repeats"))
+    if not (np.isfinite(weight).all() and (weight > 0).all() and (weight < MANY).all()):
+        raise ValueError("a weight is no positive number")
+    if not ((repeats >= 0).all() and (repeats < MANY).all()):
+        raise ValueError("repeats are negative or too many")
+
+
+def _within(numbers: pa.ChunkedArray, count: int, what: str) -> None:
+    ends = pc.min_max(numbers).as_py()
+    if ends["min"] is not None and (ends["min"] < 0 or ends["max"] >= count):
+        raise ValueError(f"{what} {ends} of {count}")
+
+
+def _check_order(shard: np.ndarray, row: np.ndarray) -> None:
+    """Rows of the index are those of its shards, one after another."""
+    first = np.flatnonzero(np.diff(shard, prepend=-1))
+    counted = np.arange(len(shard)) - np.repeat(first, np.diff(first, append=len(shard)))
+    if not np.array_equal(shard[first], np.arange(len(first))) or not np.array_equal(row, counted):
+        raise ValueError("the index does not name the shards' rows in their order")

@@ -1,0 +1,244 @@
+"""Writes a training set as an export: the twin of `cache/exported.py`, and `import_set`, which undoes it.
+
+How rows are divided into shards is a function of the set and the options, so a shard that is there and whole is not
+made again; `sets/<id>/set.json`, without which there is no set, is written last.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache import generations, shard
+from cache.exported import (
+    EXPORT_VERSION,
+    PROMPTS,
+    SAMPLE,
+    SAMPLES,
+    columns,
+    columns_of_parts,
+    folders,
+    made_with,
+    prompt_id,
+    row_id,
+    together,
+)
+from cache.shard import SUFFIXES, Row, ShardMeta, done_units
+from cache.store import Store
+from cache.trainset import TrainSet, pointer
+from schemas.errors import USAGE, LatentpressError
+from schemas.identity import fingerprint
+from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS
+
+LOOKED_AT = 16  # rows of a group, to estimate the size of one
+MIB = 2**20
+NAMED = ("family", "flavour", "task", "template")
+KEPT = ("role", "dataset", "bucket", "repeats", "weight", "regularisation")  # of the index
+
+Group = tuple[str, str, int, int]  # role, bucket, first row, row after the last
+
+
+class TargetError(LatentpressError):
+    """The place to write to holds something else."""
+
+    exit_code = USAGE
+
+
+@dataclass(frozen=True)
+class Size:
+    """Estimated bytes of a row of a group: all of it, and its texts."""
+
+    row: float
+    text: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What becomes one shard: rows start..stop-1 of the index, of one role and bucket."""
+
+    number: int
+    bucket: str
+    start: int
+    stop: int
+
+    @property
+    def unit(self) -> str:
+        return f"{self.number:06d}"
+
+
+def cut(groups: Sequence[Group], sizes: Sequence[Size], limit: float) -> list[Piece]:
+    """Divide each group into pieces of equally many rows: of about `limit` bytes at most, and at least one row."""
+    pieces: list[Piece] = []
+    for (_, bucket, first, last), size in zip(groups, sizes, strict=True):
+        rows = last - first
+        count = min(rows, max(1, -int(-rows * size.row // limit)))
+        bounds = [first + rows * i // count for i in range(count + 1)]
+        pieces += [Piece(len(pieces) + i, bucket, bounds[i], bounds[i + 1]) for i in range(count)]
+    return pieces
+
+
+def size_of(data: TrainSet, group: Group) -> Size:
+    """The mean of some rows of a group, evenly spaced: all rows of a bucket have latents of one size."""
+    _, _, first, last = group
+    count = min(LOOKED_AT, last - first)
+    every = [data.parts(first + (2 * i + 1) * (last - first) // (2 * count)) for i in range(count)]
+    whole = [sum(nbytes(row) for row in parts.values()) for parts in every]
+    text = [sum(nbytes(row) for name, row in parts.items() if name != SAMPLE) for parts in every]
+    return Size(sum(whole) / count, sum(text) / count)
+
+
+def nbytes(row: Row) -> int:
+    return sum(array.nbytes for array in row.tensors.values())
+
+
+class Exporter:
+    """One set, and where and how it is written. captions: with the words of each text."""
+
+    def __init__(self, data: TrainSet, target: Store, form: str, limit_mib: float, captions: bool) -> None:
+        self.data, self.target, self.form = data, target, form
+        self._words = words_of(data) if captions else None
+        self.groups = data.groups
+        self.sizes = [size_of(data, group) for group in self.groups]
+        self.pieces = cut(self.groups, self.sizes, limit_mib * MIB)
+        index = data.tables["index"]
+        most = pc.max(pc.list_value_length(index.column("texts"))).as_py()
+        null = data.meta["null_text"] is not None or index.column("null_text").null_count < index.num_rows
+        self._parts = [SAMPLE, *(f"text{i}" for i in range(most)), *(["null"] if null else [])]
+        self._columns = columns(data)
+        settings = {"format": form, "shard_mib": limit_mib, "captions": captions}
+        export = {"version": EXPORT_VERSION, "folders": folders(data), "made_with": made_with(data)}
+        plain = {key: value for key, value in data.meta.items() if key != "export"}
+        plain["validation"] = [{**prompt, "condition": None} for prompt in plain["validation"]]
+        self.record = {**plain, "export": {**export, "settings": settings}}
+        self.name = fingerprint({"set": data.id, "parts": self._parts, **self.record["export"]})
+
+    @property
+    def rel(self) -> str:
+        return f"sets/{self.data.id}/set.json"
+
+    def refuse_other(self) -> None:
+        """TargetError where the target holds this set otherwise: a set is published once."""
+        same = json.dumps(self.record, indent=1, sort_keys=True).encode()
+        if self.target.exists(self.rel) and self.target.read_bytes(self.rel) != same:
+            raise TargetError(
+                f"{self.target.path(f'sets/{self.data.id}')} is this set already, not exported from here or otherwise",
+                "choose another folder with --to, or remove that one",
+            )
+
+    @cached_property
+    def _there(self) -> dict[str, str]:
+        return done_units(self.target, f"{SAMPLES}/{self.name}")
+
+    @property
+    def unmade(self) -> list[Piece]:
+        """The pieces of which there is no shard yet."""
+        return [piece for piece in self.pieces if piece.unit not in self._there]
+
+    def is_whole(self, piece: Piece) -> bool:
+        """Whether the shard of `piece` is there and holds its rows, every byte as it was written. Reads all of it."""
+        path = self._there.get(piece.unit)
+        if path is None or shard.verify(self.target, path):
+            return False
+        with shard.reader(self.target, path) as there:
+            return there.meta.ids == self._ids(piece)
+
+    def _ids(self, piece: Piece) -> list[str]:
+        ids = self.data.tables["index"].column("sample_id").slice(piece.start, piece.stop - piece.start)
+        return [row_id(piece.start + i, name) for i, name in enumerate(ids.to_pylist())]
+
+    def write(self, piece: Piece) -> int:
+        """Publish the shard of `piece`; bytes of its tensors. DamageError where a row that it takes is damaged."""
+        ids = self._ids(piece)
+        rows = (
+            together(id, self.data.parts(number), self._facts(number))
+            for id, number in zip(ids, range(piece.start, piece.stop), strict=True)
+        )
+        return self._publish(SAMPLES, piece.unit, piece.bucket, ids, self._parts, rows)
+
+    def write_prompts(self) -> None:
+        """Publish the shard of the validation prompts, where there are any."""
+        prompts = self.record["validation"]
+        if not prompts:
+            return
+        found = [self.data.prompt(number) for number in range(len(prompts))]
+        keys = ("name", "prompt", "negative_prompt", "bucket")
+        ids = [prompt_id(number) for number in range(len(prompts))]
+        facts = [{key: prompt[key] for key in keys} | self._named for prompt in prompts]
+        rows = [together(*each) for each in zip(ids, found, facts, strict=True)]
+        parts = ["text", "negative", *(["condition"] if any("condition" in one for one in found) else [])]
+        self._publish(PROMPTS, "000000", "", ids, parts, rows)
+
+    def _publish(self, kind: str, unit: str, bucket: str, ids: list[str], parts: list[str], rows: Iterable[Row]) -> int:
+        kept = (*NAMED, "generation", "fingerprints", "provenance")
+        provenance = {key: self.record[key] for key in kept if key in self.record}
+        provenance |= {"set": self.data.id, "made_with": self.record["export"]["made_with"]}
+        meta = ShardMeta(kind, self.name, unit, bucket, ids, [], provenance)
+        names, size = columns_of_parts(self._columns, parts), 0
+        with shard.writer(self.target, f"{kind}/{self.name}/{unit}", meta, names, self.form) as out:
+            for row in rows:
+                out.add(row)
+                size += nbytes(row)
+            out.finish()
+        return size
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        return {key: self.record[key] for key in NAMED}
+
+    def _facts(self, number: int) -> dict[str, Any]:
+        """What a row says beside its parts."""
+        index = self.data.tables["index"]
+        facts = {key: index.column(key)[number].as_py() for key in KEPT} | self._named
+        if self._words is not None:
+            texts = index.column("texts")[number].as_py()
+            facts["captions"] = [self._words[self.data.text_id(text)]["text"] for text in texts]
+        return facts
+
+    def publish(self) -> None:
+        """The tables, then set.json, then the pointer to it."""
+        suffix, index = SUFFIXES[self.form], self.data.tables["index"]
+        paths = [f"{SAMPLES}/{self.name}/{piece.unit}{suffix}" for piece in self.pieces]
+        paths += [f"{PROMPTS}/{self.name}/000000{suffix}"] if self.record["validation"] else []
+        counts = [piece.stop - piece.start for piece in self.pieces]
+        places = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
+        texts, nowhere = (
+            self.data.tables["texts"].column("text_id"),
+            pa.nulls(len(self.data.tables["texts"]), pa.int32()),
+        )
+        tables = {
+            "index": replaced(index, *places),
+            "texts": pa.table([texts, nowhere, nowhere], schema=SET_TEXTS),
+            "shards": pa.table([paths, [path.split("/")[0] for path in paths]], schema=SET_SHARDS),
+        }
+        publish(self.target, self.record, tables)
+
+
+def replaced(index: pa.Table, shards: Any, rows: Any) -> pa.Table:
+    """The index with other places. shards, rows: (n,)."""
+    new = {"shard": pa.array(shards, pa.int32()), "row": pa.array(rows, pa.int32())}
+    return pa.table([new.get(name, index.column(name)) for name in INDEX.names], schema=INDEX)
+
+
+def publish(store: Store, record: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> None:
+    """Publish a set and make it the current one of its family and task."""
+    folder = f"sets/{record['id']}"
+    for name, table in tables.items():
+        store.write_table(f"{folder}/{name}.arrow", table)
+    store.publish_bytes(f"{folder}/set.json", json.dumps(record, indent=1, sort_keys=True).encode())
+    store.publish_bytes(pointer(record["family"], record["task"]), json.dumps({"id": record["id"]}).encode())
+
+
+def words_of(data: TrainSet) -> Mapping[str, Mapping[str, Any]]:
+    """text_id -> its row in the plan. LatentpressError where the plan is not at hand."""
+    name = data.meta["generation"]
+    if name not in generations.names(data.store):
+        raise LatentpressError(
+            f"the captions' words are in plan {name}, which is not under {data.store.path('plans')}",
+            "export without --with-captions, or where the set was made",
+        )
+    return generations.load(data.store, name).texts

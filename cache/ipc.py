@@ -1,0 +1,106 @@
+"""Single record batches of an Arrow IPC file, each by one read, from a file that nobody vouches for.
+
+pyarrow's own `get_batch` believes the file where its blocks lie, decompresses what says that it is compressed (a few
+bytes can claim, and become, gigabytes), loads dictionaries, and takes two reads. Here the places are checked when the
+file is opened, and a batch that is compressed is refused before it is decoded. Flatbuffers are verified by Arrow first;
+what is read of them here is read with bounds checked by Python.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cache.untrusted import DESCRIPTION_BYTES
+
+MAGIC = b"ARROW1"
+TAIL = 4 + len(MAGIC)  # the footer's length and the magic
+BLOCK = np.dtype([("offset", "<i8"), ("head", "<i4"), ("pad", "<i4"), ("body", "<i8")])
+#: Numbers of fields in Arrow's tables (its format/File.fbs and format/Message.fbs).
+FOOTER_DICTIONARIES, FOOTER_BATCHES = 2, 3
+MESSAGE_HEADER, MESSAGE_CUSTOM, BATCH_COMPRESSION = 2, 4, 3
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The schema of a file, and of each batch the offset and length of its message."""
+
+    schema: pa.Schema
+    places: list[tuple[int, int]]
+
+
+def frames(file: pa.NativeFile) -> Frames:
+    """Read the end of the file. ValueError, as Arrow's own errors are, or OSError where it is no whole Arrow file."""
+    size = file.size()
+    if size < len(MAGIC) + 2 + TAIL:
+        raise ValueError(f"{size} bytes are too few")
+    file.seek(size - TAIL)
+    tail = file.read(TAIL)
+    (length,) = struct.unpack("<i", tail[:4])
+    if tail[4:] != MAGIC or not 0 < length <= min(size - TAIL - len(MAGIC) - 2, DESCRIPTION_BYTES):
+        raise ValueError("it has no footer")
+    file.seek(size - TAIL - length)
+    footer = file.read(length)
+    # A file of no batches' bodies: Arrow verifies the footer and gives the schema without looking further.
+    schema = pa.ipc.open_file(pa.BufferReader(MAGIC + b"\0\0" + footer + tail)).schema
+    root = _at(footer, 0)
+    if len(_blocks(footer, root, FOOTER_DICTIONARIES)):
+        raise ValueError("it has dictionaries")
+    return Frames(schema, _places(_blocks(footer, root, FOOTER_BATCHES), size - TAIL - length))
+
+
+def _places(blocks: np.ndarray, size: int) -> list[tuple[int, int]]:
+    """Of each block; ValueError where one lies outside of the first `size` bytes."""
+    offset, head, body = (blocks[name].astype(np.int64) for name in ("offset", "head", "body"))
+    if ((offset < 8) | (head < 8) | (body < 0) | (offset > size) | (body > size)).any():
+        raise ValueError("a batch has no place")
+    if (offset + head + body > size).any():  # none of them is near 2**63 any more
+        raise ValueError("a batch lies beyond the end")
+    return list(zip(offset.tolist(), (head + body).tolist(), strict=True))
+
+
+def batch(file: pa.NativeFile, place: tuple[int, int], schema: pa.Schema) -> pa.RecordBatch:
+    """The batch of one row there, a view into a mapped file, its offsets validated. ValueError or OSError where it is
+    none, has more rows, or is compressed."""
+    file.seek(place[0])
+    message = pa.ipc.read_message(file.read_buffer(place[1]))
+    head = memoryview(message.metadata)
+    root = _at(head, 0)
+    header = _field(head, root, MESSAGE_HEADER)
+    # Old files name their compression in the message's own metadata.
+    if _field(head, _at(head, header), BATCH_COMPRESSION) or _field(head, root, MESSAGE_CUSTOM):
+        raise ValueError("the batch is compressed, or none")
+    found = pa.ipc.read_record_batch(message, schema)
+    if found.num_rows != 1:
+        raise ValueError(f"{found.num_rows} rows in one batch")
+    # Arrow trusts offsets; a changed one would read outside of its buffer. 2 microseconds, the batch being one row.
+    found.validate(full=True)
+    return found
+
+
+_uint32, _int32, _uint16 = (struct.Struct(kind).unpack_from for kind in ("<I", "<i", "<H"))
+
+
+def _at(data: Any, place: int) -> int:
+    """Where the offset at `place` leads."""
+    return place + _uint32(data, place)[0]
+
+
+def _field(data: Any, table: int, number: int) -> int:
+    """Where field `number` of a flatbuffers table lies; 0 where it is absent."""
+    vtable = table - _int32(data, table)[0]
+    slot = 4 + 2 * number
+    if slot >= _uint16(data, vtable)[0]:
+        return 0
+    offset = _uint16(data, vtable + slot)[0]
+    return table + offset if offset else 0
+
+
+def _blocks(footer: bytes, root: int, number: int) -> np.ndarray:
+    field = _field(footer, root, number)
+    if not field:
+        return np.empty(0, BLOCK)
+    vector = _at(footer, field)
+    return np.frombuffer(footer, BLOCK, _uint32(footer, vector)[0], vector + 4)

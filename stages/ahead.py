@@ -1,0 +1,120 @@
+"""Reading ahead: while a batch is encoded, the members that come next are read and prepared, in the units' order.
+
+Files are decoded in processes of their own (stages/engines/isolated.py); one thread makes of each what the encoder
+takes. How many members are on their way is bounded, so memory is too.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from cache.generations import Unit
+from stages.engines.isolated import Isolated, Lost
+from stages.media.errors import MediaError
+from stages.media.members import Read, Wanted
+
+#: The next unit of this process' part; None where there is none: yet, or with True, which waits, any more.
+Take = Callable[[bool], Unit | None]
+
+
+class Ahead:
+    """Members of the units that `take` gives.
+
+    wanted: what is read for a member, None for nothing. prepare: makes of it what the encoder takes, or raises
+    MediaError. depth: how many members of a unit may be on their way. processes: the readers; made when first needed.
+    """
+
+    def __init__(
+        self,
+        take: Take,
+        *,
+        wanted: Callable[[str], Wanted | None],
+        prepare: Callable[[str, Read | None], Any],
+        depth: Callable[[Unit], int],
+        processes: Callable[[], Isolated[Wanted, Read]],
+    ) -> None:
+        self._take, self._wanted, self._prepare = take, wanted, prepare
+        self._depth, self._processes = depth, processes
+        self._thread = ThreadPoolExecutor(1, "prepare")
+        self._units: deque[Unit] = deque()  # begun, the first of them being encoded
+        self._begun: deque[tuple[Unit, str, Future]] = deque()
+        self._coming: Iterator[str] | None = None  # members of the last unit that are not begun
+
+    def __enter__(self) -> "Ahead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def next_unit(self, wait: bool) -> Unit | None:
+        """The unit to encode now, when the last one's members have been taken; None as `take` says."""
+        self._fill(wait)
+        return self._units[0] if self._units else None
+
+    def members(self, unit: Unit) -> Iterator[tuple[str, Any | MediaError]]:
+        """Each member of the unit that `next_unit` gave, in order: prepared, or why it can't be used."""
+        assert self._units and self._units[0] is unit
+        for _ in unit.members:
+            self._fill(False)
+            of, name, item = self._begun.popleft()
+            assert of is unit
+            yield name, _outcome(item)
+        self._units.popleft()
+
+    def again(self, unit: Unit) -> Iterator[tuple[str, Any | MediaError]]:
+        """The same members once more, with nothing read ahead."""
+        for name in unit.members:
+            yield name, _outcome(self._begin(name))
+
+    def skip(self, unit: Unit) -> None:
+        """Give up what is left of the unit that `next_unit` gave."""
+        while self._begun and self._begun[0][0] is unit:
+            self._begun.popleft()
+        if self._units and self._units[0] is unit:
+            self._coming = self._coming if len(self._units) > 1 else None
+            self._units.popleft()
+
+    def _fill(self, wait: bool) -> None:
+        while not self._units or len(self._begun) < self._depth(self._units[-1]):
+            name = next(self._coming, None) if self._coming is not None else None
+            if name is not None:
+                self._begun.append((self._units[-1], name, self._begin(name)))
+                continue
+            unit = self._take(wait and not self._units)
+            if unit is None:
+                return
+            self._units.append(unit)
+            self._coming = iter(unit.members)
+
+    def _begin(self, name: str) -> Future:
+        try:
+            wanted = self._wanted(name)
+        except MediaError as error:
+            failed: Future = Future()
+            failed.set_exception(error)
+            return failed
+        if wanted is None:
+            return self._thread.submit(self._prepare, name, None)
+        processes = self._processes()
+        begun = processes.begin(wanted)
+        return self._thread.submit(partial(_prepared, processes, wanted, begun, partial(self._prepare, name)))
+
+
+def _prepared(
+    processes: Isolated[Wanted, Read], wanted: Wanted, begun: Future, prepare: Callable[[Read | None], Any]
+) -> Any:
+    found = processes.result(wanted, begun)
+    if isinstance(found, Lost):
+        found = found.error(wanted.files[0][0])
+    if isinstance(found, MediaError):
+        raise found
+    return prepare(found)
+
+
+def _outcome(item: Future) -> Any | MediaError:
+    try:
+        return item.result()
+    except MediaError as error:
+        return error

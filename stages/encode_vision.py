@@ -1,0 +1,56 @@
+"""encode-vision: images and clips -> DINOv2 features on the grid of latents, one shard for each unit of latents.
+
+What CREPA compares the transformer's hidden states with: patch tokens of the frames that the latents are made of,
+computed once, so that training decodes no latents and loads no vision model. Without `vision.model` there are none.
+"""
+
+from typing import Any
+
+from cache.store import Store
+from schemas.catalogue import VISION_MODELS
+from schemas.config import Config
+from schemas.console import program
+from stages.media import preprocessing
+from stages.stage import EncodingStage, Job, Worker, WrongUse
+from stages.vision import checkpoint, grids
+
+VERSION = 1  # of what this file does to bytes; raise it with any change of them
+
+
+def parts(config: Config) -> dict[str, Any]:
+    """Everything beyond the samples that determines a shard's bytes."""
+    vision, family = config.vision, config.model.spec
+    if vision.source is None:
+        raise WrongUse(
+            "encode-vision has no model to run: vision.model is not set",
+            f"set vision.model to {', '.join(VISION_MODELS)}, or a DINOv2 as local directory or repo",
+        )
+    return {
+        "stage": "encode-vision",
+        "version": VERSION,
+        "weights": checkpoint.fingerprint_of(vision.source, vision.revision, Store(config.root)),
+        "size": vision.pixels,
+        "precision": vision.precision or config.model.precision,
+        "pixels": grids.PIXELS,
+        "pooling": grids.POOLING,
+        # Not the family: those with tokens of the same size share their features.
+        "token": [family.temporal_stride, family.side_multiple],
+        "decoder": config.latents.decoder if family.video else None,
+        "resize": preprocessing.RESIZE,
+        "colour": preprocessing.COLOUR,
+    }
+
+
+def load(job: Job) -> Worker:
+    """The worker of this stage; imports torch and loads the vision model."""
+    from stages.vision.worker import VisionWorker
+
+    return VisionWorker(job)
+
+
+STAGE = EncodingStage("encode-vision", "vision", parts, load, units="latents")
+run = STAGE.run
+app = program("encode-vision", "Encode images and clips with DINOv2, for CREPA.", run, extra="encode")
+
+if __name__ == "__main__":
+    app()

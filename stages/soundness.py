@@ -1,0 +1,195 @@
+"""What a shard must be beyond its own checksums: what its plan says of it, and what its tensors can be.
+
+A shard can be whole, byte for byte as it was written, and still be wrong: of another plan's unit under this one's name,
+of another shape than its bucket has, or full of NaN. What tensors should be like is read from the cache's own
+provenance.json, so caches of every configuration are checked, with none of their weights at hand.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from cache import generations, shard
+from cache.generations import Unit
+from cache.shard import DamageError, Row, ShardMeta
+from cache.store import Store, StoreError, explained
+from cache.tensors import INFINITY
+from schemas.catalogue import FAMILIES
+from schemas.geometry import Bucket
+from schemas.tables import UNITS
+
+#: Tensors in the precision that their cache's provenance names; the last two of as many numbers in every row.
+NAMED = ("latent", "condition", "mask", "embeds", "pooled")
+
+
+class Whole(Store):
+    """A store whose files are read from one end to the other rather than mapped: a disk that can't read is then an
+    error, where a memory map kills the process. On an object store a file is one request."""
+
+    def open(self, rel: str) -> pa.NativeFile:
+        with explained(self.path(rel)):
+            local = self.local(rel)
+            return pa.BufferReader(self.read_bytes(rel)) if local is None else pa.OSFile(str(local))
+
+
+@dataclass(frozen=True)
+class Made:
+    """How the shards of one cache were made. dtype: of its tensors, None where that is not known. strides: of the
+    autoencoder, (spatial, temporal). channels: of its latents."""
+
+    dtype: str | None = None
+    strides: tuple[int, int] | None = None
+    channels: int = 0
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "Made":
+        """From a provenance.json; what that does not say is not checked."""
+        dtype = record.get("precision") if record.get("stage") in ("encode-text", "encode-latents") else None
+        named = [family for family in FAMILIES.values() if family.autoencoder == record.get("autoencoder")]
+        if not named:
+            return cls(dtype if dtype in INFINITY else None)
+        strides = (named[0].spatial_stride, named[0].temporal_stride)
+        return cls(dtype if dtype in INFINITY else None, strides, named[0].latent_channels)
+
+
+class Expectations:
+    """What the root's plans and provenance say of its shards."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._units = generations.every_unit(store)
+        names = self._units.column("unit_id").to_pylist()
+        self._places = {name: place for place, name in enumerate(names)}
+        self._made: dict[str, Made] = {}
+
+    def unit(self, name: str) -> Unit | None:
+        """The unit of that name, of whichever plan; None where no plan has it any longer."""
+        if name not in self._places:
+            return None
+        (row,) = self._units.slice(self._places[name], 1).to_pylist()
+        return Unit(**{key: row[key] for key in UNITS.names} | {"members": tuple(row["members"])})
+
+    def made(self, cache: str) -> Made:
+        """Of the cache `<kind>/<fingerprint>`. A provenance.json that can't be read says nothing."""
+        if cache not in self._made:
+            try:
+                self._made[cache] = Made.of(json.loads(self._store.read_bytes(f"{cache}/provenance.json")))
+            except (OSError, StoreError, ValueError):
+                self._made[cache] = Made()
+        return self._made[cache]
+
+
+def check(store: Store, rel: str, expected: Expectations) -> list[DamageError]:
+    """Everything that is wrong with the shard at `rel`; nothing where it was removed meanwhile."""
+    cache, _, name = rel.rpartition("/")
+    tensors = Tensors(expected.made(cache))
+
+    def whole(meta: ShardMeta) -> Iterator[str]:
+        tensors.bucket = meta.bucket
+        yield from disagreements(meta, expected.unit(shard.stem(name)))
+
+    found = shard.verify(store, rel, whole, tensors.check)
+    return found if not found or store.exists(rel) else []
+
+
+def disagreements(meta: ShardMeta, unit: Unit | None) -> Iterator[str]:
+    """What a shard says otherwise than its plan. unit: None: no plan has it. That ids are not named twice is looked at
+    when a shard is opened."""
+    if unit is None:
+        return
+    ids, aside = set(meta.ids), {member.id for member in meta.set_aside}
+    if meta.bucket != unit.bucket:
+        yield f"it is of bucket {meta.bucket!r}, and its unit of {unit.bucket!r}"
+    members = set(unit.members)
+    if lost := members - ids - aside:
+        yield f"it lacks {len(lost)} of its unit's {len(members)} members, such as {min(lost)}"
+    if more := (ids | aside) - members:
+        yield f"it has {len(more)} members that its unit has not, such as {min(more)}"
+
+
+class Tensors:
+    """The rows of one shard, looked at one after another. `bucket` is set once the shard's description is read."""
+
+    def __init__(self, made: Made) -> None:
+        self.bucket = ""
+        self._made = made
+        self._first: dict[str, tuple[str, int]] = {}  # of each tensor: dtype, and the dimension that all rows share
+
+    def check(self, row: Row) -> None:
+        """ValueError with what is wrong with a row's tensors."""
+        if not row.tensors:
+            raise ValueError("it has no tensors")
+        for name, array in row.tensors.items():
+            plain = name.rpartition(".")[2]  # an export's rows hold several texts: text0.embeds, text1.embeds, ...
+            if problem := self._shape(plain, array.shape) or self._alike(plain, array.dtype, array.shape):
+                raise ValueError(f"{name} {problem}")
+            if not array.finite():
+                raise ValueError(f"{name} has numbers that are NaN or infinite")
+
+    def _shape(self, name: str, shape: tuple[int, ...]) -> str:
+        """What is wrong with the shape of a tensor; nothing of one whose name is not known."""
+        if name == "embeds" and (len(shape) != 2 or not shape[0]):
+            return f"is of shape {shape}, and should be (tokens, width)"
+        if name not in ("latent", "condition") or self._made.strides is None:
+            return ""
+        frames, height, width = Bucket.parse(self.bucket).latent_shape(*self._made.strides)
+        wanted = (1 if name == "condition" else frames, height, width)
+        channels = (self._made.channels, 2 * self._made.channels)  # the latter are mean and log-variance
+        if len(shape) == 4 and shape[1:] == wanted and shape[0] in channels:
+            return ""
+        return f"is of shape {shape}, and of bucket {self.bucket} it is {(channels[0], *wanted)}"
+
+    def _alike(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
+        """What tells a tensor from the one of that name in earlier rows, or in provenance.json."""
+        shared = shape[-1] if name in ("embeds", "pooled") and shape else shape[0] if shape else 0
+        first = self._first.setdefault(name, (dtype, shared))
+        if self._made.dtype and name in NAMED and dtype != self._made.dtype:
+            return f"is {dtype}, and provenance.json says {self._made.dtype}"
+        return (
+            "" if first == (dtype, shared) else f"is {dtype} by {shared}, and in the first row {first[0]} by {first[1]}"
+        )
+
+
+def shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
+    """Path -> bytes of every shard under the root; a tar's bytes include its description's."""
+    found: dict[str, int] = {}
+    for kind in kinds:
+        sizes = {f"{kind}/{entry.name}": entry.size for entry in store.entries(kind)}
+        for rel, size in sizes.items():
+            if rel.endswith((shard.ARROW_SUFFIX, shard.TAR_SUFFIX)):
+                found[rel] = size + sizes.get(rel.removesuffix(shard.TAR_SUFFIX) + shard.SIDECAR_SUFFIX, 0)
+    return found
+
+
+def missing(store: Store, present: dict[str, int]) -> dict[str, str]:
+    """Path -> set, of the shards that a set in use names and that are not there."""
+    lost: dict[str, str] = {}
+    for name in current_sets(store):
+        if store.exists(f"sets/{name}/set.json"):
+            for rel in store.read_table(f"sets/{name}/shards.arrow").column("path").to_pylist():
+                if rel not in present:
+                    lost.setdefault(rel, name)
+    return lost
+
+
+def current_sets(store: Store) -> list[str]:
+    """Ids of the sets that sets/current-*.json point at."""
+    pointers = [name for name in store.names("sets") if name.startswith("current-") and name.endswith(".json")]
+    return sorted({json.loads(store.read_bytes(f"sets/{name}"))["id"] for name in pointers})
+
+
+def put_away(store: Store, rel: str) -> str:
+    """Move a shard, the file that says "done" first, to damaged/<kind>/<fingerprint>/; where it lies then."""
+    stem, suffix = shard.stem(rel), Path(rel).suffix
+    taken, number = set(store.names("damaged")), 1
+    while (kept := f"{stem}.{number}") + suffix in taken or kept + shard.SIDECAR_SUFFIX in taken:
+        number += 1
+    store.move(rel, f"damaged/{kept}{suffix}")
+    sidecar = stem + shard.SIDECAR_SUFFIX
+    if suffix == shard.TAR_SUFFIX and store.exists(sidecar):
+        store.move(sidecar, f"damaged/{kept}{shard.SIDECAR_SUFFIX}")
+    return f"damaged/{kept}{suffix}"

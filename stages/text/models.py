@@ -1,0 +1,116 @@
+"""How a text encoder's weights are held: as they are, in bfloat16, quantised, or in host memory block by block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from schemas.errors import USAGE, LatentpressError
+
+EXTRA = "pip install -e '.[quant]'"
+LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}
+
+
+class OptionError(LatentpressError, ValueError):
+    """An option of text.* that this model, device or installation can't have."""
+
+    exit_code = USAGE
+
+
+@dataclass(frozen=True)
+class Options:
+    """attention: None for what the pipelines use. quantization, offload: as `schemas.config.Text` says."""
+
+    attention: str | None = None
+    quantization: str = "no_change"
+    offload: str = "none"
+
+
+def load(
+    model_class: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: Options,
+    unused: Sequence[str] = (),
+) -> Any:
+    """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
+
+    int8-quanto, nf4-bnb: the matrices of the language model's blocks alone; embeddings, norms and the vision model
+    stay. unused: parts that take no memory, since nothing calls them. Raises OptionError.
+    """
+    _check(model_class, device, options)
+    if options.quantization == "bf16":
+        dtype = torch.bfloat16
+    settings: dict[str, Any] = {"dtype": dtype}
+    if options.attention:
+        settings["attn_implementation"] = options.attention
+    if options.quantization == "nf4-bnb":
+        settings |= {"quantization_config": _nf4(dtype), "device_map": {"": device}}
+    model = model_class.from_pretrained(folder, **settings).eval()
+    for part in unused:
+        model.set_submodule(part, torch.nn.Identity())
+    if options.quantization == "int8-quanto":
+        _int8(model)
+    if options.offload == "blocks":
+        return _offloaded(model, device)
+    return model if options.quantization == "nf4-bnb" else model.to(device)
+
+
+def blocks(model: Any) -> torch.nn.ModuleList:
+    """The language model's layers."""
+    inner = getattr(model, "model", model)
+    return getattr(inner, "language_model", inner).layers
+
+
+def _check(model_class: Any, device: torch.device, options: Options) -> None:
+    if options.attention == "sdpa" and not model_class._supports_sdpa:
+        raise OptionError(
+            f"text.attention: sdpa is not for {model_class.__name__}, whose attention scores are soft-capped",
+            "remove text.attention, or use eager or flash_attention_2",
+        )
+    if options.attention == "flash_attention_2" and (device.type != "cuda" or find_spec("flash_attn") is None):
+        raise OptionError(
+            f"text.attention: flash_attention_2 needs a CUDA device (this is {device.type}) and the package flash-attn",
+            "remove text.attention, or install flash-attn for your torch and card",
+        )
+    library = LIBRARIES.get(options.quantization)
+    if library is None:
+        return
+    if options.offload != "none":
+        raise OptionError(
+            f"text.quantization: {options.quantization} and text.offload: {options.offload} do not go together",
+            "use one of them: quantised, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
+        )
+    if find_spec(library.split(".")[0]) is None or find_spec(library) is None:
+        raise OptionError(f"text.quantization: {options.quantization} needs {library}", f"install it: {EXTRA}")
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["visual", "lm_head"],
+    )
+
+
+def _int8(model: Any) -> None:
+    """In place, on the host: the device sees the smaller weights only."""
+    from optimum.quanto import freeze, qint8, quantize
+
+    layers = blocks(model)
+    quantize(layers, weights=qint8)
+    freeze(layers)
+
+
+def _offloaded(model: Any, device: torch.device) -> Any:
+    """Weights stay on the host; a block's come to the device for the time it computes. Numbers are the same."""
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, device, preload_module_classes=sorted({type(block).__name__ for block in blocks(model)}))

@@ -1,0 +1,48 @@
+"""The three grids of vision features: DINOv2's patches, the transformer's tokens, and what is stored. Pure.
+
+Every grid divides the same frame evenly, so a cell of one is a rectangle of the frame whatever the other grid is:
+features and tokens are aligned by where they lie, with no offset and no crop.
+"""
+
+import math
+
+from schemas.catalogue import Family
+from schemas.geometry import Bucket
+
+PATCH = 14  # pixels of a DINOv2 patch, of every published size
+#: Names of what is done to pixels and features, as they stand in a cache's fingerprint.
+PIXELS = "aspect-kept-to-multiples-of-14;pillow-bicubic;imagenet-mean-deviation"
+POOLING = "last-hidden-state-patches;space-area-mean-where-finer-than-tokens;time-mean-of-each-latent-frames-group"
+
+#: Rows and columns.
+Grid = tuple[int, int]
+
+
+def patch_grid(bucket: Bucket, size: int) -> Grid:
+    """DINOv2's patches of a frame: as many as a square of `size` pixels has, in the frame's own proportions.
+
+    Not a square: stretching 16:9 to 1:1 shows the model shapes that it never saw, at no gain. Not DINOv2's usual
+    centre crop: what it cuts off would have no features. Its position encodings are interpolated to any grid.
+    """
+    per_side = size // PATCH
+    aspect = bucket.width / bucket.height
+    return max(1, round(per_side / math.sqrt(aspect))), max(1, round(per_side * math.sqrt(aspect)))
+
+
+def token_grid(bucket: Bucket, family: Family) -> Grid:
+    """The diffusion transformer's tokens of one latent frame.
+
+    A bucket's sides are multiples of what one token covers: 16 pixels for Kandinsky 5 (stride 8, patches of 2x2),
+    32 for Sana (stride 32, patches of 1).
+    """
+    return bucket.height // family.side_multiple, bucket.width // family.side_multiple
+
+
+def stored_grid(bucket: Bucket, size: int, family: Family) -> Grid:
+    """What is stored of one latent frame: along each axis the coarser of patches and tokens.
+
+    Where DINOv2 is the coarser one its features are stored as they are: enlarged here, they would take several
+    times the bytes and say nothing more. The trainer enlarges them to its tokens.
+    """
+    patches, tokens = patch_grid(bucket, size), token_grid(bucket, family)
+    return min(patches[0], tokens[0]), min(patches[1], tokens[1])

@@ -1,0 +1,76 @@
+"""The worker of encode-vision: samples -> features of their frames."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cache.generations import Unit
+from cache.shard import Row
+from schemas.geometry import Bucket
+from stages import loading
+from stages.media.members import Read, Wanted
+from stages.media.places import Places
+from stages.stage import Job
+from stages.vision import checkpoint
+from stages.vision.dinov2 import Encoder, resize
+from stages.vision.grids import patch_grid, stored_grid
+from stages.worker import UnitWorker
+
+
+class VisionWorker(UnitWorker):
+    """Members are uint8 frames_FHWC at the size that DINOv2 sees, F = 1 for an image."""
+
+    stage, kind, section, tensors = "encode-vision", "vision", "vision", ("vision",)
+    advice = "lower vision.batch_size (frames of one pass) or vision.size, or use --device cpu"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.precision = "bfloat16"  # as stored
+        self.batch_limit = self.config.vision.batch_size
+        self._family, self._size = self.config.model.spec, self.config.vision.pixels
+        # Making a clip small takes longer than DINOv2 on a GPU: 0.3 s of one core for 61 frames of 768x512.
+        self._threads = ThreadPoolExecutor(job.resources.reading, "resize")
+        self._places = Places(self.config, self.plan)
+        dtype = getattr(torch, self.config.vision.precision or self.config.model.precision)
+        loading.quiet()
+        self._encoder = Encoder(self._weights(), dtype, self.device)
+
+    def _weights(self) -> Path:
+        """The weights that the cache is named by: of a repository at that commit, even where its branch has moved."""
+        vision = self.config.vision
+        assert vision.source is not None
+        record = json.loads(self.store.read_bytes(f"{self.kind}/{self.job.fingerprint}/provenance.json"))
+        return checkpoint.resolve(vision.source, record["weights"].get("commit", vision.revision))
+
+    def member_bytes(self, unit: Unit) -> int:
+        """Of the frames as they are read; DINOv2's are fewer pixels."""
+        bucket = Bucket.parse(unit.bucket)
+        return 3 * bucket.width * bucket.height * bucket.frames
+
+    def wanted(self, name: str) -> Wanted:
+        """The sample's own frames alone, not the source image or first frame that its latents are conditioned on."""
+        files = tuple(self._places.of_sample(name)[:1])
+        return Wanted(files, self.plan.samples[name], None, self.config.latents.decoder)
+
+    def prepare(self, name: str, read: Read | None) -> np.ndarray:
+        assert read is not None and read.frames is not None
+        return resize(read.frames, patch_grid(self._bucket(name), self._size), self._threads.map)
+
+    def cost(self, batch: list[np.ndarray]) -> int:
+        """Frames."""
+        return sum(len(frames_FHWC) for frames_FHWC in batch)
+
+    def encode(self, names: list[str], batch: list[np.ndarray]) -> Iterator[Row]:
+        grid = stored_grid(self._bucket(names[0]), self._size, self._family)
+        clips = self._encoder.clips(batch, grid, self._family.temporal_stride, self.batch_limit)
+        for name, features_THWC in zip(names, clips, strict=True):
+            yield Row(name, {"vision": loading.array(features_THWC)})
+
+    def _bucket(self, name: str) -> Bucket:
+        sample: dict[str, Any] = self.plan.samples[name]
+        return Bucket.parse(sample["geometry"]["bucket"])

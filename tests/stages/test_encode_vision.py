@@ -1,0 +1,206 @@
+"""encode-vision as a user runs it: what its shards hold, beside which units, and what a change costs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+
+from cache.shard import Row, reader
+from cache.store import Store
+from schemas.errors import USAGE, LatentpressError
+from schemas.loading import ConfigError
+from stages import bucket, discover, encode_vision
+from stages.media.video import read_frames
+from stages.plan import current_plan
+from stages.vision.dinov2 import DEVIATION, MEAN
+
+
+@pytest.fixture
+def make(project, tiny):
+    """make(kind) -> Project with a tiny DINOv2 that sees 84 pixels: six patches a side, or as many in proportion."""
+
+    def made(kind: str):
+        vision = {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}
+        home = project(kind, vision=vision)
+        home.settings["stages"]["encode-vision"] = {"threads": 1}
+        return home
+
+    return made
+
+
+def prepare(home) -> None:
+    home.run(discover.run)
+    home.run(bucket.run)
+
+
+def rows(home) -> list[Row]:
+    readers = [reader(Store(home.root), f"vision/{name}") for name in home.shards("vision")]
+    return [shard.read(number) for shard in readers for number in range(len(shard))]
+
+
+@torch.no_grad()
+def patches(home, frames: list[np.ndarray], grid: tuple[int, int]) -> torch.Tensor:
+    """features_FCHW by transformers alone."""
+    size = {"height": grid[0] * 14, "width": grid[1] * 14}
+    processor = BitImageProcessorPil(size=size, do_center_crop=False, image_mean=list(MEAN), image_std=list(DEVIATION))
+    model = transformers.Dinov2Model.from_pretrained(home.settings["vision"]["model"]).eval()
+    tokens = model(processor(frames, return_tensors="pt")["pixel_values"]).last_hidden_state[:, 1:]
+    return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
+
+
+def nearest(row: Row, expected: list[torch.Tensor]) -> float:
+    """Largest difference from the nearest of the files' features, in units of bfloat16's rounding."""
+    array = row.tensors["vision"]
+    assert array.dtype == "bfloat16"
+    bits = np.frombuffer(bytes(array.raw()), np.int16).reshape(array.shape)
+    found = torch.from_numpy(bits.copy()).view(torch.bfloat16).float()
+    assert all(each.shape == found.shape for each in expected)
+    return min(((each - found).abs() / (2**-8 * each.abs() + 1e-4)).max().item() for each in expected)
+
+
+def test_images_have_the_features_of_their_own_pixels(make) -> None:
+    """64x64 at stride 16: six by six patches on four by four tokens, each 1.5 patches a side."""
+    home = make("kandinsky5-image-t2i")
+    files = [home.image(f"{number}.png", (64, 64), "a picture", number) for number in range(3)]
+    prepare(home)
+    assert home.run(encode_vision.run).done == 3
+    expected = []
+    for path in files:
+        fine = patches(home, [np.asarray(Image.open(path).convert("RGB"))], (6, 6)).repeat_interleave(2, 2)
+        area = torch.nn.functional.avg_pool2d(fine.repeat_interleave(2, 3), 3)
+        expected.append(area.permute(0, 2, 3, 1))
+    found = rows(home)
+    assert len(found) == 3 and found[0].tensors["vision"].shape == (1, 4, 4, 32)
+    assert max(nearest(row, expected) for row in found) <= 1
+
+
+def test_clips_have_features_of_each_latent_frame(make) -> None:
+    """Nine frames in passes of four: the first alone, then two means of four."""
+    home = make("kandinsky5-video-t2v")
+    files = [home.video(f"{number}.mp4", 12, (64, 64)) for number in range(2)]
+    prepare(home)
+    assert home.run(encode_vision.run).done == 2
+    expected = []
+    for path in files:
+        frames = list(read_frames(path, [number / 12 for number in range(9)]))
+        fine = patches(home, frames, (6, 6)).repeat_interleave(2, 2).repeat_interleave(2, 3)
+        area = torch.nn.functional.avg_pool2d(fine, 3).permute(0, 2, 3, 1)
+        expected.append(torch.stack([area[0], area[1:5].mean(0), area[5:].mean(0)]))
+    found = rows(home)
+    assert len(found) == 2 and found[0].tensors["vision"].shape == (3, 4, 4, 32)
+    assert max(nearest(row, expected) for row in found) <= 1
+
+
+def test_the_target_is_what_an_i2i_sample_has_features_of(make) -> None:
+    home = make("kandinsky5-image-i2i")
+    target = home.image("0.png", (64, 64), "a picture", 1)
+    home.image("../source/0.png", (64, 64), "", 2)
+    home.settings["datasets"][0]["conditioning_data"] = "source"
+    prepare(home)
+    assert home.run(encode_vision.run).done == 1
+    fine = patches(home, [np.asarray(Image.open(target).convert("RGB"))], (6, 6)).repeat_interleave(2, 2)
+    area = torch.nn.functional.avg_pool2d(fine.repeat_interleave(2, 3), 3).permute(0, 2, 3, 1)
+    (row,) = rows(home)
+    assert nearest(row, [area]) <= 1
+
+
+def test_sana_has_features_of_its_larger_tokens(make) -> None:
+    home = make("sana")
+    home.image("0.png", (64, 64), "a picture")
+    prepare(home)
+    home.run(encode_vision.run)
+    (row,) = rows(home)
+    assert row.tensors["vision"].shape == (1, 2, 2, 32)
+
+
+def test_shards_are_of_the_units_of_latents_and_made_once(make) -> None:
+    home = make("kandinsky5-image-t2i")
+    for number in range(4):
+        home.image(f"{number}.png", (64, 64) if number % 2 else (96, 64), f"picture {number}", number)
+    prepare(home)
+    assert home.run(encode_vision.run).done == 4
+    store = Store(home.root)
+    shards = [reader(store, f"vision/{name}") for name in home.shards("vision")]
+    units = current_plan(store, home.config()).units("latents")
+    assert {shard.meta.unit: tuple(shard.meta.ids) for shard in shards} == {u.unit_id: u.members for u in units}
+    before = home.shards("vision")
+    again = home.run(encode_vision.run)
+    assert (again.done, again.skipped) == (0, 4) and home.shards("vision") == before
+
+
+def test_what_changes_bytes_makes_another_cache_and_what_does_not_none(make) -> None:
+    home = make("kandinsky5-video-t2v")
+    name = encode_vision.STAGE.fingerprint(home.config())
+    for change in ("vision.size=98", "vision.precision=bfloat16", "latents.decoder=decord"):
+        assert encode_vision.STAGE.fingerprint(home.config(change)) != name, change
+    for change in ("vision.batch_size=1", "latents.posterior=mode", "train.seed=1", "text.max_length=256"):
+        assert encode_vision.STAGE.fingerprint(home.config(change)) == name, change
+
+
+def test_provenance_says_what_the_name_stands_for(make) -> None:
+    home = make("kandinsky5-image-t2i")
+    home.image("0.png", (64, 64))
+    prepare(home)
+    home.run(encode_vision.run)
+    (path,) = (home.root / "vision").glob("*/provenance.json")
+    record = json.loads(path.read_text())
+    assert record["size"] == 84 and record["weights"].keys() == {"content"} and record["token"] == [1, 16]
+    assert record["fingerprint"] == path.parent.name
+
+
+def test_the_weights_of_a_repository_are_those_of_the_commit_that_names_the_cache(make, tmp_path, monkeypatch) -> None:
+    """Its branch moves after the cache was named: a worker that starts later loads what the name says."""
+    home = make("kandinsky5-image-t2i")
+    home.image("0.png", (64, 64))
+    prepare(home)
+    repo, commits = tmp_path / "hub" / "models--someone--dino-that-moves", ["a" * 40, "b" * 40]
+    shutil.copytree(home.settings["vision"]["model"], repo / "snapshots" / commits[0])
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commits[0])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    home.settings["vision"]["model"] = "someone/dino-that-moves"
+    assert encode_vision.parts(home.config())["weights"] == {"repo": "someone/dino-that-moves", "commit": commits[0]}
+    (repo / "refs" / "main").write_text(commits[1])  # which has no weights at all
+    assert home.run(encode_vision.run).done == 1
+
+
+@pytest.mark.parametrize("model, pixels", [("dinov2_vits14", 224), ("dinov2_vitg14", 518), ("some/other", 224)])
+def test_each_model_has_its_own_size(project, model: str, pixels: int) -> None:
+    home = project("kandinsky5-image-t2i", vision={"model": model})
+    assert home.config().vision.pixels == pixels
+    assert home.config("vision.size=112").vision.pixels == 112
+
+
+@pytest.mark.parametrize("change, message", [("model=dinov2_vitb14", "valid: dinov2_vits14"), ("size=100", "multiple")])
+def test_what_cannot_be_is_refused_with_its_key(project, change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"vision\.{change.partition('=')[0]}.*{message}"):
+        project("kandinsky5-image-t2i").config(f"vision.{change}")
+
+
+def test_without_a_model_it_says_what_to_set(project) -> None:
+    home = project("kandinsky5-image-t2i")
+    home.image("0.png", (64, 64))
+    prepare(home)
+    with pytest.raises(LatentpressError, match=r"vision\.model is not set") as caught:
+        home.run(encode_vision.run)
+    assert caught.value.exit_code == USAGE and "dinov2_vits14" in caught.value.next_step
+
+
+def test_a_file_that_cannot_be_read_is_set_aside(make) -> None:
+    home = make("kandinsky5-image-t2i")
+    for number in range(6):
+        path = home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    prepare(home)
+    content = path.read_bytes()
+    Path(path).write_bytes(content[:-20])
+    report = home.run(encode_vision.run)
+    assert report.done == 5 and list(home.rejects(report)) == [path.name]
+    path.write_bytes(content)
+    assert home.run(encode_vision.run).set_aside == []

@@ -1,0 +1,301 @@
+"""Encoded samples as a page: the encoder's own pixels, the autoencoder's own reconstruction, honest numbers."""
+
+import importlib
+import io
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from cache import shard
+from cache.store import Store
+from schemas.console import Report
+from schemas.errors import LatentpressError
+from stages import bucket, discover, encode_latents, encode_text, loading, preview
+from stages.contactsheet import comparing, poster
+from stages.contactsheet import page as html
+from stages.contactsheet.cached import Caption
+from stages.contactsheet.page import Item, Picture
+from stages.contactsheet.resultpage import Result
+from stages.media import pixels
+from stages.media.samples import fit_image, read_frames
+from stages.plan import current_plan
+
+sys.path.insert(0, str(Path(__file__).parent))
+pages = importlib.import_module("pages")
+Page, alike = pages.Page, pages.alike
+MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
+
+
+def settings(**dataset: Any) -> dict[str, Any]:
+    base = {"id": "photos", "instance_data_dir": "media", "resolution": 64, "allow_upscale": True}
+    return {"datasets": [base | dataset]}
+
+
+def encoded(home, *overrides: str, text: bool = False) -> None:
+    for program in (discover.run, bucket.run, *([encode_text.run] if text else []), encode_latents.run):
+        home.run(program, *overrides)
+
+
+def show(home, *overrides: str, **own: Any) -> tuple[Report, Any]:
+    """The report with the numbers of every sample, and the page."""
+    out = home.folder / "page.html"
+    report = home.run(partial(preview.run, out=out, **own), *overrides, json=True)
+    json.dumps(report.document(), allow_nan=False)
+    return report, Page(out.read_text(encoding="utf-8"))
+
+
+def rows(home, *overrides: str) -> dict[str, dict]:
+    config = home.config(*overrides)
+    return {row["path"]: row for row in current_plan(Store(config.root), config).samples.values()}
+
+
+def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
+    """uint8 clips encoded, without drawing from the posterior, and decoded, outside of the program."""
+    autoencoder = loading.autoencoder(home.config(), torch.device("cpu"))
+    found = []
+    for clip in clips_THWC:
+        latents = autoencoder.encode(torch.from_numpy(pixels.normalise(clip))[None], [0], "mode")
+        found.append(autoencoder.decode(latents)[0].numpy())
+    return found
+
+
+def seen(pixels_HWC: np.ndarray, box: tuple[int, int] = comparing.IMAGE_BOX) -> np.ndarray:
+    """What is shown of pixels, exactly: `alike` asks too much of WebP where they are noise."""
+    return pages.decoded(html.uri(comparing.picture(pixels_HWC, box, 1 << 20)))
+
+
+def decibels(first: np.ndarray, second: np.ndarray) -> float:
+    return 10 * math.log10(255**2 / np.mean((first.astype(float) - second.astype(float)) ** 2))
+
+
+def test_an_image_is_compared_with_what_was_encoded(project) -> None:
+    home = project(**settings(crop_aspect="square"))
+    words = "a picture of <b>many</b> words " + "and more of them " * 12
+    for number, caption in enumerate(("short words", words)):
+        home.image(f"{number}.png", (150, 64), caption, seed=number)
+    given = (MODE, "text.max_length=24")
+    encoded(home, *given, text=True)
+    report, page = show(home, *given)
+    assert (report.done, report.exit_code, report.next_steps) == (2, 0, [])
+    numbers = {row["item"]: row for row in report.details["samples"]}
+    for name, row in rows(home, *given).items():
+        original = fit_image(home.media / name, row["geometry"])
+        [reconstruction] = again(home, original[None])
+        shown = {what: page.pictures(f"{what}: {name}")[0] for what in ("original", "reconstruction")}
+        assert alike(shown["original"], original)
+        np.testing.assert_array_equal(shown["reconstruction"], seen(reconstruction[0]))
+        expected = decibels(original, reconstruction[0])
+        assert numbers[f"photos/{name}"]["PSNR (dB)"] == pytest.approx(expected, abs=0.006)
+        assert f"reconstruction, {expected:.2f} dB" in page.article(name)
+    assert "words" in page.article("0.png") and "<b>many</b>" in page.article("1.png") and not page.of("b")
+    [short], [long] = (numbers[f"photos/{number}.png"]["captions"] for number in (0, 1))
+    assert short["tokens"] == short["kept"] < 24 < long["tokens"] and long["kept"] <= 24
+    assert f"{short['tokens']} tokens" in page.article("0.png")
+    assert f"truncated: {long['kept']} of {long['tokens']} tokens kept" in page.article("1.png")
+    lowest = [row["PSNR (dB)"] for row in report.details["lowest PSNR"]]
+    [line] = report.details["buckets"]
+    assert lowest == sorted(lowest) and line["lowest PSNR (dB)"] == lowest[0]
+    assert line["mean PSNR (dB)"] == pytest.approx(np.mean(lowest), abs=0.011)
+    assert line["samples"] == line["encoded"] == line["shown"] == 2
+    first = report.details["lowest PSNR"][0]["item"]
+    assert first in page.articles[0]  # a bucket's lowest stands first too
+
+
+def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> None:
+    home = project(**settings())
+    home.image("one.png", (64, 64))
+    encoded(home)
+    report, page = show(home)
+    links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
+    assert links and all(str(link).startswith(("data:image/webp;base64,", "#")) for link in links)
+    there = {f"#{tag['id']}" for _, tag in page.tags if "id" in tag}
+    assert {link["href"] for link in page.of("a")} <= there
+    assert all(image["alt"] for image in page.of("img")) and not page.of("script")
+    [sheet] = report.details["contact sheets"]
+    with Image.open(sheet) as drawn:
+        assert drawn.format == "PNG" and drawn.width == poster.WIDTH and drawn.height <= poster.HEIGHT
+        top = poster.MARGIN + poster.LINE + 2 * poster.GAP
+        cut = np.asarray(drawn.convert("RGB"))[top : top + 64, poster.MARGIN : poster.MARGIN + 64]
+    assert alike(cut, page.pictures("original: one.png")[0])
+    later = home.folder / "page-2.png"
+    later.write_bytes(b"of an earlier run")
+    show(home)
+    assert sorted(path.name for path in home.folder.glob("*page*")) == ["page-1.png", "page.html"]
+
+
+def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
+    video = {"dataset_type": "video", "video": {"num_frames": 17, "frame_rate": 12.0, "clip": "middle"}}
+    home = project("kandinsky5-video-i2v", **settings(resolution=48, **video))
+    path = home.video("clip.mp4", frames=40, rate=24, size=(64, 64))
+    encoded(home, MODE)
+    report, page = show(home, MODE)
+    sample = rows(home, MODE)["clip.mp4"]
+    original = read_frames(path, sample, "pyav")
+    reconstruction, first = again(home, original, original[:1])
+    shown = [page.pictures(f"{what}: ") for what in ("original", "reconstruction")]
+    places = [0, 2, 5, 7, 9, 11, 14, 16]
+    assert comparing.chosen(17) == places and [len(part) for part in shown] == [9, 9]
+    for i, place in enumerate(places):
+        assert alike(shown[0][i], original[place]), place
+        np.testing.assert_array_equal(shown[1][i], seen(reconstruction[place], comparing.FRAME_BOX))
+        time = sample["start"] + place / 12
+        psnr = decibels(original[place], reconstruction[place])
+        assert f"{time:.2f} s, {psnr:.2f} dB" in page.article("clip.mp4")
+    [numbers] = report.details["samples"]
+    assert numbers["PSNR (dB)"] == pytest.approx(decibels(original, reconstruction), abs=0.006)
+    # The condition is the first frame, which is encoded alone.
+    np.testing.assert_array_equal(shown[1][8], seen(first[0], comparing.FRAME_BOX))
+    assert comparing.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
+
+
+def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstruction(project) -> None:
+    home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources"), cache={"format": "webdataset"})
+    for number in range(3):
+        home.image(f"{number}.png", seed=number)
+        home.image(f"../sources/{number}.png", (128, 96), caption=None, seed=10 + number)
+    encoded(home, MODE)
+    (home.media / "1.png").unlink()
+    (home.media / "2.png").write_bytes((home.media / "0.png").read_bytes())
+    report, page = show(home, MODE)
+    assert (report.done, report.exit_code, home.rejects(report)) == (1, 0, {"1.png": "missing", "2.png": "changed"})
+    source = fit_image(home.folder / "sources/0.png", rows(home, MODE)["0.png"]["source_geometry"])
+    [reconstruction] = again(home, source[None])
+    [shown] = page.pictures("reconstruction: source of 0.png")
+    np.testing.assert_array_equal(shown, seen(reconstruction[0]))
+    assert alike(page.pictures("original: source of 0.png")[0], source)
+    for name, reason in (("1.png", "missing"), ("2.png", "changed")):
+        assert f"no original to compare with ({reason})" in page.article(name)
+        assert len(page.pictures(f"reconstruction: {name}")) == 1 and not page.pictures(f"original: {name}")
+    assert "not encoded yet" in page.article("0.png")  # its caption
+    assert {row["item"]: row["PSNR (dB)"] for row in report.document()["details"]["samples"]}["photos/1.png"] is None
+
+
+def test_moments_are_decoded_from_their_mean(project) -> None:
+    home = project(**settings())
+    path = home.image("one.png")
+    encoded(home, "latents.posterior=moments")
+    report, page = show(home, "latents.posterior=moments")
+    original = fit_image(path, rows(home, "latents.posterior=moments")["one.png"]["geometry"])
+    [reconstruction] = again(home, original[None])
+    np.testing.assert_array_equal(page.pictures("reconstruction: one.png")[0], seen(reconstruction[0]))
+    assert report.details["samples"][0]["PSNR (dB)"] == pytest.approx(decibels(original, reconstruction[0]), abs=0.006)
+
+
+@pytest.fixture
+def photos(project):
+    """Six images of one bucket in several shards, of which one is lacking."""
+    home = project(**settings(), cache={"unit_mib": 0.004})
+    for number in range(6):
+        home.image(f"{number}.png", seed=number)
+    encoded(home)
+    return home
+
+
+def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:
+    lost = sorted((photos.root / "latents").rglob("*.arrow"))[0]
+    count = len(shard.reader(Store(photos.root), str(lost.relative_to(photos.root))))
+    lost.unlink()
+    report, page = show(photos, items=20)
+    assert 0 < count < 6 and report.done == len(page.articles) == 6 - count
+    assert report.details["not encoded yet"] == count
+    assert report.next_steps == ["latentpress encode-latents", "latentpress encode-text"] and report.exit_code == 0
+    assert f"{count} are not encoded yet: latentpress encode-latents" in page.text
+    assert report.details["buckets"][0]["encoded"] == 6 - count
+
+
+def test_the_choice_is_by_identity_and_of_what_is_encoded(photos) -> None:
+    lowest = sorted(row["sample_id"] for row in rows(photos).values())
+    report, _ = show(photos, items=2)
+    assert sorted(row["sample_id"] for row in report.details["samples"]) == lowest[:2]
+    for path in (photos.root / "latents").rglob("*.arrow"):
+        with shard.reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
+            ids = list(found.meta.ids)
+        if lowest[0] in ids:
+            path.unlink()
+            lowest = [name for name in lowest if name not in ids]
+    report, _ = show(photos, items=2)
+    assert sorted(row["sample_id"] for row in report.details["samples"]) == lowest[:2]
+
+
+def test_a_damaged_row_costs_itself_alone(photos) -> None:
+    path = sorted((photos.root / "latents").rglob("*.arrow"))[0]
+    with shard.reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
+        data = bytes(found.read(0).tensors["latent"].raw())
+    content = bytearray(path.read_bytes())
+    content[content.index(data) + 5] ^= 1
+    path.write_bytes(content)
+    report, page = show(photos, items=20)
+    assert (report.done, report.exit_code, len(report.damage)) == (5, 4, 1)
+    [damaged] = [text for text in page.articles if "can't be decoded" in text]
+    assert "checksum does not match" in damaged and report.damage[0]["item"] in damaged
+    assert "latentpress verify --repair" in report.next_steps
+
+
+def test_a_dry_run_writes_nothing_and_loads_nothing(photos, monkeypatch) -> None:
+    monkeypatch.setattr(loading, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
+    before = sorted(photos.folder.rglob("*"))
+    report = photos.run(preview.run, dry_run=True)
+    assert (report.remaining, report.exit_code) == (6, 0)
+    assert report.details["buckets"] == [{"bucket": "80x48@1", "samples": 6, "encoded": 6, "shown": 6}]
+    assert sorted(photos.folder.rglob("*")) == before
+
+
+def test_nothing_encoded_is_said_with_the_command(project) -> None:
+    home = project(**settings())
+    home.image("one.png")
+    home.run(discover.run)
+    home.run(bucket.run)
+    with pytest.raises(LatentpressError, match=r"no sample of plan .* is encoded yet") as raised:
+        home.run(preview.run)
+    assert "latentpress encode-latents" in raised.value.next_step
+
+
+@given(st.integers(1, 500))
+def test_chosen_frames_are_spread_from_the_first_to_the_last(count: int) -> None:
+    places = comparing.chosen(count)
+    assert (places[0], places[-1], len(places)) == (0, count - 1, min(count, comparing.FRAMES))
+    gaps = np.diff(places)
+    assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
+
+
+def test_psnr_of_known_differences() -> None:
+    black = np.zeros((1, 8, 8, 3), np.uint8)
+    assert comparing.psnr(comparing.errors(black, black + np.uint8(255))[0]) == 0
+    assert comparing.psnr(comparing.errors(black, black + np.uint8(1))[0]) == pytest.approx(48.1308, abs=1e-4)
+    assert comparing.psnr(comparing.errors(black, black)[0]) == math.inf
+
+
+def test_pictures_keep_to_their_bytes_and_small_ones_are_not_enlarged() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (400, 600, 3), dtype=np.uint8)
+    large, small = (comparing.picture(noise, comparing.IMAGE_BOX, size) for size in (1 << 20, 6000))
+    assert (large.width, large.height) == (384, 256)
+    assert len(small.data) <= 6000 < len(large.data)
+    assert comparing.picture(noise[:20, :30], comparing.IMAGE_BOX, 1 << 20).width == 30
+
+
+def test_contact_sheets_are_as_many_as_it_takes() -> None:
+    flat = comparing.picture(np.full((300, 300, 3), 90, np.uint8), comparing.IMAGE_BOX, 1 << 20)
+    found = [_result(flat, number) for number in range(16)]
+    line = {"bucket": "64x64@1", "samples": 16, "encoded": 16, "shown": 16, "mean PSNR (dB)": 20.0}
+    sheets = list(poster.sheets(found, [line]))
+    assert len(sheets) > 1
+    for data in sheets:
+        with Image.open(io.BytesIO(data)) as sheet:
+            assert sheet.width == poster.WIDTH and sheet.height <= poster.HEIGHT
+
+
+def _result(shown: Picture, number: int) -> Result:
+    frame = comparing.Frame(shown, shown, shown, 650.0, None)
+    place = {"dataset": "photos", "path": f"{number}.png", "bucket": "64x64@1", "sample_id": f"{number:032x}"}
+    item = Item(place, {}, None, 0.0, 0.0)
+    return Result(item, (Caption("words " * 40, 12, 12),), comparing.Comparison((frame,), 650.0))

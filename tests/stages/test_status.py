@@ -1,0 +1,115 @@
+"""What is done and what remains, once and again and again."""
+
+import io
+import itertools
+import shutil
+
+import pytest
+
+from schemas.console import Console, Report
+from stages import bucket, discover, encode_latents, encode_text, index, status, watching
+
+
+@pytest.fixture
+def encoded(project):
+    home = project("sana")
+    for number in range(3):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    for program in (discover, bucket, encode_text, encode_latents):
+        home.run(program.run)
+    return home
+
+
+def test_what_is_done_and_what_remains(encoded) -> None:
+    def rows() -> dict:
+        return {row["stage"]: row for row in encoded.run(status.run).details["stages"]}
+
+    found = rows()
+    assert (found["discover"]["done"], found["bucket"]["done"]) == (3, 3)
+    assert (found["encode-text"]["done"], found["encode-latents"]["done"]) == (4, 3)
+    assert "encode-vision" not in found and "left" not in found["encode-text"]
+    assert encoded.run(status.run).exit_code == 0
+    for name in encoded.shards("latents"):
+        (encoded.root / "latents" / name).unlink()
+    assert rows()["encode-latents"]["remaining"] == 3
+    report = encoded.run(status.run)
+    assert (report.exit_code, report.next_steps) == (3, ["latentpress encode-latents"])
+
+    # What was removed by hand is named.
+    encoded.run(encode_latents.run)
+    encoded.run(index.run)
+    assert encoded.run(status.run).remaining == 0
+    for folder in (encoded.root / "sets").iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    assert "which is not there: latentpress index" in encoded.run(status.run).details["training set"]
+
+    # Watched, it ends at once where nothing remains, and of what remains it says so.
+    assert encoded.run(status.run, watch=True, every=0.1).exit_code == 0
+
+    (name,) = encoded.shards("latents")
+    (encoded.root / "latents" / name).write_bytes(b"")
+    assert "latentpress verify" in encoded.run(status.run).details["libraries of the shards"]
+
+    shutil.rmtree(encoded.root / "media")
+    report = encoded.run(status.run)
+    assert (report.remaining, report.next_steps) == (1, ["latentpress discover"])
+
+
+def test_pace_is_that_of_the_last_shards() -> None:
+    every_10_s = [(1000.0 + 10 * number, 5) for number in range(10)]
+    assert watching.pace(every_10_s, 90, now=1090.0) == {"items/s": "0.5", "left": "0:03:00"}
+    assert watching.pace(every_10_s, 90, now=1180.0) == {"items/s": "0.25", "left": "0:06:00"}
+    nothing = {"items/s": "", "left": ""}
+    assert watching.pace([], 90, now=0.0) == watching.pace(every_10_s[:1], 90, now=1000.0) == nothing
+    assert watching.pace(every_10_s, 90, now=1090.0 + 2 * watching.RECENT) == nothing
+    long = [(float(second), 1) for second in range(1000)] + [(1000.0 + second, 9) for second in range(100)]
+    assert watching.pace(long, 9, now=1099.0)["items/s"] == "9"
+
+
+def look(*remaining: int):
+    """A status whose encode-text has each of `remaining` in turn."""
+    left = iter(remaining)
+
+    def now() -> Report:
+        count = next(left)
+        if count < 0:
+            raise KeyboardInterrupt
+        row = {"stage": "encode-text", "what": "texts", "done": 9 - count, "remaining": count, "set aside": 0}
+        return Report("status", remaining=count, details={"stages": [row | {"items/s": "3", "left": "0:00:01"}]})
+
+    return now
+
+
+def test_watching_prints_a_line_for_each_change_and_ends_when_nothing_remains() -> None:
+    out = io.StringIO()
+    report = watching.until_done(look(9, 9, 4, 0), Console(stderr=out), 0.0)
+    assert report.exit_code == 0
+    assert out.getvalue().splitlines() == [
+        "encode-text: 0 texts done, 9 remaining, 3 texts/s, 0:00:01 left",
+        "encode-text: 5 texts done, 4 remaining, 3 texts/s, 0:00:01 left",
+        "encode-text: 9 texts done, 0 remaining, 3 texts/s, 0:00:01 left",
+    ]
+
+
+def test_ctrl_c_ends_watching_well() -> None:
+    report = watching.until_done(look(9, 4, -1), Console(stderr=io.StringIO()), 0.0)
+    assert report.exit_code == 0
+    assert report.details["stopped"] == "watching, with 4 items remaining"
+
+
+def test_a_terminal_is_redrawn(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    watching.until_done(look(9, 0), Console(stderr=out), 0.0)
+    assert "\x1b[" in out.getvalue() and "status: 0 done" in out.getvalue()
+
+
+def test_of_many_shards_some_are_opened() -> None:
+    paths = [str(number) for number in range(1000)]
+    chosen = status._spread(paths)
+    assert len(chosen) == status.OPENED and (chosen[0], chosen[-1]) == ("0", "999")
+    steps = [int(b) - int(a) for a, b in itertools.pairwise(chosen)]
+    assert max(steps) - min(steps) <= 1
+    assert status._spread(paths[:5]) == paths[:5]

@@ -1,0 +1,111 @@
+"""Told to stop, an encoding stage drops its unit, says what remains, and goes on from there the next time."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from schemas.errors import REMAINS
+from stages import bucket, discover, encode_latents
+from stages.media import members
+from stages.stopping import parse_time
+from stages.vae.worker import LatentsWorker
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("45", 45), ("45s", 45), ("90m", 5400), ("3h", 10800), ("1h30m", 5400), ("02:30:05", 9005)]
+)
+def test_times_are_read(text: str, seconds: float) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "soon", "-3h", "3 h", "1:2", "1:99:00"])
+def test_what_is_no_time_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="1h30m"):
+        parse_time(text)
+
+
+@pytest.fixture
+def planned(project):
+    home = project(cache={"unit_mib": 0.004})
+    for number in range(8):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    home.run(discover.run)
+    home.run(bucket.run)
+    return home
+
+
+def leftovers(root: Path) -> list[str]:
+    return [path.name for path in root.rglob("*") if path.name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned, monkeypatch, number) -> None:
+    encoded = []
+    encode = LatentsWorker.encode
+
+    def interrupted(self, names, batch):
+        encoded.extend(names)
+        if len(encoded) == 3:
+            os.kill(os.getpid(), number)
+        return encode(self, names, batch)
+
+    monkeypatch.setattr(LatentsWorker, "encode", interrupted)
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    report = planned.run(encode_latents.run)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    before = planned.shards("latents")
+    assert 0 < len(before) < 8 and report.exit_code == REMAINS
+    assert report.remaining == 8 - len(before)
+    assert report.details["stopped"].startswith(f"by {signal.Signals(number).name}; {report.remaining} units remain")
+    assert leftovers(planned.root) == []
+    again = planned.run(encode_latents.run)
+    assert (again.done, again.remaining, again.exit_code) == (report.remaining, 0, 0)
+    whole = planned.shards("latents")
+    assert before.items() <= whole.items()
+    for name in whole:
+        (planned.root / "latents" / name).unlink()
+    planned.run(encode_latents.run)
+    assert planned.shards("latents") == whole
+
+
+def test_time_that_is_up_stops_it_with_several_processes_too(planned) -> None:
+    report = planned.run(encode_latents.run, "stages.encode-latents.workers=2", max_time=0.2)
+    assert report.details["stopped"].startswith("by --max-time")
+    assert report.remaining == 8 - len(planned.shards("latents")) > 0
+    assert report.exit_code == REMAINS and leftovers(planned.root) == []
+
+
+def test_a_run_that_ends_in_time_says_nothing_of_it(planned) -> None:
+    report = planned.run(encode_latents.run, max_time=3600.0)
+    assert report.exit_code == 0 and "stopped" not in report.details
+
+
+def hanging() -> Callable[[object], object]:
+    def read(wanted: object) -> object:
+        time.sleep(600)
+        return wanted
+
+    return read
+
+
+def test_a_signal_is_obeyed_while_a_decoder_hangs(planned, monkeypatch) -> None:
+    monkeypatch.setattr(members, "reader", hanging)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def tell() -> None:
+        while signal.getsignal(signal.SIGTERM) is before:
+            time.sleep(0.01)
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=tell, daemon=True).start()
+    began = time.monotonic()
+    report = planned.run(encode_latents.run)
+    assert report.details["stopped"].startswith("by SIGTERM; 8 units remain")
+    assert time.monotonic() - began < 100 < planned.config().stages.item_timeout_s

@@ -1,0 +1,78 @@
+"""How the weights are held: each option loads, runs and stays within its error; what can't be had says what to do."""
+
+import pytest
+import torch
+
+from schemas.errors import USAGE
+from stages.encode_text import parts
+from stages.text import models
+from stages.text.models import OptionError
+
+CAPTIONS = ["", "A small grey cat looks at the camera with green eyes.", "words that go on " * 20]
+
+
+def relative(results, others) -> float:
+    """|difference| / |value| of all embeddings together."""
+    one, other = (torch.cat([result.embeds.float() for result in batch]) for batch in (results, others))
+    return ((one - other).norm() / other.norm()).item()
+
+
+@pytest.fixture(scope="module")
+def plain(make, encoded):
+    return {kind: encoded(make(kind), CAPTIONS) for kind in ("kandinsky5-image-i2i", "sana")}
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana"])
+@pytest.mark.parametrize(
+    ("quantization", "least", "most"), [("bf16", 1e-3, 0.02), ("int8-quanto", 1e-3, 0.04), ("nf4-bnb", 0.04, 0.4)]
+)
+def test_quantised_weights_stay_within_their_error(
+    make, encoded, plain, kind, quantization, least, most, record_property
+):
+    pytest.importorskip(models.LIBRARIES.get(quantization, "torch"))
+    encoder = make(kind, quantization=quantization)
+    results = encoded(encoder, CAPTIONS)
+    error = relative(results, plain[kind])
+    record_property("relative_error", error)
+    print(f"{kind}, {quantization}: {error:.4f}")
+    assert {result.embeds.dtype for result in results} == {torch.float32}
+    assert least < error < most
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana"])
+def test_offload_by_blocks_gives_the_same_numbers(make, encoded, plain, kind):
+    for result, wanted in zip(encoded(make(kind, offload="blocks"), CAPTIONS), plain[kind], strict=True):
+        assert torch.equal(result.embeds, wanted.embeds)
+
+
+def test_eager_attention_is_within_rounding(make, encoded, plain):
+    kind = "kandinsky5-image-i2i"
+    assert relative(encoded(make(kind, attention="eager"), CAPTIONS), plain[kind]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("sana", {"attention": "sdpa"}, "soft-capped"),
+        ("kandinsky5-image-t2i", {"attention": "flash_attention_2"}, "needs a CUDA device"),
+        ("kandinsky5-image-t2i", {"quantization": "nf4-bnb", "offload": "blocks"}, "do not go together"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(make, kind, options, message):
+    with pytest.raises(OptionError, match=message) as caught:
+        make(kind, **options)
+    assert caught.value.exit_code == USAGE and caught.value.next_step
+
+
+def test_a_missing_library_names_the_extra(make, monkeypatch):
+    monkeypatch.setitem(models.LIBRARIES, "int8-quanto", "a_library_that_is_not_there")
+    with pytest.raises(OptionError, match=r"\[quant\]"):
+        make("kandinsky5-image-t2i", quantization="int8-quanto")
+
+
+def test_what_changes_bytes_is_in_the_fingerprint(project):
+    home = project("sana")
+    plain = parts(home.config())
+    for change in ("text.quantization=bf16", "text.attention=eager"):
+        assert parts(home.config(change)) != plain
+    assert parts(home.config("text.offload=blocks")) == parts(home.config("text.batch_tokens=64")) == plain

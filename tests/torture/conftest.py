@@ -1,0 +1,165 @@
+"""What the torture tests share. Counts are small; TORTURE=long, as `make torture` sets it, makes them large."""
+
+import io
+import multiprocessing.forkserver
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cache.store
+from cache import shard
+from cache.shard import Row, SetAside, ShardMeta
+from cache.store import Store
+from cache.tensors import Array
+from tests.stages.conftest import project  # noqa: F401  (the fixture)
+
+LONG = os.environ.get("TORTURE") == "long"
+COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
+STEM = "text/f00d/t-1"
+Act = Callable[[], object]
+
+
+@pytest.fixture(scope="session")
+def often() -> Callable[[int, int], int]:
+    """often(short, long): how many times, in this form."""
+    return lambda short, long: long if LONG else short
+
+
+@pytest.fixture(params=["arrow", "webdataset"])
+def format(request) -> str:
+    return request.param
+
+
+class Shards:
+    """One tiny unit of four rows, of which the second has no "pooled"."""
+
+    stem = STEM
+
+    @staticmethod
+    def row(number: int, width: int = 5) -> Row:
+        rng = np.random.default_rng(number)
+        embeds = Array.from_numpy(rng.integers(0, 1 << 16, (number + 1, width), "<u2"), "bfloat16")
+        tensors = {"embeds": embeds, "pooled": Array.from_numpy(rng.standard_normal(4, "f4"))}
+        if number == 1:
+            del tensors["pooled"]
+        return Row(f"id{number}", tensors, {"tokens": number, "share": number / 3, "name": "ü"})
+
+    @classmethod
+    def write(cls, store: Store, format: str, rows: int = 4, width: int = 5, stem: str = STEM) -> str:
+        kind, fingerprint, unit = stem.split("/")
+        meta = ShardMeta(kind, fingerprint, unit, "", provenance={"torch": "2.13.0", "libraries": {"a": "1"}})
+        with shard.writer(store, stem, meta, COLUMNS, format) as out:
+            for number in range(rows):
+                out.add(cls.row(number, width))
+            out.set_aside(SetAside("bad", "unreadable", "it is empty"))
+            return out.finish()
+
+    @staticmethod
+    def files(store: Store) -> dict[str, bytes]:
+        """Everything that is listed."""
+        return {name: store.read_bytes(name) for name in store.names("")}
+
+
+@pytest.fixture
+def shards() -> type[Shards]:
+    return Shards
+
+
+def forked(work: Act, said: Path, seconds: float = 0, memory: int = 0) -> int:
+    """Fork and do `work`: the signal that ended the child, or 0. A failure of `work` fails with its traceback, which
+    goes through the file `said`. seconds: it is killed after so many. memory: bytes that it may take beyond its own."""
+    child = os.fork()
+    if child == 0:
+        multiprocessing.forkserver._forkserver.__init__()  # the parent's server can't be this process's
+        code = 1
+        try:
+            if memory:
+                pages = int(Path("/proc/self/statm").read_text().split()[0])
+                most = pages * os.sysconf("SC_PAGE_SIZE") + memory
+                resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            work()
+            code = 0
+        except BaseException:
+            said.write_text(traceback.format_exc())
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status)
+    assert os.WEXITSTATUS(status) == 0, said.read_text()
+    return 0
+
+
+@pytest.fixture(name="forked")
+def _forked(tmp_path: Path) -> Callable[..., int]:
+    return lambda work, **limits: forked(work, tmp_path / "said.txt", **limits)
+
+
+class Steps:
+    """Everything that a store does to the disk on the way to a new file, in order: `log` names the steps.
+
+    At step number `at` (from 0; -1: never) `act` is called, before the step is done; of a write, half is done. `only`
+    says which steps count, by their name (create, write, fsync, rename) and the path they are done to.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.at, self.act = -1, lambda: None
+        self.only: Callable[[str, str], bool] = lambda name, path: True
+
+    def arm(self, at: int, act: Act, only: Callable[[str, str], bool] | None = None) -> None:
+        self.log, self.at, self.act = [], at, act
+        self.only = only or (lambda name, path: True)
+
+    def passed(self, name: str, path: str) -> bool:
+        if not self.only(name, path):
+            return False
+        self.log.append(name)
+        return len(self.log) - 1 == self.at
+
+    def step(self, name: str, path: str) -> None:
+        if self.passed(name, path):
+            self.act()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """The steps of every store in this process, and in processes forked from it."""
+    taken = Steps()
+    fsync, replace = os.fsync, os.replace
+
+    class Raw(io.FileIO):
+        def write(self, data) -> int:
+            if taken.passed("write", str(self.name)):
+                super().write(bytes(data)[: len(data) // 2])
+                taken.act()
+            return super().write(data) or 0
+
+    def opened(path, mode: str):
+        if mode != "xb":
+            return open(path, mode)
+        taken.step("create", str(path))
+        return io.BufferedWriter(Raw(str(path), mode))
+
+    def synced(descriptor: int) -> None:
+        taken.step("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def replaced(source: str, target: str) -> None:
+        taken.step("rename", target)
+        replace(source, target)
+
+    monkeypatch.setattr(cache.store, "open", opened, raising=False)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(cache.store, "replace", replaced)
+    return taken

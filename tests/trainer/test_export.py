@@ -1,0 +1,121 @@
+"""A root, an export of it, and an import of that train alike: the same batches bit by bit, the same losses."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from cache.exporter import Exporter
+from cache.importer import Importer
+from cache.plan import Plan
+from cache.store import Store
+from cache.trainset import TrainSet
+from schemas.config import Config
+from schemas.console import DAMAGE, OK, Console, Options
+from trainer import metrics
+from trainer.__main__ import run
+from trainer.data import Feed
+
+
+def found(config: Config) -> TrainSet:
+    return TrainSet.find(config.root, config.train.set, config.model.family, config.model.task)
+
+
+def export(config: Config, target: Path, form: str) -> None:
+    exporter = Exporter(found(config), Store(target), form, 0.01, False)
+    for piece in exporter.pieces:
+        exporter.write(piece)
+    exporter.write_prompts()
+    exporter.publish()
+
+
+def import_(config: Config, target: Path) -> None:
+    importer = Importer(found(config), Store(target), "arrow")
+    for part in importer.parts:
+        importer.write(part)
+    importer.publish(importer.write_prompts())
+
+
+def at(config: Config, place: str, name: str) -> Config:
+    """To train on the set at `place`, with no root, no datasets and no plan."""
+    values = config.model_dump(mode="json", by_alias=True, exclude={"root", "datasets"})
+    values["train"] |= {"set": place}
+    return Config.model_validate({**values, "output": str(Path(config.output) / name)})
+
+
+@pytest.fixture
+def three(make_config, make_set, tmp_path: Path, request) -> list[Config]:
+    """Configurations that train on a root, on an export of it, and on an import of that."""
+    kind, form = request.param
+    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 100}
+    config = make_config(kind, validation=look, steps=3, batch_size=2, caption_dropout=0.3, adapter={"rank": 2})
+    make_set(config)
+    export(config, tmp_path / "export", form)
+    exported = at(config, str(tmp_path / "export"), "exported")
+    import_(exported, tmp_path / "import")
+    return [config, exported, at(config, str(tmp_path / "import" / "sets" / "set1"), "imported")]
+
+
+def flat(feed: Feed, step: int) -> list:
+    data = feed.step(step)
+    values: list = [data.step, data.epoch, data.bucket]
+    for part in data.parts:
+        for value in (*vars(part.batch).values(), part.noise_BCTHW, part.normal_B):
+            values.append((value.dtype, value.shape, value.tolist()) if isinstance(value, torch.Tensor) else value)
+    return values
+
+
+@pytest.mark.parametrize(
+    "three", [("t2i", "arrow"), ("i2i", "webdataset"), ("i2v", "arrow"), ("sana", "webdataset")], indirect=True
+)
+def test_batches_are_the_same_bit_by_bit(three: list[Config]) -> None:
+    sets = [found(config) for config in three]
+    assert len({type(data).__name__ for data in sets}) == 2
+    feeds = [Feed(data, Plan(data.spans, 5, 4), 2, 0.3) for data in sets]
+    for step in range(2 * feeds[0].plan.batches_per_epoch):
+        expected, *others = [flat(feed, step) for feed in feeds]
+        assert others == [expected, expected]
+    assert sets[0].validation == sets[1].validation == sets[2].validation
+    assert {data.id for data in sets} == {"set1"}
+
+
+def quiet() -> Console:
+    return Console(stderr=open(os.devnull, "w"))
+
+
+@pytest.mark.parametrize("three", [("t2i", "arrow")], indirect=True)
+def test_losses_are_the_same(three: list[Config]) -> None:
+    losses = []
+    for config in three:
+        report = run(config, Options(config=Path("pipeline.yaml")), quiet())
+        assert report.exit_code == OK and report.done == 3
+        lines = metrics.read(Path(config.output) / "run" / "metrics.jsonl")
+        losses.append([(line.get("loss"), line.get("eval_loss"), line.get("grad_norm")) for line in lines])
+    assert losses[1] == losses[0] == losses[2] and len(losses[0]) > 3
+
+
+@pytest.mark.parametrize("three", [("t2i", "arrow")], indirect=True)
+def test_damage_to_an_export_ends_the_run(three: list[Config]) -> None:
+    config = three[1]
+    for path in Path(config.train.set).glob("samples/*/*.arrow"):
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+    report = run(config, Options(config=Path("pipeline.yaml")), quiet())
+    assert report.exit_code == DAMAGE and "latentpress export" in report.next_steps[0]
+    assert "/samples/" in report.damage[0]["path"]
+
+
+@pytest.mark.parametrize("three", [("t2i", "arrow")], indirect=True)
+def test_the_resolved_configuration_still_says_where_the_set_lies(three: list[Config]) -> None:
+    from ruamel.yaml import YAML
+
+    from trainer.terms import write_config
+
+    write_config(three[1], "set1")
+    path = Path(three[1].output) / "run" / "config.yaml"
+    again = YAML(typ="safe").load(path.read_text())
+    assert again["train"]["set"] == three[1].train.set
+    assert json.dumps(again) and Config.model_validate(again) == three[1]

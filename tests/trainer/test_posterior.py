@@ -1,0 +1,132 @@
+"""Moments in the shards: sampled by position, whatever the rank, the resumption or the other samples."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cache.plan import Plan
+from cache.store import Store
+from cache.trainset import SetError, TrainSet
+from schemas.catalogue import FAMILIES
+from schemas.console import Console
+from trainer import metrics, posterior
+from trainer import train as loop
+from trainer.data import Feed
+
+FLUX = FAMILIES["kandinsky5-image"]
+
+
+@pytest.fixture
+def moments_set(make_set, made):
+    """moments_set(config): a set of moments, and of each sample its (mean, log-variance). Log-variances are around -2,
+    so that other noise shows."""
+
+    def make(config):
+        items, null, prompts = made.mixed_items(config)
+        rng, held = np.random.default_rng(5), []
+        for number, item in enumerate(items):
+            logvar = rng.uniform(-3, -1, item.latent.shape).astype(np.float32)
+            condition = item.condition
+            if condition is not None:
+                condition = np.concatenate([condition, np.full_like(condition, -1.0)])
+            items[number] = replace(item, latent=np.concatenate([item.latent, logvar]), condition=condition)
+            held.append((item.bucket, item.latent, logvar))
+        for prompt in prompts:
+            if prompt.condition is not None:
+                prompt.condition = np.concatenate([prompt.condition, np.full_like(prompt.condition, -1.0)])
+        make_set(config, items, null, prompts)
+        held.sort(key=lambda row: row[0])
+        return {f"set1-sample{number}": row[1:] for number, row in enumerate(held)}
+
+    return make
+
+
+def opened(config) -> TrainSet:
+    return TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+
+
+def drawn(config, steps: int, **options) -> list[dict]:
+    """Of each step: sample id -> (latent, condition)."""
+    data = opened(config)
+    feed = Feed(data, Plan(data.spans, 3, 4), 2, 0.0, **options)
+    found = []
+    for step in range(steps):
+        found.append({})
+        for part in feed.step(step).parts:
+            conditions = part.batch.condition_BCTHW
+            for i, name in enumerate(part.batch.ids):
+                found[-1][name] = part.batch.latents_BCTHW[i], None if conditions is None else conditions[i]
+    return found
+
+
+def test_draws_have_the_mean_and_variance_of_the_moments() -> None:
+    """Over 4,000 draws: each number within five standard errors of its mean and deviation."""
+    rng = torch.Generator().manual_seed(1)
+    mean = torch.randn(16, 1, 2, 3, generator=rng)
+    logvar = torch.rand(16, 1, 2, 3, generator=rng) * 4 - 5
+    stored, count = torch.cat([mean, logvar]), 4000
+    draws = torch.stack([posterior.latents(stored, FLUX, f"0/{step}/0/a") for step in range(count)])
+    deviation = (logvar / 2).exp()
+    assert ((draws.mean(0) - mean).abs() / deviation).max() < 5 / count**0.5
+    assert (draws.std(0) / deviation - 1).abs().max() < 5 / (2 * count) ** 0.5
+    noise = ((draws - mean) / deviation).flatten(1)
+    assert noise[:-1].mul(noise[1:]).mean().abs() < 5 / noise.numel() ** 0.5, "each step has noise of its own"
+    assert torch.equal(draws[7], posterior.latents(stored, FLUX, "0/7/0/a"))
+
+
+@pytest.mark.parametrize(("family", "channels"), [("kandinsky5-image", 24), ("kandinsky5-video", 8), ("sana", 64)])
+def test_another_number_of_channels_is_refused(family, channels) -> None:
+    with pytest.raises(SetError, match=f"has {channels} channels; {family} has"):
+        posterior.latents(torch.zeros(channels, 1, 2, 2), FAMILIES[family], "x")
+
+
+@pytest.mark.parametrize("kind", ["t2i", "i2v"])
+def test_every_step_draws_anew_and_ranks_draw_alike(make_config, moments_set, kind) -> None:
+    config = make_config(kind)
+    held = moments_set(config)
+    whole, again = drawn(config, 6), drawn(config, 6)
+    seen: dict[str, list[torch.Tensor]] = {}
+    ranks = [drawn(config, 6, rank=rank, world=2) for rank in (0, 1)]
+    for step, samples in enumerate(whole):
+        for name, (latent, condition) in samples.items():
+            mean, logvar = map(torch.from_numpy, held[name])
+            noise = (latent - mean) / (logvar / 2).exp()
+            assert latent.shape == mean.shape and abs(noise.std() - 1) < 0.1 and abs(noise.mean()) < 0.1
+            others = again[step][name], (ranks[0][step] | ranks[1][step])[name]
+            assert all(torch.equal(latent, other[0]) for other in others)
+            if condition is not None:
+                assert condition.shape[0] == config.model.spec.latent_channels
+                assert all(torch.equal(condition, other[1]) for other in others)
+                own = (condition - mean[:, :1]) / np.exp(-0.5)
+                assert abs(own.std() - 1) < 0.1 and (own - noise[:, :1]).abs().max() > 1, "noise of its own"
+            seen.setdefault(name, []).append(latent)
+    twice = [latents for latents in seen.values() if len(latents) > 1]
+    assert twice and all((latents[0] - latents[1]).abs().max() > 0.1 for latents in twice)
+
+
+def test_training_on_moments_goes_on_as_if_never_stopped(make_config, moments_set) -> None:
+    """Steps, eval loss and a validation latent, whole and in two parts: the same to the last bit."""
+    torch.set_num_threads(1)
+    found = []
+    for name, parts in (("whole", (4,)), ("parts", (2, 4))):
+        look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
+        for steps in parts:
+            options = {"batch_size": 2, "checkpoint_every": 2, "optimizer": {"lr": 2e-3, "warmup": 0}}
+            config = make_config("i2v", name=name, validation=look, steps=steps, **options)
+            if steps == parts[0]:
+                moments_set(config)
+            data = opened(config)
+            with open("/dev/null", "w") as silent:
+                loop.train(config, data, Plan(data.spans, 0, 2), Console(stderr=silent), "cpu")
+        run = Path(config.output) / "run"
+        rows = metrics.read(run / "metrics.jsonl")
+        kept = [{key: row[key] for key in ("step", "loss", "eval_loss") if key in row} for row in rows]
+        latent = load_file(run / "validation" / "step-000004" / "one.safetensors")["latent"]
+        assert latent.shape[0] == config.model.spec.latent_channels
+        found.append((kept, latent))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+    assert sum("loss" in row for row in found[0][0]) == 4 and sum("eval_loss" in row for row in found[0][0]) == 3

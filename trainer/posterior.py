@@ -1,0 +1,28 @@
+"""Latents out of stored moments: where a shard holds mean and log-variance, training samples anew at every step."""
+
+import torch
+
+from cache.trainset import SetError
+from schemas.catalogue import Family
+from schemas.identity import seed_of
+
+
+def latents(stored_CTHW: torch.Tensor, family: Family, identity: str) -> torch.Tensor:
+    """float32 latents (C, T, h, w) of what a shard holds: latents themselves, or moments in twice the channels.
+
+    Moments are mean and log-variance in the model's space, one after the other along the channels; the latent is
+    mean + exp(logvar / 2) * noise, with standard normal noise that `identity` alone determines, the same on every
+    device. Which of both it is, the number of channels says. Raises SetError for any other number.
+    """
+    stored, channels = stored_CTHW.float(), family.latent_channels
+    if len(stored) == channels:
+        return stored
+    if len(stored) != 2 * channels or not family.posterior:
+        raise SetError(
+            f"a stored latent has {len(stored)} channels; {family.name} has {channels}"
+            + (f", or {2 * channels} with the log-variance" if family.posterior else ""),
+            "Its shard was made for another model: run `latentpress encode-latents` and `latentpress index`.",
+        )
+    mean, logvar = stored.chunk(2)
+    generator = torch.Generator().manual_seed(seed_of(identity, "posterior"))
+    return mean + (logvar / 2).exp() * torch.randn(mean.shape, generator=generator)
