@@ -13,7 +13,6 @@ SMALL = {
     "planning": ["--items", "2000"],
     "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],
-    "latents": ["--images", "1", "--side", "64", "--repeat", "1", "--channels", "8"],
     "vae_memory": ["--autoencoder", "flux"],
 }
 
@@ -53,13 +52,6 @@ def test_reading_shards() -> None:
     lines = measured("shard_read").splitlines()
     assert lines[0] == "4 rows of (2, 8, 8) bfloat16, 0.0 MiB"
     assert len(lines) == 1 + 2 * (1 + 4)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are inherited from children that ended")
-def test_encoding_latents_beside_the_bare_autoencoder() -> None:
-    rows = [line.strip("| ").split(" | ") for line in measured("latents").splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows[1:]] == ["bare, 1 images", "stage, 1 images"]
-    assert float(rows[2][3].split()[0]) > 0.5
 
 
 def test_memory_of_autoencoders() -> None:
