@@ -105,7 +105,7 @@ def config_of(source: str, revision: str | None, part: str) -> dict[str, Any]:
     if folder is None:
         from huggingface_hub import hf_hub_download
 
-        path = Path(_calling(hf_hub_download, source, revision, filename=name))
+        path = Path(calling(hf_hub_download, source, revision, filename=name))
     else:
         _require(folder, (part,))
         path = folder / name
@@ -187,17 +187,19 @@ def _commit(repo: str, revision: str | None) -> str:
         return revision
     from huggingface_hub import hf_hub_download
 
-    return Path(_calling(hf_hub_download, repo, revision, filename=INDEX)).parent.name
+    return Path(calling(hf_hub_download, repo, revision, filename=INDEX)).parent.name
 
 
 def _fetch(repo: str, revision: str | None, parts: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [INDEX, *(f"{part}/*" for part in parts)]
-    return Path(_calling(snapshot_download, repo, revision, allow_patterns=patterns))
+    return Path(calling(snapshot_download, repo, revision, allow_patterns=patterns))
 
 
-def _calling(download: Any, repo: str, revision: str | None, **options: Any) -> str:
+def calling(download: Any, repo: str, revision: str | None, *, key: str = "model.path", **options: Any) -> str:
+    """What a function of huggingface_hub gives; WeightsError where the repository can't be had. key: that may name a
+    local copy instead."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -207,5 +209,5 @@ def _calling(download: Any, repo: str, revision: str | None, **options: Any) -> 
         raise WeightsError(
             f"the repository {repo}{at} can't be had (and there is no such folder): {error}",
             "check its name and revision, the network (HF_ENDPOINT for a mirror) and, where it is gated, "
-            "`hf auth login`; or set model.path to a local copy",
+            f"`hf auth login`; or set {key} to a local copy",
         ) from error

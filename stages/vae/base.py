@@ -105,11 +105,6 @@ def means(latents: torch.Tensor, channels: int) -> torch.Tensor:
     return latents[:, :channels]
 
 
-def finite(latents: torch.Tensor) -> list[bool]:
-    """Of each sample of a batch, whether all of its numbers are finite."""
-    return torch.isfinite(latents).flatten(1).all(1).tolist()
-
-
 def to_bytes(pixels_BCTHW: torch.Tensor) -> torch.Tensor:
     """uint8 pixels_BTHWC on the CPU, by the steps of the pipelines' image and video processors."""
     unit_BCTHW = (pixels_BCTHW * 0.5 + 0.5).clamp(0, 1)

@@ -14,7 +14,7 @@ from cache.store import Store
 from schemas.errors import USAGE
 from schemas.identity import hash_json
 from stages.vision.grids import PATCH
-from stages.weights import WeightsError, hash_file
+from stages.weights import WeightsError, calling, hash_file
 
 CONFIG = "config.json"
 FILES = (CONFIG, "*.safetensors", "*.safetensors.index.json")
@@ -50,7 +50,7 @@ def resolve(source: str, revision: str | None) -> Path:
     if folder is None:
         from huggingface_hub import snapshot_download
 
-        folder = Path(_calling(snapshot_download, source, revision, allow_patterns=list(FILES)))
+        folder = Path(calling(snapshot_download, source, revision, key="vision.model", allow_patterns=list(FILES)))
     if not any(path.suffix == ".safetensors" for path in _files(folder)):
         raise WeightsError(
             f"{source} has no *.safetensors",
@@ -99,20 +99,6 @@ def _config_in_repo(repo: str, revision: str | None) -> Path:
     is the name of its folder. Once in a process, so that a branch which moves meanwhile does not rename the cache."""
     from huggingface_hub import hf_hub_download
 
-    config = Path(_calling(hf_hub_download, repo, revision, filename=CONFIG))
+    config = Path(calling(hf_hub_download, repo, revision, key="vision.model", filename=CONFIG))
     assert _COMMIT.fullmatch(config.parent.name), f"{config}: no commit"
     return config
-
-
-def _calling(download: Any, repo: str, revision: str | None, **options: Any) -> str:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return download(repo_id=repo, revision=revision, **options)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        at = f" at revision {revision}" if revision else ""
-        raise WeightsError(
-            f"the repository {repo}{at} can't be had (and there is no such folder): {error}",
-            "check its name and revision and the network (HF_ENDPOINT for a mirror); or set vision.model to a local "
-            "copy",
-        ) from error
