@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 torture: $(STAMP)
 	TORTURE=long $(BIN)/python -m pytest tests/torture --timeout 7200 $(PYTEST_ARGS)

@@ -1,11 +1,16 @@
 """encode-latents beside the least that could be done instead, in one run: total processor time and time.
 
     python -m benchmarks.latents [--images 200] [--side 512] [--repeat 3] [--channels 32]
+    python -m benchmarks.latents --device cuda --true-size [--kind kandinsky5-video-t2v] [--images 200]
 
-Both sides read the same JPEGs and encode them with the same autoencoder, Flux's architecture with fewer channels and
-random weights, in batches of the same shapes. Bare: one process that decodes, resizes, normalises and calls
-`vae.encode`. Each side runs once with one image and once with all, in processes of their own; what the first takes
-(imports, loading) is taken off. Processor time is that of all processes of a side. Linux only.
+Without --device both sides read the same JPEGs and encode them with the same autoencoder, Flux's architecture with
+fewer channels and random weights, in batches of the same shapes. Bare: one process that decodes, resizes, normalises
+and calls `vae.encode`. Each side runs once with one image and once with all, in processes of their own; what the first
+takes (imports, loading) is taken off. Processor time is that of all processes of a side. Linux only.
+
+With --device, in one process and by turns: the stage over all pictures or clips, less what it takes with one, beside
+`vae.encode` alone, on tensors of the same batches that are on the device already; and what that asks of the device.
+--true-size: the autoencoder's published shape, in the precision that the stage has by default.
 """
 
 import argparse
@@ -13,21 +18,27 @@ import ctypes
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.discover import jpeg
+from benchmarks.discover import jpeg, unique_jpeg, unique_video, video
 from schemas.console import Console, Options
 from schemas.loading import load
 
 PR_SET_CHILD_SUBREAPER = 36
 SIZES = ((1152, 896), (1600, 1200), (1024, 1408))
+#: kind of checkpoint -> side of a square of as many pixels as the usual size has (of clips 768x512)
+KINDS = {"kandinsky5-image-t2i": 1024, "kandinsky5-video-t2v": 627, "sana": 1024}
+FRAMES = 61
 
 
 def checkpoint(folder: Path, channels: int) -> Path:
@@ -48,22 +59,29 @@ def checkpoint(folder: Path, channels: int) -> Path:
     return folder
 
 
-def project(folder: Path, images: int, side: int, model: Path) -> Path:
-    """A planned project of so many pictures; the configuration's path."""
+def project(
+    folder: Path, count: int, side: int, model: Path, kind: str = "kandinsky5-image-t2i", **resources: str
+) -> Path:
+    """A planned project of so many pictures or clips; the configuration's path."""
     from stages import bucket, discover
 
     media = folder / "media"
     media.mkdir(parents=True)
-    kinds = [jpeg(*size, seed) for seed, size in enumerate(SIZES)]
-    for number in range(images):
-        data = kinds[number % len(kinds)]
-        (media / f"{number:05d}.jpg").write_bytes(data[:2] + b"\xff\xfe\x00\x0a" + b"%08d" % number + data[2:])
+    clips = "video" in kind
+    some = [video(folder, 1152, 768)] if clips else [jpeg(*size, seed) for seed, size in enumerate(SIZES)]
+    for number in range(count):
+        data = (unique_video if clips else unique_jpeg)(some[number % len(some)], number)
+        (media / f"{number:05d}.{'mp4' if clips else 'jpg'}").write_bytes(data)
         (media / f"{number:05d}.txt").write_text(f"picture {number}")
+    dataset: dict = {"id": "media", "instance_data_dir": "media", "resolution": side}
+    if clips:
+        dataset |= {"dataset_type": "video", "video": {"num_frames": FRAMES, "clip": "head"}}
+    precision = "float32" if resources.get("device", "cpu") == "cpu" else "bfloat16"
     config = {
         "root": "work",
-        "model": {"family": "kandinsky5-image", "path": str(model), "precision": "float32"},
-        "datasets": [{"id": "media", "instance_data_dir": "media", "resolution": side}],
-        "stages": {"encode-latents": {"threads": 1}},
+        "model": {"family": kind.rpartition("-")[0] or kind, "path": str(model), "precision": precision},
+        "datasets": [dataset],
+        "stages": {"encode-latents": {"threads": 1, **resources}},
     }
     path = folder / "pipeline.json"
     path.write_text(json.dumps(config))
@@ -108,11 +126,77 @@ def bare(path: Path) -> None:
                 vae.encode(torch.from_numpy(np.stack(batch))).latent_dist.sample()
 
 
+def shapes(path: Path) -> list[tuple[int, int, int, int]]:
+    """Of the stage's batches: members, frames, height, width."""
+    from cache.store import Store
+    from schemas.geometry import Bucket
+    from stages.plan import current_plan
+
+    config, found = load(path), []
+    for unit in current_plan(Store(config.root), config).units("latents"):
+        bucket = Bucket.parse(unit.bucket)
+        size = max(1, config.latents.batch_pixels // (bucket.frames * bucket.width * bucket.height))
+        for start in range(0, len(unit.members), size):
+            members = min(size, len(unit.members) - start)
+            found.append((members, bucket.frames, bucket.height, bucket.width))
+    return found
+
+
+def on_device(one: Path, all_: Path, repeat: int) -> None:
+    """The stage and `vae.encode` on ready tensors, by turns."""
+    import torch
+
+    from benchmarks import device as devices
+    from stages import loading
+
+    config = load(all_)
+    device = loading.device(config.stages.encode_latents)
+    vae = loading.autoencoder(config, device)._vae
+    batches = shapes(all_)
+    clips, frames = config.model.spec.video, sum(members * frames for members, frames, _, _ in batches)
+    ready = [torch.rand(b, 3, t, h, w, device=device, dtype=vae.dtype) * 2 - 1 for b, t, h, w in batches]
+    ready = ready if clips else [batch[:, :, 0] for batch in ready]
+
+    @torch.no_grad()
+    def alone() -> None:
+        for batch in ready:
+            vae.encode(batch)
+
+    def staged(path: Path) -> None:
+        if (work := path.parent / "work" / "latents").exists():
+            shutil.rmtree(work)
+        stage(path)
+
+    others = 1 - batches[0][1] / frames  # the share of all but one
+    turns: dict[str, list[float]] = {"bare": [], "stage": []}
+    for turn in range(repeat + 1):
+        seconds = devices.timed(alone, device)
+        whole = devices.timed(lambda: staged(all_), device) - devices.timed(lambda: staged(one), device)
+        for side, found in (("bare", seconds), ("stage", whole / others)):
+            turns[side] += [found] if turn else []
+    bare, ours = (statistics.median(turns[side]) for side in ("bare", "stage"))
+    able = devices.able(device, vae.dtype)
+    print(f"{len(ready)} batches, as {'x'.join(map(str, batches[0]))}, {vae.dtype}, {device}")
+    print(f"| | s, median | least to most | frames/s | times bare | {devices.HEAD} |\n" + "|---" * 9 + "|")
+    least = devices.asked(alone, device, bare)
+    ready.clear()
+    vae.to("cpu")
+    seen = {"bare": least, "stage": replace(least, seconds=ours)}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        busy = (devices.kernels(lambda: staged(all_), device) - devices.kernels(lambda: staged(one), device)) / others
+        seen["stage"] = replace(seen["stage"], busy=busy / ours, peak=torch.cuda.max_memory_allocated(device))
+    for side, asked in seen.items():
+        spread, ratio = f"{min(turns[side]):.2f} to {max(turns[side]):.2f}", asked.seconds / bare
+        cells = f"{asked.seconds:.2f} | {spread} | {frames / asked.seconds:.1f} | {ratio:.2f} | {asked.cells(able)}"
+        print(f"| {side} | {cells} |")
+
+
 def measured(side: str, path: Path) -> tuple[float, float]:
     """(seconds, processor seconds) of a side in processes of its own, orphans included."""
     work = path.parent / "work" / "latents"
     if work.exists():
-        subprocess.run(["rm", "-r", str(work)], check=True)
+        shutil.rmtree(work)
     ours, before = children(), resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.latents", "--child", side, "--config", str(path)]
@@ -130,28 +214,16 @@ def children() -> set[int]:
     return {int(number) for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=200)
-    parser.add_argument("--side", type=int, default=512)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--channels", type=int, default=32)
-    parser.add_argument("--child", choices=("stage", "bare"), help=argparse.SUPPRESS)
-    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        return {"stage": stage, "bare": bare}[options.child](options.config)
+def compare_processes(folder: Path, options: argparse.Namespace) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    counts = {"one": 1, "all": options.images}
-    with tempfile.TemporaryDirectory() as name:
-        model = checkpoint(Path(name) / "model", options.channels)
-        one, all_ = (project(Path(name) / what, count, options.side, model) for what, count in counts.items())
-        rows = []
-        for _ in range(options.repeat):
-            for side in ("bare", "stage"):
-                alone = measured(side, one) if options.images > 1 else (0.0, 0.0)
-                whole = measured(side, all_)
-                rows.append((side, *(there - here for here, there in zip(alone, whole, strict=True))))
+    model = checkpoint(folder / "model", options.channels)
+    one, all_ = (project(folder / str(count), count, options.side or 512, model) for count in (1, options.images))
+    rows = []
+    for _ in range(options.repeat):
+        for side in ("bare", "stage"):
+            alone = measured(side, one)
+            whole = measured(side, all_)
+            rows.append((side, *(there - here for here, there in zip(alone, whole, strict=True))))
     print("| | time | processor | ratio |\n|---|---|---|---|")
     found = {
         side: [statistics.median(row[place] for row in rows if row[0] == side) for place in (1, 2)]
@@ -160,7 +232,40 @@ def main() -> None:
     for side, (seconds, busy) in found.items():
         ratio = "" if side == "bare" else f"{busy / found['bare'][1]:.2f} (processor; limit 1.15)"
         print(f"| {side}, {options.images} images | {seconds:.2f} s | {busy:.2f} s | {ratio} |")
-    return None
+
+
+def compare_on_device(folder: Path, options: argparse.Namespace) -> None:
+    from examples import tiny_models
+
+    model = tiny_models.build(options.kind, folder / "model")
+    if options.true_size:
+        tiny_models.build(options.kind, model, size="true", dtype=options.precision, only=("vae",))
+    side = options.side or KINDS[options.kind]
+    one, all_ = (
+        project(folder / str(count), count, side, model, options.kind, device=options.device)
+        for count in (1, options.images)
+    )
+    on_device(one, all_, options.repeat)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=200, help="or clips; 2 or more")
+    parser.add_argument("--side", type=int, help="default: 512; with --device the usual one")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--channels", type=int, default=32)
+    parser.add_argument("--device", help="cuda, or cpu; see above")
+    parser.add_argument("--kind", choices=KINDS, default="kandinsky5-image-t2i", help="with --device")
+    parser.add_argument("--true-size", action="store_true", help="with --device")
+    parser.add_argument("--child", choices=("stage", "bare"), help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.precision = "float32" if options.kind == "sana" else "bfloat16"
+    if options.child:
+        {"stage": stage, "bare": bare}[options.child](options.config)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        (compare_on_device if options.device else compare_processes)(Path(name), options)
 
 
 if __name__ == "__main__":

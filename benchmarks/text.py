@@ -9,7 +9,8 @@ encoder sorts them by length and fills batches to a budget of tokens, with the t
 tokenise, both run CLIP, in the same precision, by turns in one process; tokens are those after the template. Also
 shown: the encoder without the shared prefix, and the pipeline on captions sorted by length. The mid-size models have
 random weights; --true-size has the true shapes of Qwen2.5-VL-7B and CLIP-L. On one CPU thread seconds are
-the process's own, so that other programs do not count.
+the process's own, so that other programs do not count. Loading is not in them. On a GPU a second table says what each
+way asks of it.
 """
 
 import argparse
@@ -160,7 +161,21 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
     for name, values in rates.items():
         print(f"| {name} | {np.median(values):,.0f} | {min(values):,.0f} to {max(values):,.0f} "
               f"| {np.median(values) / base:.2f} |")  # fmt: skip
-    print(f"texts behind the shared prefix: {shared.stats.shared}, whole: {shared.stats.whole}")
+    counted = f"texts behind the shared prefix: {shared.stats.shared}, whole: {shared.stats.whole}"
+    if options.look or device.type == "cuda":
+        look(ways, {name: float(np.median(values)) for name, values in rates.items()}, device, dtype)
+    print(counted)
+
+
+def look(ways: dict[str, Callable[[], int]], rates: dict[str, float], device: Any, dtype: Any) -> None:
+    """What the ways ask of the device, its memory with all models of this comparison on it."""
+    from benchmarks import device as devices
+
+    able = devices.able(device, dtype)
+    print(f"\n| | {devices.HEAD} |\n" + "|---" * 5 + "|")
+    for name, way in ways.items():
+        asked = devices.asked(way, device, way() / rates[name])
+        print(f"| {name} | {asked.cells(able)} |")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -179,6 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument(
+        "--look", action="store_true", help="also: share of peak arithmetic, idle share, peak memory; always on a GPU"
+    )
     options = parser.parse_args(arguments)
     options.precision = options.precision or ("float32" if options.device == "cpu" else "bfloat16")
     import torch

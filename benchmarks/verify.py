@@ -1,17 +1,19 @@
 """verify beside the least that reading and hashing the same files takes, and programs that find nothing to do.
 
-    python -m benchmarks.verify [--mib 1024] [--items 100000] [--unit-mib 128 8] [--repeat 3] [--root DIR]
+    python -m benchmarks.verify [--mib 1024] [--items 100000] [--unit-mib 128 8] [--repeat 5] [--root DIR]
 
 The first table: shards of bfloat16 latents (16, 1, 128, 128) and texts (100, 3584), 128 MiB each, read by `verify` and
 by a loop that reads a file by blocks and hashes them with xxh3-128; "cold" after the kernel was told to forget the
 files. The second: whole programs, started anew, over a plan of so many images whose texts and latents are all encoded
-(rows of one number), by size of unit. Times are the best of all repeats; the CPU's are those of that run.
+(rows of one number), by size of unit. Times are medians of all repeats, and so, apart, are those of the CPU. Before
+each table stands the command that makes it alone.
 """
 
 import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -78,6 +80,11 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - start, _cpu() - before
 
 
+def medians(turns: list[tuple[float, float]]) -> tuple[float, float]:
+    """Of the seconds, and of the CPU's."""
+    return statistics.median(wall for wall, _ in turns), statistics.median(cpu for _, cpu in turns)
+
+
 def _cpu() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
@@ -104,13 +111,13 @@ def reading(folder: Path, mib: int, repeat: int) -> None:
                     list(pool.map(plainly, paths))
 
             for cold in (False, True):
-                best: dict[Callable[[], object], tuple[float, float]] = {check: (9e9, 0.0), plain: (9e9, 0.0)}
+                turns: dict[Callable[[], object], list[tuple[float, float]]] = {check: [], plain: []}
                 for _ in range(repeat):
-                    for work in best:
+                    for work in turns:
                         if cold:
                             forget(paths)
-                        best[work] = min(best[work], timed(work))
-                ours, least = best[check], best[plain]
+                        turns[work].append(timed(work))
+                ours, least = medians(turns[check]), medians(turns[plain])
                 cells = [f"{size / seconds:,.0f} ({cpu:.2f} s CPU)" for seconds, cpu in (ours, least)]
                 where = "cold" if cold else "in memory"
                 print(
@@ -157,7 +164,7 @@ def nothing_to_do(folder: Path, items: int, unit_mib: float, repeat: int) -> Non
         def start(command=command) -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-        seconds, cpu = min(timed(start) for _ in range(repeat))
+        seconds, cpu = medians([timed(start) for _ in range(repeat)])
         print(f"| {items:,} | {shards:,} | {program} | {seconds:.2f} | {cpu:.2f} |", flush=True)
 
 
@@ -166,14 +173,18 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--unit-mib", type=float, nargs="+", default=[128, 8])
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--root", type=Path, help="a folder on the disk to be measured")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.root) as folder:
         if options.mib:
+            print(f"python -m benchmarks.verify --mib {options.mib} --items 0 --repeat {options.repeat}\n")
             reading(Path(folder) / "reading", options.mib, options.repeat)
         if options.items:
-            print("\n| items | shards | program | seconds | of the CPU |\n|---|---|---|---|---|")
+            units = " ".join(f"{unit:g}" for unit in options.unit_mib)
+            shown = f"--mib 0 --items {options.items} --unit-mib {units} --repeat {options.repeat}"
+            print(f"\npython -m benchmarks.verify {shown}\n")
+            print("| items | shards | program | seconds | of the CPU |\n|---|---|---|---|---|")
             for number, unit_mib in enumerate(options.unit_mib):
                 (inside := Path(folder) / str(number)).mkdir()
                 nothing_to_do(inside, options.items, unit_mib, options.repeat)

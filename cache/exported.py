@@ -20,9 +20,10 @@ import pyarrow.compute as pc
 
 from cache.arrow import ShardReader as ArrowReader
 from cache.arrow import reserved
-from cache.shard import UNREADABLE, DamageError, Row, reader, row_checksum, to_json
+from cache.shard import ENCODERS, UNREADABLE, DamageError, Row, reader, row_checksum, to_json
 from cache.store import Store
 from cache.trainset import ROLES, SetError, TrainSet
+from cache.untrusted import PLAIN, a_list, an_object, checksum, plain, shown, text
 from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS
 
 EXPORT_VERSION = 1
@@ -32,8 +33,8 @@ MANY = 10**6  # of repeats, or as a weight
 SAMPLE = "sample"  # the part whose tensors keep their names
 PART = re.compile(r"sample|text|null|negative|condition|vision|text(0|[1-9][0-9]{0,5})")
 TENSOR = re.compile(r"[a-z][a-z0-9_]{0,31}")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,69}")  # of ids and folders
-PATH = re.compile(r"(samples|prompts)/[A-Za-z0-9][A-Za-z0-9_-]{0,69}/[0-9]{6,9}\.(arrow|tar)")
+FOLDER = re.compile(r"[0-9a-f]{24}", re.ASCII)  # a fingerprint
+PATH = re.compile(rf"(samples|prompts)/{PLAIN.pattern}/[0-9]{{6,9}}\.(arrow|tar)", re.ASCII)
 AGAIN = "It is damaged or no export: copy it again, or make it again with `latentpress export`."
 
 Columns = dict[str, str]  # tensor name -> dtype
@@ -85,10 +86,12 @@ def together(id: str, parts: Mapping[str, Row], facts: Mapping[str, Any]) -> Row
 def apart(row: Row, verify: bool = False) -> dict[str, Row]:
     """The inverse of `together`; any of UNREADABLE where the row is no such row. verify: check each part's checksum."""
     parts = {}
-    for name, described in row.info["parts"].items():
-        if not PART.fullmatch(name) or not NAME.fullmatch(described["id"]) or not isinstance(described["info"], dict):
-            raise ValueError(f"a part {name!r} of id {described['id']!r}")
-        parts[name] = Row(described["id"], {}, described["info"])
+    for name, value in an_object(row.info["parts"], "parts").items():
+        if not PART.fullmatch(name):
+            raise ValueError(f"a part {shown(repr(name))}")
+        described = an_object(value, f"its {name}")
+        checksum(described["checksum"], f"the checksum of its {name}")
+        parts[name] = Row(plain(described["id"], f"the id of its {name}"), {}, an_object(described["info"], "an info"))
     for full, array in row.tensors.items():
         part, name = split(full)
         parts[part].tensors[name] = array
@@ -108,12 +111,12 @@ class ExportedSet(TrainSet):
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         super().__init__(store, set_id, meta)
         try:
-            check_meta(meta, self._texts.num_rows)
+            check_meta(meta)
             check_tables(self._index, self._texts, self._shards)
             if bool(meta["validation"]) != (self._shards.column("kind").to_pylist()[-1] == PROMPTS):
                 raise ValueError("its last shard is not that of the validation prompts")
         except UNREADABLE as error:
-            raise SetError(f"{store.path(f'sets/{set_id}')} is no set of an export: {error}", AGAIN) from error
+            raise SetError(f"{store.path(f'sets/{set_id}')} is no set of an export: {shown(error)}", AGAIN) from error
 
     def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, Row]:
         entry = self._entry(self._index, row)
@@ -207,25 +210,21 @@ def columns_at(store: Store, path: str) -> Columns:
         return {name: array.dtype for row in rows for name, array in row.tensors.items()}
 
 
-def check_meta(meta: Mapping[str, Any], texts: int) -> None:
-    """ValueError, or another of UNREADABLE, where set.json is not an export's, of `texts` texts."""
-    export = meta["export"]
-    if export["version"] != EXPORT_VERSION:
-        raise ValueError(f"it has export version {export['version']!r}; this release reads {EXPORT_VERSION}")
-    folders = export["folders"]
-    if not NAME.fullmatch(meta["id"]) or not all(TENSOR.fullmatch(k) and NAME.fullmatch(f) for k, f in folders.items()):
-        raise ValueError(f"names {meta['id']!r}, {folders!r}")
+def check_meta(meta: Mapping[str, Any]) -> None:
+    """ValueError, or another of UNREADABLE, where set.json has not what an export's has."""
+    export = an_object(meta["export"], "export")
+    if type(export["version"]) is not int or export["version"] != EXPORT_VERSION:
+        raise ValueError(f"it has export version {shown(repr(export['version']))}; this release reads {EXPORT_VERSION}")
+    folders = an_object(export["folders"], "folders")
+    if not set(folders) <= set(ENCODERS) or not all(
+        FOLDER.fullmatch(text(one, "a folder")) for one in folders.values()
+    ):
+        raise ValueError(f"folders {shown(folders)}")
     if not {"latents", "text"} <= set(folders):
-        raise ValueError(f"folders {folders!r}")
-    if not isinstance(export["made_with"], list) or not all(isinstance(one, dict) for one in export["made_with"]):
-        raise ValueError("made_with is no list of objects")
-    numbers = [prompt[key] for prompt in meta["validation"] for key in ("text", "negative")]
-    words = [prompt[k] for prompt in meta["validation"] for k in ("name", "prompt", "negative_prompt", "bucket")]
-    numbers += [] if meta["null_text"] is None else [meta["null_text"]]
-    if not all(type(number) is int and 0 <= number < texts for number in numbers):
-        raise ValueError("set.json names texts that there are none of")
-    if not all(isinstance(word, str) for word in words):
-        raise ValueError("a validation prompt is no text")
+        raise ValueError(f"folders {shown(folders)}")
+    for one in a_list(export["made_with"], "made_with"):
+        an_object(one, "one of made_with")
+    an_object(meta.get("provenance", {}), "provenance")
 
 
 def check_tables(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
@@ -242,7 +241,7 @@ def check_tables(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
         if not PATH.fullmatch(path or "") or path.split("/")[0] != kind:
             raise ValueError(f"a shard {path!r} of kind {kind!r}")
     for column in (index.column("sample_id"), texts.column("text_id")):
-        if not pc.all(pc.match_substring_regex(column, f"^{NAME.pattern}$")).as_py():
+        if not pc.all(pc.match_substring_regex(column, f"^{PLAIN.pattern}$")).as_py():
             raise ValueError("an id has characters that no id has")
     if pc.count_distinct(texts.column("text_id")).as_py() != texts.num_rows:
         raise ValueError("a text stands twice")

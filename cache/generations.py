@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
+from cache.layout import is_ours
 from cache.rows import Rows
 from cache.store import Store
 from schemas.errors import LatentpressError
@@ -109,7 +110,8 @@ class Generation:
 
 def names(store: Store) -> list[str]:
     """Published generations, oldest first."""
-    return sorted(name.split("/")[0] for name in store.names("plans") if name.endswith("/plan.json"))
+    listed = (name for name in store.names("plans") if is_ours(f"plans/{name}"))
+    return sorted(name.split("/")[0] for name in listed if name.endswith("/plan.json"))
 
 
 def _of_kind(units: pa.Table, kind: str) -> pa.Table:

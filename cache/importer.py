@@ -20,6 +20,7 @@ from cache.exporter import TargetError, nbytes, publish, replaced
 from cache.plan import Ints
 from cache.shard import Row, ShardMeta, done_units
 from cache.store import Store
+from cache.trainset import read_json
 from schemas.tables import SET_SHARDS, SET_TEXTS
 
 KINDS = ("latents", "text")
@@ -111,7 +112,7 @@ class Importer:
         rel = f"sets/{self.data.id}/set.json"
         if not self.target.exists(rel):
             return False
-        there = json.loads(self.target.read_bytes(rel))
+        there = read_json(self.target, rel)
         if _without_places(there) != _without_places(self.record):
             raise TargetError(
                 f"{self.target.path(rel)} is another set of the same id, or an export",
@@ -172,10 +173,11 @@ class Importer:
         return sum(nbytes(row) for row in rows)
 
     def _explain(self, kind: str, rel: str) -> None:
-        """provenance.json beside the shards, as the stage that makes their kind writes it."""
+        """provenance.json beside the shards, as the stage that makes their kind writes it. It says what the export
+        says: whoever reads one checks what he takes from it."""
         made = self.record.get("provenance", {}).get(kind)
         if isinstance(made, dict) and not self.target.exists(rel):
-            record = {"fingerprint": self.folders[kind], **made}
+            record = {**made, "fingerprint": self.folders[kind]}
             text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False)
             self.target.publish_bytes(rel, text.encode())
 
@@ -232,4 +234,8 @@ class Importer:
 
 
 def _without_places(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {**record, "validation": [{**prompt, "condition": None} for prompt in record["validation"]]}
+    """For comparing: of what is no list of prompts, a record that equals none of a set."""
+    prompts = record.get("validation")
+    if not isinstance(prompts, list) or not all(isinstance(prompt, dict) for prompt in prompts):
+        return {}
+    return {**record, "validation": [{**prompt, "condition": None} for prompt in prompts]}

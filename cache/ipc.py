@@ -16,6 +16,7 @@ import pyarrow as pa
 from cache.untrusted import DESCRIPTION_BYTES
 
 MAGIC = b"ARROW1"
+START = MAGIC + b"\0\0"
 TAIL = 4 + len(MAGIC)  # the footer's length and the magic
 BLOCK = np.dtype([("offset", "<i8"), ("head", "<i4"), ("pad", "<i4"), ("body", "<i8")])
 #: Numbers of fields in Arrow's tables (its format/File.fbs and format/Message.fbs).
@@ -44,7 +45,7 @@ def frames(file: pa.NativeFile) -> Frames:
     file.seek(size - TAIL - length)
     footer = file.read(length)
     # A file of no batches' bodies: Arrow verifies the footer and gives the schema without looking further.
-    schema = pa.ipc.open_file(pa.BufferReader(MAGIC + b"\0\0" + footer + tail)).schema
+    schema = pa.ipc.open_file(pa.BufferReader(START + footer + tail)).schema
     root = _at(footer, 0)
     if len(_blocks(footer, root, FOOTER_DICTIONARIES)):
         raise ValueError("it has dictionaries")

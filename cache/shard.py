@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol, Self, TypeVar
 
 import pyarrow as pa
@@ -46,10 +47,19 @@ class SetAside:
     message: str
 
 
+@dataclass(frozen=True)
+class Truncated:
+    """A row whose text has more tokens than the limit: of `tokens` the first `kept` are encoded."""
+
+    id: str
+    tokens: int
+    kept: int
+
+
 @dataclass
 class ShardMeta:
-    """What a shard says of itself. Given to a writer, `ids` are the unit's planned members (or empty); read
-    from a shard they are its rows, in order."""
+    """What a shard says of itself. Given to a writer, `ids` are the unit's planned members (or empty), and `truncated`
+    may be added to until `finish`; read from a shard `ids` are its rows, in order."""
 
     kind: str
     fingerprint: str
@@ -59,6 +69,7 @@ class ShardMeta:
     set_aside: list[SetAside] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    truncated: list[Truncated] = field(default_factory=list)
 
 
 @dataclass
@@ -333,14 +344,15 @@ def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
 
 
 def describe(meta: ShardMeta, ids: Sequence[str], set_aside: Sequence[SetAside]) -> dict[str, Any]:
-    """The JSON object that a finished shard carries. Members set aside are sorted: they may have been found
-    in any order."""
+    """The JSON object that a finished shard carries. Members set aside and truncated rows are sorted: they may have
+    been found in any order."""
     if meta.ids:
         accounted = {*ids, *(member.id for member in set_aside)}
         unlike = accounted ^ set(meta.ids)
         assert not unlike, f"unit {meta.unit}: members lost or invented: {unlike}"
     aside = sorted((asdict(member) for member in set_aside), key=lambda member: tuple(member.values()))
-    return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": aside}
+    truncated = sorted((asdict(row) for row in meta.truncated), key=itemgetter("id"))
+    return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": aside, "truncated": truncated}
 
 
 def parse_meta(value: Any, path: str) -> ShardMeta:
@@ -357,12 +369,15 @@ def parse_meta(value: Any, path: str) -> ShardMeta:
             bucket=untrusted.name(value["bucket"], "bucket", empty=True),
             ids=untrusted.names(value["ids"], "ids"),
             set_aside=[_parse_set_aside(member) for member in untrusted.a_list(value["set_aside"], "set_aside")],
+            truncated=[_parse_truncated(row) for row in untrusted.a_list(value.get("truncated", []), "truncated")],
             provenance=untrusted.an_object(value["provenance"], "provenance"),
         )
         if untrusted.count(value["count"], "count") != len(meta.ids):
             raise ValueError(f"it says that it has {value['count']} rows and names {len(meta.ids)}")
         if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
             raise ValueError("a member is both a row and set aside")
+        if not {row.id for row in meta.truncated}.issubset(meta.ids):
+            raise ValueError("a text is truncated that is no row")
         return meta
     except (KeyError, ValueError) as error:
         raise DamageError(path, f"its description is incomplete or wrong ({untrusted.shown(error)})") from error
@@ -374,6 +389,14 @@ def _parse_set_aside(value: Any) -> SetAside:
         raise ValueError(f"a member set aside has {untrusted.shown(sorted(member))}")
     id, reason = untrusted.name(member["id"], "an id"), untrusted.name(member["reason"], "a reason")
     return SetAside(id, reason, untrusted.text(member["message"], "a message"))
+
+
+def _parse_truncated(value: Any) -> Truncated:
+    row = untrusted.an_object(value, "a truncated row")
+    if set(row) != {"id", "tokens", "kept"}:
+        raise ValueError(f"a truncated row has {untrusted.shown(sorted(row))}")
+    tokens, kept = untrusted.count(row["tokens"], "tokens"), untrusted.count(row["kept"], "kept")
+    return Truncated(untrusted.name(row["id"], "an id"), tokens, kept)
 
 
 def check_row(row: Row, columns: Mapping[str, str], taken: set[str]) -> None:

@@ -5,7 +5,8 @@ memory does not depend on how many samples there are. Every row read is checked 
 the identity that the index expects there.
 """
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,16 +16,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import generations
+from cache import generations, untrusted
 from cache.plan import Ints, Span
-from cache.shard import DamageError, Readers, Row
+from cache.shard import UNREADABLE, DamageError, Readers, Row
 from cache.store import Store
 from cache.tensors import Array
-from cache.untrusted import an_object, from_json, shown
+from cache.untrusted import PLAIN, an_object, from_json, shown
 from schemas.errors import USAGE, LatentpressError
+from schemas.section import NAME_PATTERN
 from schemas.tables import TABLES_VERSION
 
 ROLES = ("train", "eval")
+PROMPT_NAME = re.compile(NAME_PATTERN, re.ASCII)  # files are called by it
+AGAIN = "Run `latentpress index`, which makes it anew; an export is to be copied or made again."
 SET_BYTES = 64 * 2**20  # of a set.json: more is none
 OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
@@ -68,9 +72,16 @@ class TrainSet:
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         self.store, self.id, self.meta = store, set_id, meta
-        self._index, self._texts, self._shards = (
-            store.read_table(f"sets/{set_id}/{name}.arrow") for name in ("index", "texts", "shards")
-        )
+        try:
+            self._index, self._texts, self._shards = (
+                store.read_table(f"sets/{set_id}/{name}.arrow") for name in ("index", "texts", "shards")
+            )
+            check_description(meta, self._texts.num_rows, self._shards.num_rows)
+        except FileNotFoundError as error:
+            raise SetError(f"{store.path(f'sets/{set_id}')} lacks a table: {shown(error)}", AGAIN) from error
+        except UNREADABLE as error:
+            rel = f"sets/{set_id}/set.json"
+            raise SetError(f"{store.path(rel)} is no description of a set: {shown(error)}", AGAIN) from error
         self._readers = Readers(store, OPEN_SHARDS)
 
     @classmethod
@@ -86,6 +97,8 @@ class TrainSet:
         """The set `set_id`, or the newest of this family and task for "current". Raises SetError otherwise."""
         if set_id == "current":
             set_id = _current(store, family, task)
+        if not PLAIN.fullmatch(set_id):
+            raise SetError(f"{shown(repr(set_id))} is no name that a training set has", "Correct train.set.")
         rel = f"sets/{set_id}/set.json"
         if not store.exists(rel):
             known = sorted({name.split("/")[0] for name in store.names("sets") if name.endswith("/set.json")})
@@ -95,6 +108,8 @@ class TrainSet:
             )
         meta = read_json(store, rel)
         _check(meta, set_id, family, task)
+        if meta.get("id") != set_id:
+            raise SetError(f"{store.path(rel)} is that of set {shown(repr(meta.get('id')))}", AGAIN)
         if "export" in meta:
             from cache.exported import ExportedSet
 
@@ -277,6 +292,27 @@ def read_json(store: Store, rel: str) -> dict[str, Any]:
         raise DamageError(store.path(rel), f"it is no JSON object ({shown(error)})") from error
 
 
+def check_description(meta: Mapping[str, Any], texts: int, shards: int) -> None:
+    """ValueError, or another of UNREADABLE, where what is followed in set.json can't be that of a set of so many texts
+    and shards."""
+    numbers = [] if meta["null_text"] is None else [meta["null_text"]]
+    for entry in untrusted.a_list(meta["validation"], "validation"):
+        prompt = an_object(entry, "a validation prompt")
+        if not PROMPT_NAME.fullmatch(untrusted.name(prompt["name"], "the name of a validation prompt")):
+            raise ValueError(f"a validation prompt is called {prompt['name']!r}")
+        untrusted.name(prompt["bucket"], "the bucket of a validation prompt")
+        numbers += [prompt["text"], prompt["negative"]]
+        for key in ("prompt", "negative_prompt"):
+            untrusted.text(prompt[key], key)
+        if prompt["condition"] is not None:
+            place = an_object(prompt["condition"], "a condition")
+            untrusted.count(place["row"], "the row of a condition")
+            if untrusted.count(place["shard"], "the shard of a condition") >= shards:
+                raise ValueError(f"a condition in shard {place['shard']} of {shards}")
+    if any(untrusted.count(number, "the number of a text") >= texts for number in numbers):
+        raise ValueError(f"it names texts beyond the {texts} that there are")
+
+
 def _runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
     """(values of `keys`, first row, row after the last) of each run of rows that agree in them."""
     bounds = {0, table.num_rows}
@@ -307,7 +343,13 @@ def _current(store: Store, family: str, task: str) -> str:
             f"{', '.join(others) or 'none'}",
             "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
         )
-    return str(read_json(store, rel).get("id"))
+    named = read_json(store, rel).get("id")
+    if not isinstance(named, str) or not PLAIN.fullmatch(named):
+        raise SetError(
+            f"{store.path(rel)} names {shown(repr(named))}, which no training set is called",
+            "Run `latentpress index`, which writes it anew; in an export, copy it again.",
+        )
+    return named
 
 
 def _check(meta: dict[str, Any], set_id: str, family: str, task: str) -> None:

@@ -15,6 +15,7 @@ DEPTH = 32  # of arrays and objects within each other
 DESCRIPTION_BYTES = 1 << 28  # of what is read whole; a description of a million rows has 200 MiB
 SHOWN = 300  # characters of a foreign value in a message
 CHECKSUM = re.compile(r"[0-9a-f]{32}", re.ASCII)
+PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,69}", re.ASCII)  # of a name that becomes a part of a path
 
 
 def from_json(data: Any) -> Any:
@@ -89,6 +90,13 @@ def name(value: Any, what: str, empty: bool = False) -> str:
     """Text of one printable line, at most NAME_LENGTH long: no message that quotes it can be forged with it."""
     if len(text(value, what)) > NAME_LENGTH or not value.isprintable() or not (value or empty):
         raise ValueError(f"{what} is no name: {shown(repr(value[:NAME_LENGTH]))}")
+    return value
+
+
+def plain(value: Any, what: str) -> str:
+    """A name of letters, digits, "-" and "_", which as a part of a path leads nowhere else."""
+    if not PLAIN.fullmatch(text(value, what)):
+        raise ValueError(f"{what} is no plain name: {shown(repr(value[:NAME_LENGTH]))}")
     return value
 
 

@@ -12,7 +12,6 @@ import struct
 import tarfile
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import xxhash
@@ -52,7 +51,12 @@ READ_BYTES = 1 << 22
 
 
 def to_safetensors(tensors: Mapping[str, Array]) -> bytes:
-    """A safetensors file. Written here: the library's own functions take numpy arrays, which have no
+    """A safetensors file."""
+    return b"".join(_pieces(tensors))
+
+
+def _pieces(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
+    """A safetensors file before it is joined. Made here: the library's own functions take numpy arrays, which have no
     bfloat16, or raw pointers. Wider dtypes first, so that every tensor is aligned, as the library does."""
     names = sorted(tensors, key=lambda name: (-_itemsize(tensors[name]), name))
     header, end = {}, 0
@@ -62,7 +66,7 @@ def to_safetensors(tensors: Mapping[str, Array]) -> bytes:
         header[name] = {"dtype": SAFETENSORS[array.dtype], "shape": array.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join([struct.pack("<Q", len(text)), text, *(tensors[name].raw() for name in names)])
+    return [struct.pack("<Q", len(text)), text, *(tensors[name].raw() for name in names)]
 
 
 def _itemsize(array: Array) -> int:
@@ -89,26 +93,39 @@ def from_safetensors(data: memoryview) -> dict[str, Array]:
     return tensors
 
 
+_BLANK = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
+
+
+def header(name: str, size: int) -> bytes:
+    """That of a file in a tar, as tarfile makes it of a name in ASCII; in a tenth of the time."""
+    block = bytearray(_BLANK)
+    block[: len(name)] = name.encode("ascii")
+    block[124:135] = b"%011o" % size
+    block[148:156] = b" " * 8  # the checksum's own place counts as spaces
+    block[148:155] = b"%06o\0" % sum(block)
+    assert len(block) == BLOCK, f"{name!r} and {size} bytes do not fit into a header"
+    return bytes(block)
+
+
 class _Tar:
     """Members one after another, with headers that depend on name and size only; counts and hashes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self.hash = file, 0, xxhash.xxh3_128()
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         self.file.write(data)
         self.hash.update(data)
         self.size += len(data)
 
-    def add(self, name: str, data: bytes) -> list[int]:
-        """Returns offset and size of the content."""
-        header = tarfile.TarInfo(name)
-        header.size = len(data)
-        self._write(header.tobuf(tarfile.USTAR_FORMAT))
+    def add(self, name: str, *pieces: bytes | memoryview) -> list[int]:
+        """Returns offset and size of the content, given in pieces: joining a row's copies it."""
+        size = sum(map(len, pieces))
+        self._write(header(name, size))
         offset = self.size
-        self._write(data)
-        self._write(bytes(-len(data) % BLOCK))
-        return [offset, len(data)]
+        for piece in (*pieces, bytes(-size % BLOCK)):
+            self._write(piece)
+        return [offset, size]
 
     def end(self) -> None:
         self._write(bytes(2 * BLOCK))
@@ -133,11 +150,11 @@ class ShardWriter:
         check_row(row, self.columns, self._taken)
         # A tar's short name holds 100 bytes, and webdataset cuts keys at the first dot.
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}", row.id), f"{row.id!r} can't name a member"
-        info, tensors = to_json(row.info), to_safetensors(row.tensors)
+        info = to_json(row.info)
         checksum = row_checksum(row.id, info, row.tensors)
         with explained(self.store.path(self.rel)):
             places = {
-                "tensors": self._tar.add(f"{row.id}.safetensors", tensors),
+                "tensors": self._tar.add(f"{row.id}.safetensors", *_pieces(row.tensors)),
                 "info": self._tar.add(f"{row.id}.json", info),
             }
         self._entries.append({"id": row.id, "checksum": checksum, **places})
@@ -195,17 +212,8 @@ class ShardWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        Path(self._file.name).unlink(missing_ok=True)
         self._tar.file = io.BytesIO()
-        _close_quietly(self._file)
-
-
-def _close_quietly(file: BinaryIO) -> None:
-    """Close a removed temporary: what it still held can't be written to a full disk, nor need be."""
-    try:
-        file.close()
-    except OSError:
-        file.close()
+        self.store.abandon(self._file)
 
 
 def seal(value: Mapping[str, Any]) -> bytes:

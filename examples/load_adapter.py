@@ -47,12 +47,12 @@ def compare(config: Config) -> float:
     diffusers.utils.logging.disable_progress_bar()
     cls = getattr(diffusers, pipeline_name(config))
     without = dict.fromkeys(name for name in NAMES if config.model.family != "sana" or not name.endswith("_2"))
-    pipeline = cls.from_pretrained(config.model.source, **without)
+    pipeline = cls.from_pretrained(config.model.source, use_safetensors=True, **without)
     run = Path(config.output) / config.train.run
     inputs = example_inputs(pipeline.transformer)
     before = output(pipeline.transformer, inputs)
     if config.train.adapter.type == "full":
-        trained = type(pipeline.transformer).from_pretrained(run / "model" / "transformer")
+        trained = type(pipeline.transformer).from_pretrained(run / "model" / "transformer", use_safetensors=True)
     else:
         pipeline.load_lora_weights(run / "adapter")
         trained = pipeline.transformer

@@ -195,7 +195,10 @@ class Encoding(Resources):
         None, ge=1, description="processes that decode for one that encodes; default: the cores, less one, shared"
     )
     prefetch: int | None = Field(
-        None, ge=1, description="samples or texts read ahead by one process; default: 64, or as many as fit in 1 GiB"
+        None,
+        ge=1,
+        description="samples or texts read ahead by one process; default: 64, or as many as fit in 1 GiB; of texts "
+        "without an image about four batches",
     )
 
     @property

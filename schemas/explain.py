@@ -9,6 +9,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic_core import ErrorDetails
 
 from schemas.config import PATTERNS, Config
+from schemas.report import shortened
 from schemas.section import Incoherent, Problem, Section
 from schemas.yamlfile import Key, parse
 
@@ -135,6 +136,5 @@ def _shown(value: Any) -> str:
         return "a section"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
-    text = repr(value)
-    text = text if len(text) <= 60 else f"{text[:57]}..."
+    text = shortened(repr(value))
     return f"the text {text}" if isinstance(value, str) else text

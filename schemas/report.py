@@ -15,7 +15,8 @@ SHOWN = 20  # items of a list that the summary shows
 class Report:
     """What a program did. done, skipped, remaining: counts of its own kind of item.
 
-    set_aside, failed, damage: one dict an item, with "item", "path", "reason" and "message" where they apply.
+    set_aside, truncated, failed, damage: one dict an item, with "item", "path", "reason" and "message" where they
+    apply; truncated ones count as done.
     more_set_aside: how many further ones stand in the full list alone. Items set aside are no failure; failed ones
     are, and are tried again by the next run. rejects: where the full list of what was set aside is kept.
     next_steps: commands. details: anything else; a value that is a list of flat dicts is shown as a table.
@@ -27,6 +28,7 @@ class Report:
     remaining: int = 0
     set_aside: list[dict[str, Any]] = field(default_factory=list)
     more_set_aside: int = 0
+    truncated: list[dict[str, Any]] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
     damage: list[dict[str, Any]] = field(default_factory=list)
     next_steps: list[str] = field(default_factory=list)
@@ -54,16 +56,21 @@ class Report:
             "to do" if self.dry_run else "remaining": self.remaining,
             "set aside": len(self.set_aside) + self.more_set_aside,
         }
-        counts |= {"failed": len(self.failed), "damaged": len(self.damage)}
+        counts |= {"truncated": len(self.truncated), "failed": len(self.failed), "damaged": len(self.damage)}
         words = [f"{self.done} done", f"{self.skipped} skipped"]
         words += [f"{count} {what}" for what, count in counts.items() if count]
         lines = [f"{self.program}{' (dry run)' if self.dry_run else ''}: {', '.join(words)}"]
         for key, value in self.details.items():
             lines += _detail(key, value)
         lines += _listing("Set aside", self.set_aside, self.rejects, self.more_set_aside)
+        lines += _listing("Truncated", self.truncated)
         lines += _listing("Failed", self.failed) + _listing("Damaged", self.damage)
         lines += ["Next:", *(f"  {step}" for step in self.next_steps)] if self.next_steps else []
         return "\n".join(lines)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def visible(text: str) -> str:

@@ -1,13 +1,16 @@
 """Reading ahead: while a batch is encoded, the members that come next are read and prepared, in the units' order.
 
 Files are decoded in processes of their own (stages/engines/isolated.py); one thread makes of each what the encoder
-takes. How many members are on their way is bounded, so memory is too.
+takes. How many members are on their way is bounded, so memory is too. Members that follow each other and read the same
+(texts with one image) share the reading.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 from cache.generations import Unit
@@ -41,6 +44,8 @@ class Ahead:
         self._units: deque[Unit] = deque()  # begun, the first of them being encoded
         self._begun: deque[tuple[Unit, str, Future]] = deque()
         self._coming: Iterator[str] | None = None  # members of the last unit that are not begun
+        self._deep = 0  # of the last unit
+        self._reading: _Reading | None = None  # begun last
 
     def __enter__(self) -> "Ahead":
         return self
@@ -77,7 +82,7 @@ class Ahead:
             self._units.popleft()
 
     def _fill(self, wait: bool) -> None:
-        while not self._units or len(self._begun) < self._depth(self._units[-1]):
+        while not self._units or len(self._begun) < self._deep:
             name = next(self._coming, None) if self._coming is not None else None
             if name is not None:
                 self._begun.append((self._units[-1], name, self._begin(name)))
@@ -86,7 +91,7 @@ class Ahead:
             if unit is None:
                 return
             self._units.append(unit)
-            self._coming = iter(unit.members)
+            self._coming, self._deep = iter(unit.members), self._depth(unit)
 
     def _begin(self, name: str) -> Future:
         try:
@@ -97,17 +102,35 @@ class Ahead:
             return failed
         if wanted is None:
             return self._thread.submit(self._prepare, name, None)
-        processes = self._processes()
-        begun = processes.begin(wanted)
-        return self._thread.submit(partial(_prepared, processes, wanted, begun, partial(self._prepare, name)))
+        if self._reading is None or not self._reading.is_of(wanted):
+            self._reading = _Reading(self._processes(), wanted)
+        return self._thread.submit(_prepared, self._reading, partial(self._prepare, name))
 
 
-def _prepared(
-    processes: Isolated[Wanted, Read], wanted: Wanted, begun: Future, prepare: Callable[[Read | None], Any]
-) -> Any:
-    found = processes.result(wanted, begun)
-    if isinstance(found, Lost):
-        found = found.error(wanted.files[0][0])
+class _Reading:
+    """Files that are being read, for one member or for several that follow each other."""
+
+    def __init__(self, processes: Isolated[Wanted, Read], wanted: Wanted) -> None:
+        self._processes, self._wanted = processes, wanted
+        self._begun = processes.begin(wanted)
+
+    def is_of(self, wanted: Wanted) -> bool:
+        return _named(wanted) == _named(self._wanted)
+
+    @cached_property
+    def result(self) -> Read | MediaError:
+        """Waits for it. A result can be taken once, so it is kept."""
+        found = self._processes.result(self._wanted, self._begun)
+        return found.error(self._wanted.files[0][0]) if isinstance(found, Lost) else found
+
+
+def _named(wanted: Wanted) -> Wanted:
+    """With names for files: one member of an archive may be asked for by two objects."""
+    return replace(wanted, files=tuple((os.fspath(path), content) for path, content in wanted.files))
+
+
+def _prepared(reading: _Reading, prepare: Callable[[Read | None], Any]) -> Any:
+    found = reading.result
     if isinstance(found, MediaError):
         raise found
     return prepare(found)

@@ -6,10 +6,12 @@ computed once, so that training decodes no latents and loads no vision model. Wi
 
 from typing import Any
 
+from cache.generations import Unit
 from cache.store import Store
 from schemas.catalogue import VISION_MODELS
 from schemas.config import Config
 from schemas.console import program
+from schemas.geometry import Bucket
 from stages.media import preprocessing
 from stages.stage import EncodingStage, Job, Worker, WrongUse
 from stages.vision import checkpoint, grids
@@ -48,7 +50,16 @@ def load(job: Job) -> Worker:
     return VisionWorker(job)
 
 
-STAGE = EncodingStage("encode-vision", "vision", parts, load, units="latents")
+def size(config: Config, unit: Unit) -> int:
+    """Bytes of a unit's shard, about: bfloat16 features on the grid of its bucket."""
+    vision, family, bucket = config.vision, config.model.spec, Bucket.parse(unit.bucket)
+    assert vision.source is not None
+    frames, _, _ = bucket.latent_shape(family.side_multiple, family.temporal_stride)
+    rows, columns = grids.stored_grid(bucket, vision.pixels, family.side_multiple)
+    return 2 * frames * rows * columns * checkpoint.width(vision.source, vision.revision) * len(unit.members)
+
+
+STAGE = EncodingStage("encode-vision", "vision", parts, load, units="latents", size=size)
 run = STAGE.run
 app = program("encode-vision", "Encode images and clips with DINOv2, for CREPA.", run, extra="encode")
 

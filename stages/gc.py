@@ -2,13 +2,14 @@
 
 In use is what the configurations given need, what a training set holds that is the newest of its family and task, that
 a configuration names or that a run trained on lately, and whatever was written within --keep-days, since another
-configuration may share the root. Files that are not of this project's layout are never touched.
+configuration may share the root. What is in the making beside it stays too: a set, plan or media table of the last
+hour, which may lack what makes it exist; files under temporary names; and the folders that a stage writes to. What is
+not of this project's layout (cache/layout.py) is never touched.
 
 Killed at any moment, a root stays whole: of a set or plan the file that makes it exist is removed first, of a tar the
 tar before its description, and what is left over is unused still.
 """
 
-import json
 import shlex
 import time
 from collections.abc import Iterable, Sequence
@@ -19,8 +20,11 @@ from typing import Annotated, Any
 import typer
 
 from cache import shard
-from cache.shard import ENCODERS
+from cache.layout import is_ours
+from cache.shard import ENCODERS, DamageError
 from cache.store import Entry, Store, StoreError
+from cache.trainset import read_json
+from cache.untrusted import shown
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from schemas.loading import load
@@ -31,6 +35,7 @@ from stages.verify import STALE
 
 DAY = 24 * 3600
 KEEP_DAYS = 30.0
+MAKING = 3600.0  # seconds in which a set or plan gets all its files and is pointed at
 MIB = 1 << 20
 #: Top folders in the order in which they are removed: first what refers to others.
 ORDER = ("sets", "plans", *encoders.KINDS, "rejects", "media", "damaged", "")
@@ -75,14 +80,17 @@ def run(
     store = Store(config.root)
     configs = [config, *(_sharing(path, store) for path in also or ())]
     now = time.time()
-    items, kept = unused(store, configs, now - keep_days * DAY)
-    found = sum(item.bytes for item in items)
+    listed = unused(store, configs, now - keep_days * DAY)
+    items, found = listed.items, sum(item.bytes for item in listed.items)
     report = Report(program="gc", dry_run=options.dry_run)
     report.details = {
         "unused": [item.row(now) for item in items] or f"nothing, of what was written more than {keep_days:g} days ago",
         "MiB unused": round(found / MIB, 2),
-        "MiB that stay": round(kept / MIB, 2),
+        "MiB that stay": round(listed.kept / MIB, 2),
     }
+    if listed.others:
+        size = sum(entry.size for entry in listed.others)
+        report.details["other files"] = f"{len(listed.others)} files, {round(size / MIB, 2)} MiB: left alone"
     if not yes or options.dry_run:
         report.remaining = len(items) if options.dry_run else 0
         given = [*(f"--also {shlex.quote(str(path))}" for path in also or ()), "--yes"]
@@ -90,13 +98,13 @@ def run(
         report.next_steps = [f"latentpress gc {' '.join(given)}"] if items else []
         return report
     # What came into use while the list was made stays.
-    still = {entry for item in unused(store, configs, now - keep_days * DAY)[0] for entry in item.entries}
+    still = {entry for item in unused(store, configs, now - keep_days * DAY).items for entry in item.entries}
     for item in sorted(items, key=lambda item: ORDER.index(_top(item.path))):
         item.entries = [entry for entry in item.entries if entry in still]
         report.done += len(item.entries)
         if item.entries:
             console.log(f"removing {item.path}")
-            _remove(store, item)
+            _remove(store, item, listed.folders)
     report.details["MiB removed"] = round(sum(item.bytes for item in items) / MIB, 2)
     return report
 
@@ -109,18 +117,30 @@ def _sharing(path: Path, store: Store) -> Config:
     return config
 
 
-def unused(store: Store, configs: Sequence[Config], since: float) -> tuple[list[Item], int]:
-    """What nothing uses and was last written before `since`, biggest first; and the bytes of all else.
+@dataclass(frozen=True)
+class Listed:
+    """items: what nothing uses, biggest first. kept: bytes of what else is of the layout. others: what is not. folders:
+    that stages write to, and stay though they be empty."""
 
-    LatentpressError where one of the configurations has no plan.
+    items: list[Item]
+    kept: int
+    others: list[Entry]
+    folders: set[str]
+
+
+def unused(store: Store, configs: Sequence[Config], since: float) -> Listed:
+    """What nothing uses and was last written before `since`. A file is looked at where its whole name is one that this
+    project gives; everything else is a person's. LatentpressError where one of the configurations has no plan.
     """
-    entries = store.entries()
-    items = _Sorter(store, use(store, configs, entries, since), entries).items()
+    every = store.entries()
+    entries = [entry for entry in every if is_ours(entry.name)]
+    used = use(store, configs, entries, since)
+    items = _Sorter(store, used, entries).items()
     stale = [entry for entry in store.entries(temporaries=True) if entry.modified < time.time() - STALE]
     items += [Item("", "files that killed processes left half written", stale)] if stale else []
     items.sort(key=lambda item: (-item.bytes, item.path))
     kept = sum(entry.size for entry in entries) - sum(item.bytes for item in items if item.path)
-    return items, kept
+    return Listed(items, kept, [entry for entry in every if not is_ours(entry.name)], _written_to(used))
 
 
 class _Sorter:
@@ -146,14 +166,14 @@ class _Sorter:
     def _unused(self, entry: Entry) -> bool:
         top, _, rest = entry.name.partition("/")
         name, _, file = rest.partition("/")
-        old = self._newest[_folder(entry.name)] < self._use.since
+        old = self._newest[_folder(entry.name)] < min(self._use.since, time.time() - MAKING)
         if top in encoders.KINDS:
             return self._unused_shard(f"{top}/{name}", file, entry)
         if top == "rejects":
             return self._unused_list(name, file, entry)
         if top == "damaged":
             return entry.modified < self._use.since
-        if not file or top not in ("sets", "plans", "media"):  # sets/current-*.json, and what is not ours
+        if not file or top not in ("sets", "plans", "media"):  # sets/current-*.json, weights/, an export's shards
             return False
         used = {"sets": self._use.sets, "plans": self._use.generations, "media": self._use.datasets}[top]
         return old and name not in used
@@ -178,9 +198,7 @@ class _Sorter:
             fingerprint, _, unit = name.partition("/")
             cache = f"{kinds[stage]}/{fingerprint}"
             return unit not in self._use.elsewhere and not (cache in self._use.caches and unit in self._use.units)
-        if stage in ("discover", "bucket"):
-            return name not in (self._use.datasets if stage == "discover" else self._use.reject_lists)
-        return True
+        return name not in (self._use.datasets if stage == "discover" else self._use.reject_lists)
 
     def _what(self, folder: str, partly: bool) -> str:
         """In words, what an item is and why it is not used."""
@@ -194,7 +212,7 @@ class _Sorter:
         return {
             "sets": "a training set that is not the newest",
             "plans": "a plan that nothing is made of",
-            "rejects": "lists of what was set aside, of caches, datasets or stages that are not used",
+            "rejects": "lists of what was set aside, of caches or datasets that are not used",
             "media": "the media table of a dataset that no configuration given names",
             "damaged": "damaged shards that verify --repair set aside",
         }[top]
@@ -210,24 +228,35 @@ def _folder(name: str) -> str:
 
 
 def _provenance(store: Store, cache: str) -> str:
-    """What its provenance.json says of a cache, in a few words."""
+    """What its provenance.json says of a cache, in a few words. An import copies it from anywhere."""
     try:
-        record = json.loads(store.read_bytes(f"{cache}/provenance.json"))
-    except (FileNotFoundError, StoreError, ValueError):
+        record = read_json(store, f"{cache}/provenance.json")
+    except (FileNotFoundError, StoreError, DamageError):
         return "a cache of unknown making"
     words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]
-    weights = record.get("weights", {})
-    words.append(weights.get("repo") or f"weights {str(weights.get('content', 'unknown'))[:8]}")
-    return f"{record.get('stage', 'a cache')} ({', '.join(str(word) for word in words if word)})"
+    weights = record.get("weights")
+    if isinstance(weights, dict):
+        words.append(weights.get("repo") or f"weights {str(weights.get('content', 'unknown'))[:8]}")
+    stage = record.get("stage", "a cache")
+    return shown(f"{stage} ({', '.join(str(word) for word in words if word)})")
 
 
-def _remove(store: Store, item: Item) -> None:
+def _written_to(used: Use) -> set[str]:
+    """Folders that a stage of the configurations may have made a moment ago, for a file that is not there yet."""
+    lists = {f"{ENCODERS[cache.partition('/')[0]]}/{cache.partition('/')[2]}" for cache in used.caches}
+    return used.caches | {f"rejects/{name}" for name in (*lists, "discover", "bucket")}
+
+
+def _remove(store: Store, item: Item, written_to: set[str]) -> None:
     if not item.path:
         store.sweep(STALE)
         return
     for entry in _in_order(item.entries):
         store.remove(entry.name)
-    store.prune(item.path)
+    # Lists: of each cache by itself, as its neighbour may be in the making.
+    folders = {entry.name.rpartition("/")[0] for entry in item.entries} if _top(item.path) == "rejects" else {item.path}
+    for folder in folders - written_to:
+        store.prune(folder)
 
 
 def _in_order(entries: Iterable[Entry]) -> list[Entry]:

@@ -17,11 +17,12 @@ from cache.trainset import pointer
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from schemas.identity import hash_bytes, hash_json
+from schemas.report import shortened
 from schemas.tables import TABLES_VERSION
 from stages import encode_latents, encode_text
 from stages.join import Encoded, collect, join
 from stages.plan import current_plan
-from stages.stage import Work, refuse_shard
+from stages.stage import Work, refuse_shard, told
 
 SHOWN = 20  # of what is missing
 HASHED_ROWS = 2**18  # of a table at once
@@ -56,6 +57,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     name = hash_json({**record, "tables": {key: digest(table) for key, table in joined.tables.items()}})[:16]
     report.details = {"set": f"sets/{name}", "samples": joined.train, "texts": count}
     report.details |= {"held out": joined.held_out} if joined.held_out else {}
+    report.truncated = told(plan, texts.truncated)
     report.set_aside, report.done = joined.left_out, joined.train + joined.held_out
     if options.dry_run:
         report.remaining = 0 if store.exists(f"sets/{name}/set.json") else report.done
@@ -106,7 +108,7 @@ def report_missing(report: Report, plan: Generation, texts: Encoded, latents: En
 
 def _missing_texts(plan: Generation, missing: pa.Array) -> list[Row]:
     first = missing[:SHOWN].to_pylist()
-    words = [{"text": plan.texts[name]["text"][:60] or "(null prompt)", "id": name} for name in first]
+    words = [{"text": shortened(plan.texts[name]["text"]) or "(null prompt)", "id": name} for name in first]
     return sorted(words, key=lambda row: row["text"])
 
 

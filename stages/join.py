@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.generations import Generation
-from cache.shard import Readers, SetAside
+from cache.shard import Readers, SetAside, Truncated
 from schemas.errors import LatentpressError
 from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS
 
@@ -63,8 +63,9 @@ class Lookup:
 
 
 def _words(ids: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
-    """(n, 4): the 32 characters of each id; anything for null."""
-    whole = (ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids).cast(pa.binary(32))
+    """(n, 4): the 32 characters of each id; anything for null, and for what is no id."""
+    whole = ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
+    whole = pc.if_else(pc.equal(pc.binary_length(whole), 32), whole, None).cast(pa.binary(32))
     return np.frombuffer(whole.buffers()[1], "<u8").reshape(-1, 4)[whole.offset :][: len(whole)]
 
 
@@ -92,6 +93,7 @@ class Encoded:
     shard: Ints
     row: Ints
     set_aside: dict[str, SetAside]
+    truncated: list[Truncated]
     missing: pa.Array
 
     def find(self, names: pa.Array | pa.ChunkedArray) -> Ints:
@@ -107,11 +109,12 @@ class Encoded:
 
 def collect(readers: Readers, paths: Sequence[str], wanted: pa.Array) -> Encoded:
     """Find each wanted id, all of which differ, in the shards at `paths`; of several the first that has it."""
-    names, aside = [pa.array([], pa.string())], dict[str, SetAside]()
+    names, aside, truncated = [pa.array([], pa.string())], dict[str, SetAside](), dict[str, Truncated]()
     for path in paths:
         meta = readers.meta(path)
         names.append(pa.array(meta.ids, pa.string()))
         aside.update((member.id, member) for member in meta.set_aside)
+        truncated.update((row.id, row) for row in meta.truncated)
     ends = np.cumsum([len(part) for part in names])  # the first is that of no shard
     at = Lookup(pa.concat_arrays(names)).find(wanted)
     shard = np.where(at >= 0, np.searchsorted(ends, at, side="right") - 1, -1)
@@ -121,7 +124,9 @@ def collect(readers: Readers, paths: Sequence[str], wanted: pa.Array) -> Encoded
         name: member for (name, member), i in zip(aside.items(), place.tolist(), strict=True) if i >= 0 and lost[i]
     }
     lost[place[place >= 0]] = False
-    return Encoded(lookup, list(paths), shard, at - ends[shard], aside, wanted.filter(pa.array(lost)))
+    known = lookup.find(pa.array(list(truncated), pa.string())) >= 0
+    shorter = [row for row, here in zip(truncated.values(), known.tolist(), strict=True) if here]
+    return Encoded(lookup, list(paths), shard, at - ends[shard], aside, shorter, wanted.filter(pa.array(lost)))
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,15 @@
 Imported by workers only, after everything that needs no model has been settled.
 """
 
+import gc
 import importlib
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import av
 import numpy as np
 import torch
 from safetensors import SafetensorError
@@ -20,6 +22,14 @@ from schemas.errors import LatentpressError
 from stages.vae.base import Levers
 from stages.weights import WeightsError, require_model
 
+#: What a RuntimeError says where memory ran out: torch's allocator on the CPU, CUDA itself, its libraries.
+NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+#: What has a part in the bytes, where it is installed.
+LIBRARIES = (
+    *("torch", "diffusers", "transformers", "tokenizers", "accelerate", "optimum-quanto", "bitsandbytes", "flash-attn"),
+    *("pillow", "pillow-heif", "av", "decord"),
+)
+
 
 def quiet() -> None:
     """The libraries' own progress bars off: the stages show theirs."""
@@ -28,8 +38,9 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def device(resources: Resources) -> torch.device:
-    """The device that this process computes on; sets the number of CPU threads, which shards record."""
+def device(resources: Resources, process: int = 0) -> torch.device:
+    """The device that process number `process` computes on: of several cards without a number, each process one in
+    turn. Sets the number of CPU threads, which shards record."""
     torch.set_num_threads(resources.threads)
     name = resources.device
     if name == "auto":
@@ -39,6 +50,8 @@ def device(resources: Resources) -> torch.device:
             f"device {name} was asked for and this torch ({torch.__version__}) sees no CUDA device",
             "use --device cpu, or install the torch build for your card (README, Installing for a GPU)",
         )
+    if name == "cuda" and torch.cuda.device_count() > 1:
+        name = f"cuda:{process % torch.cuda.device_count()}"
     return torch.device(name)
 
 
@@ -79,9 +92,12 @@ def explained(model: Model, part: str) -> Iterator[None]:
     require_model(model, part)
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, LatentpressError | torch.cuda.OutOfMemoryError):
+    except (OSError, ValueError, KeyError, RuntimeError, MemoryError, SafetensorError) as error:
+        if isinstance(error, LatentpressError):
             raise
+        if out_of_memory(error):
+            problem = f"out of memory while {part} of {model.source} was loaded: {error}"
+            raise LatentpressError(problem, "free memory, use fewer --workers, or a larger card or machine") from error
         raise WeightsError(
             f"{model.source}: {part}, or what belongs to it, can't be loaded: {type(error).__name__}: {error}",
             "replace the checkpoint with a whole copy in diffusers layout",
@@ -90,13 +106,24 @@ def explained(model: Model, part: str) -> Iterator[None]:
 
 def provenance(resources: Resources, where: torch.device) -> dict[str, Any]:
     """Versions and hardware: what may differ between two valid shards of one fingerprint."""
-    libraries = ("torch", "diffusers", "transformers", "pillow", "av")
-    hardware = torch.cuda.get_device_name(where) if where.type == "cuda" else platform.machine()
+    libraries = {name: found for name in LIBRARIES if (found := _installed(name))}
+    hardware = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if where.type == "cuda":
+        libraries |= {"cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
+        hardware = torch.cuda.get_device_name(where)
+    codecs = {name: ".".join(map(str, number)) for name, number in av.library_versions.items()}
     return {
-        "libraries": {name: version(name) for name in libraries},
+        "libraries": libraries | {name: codecs[name] for name in ("libavcodec", "libswscale") if name in codecs},
         "device": f"{where.type}: {hardware}",
         "threads": resources.threads,
     }
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def array(tensor: torch.Tensor) -> Array:
@@ -108,17 +135,14 @@ def array(tensor: torch.Tensor) -> Array:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether torch found no memory, on the device or on this machine."""
-    if isinstance(error, torch.OutOfMemoryError):
+    """Whether there was no memory, on the device or on this machine; CUDA and its libraries say so in several ways."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
-def require_smaller(error: BaseException, batch: int, advice: str) -> None:
-    """After running out of memory: LatentpressError where the batch held one member alone; else gives back what
-    torch keeps for later."""
-    if batch <= 1:
-        problem = str(error).strip().partition("\n")[0]
-        raise LatentpressError(f"out of memory at a batch of one: {problem}", advice) from error
+def release_memory() -> None:
+    """Give back what torch keeps for later."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

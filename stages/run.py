@@ -12,18 +12,34 @@ from schemas.config import Config, StageName
 from schemas.console import Console, Options, Report, program
 from schemas.errors import DAMAGE, OK, REMAINS, LatentpressError
 from stages.stage import refuse_shard
+from stages.stopping import MaxTime, Stopping
 
 
-def run(config: Config, options: Options, console: Console) -> Report:
+def run(config: Config, options: Options, console: Console, *, max_time: MaxTime = None) -> Report:
     refuse_shard(options, "run")
+    stages = _Processes()
+    stopping = Stopping(max_time, stages.stop)
+    with stopping.by_signals():
+        report = _in_order(config, options, console, stages, stopping)
+    if stopping.reason:
+        report.details["stopped"] = f"by {stopping.reason}; what is done is kept"
+        report.remaining = max(report.remaining, 1)
+        report.next_steps = ["latentpress run"]
+    return report
+
+
+def _in_order(config: Config, options: Options, console: Console, stages: "_Processes", stopping: Stopping) -> Report:
     report = Report(program="run", dry_run=options.dry_run)
-    rows = []
+    rows: list[dict] = []
+    report.details["stages"] = rows
     for stage in config.stages.order:
         if stage == "encode-vision" and not config.vision.model:
             continue
         started = time.monotonic()
         console.log(f"--- {stage}")
-        code, document = _stage(stage, options)
+        code, document = stages.run(stage, options)
+        if stopping.reason and (not document or "error" in document):
+            break  # it was interrupted where it has nothing to say
         seconds = round(time.monotonic() - started, 1)
         if "error" in document or code not in (OK, REMAINS, DAMAGE):
             raise StageFailed(stage, code, document)
@@ -38,11 +54,11 @@ def run(config: Config, options: Options, console: Console) -> Report:
         report.damage += document["damage"]
         if code != OK:
             report.next_steps += document["next_steps"]
+        if code != OK or stopping.reason:
             break
         if options.dry_run and document["remaining"]:
             console.log(f"{stage} has work to do; what comes after it depends on the result")
             break
-    report.details["stages"] = rows
     return report
 
 
@@ -59,16 +75,34 @@ class StageFailed(LatentpressError):
         self.exit_code = error.get("exit_code", document.get("exit_code", REMAINS))  # type: ignore[misc]
 
 
-def _stage(stage: StageName, options: Options) -> tuple[int, dict]:
-    """Run one program as a process; its log passes through, its report is returned."""
-    module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
-    words = [word for word in options.argv() if word != "--json"]
-    command = [sys.executable, "-m", module, *words, "--json"]
-    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    try:
-        return process.returncode, json.loads(process.stdout)
-    except json.JSONDecodeError:
-        return process.returncode, {"error": {}}
+class _Processes:
+    """One program at a time, each a process of its own; its log passes through."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._stopped = False
+
+    def run(self, stage: StageName, options: Options) -> tuple[int, dict]:
+        """Exit code and report; an empty error where it has none, an empty report where it was told to stop before."""
+        module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
+        words = [word for word in options.argv() if word != "--json"]
+        command = [sys.executable, "-m", module, *words, "--json"]
+        if self._stopped:
+            return REMAINS, {}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as self._process:
+            if self._stopped:  # between the question and the start
+                self._process.terminate()
+            output, _ = self._process.communicate()
+        try:
+            return self._process.returncode, json.loads(output)
+        except json.JSONDecodeError:
+            return self._process.returncode, {"error": {}}
+
+    def stop(self) -> None:
+        """Tell the program that runs, and wait for it no less: it finishes or drops what it is at."""
+        self._stopped = True
+        if self._process is not None:
+            self._process.terminate()
 
 
 app = program("run", "Run every stage in order, each in its own process, skipping what is done.", run)

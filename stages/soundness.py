@@ -5,7 +5,6 @@ of another shape than its bucket has, or full of NaN. What tensors should be lik
 provenance.json, so caches of every configuration are checked, with none of their weights at hand.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +14,19 @@ import pyarrow as pa
 
 from cache import generations, shard
 from cache.generations import Unit
+from cache.layout import is_ours, is_shard
 from cache.shard import DamageError, Row, ShardMeta
 from cache.store import Store, StoreError, explained
 from cache.tensors import INFINITY
+from cache.trainset import read_json
+from cache.untrusted import PLAIN, shown
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
 from schemas.tables import UNITS
+from stages.vision.grids import stored_grid
 
-#: Tensors in the precision that their cache's provenance names; the last two of as many numbers in every row.
-NAMED = ("latent", "condition", "mask", "embeds", "pooled")
+#: Tensors in the precision that their cache's provenance names.
+NAMED = ("latent", "condition", "mask", "embeds", "pooled", "vision")
 
 
 class Whole(Store):
@@ -39,15 +42,22 @@ class Whole(Store):
 @dataclass(frozen=True)
 class Made:
     """How the shards of one cache were made. dtype: of its tensors, None where that is not known. strides: of the
-    autoencoder, (spatial, temporal). channels: of its latents."""
+    autoencoder, (spatial, temporal). channels: of its latents. vision: of features of frames, the size that the
+    model sees, and the latent frames' and the tokens' strides."""
 
     dtype: str | None = None
     strides: tuple[int, int] | None = None
     channels: int = 0
+    vision: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Made":
         """From a provenance.json; what that does not say is not checked."""
+        if record.get("stage") == "encode-vision":
+            temporal, side = record["token"]
+            if not all(type(number) is int and 0 < number < 1 << 16 for number in (record["size"], temporal, side)):
+                raise ValueError(f"no sizes: {record['size']}, {record['token']}")
+            return cls("bfloat16", vision=(record["size"], temporal, side))
         dtype = record.get("precision") if record.get("stage") in ("encode-text", "encode-latents") else None
         named = [family for family in FAMILIES.values() if family.autoencoder == record.get("autoencoder")]
         if not named:
@@ -77,8 +87,8 @@ class Expectations:
         """Of the cache `<kind>/<fingerprint>`. A provenance.json that can't be read says nothing."""
         if cache not in self._made:
             try:
-                self._made[cache] = Made.of(json.loads(self._store.read_bytes(f"{cache}/provenance.json")))
-            except (OSError, StoreError, ValueError):
+                self._made[cache] = Made.of(read_json(self._store, f"{cache}/provenance.json"))
+            except (OSError, StoreError, DamageError, ValueError, KeyError, TypeError):
                 self._made[cache] = Made()
         return self._made[cache]
 
@@ -134,9 +144,19 @@ class Tensors:
         """What is wrong with the shape of a tensor; nothing of one whose name is not known."""
         if name == "embeds" and (len(shape) != 2 or not shape[0]):
             return f"is of shape {shape}, and should be (tokens, width)"
-        if name not in ("latent", "condition") or self._made.strides is None:
+        if name == "vision" and self._made.vision is not None:
+            size, temporal, side = self._made.vision
+            bucket = Bucket.parse(self.bucket)
+            cells = (bucket.latent_shape(side, temporal)[0], *stored_grid(bucket, size, side))
+            return (
+                "" if shape[:-1] == cells else f"is of shape {shape}, and of bucket {self.bucket} {(*cells, 'width')}"
+            )
+        if name not in ("latent", "condition", "mask") or self._made.strides is None:
             return ""
         frames, height, width = Bucket.parse(self.bucket).latent_shape(*self._made.strides)
+        if name == "mask":
+            wanted = (frames, height, width)
+            return "" if shape == wanted else f"is of shape {shape}, and of bucket {self.bucket} it is {wanted}"
         wanted = (1 if name == "condition" else frames, height, width)
         channels = (self._made.channels, 2 * self._made.channels)  # the latter are mean and log-variance
         if len(shape) == 4 and shape[1:] == wanted and shape[0] in channels:
@@ -145,7 +165,7 @@ class Tensors:
 
     def _alike(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
         """What tells a tensor from the one of that name in earlier rows, or in provenance.json."""
-        shared = shape[-1] if name in ("embeds", "pooled") and shape else shape[0] if shape else 0
+        shared = shape[-1] if name in ("embeds", "pooled", "vision") and shape else shape[0] if shape else 0
         first = self._first.setdefault(name, (dtype, shared))
         if self._made.dtype and name in NAMED and dtype != self._made.dtype:
             return f"is {dtype}, and provenance.json says {self._made.dtype}"
@@ -160,7 +180,7 @@ def shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
     for kind in kinds:
         sizes = {f"{kind}/{entry.name}": entry.size for entry in store.entries(kind)}
         for rel, size in sizes.items():
-            if rel.endswith((shard.ARROW_SUFFIX, shard.TAR_SUFFIX)):
+            if is_shard(rel):  # a folder called text/ may hold a person's files too
                 found[rel] = size + sizes.get(rel.removesuffix(shard.TAR_SUFFIX) + shard.SIDECAR_SUFFIX, 0)
     return found
 
@@ -170,16 +190,34 @@ def missing(store: Store, present: dict[str, int]) -> dict[str, str]:
     lost: dict[str, str] = {}
     for name in current_sets(store):
         if store.exists(f"sets/{name}/set.json"):
-            for rel in store.read_table(f"sets/{name}/shards.arrow").column("path").to_pylist():
+            for rel in shards_of(store, name):
                 if rel not in present:
                     lost.setdefault(rel, name)
     return lost
 
 
+def shards_of(store: Store, name: str) -> list[str]:
+    """Paths of the shards that the set `name` names. DamageError where they are no shards' below this root: what is
+    damaged is moved, and what is named is kept."""
+    rel = f"sets/{name}/shards.arrow"
+    table, found = store.read_table(rel), list[str]()
+    for path in table.column("path").to_pylist() if "path" in table.column_names else [None]:
+        if not isinstance(path, str) or not is_shard(path):
+            raise DamageError(store.path(rel), f"it names {shown(repr(path))}, which is no shard below the root")
+        found.append(path)
+    return found
+
+
 def current_sets(store: Store) -> list[str]:
-    """Ids of the sets that sets/current-*.json point at."""
-    pointers = [name for name in store.names("sets") if name.startswith("current-") and name.endswith(".json")]
-    return sorted({json.loads(store.read_bytes(f"sets/{name}"))["id"] for name in pointers})
+    """Ids of the sets that sets/current-*.json point at. DamageError where one points nowhere below the root."""
+    found = set()
+    for rel in (f"sets/{name}" for name in store.names("sets") if name.startswith("current-")):
+        if is_ours(rel):
+            id = read_json(store, rel).get("id")
+            if not isinstance(id, str) or not PLAIN.fullmatch(id):
+                raise DamageError(store.path(rel), f"it names {shown(repr(id))}, which no training set is called")
+            found.add(id)
+    return sorted(found)
 
 
 def put_away(store: Store, rel: str) -> str:

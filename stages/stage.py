@@ -6,8 +6,9 @@ listing of shard names. So any number of processes on any number of machines nee
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -17,13 +18,13 @@ import typer
 
 from cache import rejects
 from cache.generations import Generation, Unit
-from cache.shard import done_units
+from cache.shard import Truncated, done_units
 from cache.store import Store
 from schemas.config import Config, Encoding
 from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
-from schemas.report import visible
+from schemas.report import shortened, visible
 from stages.media.places import Places
 from stages.plan import current_plan
 from stages.stopping import MaxTime, Stopping
@@ -50,24 +51,29 @@ def refuse_shard(options: Options, program: str) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker process needs to know; small, and sent to it as it is."""
+    """What a worker process needs to know; small, and sent to it as it is. process: its number, from 0."""
 
     config: Config
     generation: str
     fingerprint: str
     resources: Encoding
+    process: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a unit. set_aside: rows of schemas.tables.REJECTS. shard: its path, None if it failed."""
+    """What became of a unit. shard: its path, None if it failed. set_aside: rows of schemas.tables.REJECTS. smaller:
+    where memory ran out, the size of batches that fitted. remarks: how many members each of them is true of."""
 
     unit: str
     shard: str | None
     encoded: int = 0
     bytes: int = 0
     set_aside: tuple[dict, ...] = ()
+    truncated: tuple[Truncated, ...] = ()
+    smaller: str = ""
     error: str = ""
+    remarks: dict[str, int] = field(default_factory=dict)
 
 
 class Worker(Protocol):
@@ -87,6 +93,7 @@ class EncodingStage:
     parts: Callable[[Config], dict[str, Any]]
     load: Callable[[Job], Worker]
     units: str = ""  # the kind of units that it makes shards of, where that is another: text | latents
+    size: Callable[[Config, Unit], int] = lambda config, unit: unit.estimated_bytes  # of a unit's shard, in bytes
 
     @property
     def of(self) -> str:
@@ -130,7 +137,7 @@ class EncodingStage:
         prefetch: Annotated[int | None, typer.Option(min=1, metavar="N", help=_PREFETCH)] = None,
     ) -> Report:
         """Do this process' part of what remains, and report."""
-        store = Store(config.root)
+        stopping, store = Stopping(max_time), Store(config.root)
         work = self.work(store, config, current_plan(store, config), retry_set_aside)
         mine = work.part(options.shard)
         before = len(work.units) - len(work.todo)
@@ -138,7 +145,7 @@ class EncodingStage:
         report.details = {
             "cache": f"{self.kind}/{work.fingerprint}",
             "units": f"{len(work.units)}, {before} done before, {len(mine)} in this run",
-            "MiB to come": round(sum(unit.estimated_bytes for unit in mine) / 2**20, 2),
+            "MiB to come": round(sum(self.size(config, unit) for unit in mine) / 2**20, 2),
         }
         if options.dry_run:
             report.remaining = _members(mine)
@@ -152,9 +159,8 @@ class EncodingStage:
             resources = options.resources(config, self.name).model_copy(update=given)
             assert isinstance(resources, Encoding)
             job = Job(pinned_config, work.plan.name, work.fingerprint, resources)
-            stopping = Stopping()
-            with stopping.by_signals(max_time):
-                _run_units(store, self, job, mine, limit, console, report)
+            with stopping.by_signals():
+                _run_units(store, self, job, work.plan, mine, limit, console, report)
             work = self.work(store, config, work.plan)
             if stopping.reason:
                 _say_stopped(report, self.name, stopping.reason, work.part(options.shard))
@@ -216,6 +222,18 @@ def _of_items(lists: dict[str, list[dict]], wanted: pa.Array) -> dict[str, list[
     return kept
 
 
+def told(plan: Generation, truncated: Iterable[Truncated]) -> list[dict[str, Any]]:
+    """For a report: truncated texts by their words."""
+    return [
+        {
+            "item": row.id,
+            "path": shortened(plan.texts[row.id]["text"]),
+            "reason": f"{row.kept} of {row.tokens} tokens kept",
+        }
+        for row in truncated
+    ]
+
+
 def reject_folder(stage: str, fingerprint: str) -> str:
     return f"{stage}/{fingerprint}"
 
@@ -228,6 +246,7 @@ def _run_units(
     store: Store,
     stage: EncodingStage,
     job: Job,
+    plan: Generation,
     units: list[Unit],
     limit: "_Limit",
     console: Console,
@@ -236,7 +255,7 @@ def _run_units(
     from stages.engines.local import run_units
 
     members = {unit.unit_id: unit.members for unit in units}
-    written = 0
+    written, remarks = 0, Counter[str]()
     what = "texts" if stage.of == "text" else "samples"
     with console.progress(_members(units), stage.name, what) as progress:
         for outcome in run_units(stage.load, job, iter(units), progress.advance):
@@ -245,10 +264,16 @@ def _run_units(
                 report.remaining += len(members[outcome.unit])
                 continue
             rejects.write(store, reject_folder(stage.name, job.fingerprint), outcome.unit, list(outcome.set_aside))
+            report.truncated += told(plan, outcome.truncated)
+            remarks.update(outcome.remarks)
+            if outcome.smaller:
+                console.warn(f"unit {outcome.unit}: out of memory; {outcome.smaller}")
+                report.details["units in smaller batches"] = report.details.get("units in smaller batches", 0) + 1
             report.done += outcome.encoded
             written += outcome.bytes
             limit.count(outcome.unit, outcome.set_aside)
     report.details["MiB written"] = round(written / 2**20, 2)
+    report.details |= {remark: f"{count} of {report.done}" for remark, count in remarks.items()}
 
 
 class _Limit:

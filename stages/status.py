@@ -5,7 +5,7 @@ What it costs grows with the number of shards, of which names, sizes and times a
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,7 +76,7 @@ def look(config: Config, options: Options) -> Report:
             row.setdefault(column, "")
     report.details["stages"] = rows
     report.details["training set"] = _training_set(store, config, plan)
-    report.details["libraries of the shards"] = _libraries(store, works, listed)
+    report.details["shards were made with"] = _made_with(store, works, listed)
     report.details["MiB under root"] = {
         top: _mib(entries) for top, entries in listed.items() if entries or top in SHOWN[:4]
     }
@@ -150,29 +150,48 @@ def _training_set(store: Store, config: Config, plan: Generation) -> str:
     return f"sets/{name}" + ("" if made_of == plan.name else f", of the older plan {made_of}: latentpress index")
 
 
-def _libraries(store: Store, works: Sequence[tuple[EncodingStage, Work]], listed: Mapping[str, Sequence[Entry]]) -> str:
-    """The versions that the plan's shards were made with; more than one set of them is worth a look.
+def _made_with(
+    store: Store, works: Sequence[tuple[EncodingStage, Work]], listed: Mapping[str, Sequence[Entry]]
+) -> dict[str, str]:
+    """For each stage what the plan's shards say of the libraries and the machine that made them, and MIXED before what
+    differs among them: their bytes may, though the configuration is one.
 
     Of many shards some are opened, from the oldest to the newest, since versions change in time.
     """
-    readers, found, opened, there = Readers(store), set(), 0, 0
+    readers = Readers(store)
+    told = {}
     for stage, work in works:
         written = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
         paths = [path for _, path in sorted((written.get(path, 0.0), path) for path in work.done.values())]
-        there += len(paths)
-        for path in _spread(paths):
-            opened += 1
-            try:
-                libraries = readers.meta(path).provenance.get("libraries", {})
-            except DamageError:
-                found.add(f"{path} can't be read: latentpress verify")
-                continue
-            found.add(", ".join(f"{name} {version}" for name, version in sorted(libraries.items())))
+        told[stage.name] = _told(readers, paths)
     readers.close()
-    of = f" (of {opened} of {there} shards)" if opened < there else ""
-    if len(found) > 1:
-        return "MIXED: " + " | ".join(sorted(found)) + of
-    return next(iter(found), "none yet") + of
+    return told
+
+
+def _told(readers: Readers, paths: Sequence[str]) -> str:
+    found: dict[str, set[str]] = {}
+    damaged = []
+    opened = _spread(paths)
+    for path in opened:
+        try:
+            for key, value in _flat(readers.meta(path).provenance):
+                found.setdefault(key, set()).add(value)
+        except DamageError:
+            damaged.append(f"{path} can't be read: latentpress verify")
+    mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(found.items()) if len(values) > 1]
+    alike = [f"{key} {value}" for key, (value, *more) in sorted(found.items()) if not more]
+    parts = [f"MIXED: {', '.join(mixed)}"] if mixed else []
+    parts += [", ".join(alike)] if alike else []
+    parts += damaged + ([f"of {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])
+    return "; ".join(parts) or "none yet"
+
+
+def _flat(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in provenance.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        else:
+            yield key, str(value)
 
 
 def _spread(paths: Sequence[str]) -> list[str]:

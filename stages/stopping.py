@@ -4,7 +4,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Annotated
@@ -39,24 +40,33 @@ MaxTime = Annotated[
 ]
 
 
-class Stopping:
-    """reason: why the work was stopped, "" where it was not."""
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
-    reason = ""
-    _ending = False
+
+class Stopping:
+    """At the first SIGINT or SIGTERM, or when `max_time` seconds from now have passed, `stop` is called: as it is, the
+    body of `by_signals` ends after its context managers have cleaned up, and a second Ctrl-C ends the program.
+
+    reason: why the work was stopped, "" where it was not.
+    """
+
+    def __init__(self, max_time: float | None = None, stop: Callable[[], object] = _interrupt) -> None:
+        self.reason = ""
+        self._stop, self._ending = stop, False
+        self._end = None if max_time is None else time.monotonic() + max_time
 
     @contextmanager
-    def by_signals(self, max_time: float | None) -> Iterator[None]:
-        """The body ends at the first SIGINT or SIGTERM, or `max_time` seconds from now, after its context managers
-        have cleaned up. A second Ctrl-C ends the program."""
+    def by_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
             yield
             return
-        timer = threading.Timer(max_time or 0, self._time_is_up)
+        left = 0 if self._end is None else max(0.0, self._end - time.monotonic())
+        timer = threading.Timer(left, self._time_is_up)
         timer.daemon = True
         before = {number: signal.signal(number, self._told) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            if max_time is not None:
+            if self._end is not None:
                 timer.start()
             yield
         except KeyboardInterrupt:
@@ -72,7 +82,7 @@ class Stopping:
         # A second SIGTERM, as schedulers send to each process of a group, must not disturb the cleaning up.
         if not self._ending or number == signal.SIGINT:
             self._ending = True
-            raise KeyboardInterrupt
+            self._stop()
 
     def _time_is_up(self) -> None:
         if not self.reason:

@@ -3,7 +3,6 @@
 Nothing is unused for want of knowledge: where a configuration has no plan, nothing is looked for at all.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,15 @@ import pyarrow.compute as pc
 from cache import generations
 from cache.generations import Generation
 from cache.store import Entry, Store
+from cache.trainset import located, read_json
+from cache.untrusted import shown
 from schemas.config import VALIDATION, Config
+from schemas.errors import LatentpressError
 from stages import encoders
 from stages.plan import current_plan
-from stages.soundness import current_sets
+from stages.soundness import current_sets, shards_of
+
+CHECKPOINTS = "checkpoints"  # in the folder of a training run
 
 
 @dataclass
@@ -54,9 +58,9 @@ def use(store: Store, configs: Sequence[Config], entries: Iterable[Entry], since
     others = _others(store, written, {plan.info["key"] for plan in plans}, since)
     for plan in others:
         found.elsewhere |= _units(plan)
-    made_of = {_record(store, name).get("generation") for name in found.sets}
-    shown = [generations.load(store, name) for name in generations.names(store) if name in made_of]
-    found.generations = _generations(store, [*plans, *others, *shown])
+    made_of = [read_json(store, f"sets/{name}/set.json").get("generation") for name in found.sets]
+    held = [generations.load(store, name) for name in generations.names(store) if name in made_of]
+    found.generations = _generations(store, [*plans, *others, *held])
     return found
 
 
@@ -67,30 +71,48 @@ def _units(plan: Generation) -> set[str]:
 def _sets(store: Store, configs: Sequence[Config], written: dict[str, float], found: Use) -> None:
     """The newest sets, those that configurations and their runs train on, and new ones; and what they are made of."""
     names = {name.split("/")[1] for name in written if name.startswith("sets/") and name.endswith("/set.json")}
-    used = {*current_sets(store), *(config.train.set for config in configs)}
+    used = {*current_sets(store), *(_id(config.train.set) for config in configs)}
     for config in configs:
         used |= _sets_of_runs(Path(config.output), found.since)
     used |= {name for name in names if written[f"sets/{name}/set.json"] >= found.since}
     found.sets = used & names
     for name in found.sets:
-        found.shards |= set(store.read_table(f"sets/{name}/shards.arrow").column("path").to_pylist())
+        found.shards |= set(shards_of(store, name))
 
 
 def _sets_of_runs(output: Path, since: float) -> set[str]:
     """The sets of training runs in which something was written lately: they may be running, or be resumed."""
     from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
 
     found = set()
     for settings in output.glob("*/config.yaml"):
         folders = [settings.parent, *settings.parent.rglob("*")]
-        if max(path.stat().st_mtime for path in folders if path.exists()) >= since:
+        if max(path.stat().st_mtime for path in folders if path.exists()) < since:
+            continue
+        try:
             record = YAML(typ="safe").load(settings.read_text(encoding="utf-8"))
-            found.add(str(record["train"]["set"]))
+        except (YAMLError, OSError, ValueError) as error:
+            if not (settings.parent / CHECKPOINTS).is_dir():
+                continue  # no run's: a run writes it whole
+            raise LatentpressError(
+                f"{settings} can't be read, so which training set that run needs is not known: {shown(error)}",
+                "mend it, or move the run away from the output folder",
+            ) from error
+        found.add(_id(_set_of(record)))
     return found
 
 
-def _record(store: Store, name: str) -> dict:
-    return json.loads(store.read_bytes(f"sets/{name}/set.json"))
+def _id(name: str) -> str:
+    """Of what `train.set` names, which may be a path into this root as well."""
+    return located(name)[1] if "/" in name else name
+
+
+def _set_of(record: object) -> str:
+    """The set that a run's configuration names; "" where it is the configuration of something else."""
+    train = record.get("train") if isinstance(record, dict) else None
+    name = train.get("set") if isinstance(train, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _others(store: Store, written: dict[str, float], keys: set[str], since: float) -> list[Generation]:

@@ -4,8 +4,12 @@ Several shards at once, in threads: reading, hashing and looking for NaN all rel
 """
 
 import os
+import shlex
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from math import ceil
+from time import sleep
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +27,7 @@ from stages.stage import EncodingStage, Work, refuse_shard
 
 STALE = 24 * 3600  # seconds: no writer takes longer over one file
 MOST_WORKERS = 8  # by default; a disk is faster with some requests at once, not with many
+SETTLE = 2.0  # seconds until a shard that is missing is looked for again
 MIB = 1 << 20
 
 Row = dict[str, Any]
@@ -56,7 +61,7 @@ def run(
     found = examine(store, present, options.workers, console)
     found.damage |= {
         rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
-        for rel, name in soundness.missing(store, present).items()
+        for rel, name in _missing(store, present).items()
     }
     report.failed = found.unread
     report.done = len(present) - len(found.unread) - sum(rel in present for rel in found.damage)
@@ -64,8 +69,29 @@ def run(
         _repair(store, config, options, console, found, report)
     report.damage = [_row(rel, damage) for rel in sorted(found.damage) for damage in found.damage[rel]]
     if report.damage and not repair:
-        report.next_steps = ["latentpress verify --repair", "latentpress index"]
+        report.next_steps = _advice(store, found.damage, ["latentpress verify --repair", "latentpress index"])
     return report
+
+
+def _missing(store: Store, present: dict[str, int]) -> dict[str, str]:
+    """Path -> set, of shards that a set names and that are not there: also not in a while, as a stage that replaces a
+    tar removes the old one first, and what appeared after the listing is no loss."""
+    lost = soundness.missing(store, present)
+    if not all(store.exists(rel) for rel in lost):
+        sleep(SETTLE)
+    return {rel: name for rel, name in lost.items() if not store.exists(rel)}
+
+
+def _is_exported(rel: str) -> bool:
+    return shard.rebuild_command(rel) == "export"
+
+
+def _advice(store: Store, damaged: Iterable[str], own: list[str]) -> list[str]:
+    """What mends these shards: for those of an export, which no stage makes, another command than `own`."""
+    whose = {_is_exported(rel) for rel in damaged}
+    again = f"latentpress export --to {shlex.quote(store.url)}"
+    why = "from where the set lies, as before: it writes damaged shards anew; or copy the export again"
+    return (own if False in whose else []) + ([f"{again}   # {why}"] if True in whose else [])
 
 
 @dataclass
@@ -79,7 +105,7 @@ class Found:
 def examine(store: Store, present: dict[str, int], workers: int | None, console: Console) -> Found:
     """Check the shards in `present`, path -> bytes, with so many threads (None: one for each processor, at most 8)."""
     expected, found = Expectations(store), Found()
-    total = round(sum(present.values()) / MIB)
+    total = ceil(sum(present.values()) / MIB)
     with (
         ThreadPoolExecutor(workers or min(MOST_WORKERS, _processors()), "verify") as pool,
         console.progress(total, "verify", "MiB") as progress,
@@ -118,15 +144,17 @@ class _Counter:
         self._progress, self._bytes = progress, 0
 
     def advance(self, size: int) -> None:
-        before = round(self._bytes / MIB)
+        before = ceil(self._bytes / MIB)
         self._bytes += size
-        self._progress.advance(round(self._bytes / MIB) - before)
+        self._progress.advance(ceil(self._bytes / MIB) - before)
 
 
 def _repair(store: Store, config: Config, options: Options, console: Console, found: Found, report: Report) -> None:
-    """Put the damaged shards away and encode their units again. What is sound then leaves `found`."""
+    """Put the damaged shards away and encode their units again. What is sound then leaves `found`. Those of an export
+    stay where they are: other rows of them can still be read, and `export` puts whole ones in their place."""
     again = dict[str, str]()  # damaged shard -> its unit's stage
-    works = _works(store, config, console)
+    own = [rel for rel in sorted(found.damage) if not _is_exported(rel)]
+    works = _works(store, config, console) if own else []
     for stage, work in works:
         units = {unit.unit_id for unit in work.units}
         folder = f"{stage.kind}/{work.fingerprint}/"
@@ -137,7 +165,7 @@ def _repair(store: Store, config: Config, options: Options, console: Console, fo
             "set aside as": soundness.put_away(store, rel) if store.exists(rel) else "",
             "then": again.get(rel, "not encoded again: no unit of this configuration"),
         }
-        for rel in sorted(found.damage)
+        for rel in own
     ]
     made = list[str]()
     for stage, work in works:
@@ -152,7 +180,7 @@ def _repair(store: Store, config: Config, options: Options, console: Console, fo
     found.damage |= later.damage
     report.failed += later.unread
     report.details["encoded again"] = len(made) - len(later.damage)
-    report.next_steps.append("latentpress index")
+    report.next_steps += _advice(store, found.damage, []) + (["latentpress index"] if own else [])
 
 
 def _works(store: Store, config: Config, console: Console) -> list[tuple[EncodingStage, Work]]:

@@ -20,6 +20,7 @@ from schemas.catalogue import FAMILIES
 from schemas.config import Model
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json
+from schemas.safeweights import PATTERNS, problem_of
 
 INDEX = "model_index.json"
 LARGE = 1 << 28  # bytes; hashing less takes no time worth remembering
@@ -96,6 +97,13 @@ def resolve(source: str, revision: str | None, parts: Sequence[str]) -> Path:
         folder = _fetch(source, revision, parts)
     _require(folder, parts)
     return folder
+
+
+def pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
+    """`model_class.from_pretrained(folder)`, of safetensors alone. WeightsError where the weights are pickled."""
+    if problem := problem_of(folder):
+        raise WeightsError(*problem)
+    return model_class.from_pretrained(folder, use_safetensors=True, **settings)
 
 
 def config_of(source: str, revision: str | None, part: str) -> dict[str, Any]:
@@ -193,7 +201,7 @@ def _commit(repo: str, revision: str | None) -> str:
 def _fetch(repo: str, revision: str | None, parts: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = [INDEX, *(f"{part}/*" for part in parts)]
+    patterns = [INDEX, *(f"{part}/{pattern}" for part in parts for pattern in PATTERNS)]
     return Path(calling(snapshot_download, repo, revision, allow_patterns=patterns))
 
 

@@ -1,6 +1,7 @@
 """What the encoding stages' workers share: units read ahead, encoded by batches, and written behind, a shard each."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -9,8 +10,9 @@ from typing import Any
 from cache import generations
 from cache.generations import Unit
 from cache.rejects import read_one, reject, write
-from cache.shard import Row, SetAside, ShardMeta, ShardWriter, writer
+from cache.shard import Row, SetAside, ShardMeta, ShardWriter, Truncated, writer
 from cache.store import Store
+from schemas.errors import LatentpressError
 from stages import loading
 from stages.ahead import Ahead, Take
 from stages.engines.isolated import Isolated
@@ -33,14 +35,15 @@ class UnitWorker(ABC):
     section: str  # of the configuration
     tensors: tuple[str, ...]
     precision: str
-    batch_limit: int  # of whatever `cost` counts
+    limited_by: str  # the option of that section which says what a batch may cost
     advice = "use a larger card or --device cpu"  # where not even one member fits into memory
 
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config
+        self.batch_limit: int = getattr(getattr(self.config, self.section), self.limited_by)
         self.store = Store(job.config.root)
         self.plan = generations.load(self.store, job.generation)
-        self.device = loading.device(job.resources)
+        self.device = loading.device(job.resources, job.process)
         self.provenance = loading.provenance(job.resources, self.device)
 
     @abstractmethod
@@ -55,24 +58,39 @@ class UnitWorker(ABC):
     def cost(self, batch: list[Any]) -> int:
         """What a batch of these members costs, in the unit of `batch_limit`."""
 
+    def indivisible(self, batch: list[Any], limit: int) -> bool:
+        """Whether nothing smaller than this batch can be tried."""
+        return len(batch) == 1
+
     @abstractmethod
-    def encode(self, names: list[str], batch: list[Any]) -> Iterable[Row]:
-        """One forward pass: a row for each member."""
+    def encode(self, names: list[str], batch: list[Any], limit: int) -> Iterable[Row]:
+        """A row for each member. limit: of a forward pass' cost, which one member alone may exceed."""
 
     def member_bytes(self, unit: Unit) -> int:
         """Memory that a member of this unit takes when it has been read."""
         return 1
 
+    def remark(self, row: Row) -> str:
+        """What the report counts this row as; nothing for most."""
+        return ""
+
+    def members_ahead(self, unit: Unit) -> int:
+        """How many members of this unit are read ahead, where the configuration gives no number."""
+        return max(2, min(MOST_AHEAD, AHEAD_BYTES // self.member_bytes(unit)))
+
     def run_units(self, take: Take, advance: Advance) -> Iterator[Outcome]:
         """Make the shards of the units that `take` gives. While one is encoded the next is read and the last is
         written, so the outcome of a unit comes after the next one was encoded, unless there is none to take."""
-        with ThreadPoolExecutor(1, "write") as writing, self._ahead(take) as ahead:
-            try:
-                yield from self._outcomes(ahead, writing, advance)
-            except BaseException:  # nobody waits for a decoder that hangs
-                if processes := self.__dict__.pop("_processes", None):
-                    processes.close()
-                raise
+        try:
+            with ThreadPoolExecutor(1, "write") as writing, self._ahead(take) as ahead:
+                try:
+                    yield from self._outcomes(ahead, writing, advance)
+                except BaseException:  # nobody waits for a decoder that hangs
+                    if processes := self.__dict__.pop("_processes", None):
+                        processes.close()
+                    raise
+        finally:
+            self.store.abandon_all()
 
     def _outcomes(self, ahead: Ahead, writing: ThreadPoolExecutor, advance: Advance) -> Iterator[Outcome]:
         behind: Future[Outcome] | None = None
@@ -81,9 +99,14 @@ class UnitWorker(ABC):
             if unit is None and behind is None:
                 return
             made = self._encode(unit, ahead, advance) if unit is not None else None
-            if behind is not None:
-                yield behind.result()
-            behind = writing.submit(made) if made is not None else None
+            try:
+                if behind is not None:
+                    yield behind.result()
+            except BaseException:
+                if made is not None:
+                    made.drop()
+                raise
+            behind = writing.submit(made.finish) if made is not None else None
 
     def _ahead(self, take: Take) -> Ahead:
         return Ahead(
@@ -102,11 +125,11 @@ class UnitWorker(ABC):
         )
 
     def _depth(self, unit: Unit) -> int:
-        given = self.job.resources.prefetch
-        return given or max(2, min(MOST_AHEAD, AHEAD_BYTES // self.member_bytes(unit)))
+        return self.job.resources.prefetch or self.members_ahead(unit)
 
-    def _encode(self, unit: Unit, ahead: Ahead, advance: Advance) -> Callable[[], Outcome]:
-        """Encode a unit; what writes its shard. Out of memory, the whole unit starts again at half the batch."""
+    def _encode(self, unit: Unit, ahead: Ahead, advance: Advance) -> "_Shard":
+        """Encode a unit; its shard, to be written. Out of memory, the whole unit starts again at half the batch; the
+        next one does not, since what a shard holds is not to depend on what was done before."""
         limit, counted = self.batch_limit, 0
 
         def count(n: int) -> None:
@@ -119,12 +142,15 @@ class UnitWorker(ABC):
             shard = _Shard(self, unit, limit)
             try:
                 self._rows(shard, read(), count)
-                return shard.finish
+                return shard
             except BaseException as error:
                 shard.drop()
                 if not loading.out_of_memory(error):
                     raise
-                loading.require_smaller(error, shard.batch, self.advice)
+                if shard.indivisible:
+                    problem = str(error).strip().partition("\n")[0]
+                    raise LatentpressError(f"out of memory at a batch of one: {problem}", self.advice) from error
+            loading.release_memory()  # here, where no traceback holds what the batch was made of
             if limit == self.batch_limit:
                 ahead.skip(unit)
             limit = max(1, min(limit, shard.cost) // 2)
@@ -134,21 +160,23 @@ class UnitWorker(ABC):
 
     def _rows(self, shard: "_Shard", read: Members, advance: Advance) -> None:
         for names, batch in shard.batches(read, advance):
-            for row in self.encode(names, batch):
+            for row in self.encode(names, batch, shard.limit):
                 shard.add(row)
             advance(len(batch))
 
 
 class _Shard:
-    """One unit's shard in the making. batch, cost: members of the last batch, and what it costs."""
+    """One unit's shard in the making. cost: of the last batch; indivisible: whether that was as small as can be."""
 
     def __init__(self, worker: UnitWorker, unit: Unit, limit: int) -> None:
         """limit: of a batch's cost; the shard records it."""
-        self._worker, self._unit, self._limit = worker, unit, limit
+        self._worker, self._unit, self.limit = worker, unit, limit
         self._aside: list[dict] = []
-        self._encoded = self._bytes = self.batch = self.cost = 0
+        self._remarks: Counter[str] = Counter()
+        self._encoded = self._bytes = self.cost = 0
+        self.indivisible = False
         job = worker.job
-        meta = ShardMeta(
+        self._meta = ShardMeta(
             kind=worker.kind,
             fingerprint=job.fingerprint,
             unit=unit.unit_id,
@@ -158,7 +186,7 @@ class _Shard:
         )
         stem = f"{worker.kind}/{job.fingerprint}/{unit.unit_id}"
         columns = dict.fromkeys(worker.tensors, worker.precision)
-        self._writer: ShardWriter = writer(worker.store, stem, meta, columns, worker.config.cache.format)
+        self._writer: ShardWriter = writer(worker.store, stem, self._meta, columns, worker.config.cache.format)
         self._writer.__enter__()
 
     def batches(self, read: Members, advance: Advance) -> Iterator[tuple[list[str], list[Any]]]:
@@ -170,7 +198,7 @@ class _Shard:
                 self._set_aside(name, item.path, item.reason, str(item), item.reason in ("missing", "changed"))
                 advance(1)
                 continue
-            if batch and self._worker.cost([*batch, item]) > self._limit:
+            if batch and self._worker.cost([*batch, item]) > self.limit:
                 yield self._noted(names, batch)
                 names, batch = [], []
             names.append(name)
@@ -179,7 +207,7 @@ class _Shard:
             yield self._noted(names, batch)
 
     def _noted(self, names: list[str], batch: list[Any]) -> tuple[list[str], list[Any]]:
-        self.batch, self.cost = len(batch), self._worker.cost(batch)
+        self.cost, self.indivisible = self._worker.cost(batch), self._worker.indivisible(batch, self.limit)
         return names, batch
 
     def add(self, row: Row) -> None:
@@ -191,6 +219,11 @@ class _Shard:
             self._set_aside(row.id, "", "not-finite", message, False)
             return
         self._writer.add(row)
+        tokens, kept = row.info.get("tokens", 0), row.info.get("kept", 0)
+        if tokens > kept:
+            self._meta.truncated.append(Truncated(row.id, tokens, kept))
+        if remark := self._worker.remark(row):
+            self._remarks[remark] += 1
         self._encoded += 1
         self._bytes += sum(array.nbytes for array in row.tensors.values())
 
@@ -214,7 +247,11 @@ class _Shard:
             path = self._writer.finish()
         finally:
             self.drop()
-        return Outcome(unit, path, self._encoded, self._bytes, tuple(self._aside))
+        truncated, usual, smaller = tuple(self._meta.truncated), worker.batch_limit, ""
+        if self.limit < usual:
+            smaller = f"it fits with {worker.section}.{worker.limited_by}: {self.limit}, which saves trying {usual}"
+        aside, remarks = tuple(self._aside), dict(self._remarks)
+        return Outcome(unit, path, self._encoded, self._bytes, aside, truncated, smaller, remarks=remarks)
 
     def drop(self) -> None:
         """Leave nothing behind of what was not finished."""

@@ -12,9 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For the same reason the time that an example takes says nothing.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILDER = ROOT / "examples" / "tiny_models.py"

@@ -31,9 +31,11 @@ class Decoder:
             raise DamageError(path, reason, id=row.id)
         try:
             frames_THWC = self._autoencoder.decode(_tensor(latent)[None])[0].numpy()
-        except torch.cuda.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not loading.out_of_memory(error):
+                raise
             raise LatentpressError(
-                f"out of GPU memory decoding one sample of {bucket}: {error}", "use --device cpu, or a larger card"
+                f"out of memory decoding one sample of {bucket}: {error}", "use --device cpu, or a larger card"
             ) from error
         assert frames_THWC.shape == (whole.frames, whole.height, whole.width, 3), frames_THWC.shape
         return frames_THWC

@@ -176,7 +176,8 @@ def _died(code: int | None) -> str:
 
 def _sweep() -> None:
     """Give back the memory of results that nobody fetched, since their owner was killed."""
-    for folder in Path(SHARED).glob(f"{PREFIX}*-*"):
+    places = {Path(SHARED), Path(tempfile.gettempdir())}
+    for folder in (folder for place in places for folder in place.glob(f"{PREFIX}*-*")):
         owner = folder.name.removeprefix(PREFIX).partition("-")[0]
         with suppress(FileNotFoundError):
             old = time.time() - folder.stat().st_mtime > STALE_S

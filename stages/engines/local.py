@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -42,6 +44,7 @@ class _Pool:
         self._load, self._job, self._advance = load, job, advance
         self._context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, Any] = {}
+        self._numbers: dict[Connection, int] = {}
         self._given: dict[Connection, list[Unit]] = {}
         self._ready: set[Connection] = set()  # loaded their models
         self._next: Unit | None = None  # for which there is no place yet
@@ -68,7 +71,8 @@ class _Pool:
             if unit is None or pipe is None:
                 self._next = unit
                 return
-            pipe.send(unit)
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has died: `_receive` is told so
+                pipe.send(unit)
             self._given[pipe].append(unit)
             self._next = None
 
@@ -87,10 +91,12 @@ class _Pool:
 
     def _start(self) -> Connection:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(self._load, self._job, theirs))
+        number = min({*range(self._job.resources.workers)} - {*self._numbers.values()})
+        job = replace(self._job, process=number)
+        process = self._context.Process(target=_serve, args=(self._load, job, theirs))
         process.start()
         theirs.close()
-        self._processes[ours], self._given[ours] = process, []
+        self._processes[ours], self._given[ours], self._numbers[ours] = process, [], number
         return ours
 
     def _receive(self, pipe: Connection) -> Iterator[Outcome]:
@@ -110,7 +116,7 @@ class _Pool:
             yield message
 
     def _died(self, pipe: Connection) -> Iterator[Outcome]:
-        process, given = self._processes.pop(pipe), self._given.pop(pipe)
+        process, given, _ = self._processes.pop(pipe), self._given.pop(pipe), self._numbers.pop(pipe)
         process.join()
         pipe.close()
         if pipe not in self._ready:
@@ -139,7 +145,7 @@ class _Pool:
 def _serve(load: Load, job: Job, pipe: Connection) -> None:
     """The other end: load the model, then run units until the pipe closes. A unit that is not finished is dropped."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the program at the other end decides
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, _end)
     units: SimpleQueue[Unit] = SimpleQueue()
     threading.Thread(target=_receive_units, args=(pipe, units), daemon=True).start()
 
@@ -149,14 +155,28 @@ def _serve(load: Load, job: Job, pipe: Connection) -> None:
         except Empty:
             return None
 
-    with suppress(BrokenPipeError):
+    def send(message: Any) -> None:
         try:
-            worker = load(job)
-            pipe.send(0)
-            for outcome in worker.run_units(take, pipe.send):
-                pipe.send(outcome)
-        except LatentpressError as error:
-            pipe.send(error)
+            pipe.send(message)
+        except (BrokenPipeError, ConnectionResetError):  # the program is gone
+            _end()
+
+    try:
+        worker = load(job)
+        send(0)
+        outcomes: Any = worker.run_units(take, send)
+        # Also where the end comes between two units: this process can't exit before its readers have.
+        with closing(outcomes):
+            for outcome in outcomes:
+                send(outcome)
+    except LatentpressError as error:
+        send(error)
+
+
+def _end(*_: object) -> None:
+    """Once: schedulers send SIGTERM to each process, and it must not disturb the cleaning up when it comes again."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit()
 
 
 def _receive_units(pipe: Connection, units: "SimpleQueue[Unit]") -> None:
@@ -166,3 +186,5 @@ def _receive_units(pipe: Connection, units: "SimpleQueue[Unit]") -> None:
             units.put(pipe.recv())
     except (EOFError, OSError):
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE_S)
+        os.kill(os.getpid(), signal.SIGKILL)  # it hangs, and who would do this may be gone

@@ -8,6 +8,7 @@ from schemas import identity
 from schemas.catalogue import Family
 from schemas.config import VALIDATION, Config
 from schemas.geometry import Bucket
+from schemas.randomness import mix
 from schemas.tables import UNITS
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -54,33 +55,56 @@ def sample_units(config: Config, samples: pa.Table) -> pa.Table:
 
 
 def text_units(config: Config, texts: pa.Table) -> pa.Table:
-    """Divide texts into units of similar length (an image's size counts first), so that batches waste little."""
+    """Divide texts into units of similar length, so that batches waste little. Of texts with an image its size counts
+    first, then the image: its texts follow each other, in one unit where they fit, so that it is read and passes the
+    vision model once."""
     precision = config.text.precision or config.model.precision
     sizes = text_bytes(config.model.spec, texts, precision)
     ids = texts.column("text_id").combine_chunks()
-    images = _image_buckets(texts).combine_chunks().dictionary_encode()
-    image = np.argsort(np.argsort(images.dictionary.to_pylist()))[np.asarray(images.indices)]
+    buckets = _image_buckets(texts).combine_chunks().dictionary_encode()
+    bucket = np.argsort(np.argsort(buckets.dictionary.to_pylist()))[np.asarray(buckets.indices)]
+    shown = _images(texts)
     # An order by numbers: sorting a million ids as text takes ten times as long.
-    order = np.lexsort((identity.heads(ids), np.asarray(pc.utf8_length(texts.column("text"))), image))
+    order = np.lexsort((identity.heads(ids), np.asarray(pc.utf8_length(texts.column("text"))), shown, bucket))
     found = [
-        _divide("text", "", ids.take(pa.array(alike)), sizes[alike], config.cache.unit_mib)
-        for alike in np.split(order, np.flatnonzero(np.diff(image[order])) + 1)
+        _divide("text", "", ids.take(pa.array(alike)), sizes[alike], config.cache.unit_mib, shown[alike])
+        for alike in np.split(order, np.flatnonzero(np.diff(bucket[order])) + 1)
     ]
     return pa.concat_tables(found)
+
+
+def _images(texts: pa.Table) -> np.ndarray:
+    """(n,) a number for the image inside each prompt: for the file and how it is cut; 0 where there is none."""
+    media = texts.column("image_id")
+    if media.null_count == len(media):
+        return np.zeros(len(media), np.uint64)
+    found = mix(identity.heads(media))
+    for name in ("resize_w", "resize_h", "x", "y"):
+        place = pc.fill_null(pc.struct_field(texts.column("image_geometry"), name), 0)
+        found = mix(found + np.asarray(place).astype(np.uint64))
+    return found
 
 
 def _image_buckets(texts: pa.Table) -> pa.ChunkedArray:
     return pc.fill_null(pc.struct_field(texts.column("image_geometry"), "bucket"), "")
 
 
-def _divide(kind: str, bucket: str, ids: pa.Array, sizes: np.ndarray, unit_mib: float) -> pa.Table:
-    """Cut a list of ids into runs of at most unit_mib; an item larger than that is a unit of its own."""
+def _divide(
+    kind: str, bucket: str, ids: pa.Array, sizes: np.ndarray, unit_mib: float, group: np.ndarray | None = None
+) -> pa.Table:
+    """Cut a list of ids into runs of at most unit_mib; an item larger than that is a unit of its own.
+
+    group: (n,) numbers; items that follow each other with one number stay together where they fit into a unit.
+    """
     limit = int(unit_mib * 2**20)
     ends = np.cumsum(sizes, dtype=np.int64)
+    whole = np.append([] if group is None else np.flatnonzero(np.diff(group)) + 1, len(ids)).astype(np.int64)
     cuts = [0]
     while cuts[-1] < len(ids):
         before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-        cuts.append(max(cuts[-1] + 1, int(np.searchsorted(ends, before + limit, side="right"))))
+        cut = max(cuts[-1] + 1, int(np.searchsorted(ends, before + limit, side="right")))
+        last = int(whole[max(0, int(np.searchsorted(whole, cut, side="right")) - 1)])  # end of a group
+        cuts.append(last if cuts[-1] < last < cut else cut)
     members = pa.ListArray.from_arrays(pa.array(cuts, pa.int32()), ids)
     columns = {
         "unit_id": [identity.unit_id(bucket or kind, run.as_py()) for run in members],

@@ -7,7 +7,6 @@ The template's prefix is computed once (`stages.text.prefix`), an image's featur
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
@@ -17,11 +16,10 @@ from schemas.prompts import render
 from stages.text import models
 from stages.text.pictures import Illustrated, Picture, PictureReader, Processor
 from stages.text.prefix import Reader, constant_ids
-from stages.text.request import Stats, TextRequest, TextResult, refuse
-from stages.weights import resolve
+from stages.text.request import CLIP_LENGTH, Stats, TextRequest, TextResult, refuse
+from stages.weights import pretrained, resolve
 
 PARTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-CLIP_LENGTH = 77
 # Beside the image's own tokens, after the caption: <|vision_start|>, <|vision_end|>, <|im_end|>.
 IMAGE_SUFFIX = 3
 
@@ -36,9 +34,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Prompt(Illustrated):
-    """clip_ids: the caption alone, for CLIP."""
+    """clip_ids: the caption alone, for CLIP, and cut to its limit; clip_tokens: their number without it."""
 
     clip_ids: tuple[int, ...] = ()
+    clip_tokens: int = 0
 
 
 class Encoder:
@@ -76,8 +75,7 @@ class Encoder:
         options = models.Options(attention, quantization, offload)
         qwen = Qwen2_5_VLForConditionalGeneration
         whole = models.load(qwen, folder / "text_encoder", dtype, device, options, unused)
-        clip: Any = CLIPTextModel.from_pretrained(folder / "text_encoder_2", dtype=dtype)
-        self._clip = clip.to(device).eval()
+        self._clip = pretrained(CLIPTextModel, folder / "text_encoder_2", dtype=dtype).to(device).eval()
         self._image_id = whole.config.image_token_id
         self._media_ids = {whole.config.image_token_id, whole.config.video_token_id}
         prefix = constant_ids(self._ids, template, self.crop) if share_prefix else []
@@ -96,10 +94,12 @@ class Encoder:
         """The request tokenised and its image made ready. Raises RequestError for what can't be encoded."""
         with self._lock:
             tokens = self._tokens(request)
-            clip_ids = tuple(self._clip_tokenizer(request.text, max_length=CLIP_LENGTH, truncation=True)["input_ids"])
+            clip_ids = self._clip_tokenizer(request.text, verbose=False)["input_ids"]
         shared = self._reader.known(tokens.ids)
         picture, positions = self._picture(request, tokens.ids, shared)
-        return Prompt(tokens.ids, shared, tokens.untruncated, picture, positions, clip_ids)
+        # As the pipeline cuts: a caption's first tokens, then the end that every caption has.
+        cut = clip_ids if len(clip_ids) <= CLIP_LENGTH else clip_ids[: CLIP_LENGTH - 1] + clip_ids[-1:]
+        return Prompt(tokens.ids, shared, tokens.untruncated, picture, positions, tuple(cut), len(clip_ids))
 
     def encode(self, batch: Sequence[Prompt]) -> list[TextResult]:
         """One forward pass; another one for prompts that do not begin with the template's own ids."""
@@ -107,8 +107,8 @@ class Encoder:
         results = []
         for row, (prompt, hidden_LD) in enumerate(zip(batch, self._reader.hidden(batch), strict=True)):
             embeds_LD = hidden_LD[self.crop - prompt.shared :].to("cpu", self.dtype, copy=True)
-            untruncated = prompt.untruncated - self.crop
-            results.append(TextResult(embeds_LD, pooled_BD[row], untruncated, embeds_LD.shape[0]))
+            untruncated, kept = prompt.untruncated - self.crop, embeds_LD.shape[0]
+            results.append(TextResult(embeds_LD, pooled_BD[row], untruncated, kept, prompt.clip_tokens))
         return results
 
     def _tokens(self, request: TextRequest) -> Tokens:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from schemas.errors import USAGE, LatentpressError
+from stages.weights import pretrained
 
 EXTRA = "pip install -e '.[quant]'"
 LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}
@@ -40,7 +41,8 @@ def load(
     """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
 
     int8-quanto, nf4-bnb: the matrices of the language model's blocks alone; embeddings, norms and the vision model
-    stay. unused: parts that take no memory, since nothing calls them. Raises OptionError.
+    stay. unused: parts that take no memory, since nothing calls them. Raises OptionError, and
+    WeightsError where the weights are pickled.
     """
     _check(model_class, device, options)
     if options.quantization == "bf16":
@@ -50,7 +52,7 @@ def load(
         settings["attn_implementation"] = options.attention
     if options.quantization == "nf4-bnb":
         settings |= {"quantization_config": _nf4(dtype), "device_map": {"": device}}
-    model = model_class.from_pretrained(folder, **settings).eval()
+    model = pretrained(model_class, folder, **settings).eval()
     for part in unused:
         model.set_submodule(part, torch.nn.Identity())
     if options.quantization == "int8-quanto":

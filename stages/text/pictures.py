@@ -79,6 +79,7 @@ class PictureReader(Reader):
         self._whole = whole
         self._image_id = whole.config.image_token_id
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._shown: dict[bytes, torch.Tensor] = {}  # features of the batch that is being read
 
     def place(self, ids: list[int], shared: int, picture: Picture) -> torch.Tensor:
         """positions_3L of the tokens after the shared ones.
@@ -91,14 +92,19 @@ class PictureReader(Reader):
         positions_31L, _ = self._whole.get_rope_index(ids_1L, marks_1L, image_grid_thw=picture.grid_3[None])
         return positions_31L[:, 0, shared:]
 
+    @torch.no_grad()
+    def hidden(self, texts: Sequence[Prepared]) -> list[torch.Tensor]:
+        """The batch's images first, since its passes are divided by length and not by image."""
+        self._shown = self._features(texts)
+        return super().hidden(texts)
+
     def embeds(self, texts: Sequence[Prepared], ids_BL: torch.Tensor) -> torch.Tensor:
         embeds_BLD = super().embeds(texts, ids_BL)
-        features = self._features(texts)
         for row, text in enumerate(texts):
             assert isinstance(text, Illustrated) and text.picture is not None
             # Only where the text stands: padding could be the image's token in an odd tokenizer.
             places = (ids_BL[row, : text.cost] == self._image_id).nonzero()[:, 0]
-            embeds_BLD[row, places] = features[text.picture.key].to(embeds_BLD.dtype)
+            embeds_BLD[row, places] = self._shown[text.picture.key].to(embeds_BLD.dtype)
         return embeds_BLD
 
     def positions(self, texts: Sequence[Prepared], shared: int, length: int) -> torch.Tensor:
@@ -109,7 +115,8 @@ class PictureReader(Reader):
         return positions_3BL.to(self.device)
 
     def _features(self, texts: Sequence[Prepared]) -> dict[bytes, torch.Tensor]:
-        """key -> (tokens, D). Each image passes alone, so that its features depend on nothing else."""
+        """key -> (tokens, D), of all texts. Each image passes alone, so that its features depend on nothing else; the
+        last ones are kept, since a batch may end between the texts of one image."""
         found: dict[bytes, torch.Tensor] = {}
         for text in texts:
             assert isinstance(text, Illustrated) and text.picture is not None

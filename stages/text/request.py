@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from schemas.report import shortened
 from stages.media.errors import MediaError
 
 if TYPE_CHECKING:
     import torch
     from PIL import Image
+
+#: Tokens of a caption that CLIP reads, in the pipelines as here.
+CLIP_LENGTH = 77
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,15 @@ class TextResult:
     """One caption encoded, on the CPU in the encoder's dtype.
 
     embeds: (L, D), real tokens only. pooled: (D2,), or None where the family has none. tokens: what L would
-    be without a limit on the length. kept: L.
+    be without a limit on the length. kept: L. clip_tokens: of the caption for CLIP, which reads the first CLIP_LENGTH;
+    None where there is no CLIP.
     """
 
     embeds: "torch.Tensor"
     pooled: "torch.Tensor | None"
     tokens: int
     kept: int
+    clip_tokens: int | None = None
 
 
 @dataclass
@@ -75,5 +81,4 @@ class RequestError(MediaError):
 
 def refuse(reason: str, request: TextRequest, problem: str, advice: str) -> RequestError:
     """The RequestError of a request, named by the beginning of its caption."""
-    short = request.text if len(request.text) <= 60 else request.text[:57] + "..."
-    return RequestError(reason, f"caption {short!r}", problem, advice)
+    return RequestError(reason, f"caption {shortened(request.text)!r}", problem, advice)

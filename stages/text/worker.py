@@ -11,20 +11,23 @@ from stages import loading
 from stages.media.members import Read, Wanted
 from stages.media.places import Places
 from stages.stage import Job
-from stages.text.request import Prepared, TextRequest
+from stages.text.request import CLIP_LENGTH, Prepared, TextRequest
 from stages.worker import UnitWorker
+
+CUT_FOR_CLIP = f"captions cut to CLIP's {CLIP_LENGTH} tokens, as by the pipeline, for the pooled vector alone"
+BATCHES_AHEAD = 4  # by an estimate of their size: of texts one is being filled while another is encoded
 
 
 class TextWorker(UnitWorker):
     """Members are tokenised requests."""
 
     stage, kind, section, tensors = "encode-text", "text", "text", ("embeds", "pooled")
+    limited_by = "batch_tokens"
     advice = "set text.offload: blocks or text.quantization, use a larger card, or --device cpu"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.precision = self.config.text.precision or self.config.model.precision
-        self.batch_limit = self.config.text.batch_tokens
         self._encoder = loading.text_encoder(self.config, self.device)
         self._places = Places(self.config, self.plan)
 
@@ -34,6 +37,15 @@ class TextWorker(UnitWorker):
             return 1
         bucket = Bucket.parse(geometry["bucket"])
         return 3 * bucket.width * bucket.height
+
+    def members_ahead(self, unit: Unit) -> int:
+        """Of texts without an image some batches, so that the device waits for none to be tokenised: a batch of short
+        captions has hundreds. In a unit they are in the order of their length."""
+        text = self.plan.texts[unit.members[len(unit.members) // 2]]
+        if text["image_geometry"]:
+            return super().members_ahead(unit)
+        tokens = 8 + len(text["text"]) // 4
+        return max(super().members_ahead(unit), BATCHES_AHEAD * self.batch_limit // tokens)
 
     def wanted(self, name: str) -> Wanted | None:
         """The image inside an i2i prompt, cut as its sample's source is."""
@@ -54,9 +66,15 @@ class TextWorker(UnitWorker):
         """Tokens of the padded batch."""
         return len(batch) * max(item.cost for item in batch)
 
-    def encode(self, names: list[str], batch: list[Prepared]) -> Iterator[Row]:
+    def encode(self, names: list[str], batch: list[Prepared], limit: int) -> Iterator[Row]:
         for name, result in zip(names, self._encoder.encode(batch), strict=True):
             tensors = {"embeds": loading.array(result.embeds)}
             if result.pooled is not None:
                 tensors["pooled"] = loading.array(result.pooled)
-            yield Row(name, tensors, {"tokens": result.tokens, "kept": result.kept})
+            info = {"tokens": result.tokens, "kept": result.kept}
+            if result.clip_tokens is not None:
+                info["clip_tokens"] = result.clip_tokens
+            yield Row(name, tensors, info)
+
+    def remark(self, row: Row) -> str:
+        return CUT_FOR_CLIP if row.info.get("clip_tokens", 0) > CLIP_LENGTH else ""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from schemas.catalogue import Family
 from schemas.config import Latents
-from stages.weights import resolve
+from stages.weights import pretrained, resolve
 
 PARTS = ("vae",)
 Posterior = Literal["sample", "mode", "moments"]
@@ -42,9 +41,9 @@ NO_LEVERS = Levers()
 
 
 def load(kind: Any, source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """The checkpoint's autoencoder, for inference. Raises WeightsError where it is missing."""
+    """The checkpoint's autoencoder, for inference. Raises WeightsError where it is missing or pickled."""
     folder = resolve(source, revision, PARTS)
-    return kind.from_pretrained(folder / "vae", torch_dtype=dtype).to(device).eval()
+    return pretrained(kind, folder / "vae", torch_dtype=dtype).to(device).eval()
 
 
 def pull(vae: Any, levers: Levers) -> None:
@@ -69,6 +68,14 @@ def tile_settings(vae: Any) -> dict[str, bool | int]:
     return {"tiling": True, "tile": vae.tile_sample_min_height, "tile_stride": vae.tile_sample_stride_height}
 
 
+def posterior_of(parameters: torch.Tensor) -> Any:
+    """diffusers' own posterior, imported when there is one: every worker takes `Levers` from this file, and whatever of
+    diffusers' autoencoders is imported brings all of diffusers' models, seconds of it."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    return DiagonalGaussianDistribution(parameters)
+
+
 def draw(parameters: torch.Tensor, seeds: Sequence[int], posterior: Posterior, scale: float) -> torch.Tensor:
     """Latents in the model's space from the posterior's parameters, mean and log-variance along the second axis.
 
@@ -79,10 +86,10 @@ def draw(parameters: torch.Tensor, seeds: Sequence[int], posterior: Posterior, s
     if posterior == "moments":
         return moments(parameters, scale)
     if posterior == "mode":
-        return DiagonalGaussianDistribution(parameters).mode() * scale
+        return posterior_of(parameters).mode() * scale
     assert len(seeds) == len(parameters), f"{len(seeds)} seeds for {len(parameters)} samples"
     drawn = [
-        DiagonalGaussianDistribution(row[None]).sample(torch.Generator("cpu").manual_seed(seed))
+        posterior_of(row[None]).sample(torch.Generator("cpu").manual_seed(seed))
         for row, seed in zip(parameters, seeds, strict=True)
     ]
     return torch.cat(drawn) * scale
@@ -94,7 +101,7 @@ def moments(parameters: torch.Tensor, scale: float) -> torch.Tensor:
     That is mean * scale, and the log-variance, clamped to -30..20 as diffusers does, plus 2 log(scale). Computed in
     float32 and rounded once: at a log-variance of -9, bfloat16 leaves the deviation within 1.6 %.
     """
-    posterior = DiagonalGaussianDistribution(parameters.float())
+    posterior = posterior_of(parameters.float())
     both = torch.cat([posterior.mean * scale, posterior.logvar + 2 * math.log(scale)], dim=1)
     return both.to(parameters.dtype)
 

@@ -31,12 +31,12 @@ class LatentsWorker(UnitWorker):
     """Latents, those of the condition, and masks on the grid of latents: 1 is trained, 0 is not."""
 
     stage, kind, section, tensors = "encode-latents", "latents", "latents", ("latent", "condition", "mask")
+    limited_by = "batch_pixels"
     advice = "set latents.chunk_frames or latents.tiling, lower the resolution or frames, or use --device cpu"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.precision = self.config.latents.precision or self.config.model.precision
-        self.batch_limit = self.config.latents.batch_pixels
         self._autoencoder = loading.autoencoder(self.config, self.device)
         self.provenance["slicing"] = self.config.latents.slicing
         self._places = Places(self.config, self.plan)
@@ -65,7 +65,7 @@ class LatentsWorker(UnitWorker):
         media = sum(item.media_THWC.size for item in batch)
         return max(media, sum(item.condition_THWC.size for item in batch if item.condition_THWC is not None)) // 3
 
-    def encode(self, names: list[str], batch: list[Pixels]) -> Iterator[Row]:
+    def encode(self, names: list[str], batch: list[Pixels], limit: int) -> Iterator[Row]:
         columns = {"latent": self._latents(names, "latent", [item.media_THWC for item in batch])}
         conditions = [item.condition_THWC for item in batch if item.condition_THWC is not None]
         if conditions:

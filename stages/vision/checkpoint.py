@@ -36,12 +36,16 @@ def fingerprint_of(source: str, revision: str | None, memo: Store | None = None)
     A local directory: {"content"}, the xxh3 of its config and weights. A repository: {"repo", "commit"}; only its
     config is fetched. memo: where the hashes of large files are remembered, so that each is read once.
     """
-    folder = _local(source)
-    config = folder / CONFIG if folder else _config_in_repo(source, revision)
+    folder, config = _local(source), _config(source, revision)
     require_dinov2(source, config)
     if folder is None:
         return {"repo": source, "commit": config.parent.name}
     return {"content": hash_json([[path.name, hash_file(path, memo)] for path in _files(folder)])}
+
+
+def width(source: str, revision: str | None) -> int:
+    """Numbers of one patch's token."""
+    return _values(source, _config(source, revision))["hidden_size"]
 
 
 def resolve(source: str, revision: str | None) -> Path:
@@ -62,11 +66,7 @@ def resolve(source: str, revision: str | None) -> Path:
 
 def require_dinov2(source: str, config: Path) -> str:
     """The class in transformers of the model that the config describes; OtherModel where it can't be used."""
-    try:
-        values = json.loads(config.read_bytes())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{source}: {CONFIG} can't be read: {error}", "replace it with a whole copy") from error
-    values = values if isinstance(values, dict) else {}
+    values = _values(source, config)
     kind, patch = values.get("model_type"), values.get("patch_size")
     if kind not in MODELS or patch != PATCH:
         raise OtherModel(
@@ -74,6 +74,19 @@ def require_dinov2(source: str, config: Path) -> str:
             "set vision.model to dinov2_vits14, dinov2_vitg14, or another DINOv2 in transformers' layout",
         )
     return MODELS[kind]
+
+
+def _values(source: str, config: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(config.read_bytes())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{source}: {CONFIG} can't be read: {error}", "replace it with a whole copy") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _config(source: str, revision: str | None) -> Path:
+    folder = _local(source)
+    return folder / CONFIG if folder else _config_in_repo(source, revision)
 
 
 def _local(source: str) -> Path | None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from stages.vision.checkpoint import CONFIG, require_dinov2
 from stages.vision.grids import PATCH, Grid
 from stages.vision.pooling import pool_space, pool_time
-from stages.weights import WeightsError
+from stages.weights import WeightsError, pretrained
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as DINOv2 was trained
 
@@ -37,7 +37,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
     kind = getattr(transformers, require_dinov2(str(folder), folder / CONFIG))
     try:
-        model, loaded = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True, output_loading_info=True)
+        model, loaded = pretrained(kind, folder, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         problem = f"{folder} can't be loaded: {type(error).__name__}: {error}"
         raise WeightsError(problem, "replace it with a whole copy") from error

@@ -6,7 +6,6 @@ features and tokens are aligned by where they lie, with no offset and no crop.
 
 import math
 
-from schemas.catalogue import Family
 from schemas.geometry import Bucket
 
 PATCH = 14  # pixels of a DINOv2 patch, of every published size
@@ -29,20 +28,20 @@ def patch_grid(bucket: Bucket, size: int) -> Grid:
     return max(1, round(per_side / math.sqrt(aspect))), max(1, round(per_side * math.sqrt(aspect)))
 
 
-def token_grid(bucket: Bucket, family: Family) -> Grid:
+def token_grid(bucket: Bucket, side: int) -> Grid:
     """The diffusion transformer's tokens of one latent frame.
 
-    A bucket's sides are multiples of what one token covers: 16 pixels for Kandinsky 5 (stride 8, patches of 2x2),
-    32 for Sana (stride 32, patches of 1).
+    side: of what one token covers, which a bucket's sides are multiples of: 16 pixels for Kandinsky 5 (stride 8,
+    patches of 2x2), 32 for Sana (stride 32, patches of 1).
     """
-    return bucket.height // family.side_multiple, bucket.width // family.side_multiple
+    return bucket.height // side, bucket.width // side
 
 
-def stored_grid(bucket: Bucket, size: int, family: Family) -> Grid:
+def stored_grid(bucket: Bucket, size: int, side: int) -> Grid:
     """What is stored of one latent frame: along each axis the coarser of patches and tokens.
 
     Where DINOv2 is the coarser one its features are stored as they are: enlarged here, they would take several
     times the bytes and say nothing more. The trainer enlarges them to its tokens.
     """
-    patches, tokens = patch_grid(bucket, size), token_grid(bucket, family)
+    patches, tokens = patch_grid(bucket, size), token_grid(bucket, side)
     return min(patches[0], tokens[0]), min(patches[1], tokens[1])

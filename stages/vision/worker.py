@@ -26,12 +26,12 @@ class VisionWorker(UnitWorker):
     """Members are uint8 frames_FHWC at the size that DINOv2 sees, F = 1 for an image."""
 
     stage, kind, section, tensors = "encode-vision", "vision", "vision", ("vision",)
+    limited_by = "batch_size"
     advice = "lower vision.batch_size (frames of one pass) or vision.size, or use --device cpu"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.precision = "bfloat16"  # as stored
-        self.batch_limit = self.config.vision.batch_size
         self._family, self._size = self.config.model.spec, self.config.vision.pixels
         # Making a clip small takes longer than DINOv2 on a GPU: 0.3 s of one core for 61 frames of 768x512.
         self._threads = ThreadPoolExecutor(job.resources.reading, "resize")
@@ -65,9 +65,13 @@ class VisionWorker(UnitWorker):
         """Frames."""
         return sum(len(frames_FHWC) for frames_FHWC in batch)
 
-    def encode(self, names: list[str], batch: list[np.ndarray]) -> Iterator[Row]:
-        grid = stored_grid(self._bucket(names[0]), self._size, self._family)
-        clips = self._encoder.clips(batch, grid, self._family.temporal_stride, self.batch_limit)
+    def indivisible(self, batch: list[np.ndarray], limit: int) -> bool:
+        """A clip takes several passes of at most `limit` frames."""
+        return min(self.cost(batch), limit) <= 1
+
+    def encode(self, names: list[str], batch: list[np.ndarray], limit: int) -> Iterator[Row]:
+        grid = stored_grid(self._bucket(names[0]), self._size, self._family.side_multiple)
+        clips = self._encoder.clips(batch, grid, self._family.temporal_stride, limit)
         for name, features_THWC in zip(names, clips, strict=True):
             yield Row(name, {"vision": loading.array(features_THWC)})
 

@@ -13,13 +13,14 @@ SMALL = {
     "planning": ["--items", "2000"],
     "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],
+    "shard_write": ["--mib", "1", "--shards", "1", "--repeat", "1", "--captions", "2"],
     "vae_memory": ["--autoencoder", "flux"],
 }
 
 
 def measured(name: str) -> str:
     command = [sys.executable, "-m", f"benchmarks.{name}", *SMALL[name]]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=280).stdout
 
 
 def test_every_benchmark_is_run_here() -> None:
@@ -52,6 +53,19 @@ def test_reading_shards() -> None:
     lines = measured("shard_read").splitlines()
     assert lines[0] == "4 rows of (2, 8, 8) bfloat16, 0.0 MiB"
     assert len(lines) == 1 + 2 * (1 + 4)
+
+
+def test_writing_shards() -> None:
+    """Shards take few bytes beyond their tensors; files that are padded take more, the more the longer."""
+    rows = [line.strip("| ").split(" | ") for line in measured("shard_write").splitlines() if line.startswith("| ")]
+    speed, sizes = ([row for row in rows if len(row) == cells] for cells in (7, 6))
+    sizes = sizes[2:]  # without the tables' heads
+    assert [row[1] for row in speed] == ["blocks of 1 MiB", "arrow", "webdataset"] * 3
+    assert all(1 <= float(row[6]) < 1.1 for row in speed)
+    assert len(sizes) == 3 * 6 and all(int(row[2].replace(",", "")) >= 2 for row in sizes)
+    for ways in (sizes[start : start + 6] for start in (0, 6, 12)):
+        found = [int(row[3].replace(",", "")) for row in ways]
+        assert found[0] < found[3] < found[4] < found[5] and found[0] < found[2]
 
 
 def test_memory_of_autoencoders() -> None:

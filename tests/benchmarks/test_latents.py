@@ -27,3 +27,24 @@ def test_both_sides_encode_every_picture_in_the_same_batches(tmp_path: Path, mon
     store = Store(tmp_path / "all" / "work")
     (cache,) = {f"latents/{name.split('/')[0]}" for name in store.names("latents")}
     assert sum(len(reader(store, shard)) for shard in done_units(store, cache).values()) == 3
+
+
+def test_the_stage_beside_ready_tensors(capsys) -> None:
+    """The form for a GPU, on a CPU: less what only CUDA tells."""
+    latents.main(["--device", "cpu", "--images", "3", "--side", "64", "--repeat", "1"])
+    first, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert first.endswith("torch.float32, cpu")
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells] == ["bare", "stage"] and [len(row) for row in cells] == [9, 9]
+    assert cells[0][4] == "1.00" and float(cells[0][5]) > 0 and cells[0][7:] == ["", ""]
+
+
+def test_the_batches_are_those_of_the_stage(tmp_path: Path, monkeypatch) -> None:
+    path = latents.project(tmp_path, 3, 64, latents.checkpoint(tmp_path / "model", 8))
+    seen: list[tuple[int, ...]] = []
+    encode = AutoencoderKL.encode
+    monkeypatch.setattr(
+        AutoencoderKL, "encode", lambda self, x, *a, **k: (seen.append(tuple(x.shape)), encode(self, x))[1]
+    )
+    latents.stage(path)
+    assert sorted(seen) == sorted((b, 3, h, w) for b, _, h, w in latents.shapes(path))

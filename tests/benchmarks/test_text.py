@@ -12,7 +12,7 @@ from stages.text.kandinsky5 import Encoder
 
 def test_both_ways_are_timed(tiny, capsys) -> None:
     model = str(tiny("kandinsky5-video-t2v"))
-    text.main(["--model", model, "--captions", "10", "--longest", "30", "--repeat", "1", "--budget", "64"])
+    text.main(["--model", model, "--captions", "10", "--longest", "30", "--repeat", "1", "--budget", "64", "--look"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "10 captions of 10 to 30 tokens, kandinsky5-video-t2v, torch.float32, cpu"
     rows = [line for line in lines if re.search(r"\| [\d,]+ \| [\d,]+ to [\d,]+ \| [\d.]+ \|$", line)]
@@ -22,6 +22,8 @@ def test_both_ways_are_timed(tiny, capsys) -> None:
         "| encoder without the shared prefix",
         "| encoder",
     ]
+    asked = [line for line in lines if re.search(r"\| [\d.e-]+ \| \d+% \|  \|  \|$", line)]
+    assert [row.split(" | ")[0] for row in asked] == [row.split(" | ")[0] for row in rows]
     assert lines[-1] == "texts behind the shared prefix: 20, whole: 0"
 
 

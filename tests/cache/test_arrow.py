@@ -3,8 +3,8 @@
 import pyarrow as pa
 import pytest
 
-from cache import arrow, shard
-from cache.shard import DamageError, Row, ShardMeta
+from cache import arrow, ipc, shard
+from cache.shard import DamageError, Row, SetAside, ShardMeta
 from cache.store import Store
 from cache.tensors import Array
 
@@ -41,6 +41,27 @@ def test_pyarrow_alone_reads_it(tmp_path):
     assert table.schema.field("embeds").metadata == {b"dtype": b"bfloat16"}
     assert table.column("pooled").null_count == 1
     assert b'"count":3' in table.schema.metadata[arrow.META_KEY]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("words", [0, 12, 400, 4000])
+def test_a_description_that_fits_into_its_room_and_one_that_does_not(tmp_path, rows, words):
+    """It is known after the rows, which are copied where it is longer than the room that was left for it."""
+    store = Store(tmp_path)
+    ids = [f"id{number}" for number in range(rows)]
+    with shard.writer(store, "text/f00d/t-1", ShardMeta("text", "f00d", "t-1", "", [*ids, "x"]), COLUMNS) as out:
+        for number in range(rows):
+            out.add(make_row(number))
+        out.set_aside(SetAside("x", "odd", "why " * (words // 4)))
+        rel = out.finish()
+    assert shard.verify(store, rel) == []
+    with shard.reader(store, rel) as reader:
+        assert [reader.read(number) for number in range(rows)] == [make_row(number) for number in range(rows)]
+        assert len(reader.meta.set_aside[0].message) == words
+    data = (tmp_path / rel).read_bytes()
+    assert pa.ipc.open_file(data).read_all().column("id").to_pylist() == ids
+    assert pa.ipc.open_stream(data[len(ipc.START) :]).read_all().column("id").to_pylist() == ids
+    assert all(place % 8 == 0 for place, _ in ipc.frames(pa.BufferReader(data)).places)
 
 
 def test_datasets_reads_it(tmp_path):

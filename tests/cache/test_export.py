@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import generations, shard
-from cache.exported import ExportedSet, apart, together
+from cache.exported import ExportedSet, apart, columns_at, together
 from cache.exporter import Exporter, Size, TargetError, cut
 from cache.importer import Importer
-from cache.shard import DamageError, Row, ShardMeta, row_checksum, to_json, writer
+from cache.layout import is_ours, is_shard
+from cache.shard import UNREADABLE, DamageError, Row, ShardMeta, row_checksum, to_json, writer
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import SetError, TrainSet
@@ -169,7 +170,8 @@ def test_there_and_back_bit_by_bit(source: Store, tmp_path: Path, form: str) -> 
         export(origin, again, form)
         assert files(again) == files(exported)
     for store in (exported, back):
-        paths = [name for name in store.names() if name.endswith((".arrow", ".tar")) and "sets/" not in name]
+        paths = [name for name in store.names() if is_shard(name)]
+        assert [name for name in store.names() if not is_ours(name)] == []
         assert len(paths) >= 6 and not [damage for path in paths for damage in shard.verify(store, path)]
 
 
@@ -243,7 +245,7 @@ def test_a_killed_export_goes_on_and_is_no_set_before(source: Store, tmp_path: P
         opened(target)
     path = next(Path(target.url).glob("samples/*/000001.arrow"))
     raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
+    raw[raw.index(b'"parts"')] ^= 1  # in a row's info
     path.write_bytes(raw)
     again = Exporter(opened(source), target, "arrow", 0.001, False)
     assert [again.is_whole(piece) for piece in again.pieces] == [True, *[False] * (len(whole.pieces) - 1)]
@@ -311,6 +313,13 @@ def test_damage_is_found_and_says_how_to_mend_it(source: Store, tmp_path: Path) 
 # ---------------------------------------------------------------------------------------- hostile exports
 
 
+#: What is in order; each case below changes one thing of it.
+EXPORT = {"version": 1, "folders": {"text": "f" * 24, "latents": "f" * 24}, "made_with": []}
+PROMPT = {"name": "one", "prompt": "a cat", "negative_prompt": "", "bucket": "32x32", "text": 10, "negative": 0}
+PROMPT |= {"condition": None}
+SAMPLE = {"id": "a", "info": {}, "checksum": "0" * 32}
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
@@ -375,9 +384,29 @@ def test_tables_that_are_no_exports_are_refused(exported: Store, table: str, val
         {"validation": 7},
         {"export": {}},
         {"export": {"version": 2}},
-        {"export": {"version": 1, "folders": {"text": "..", "latents": "f"}, "made_with": []}},
-        {"export": {"version": 1, "folders": {"text": "f"}, "made_with": []}},
-        {"export": {"version": 1, "folders": {"text": "f", "latents": "f"}, "made_with": [7]}},
+        {"export": [1]},
+        {"export": EXPORT | {"folders": {"text": "..", "latents": "f" * 24}}},
+        {"export": EXPORT | {"folders": {"text": "backup", "latents": "f" * 24}}},
+        {"export": EXPORT | {"folders": {"text": "f" * 24}}},
+        {"export": EXPORT | {"folders": EXPORT["folders"] | {"sets": "f" * 24}}},
+        {"export": EXPORT | {"folders": ["text", "latents"]}},
+        {"export": EXPORT | {"folders": {"text": None, "latents": ["f"]}}},
+        {"export": EXPORT | {"made_with": [7]}},
+        {"export": EXPORT | {"made_with": {}}},
+        {"provenance": []},
+        {"provenance": None},
+        {"validation": [[], []]},
+        {"validation": [None]},
+        {"validation": {"0": {}}},
+        {"validation": [PROMPT | {"name": "../../x"}]},
+        {"validation": [PROMPT | {"name": ".hidden"}]},
+        {"validation": [PROMPT | {"name": ["x"]}]},
+        {"validation": [PROMPT | {"bucket": "x" * 300}]},
+        {"validation": [PROMPT | {"prompt": 7}]},
+        {"validation": [PROMPT | {"text": True}]},
+        {"validation": [PROMPT | {"negative": -1}]},
+        {"validation": [PROMPT | {"condition": [0, 0]}]},
+        {"validation": [PROMPT | {"condition": {"shard": 99, "row": 0}}]},
         {"format_version": 99},
         {"family": ["x"]},
     ],
@@ -386,8 +415,67 @@ def test_a_description_that_is_no_exports_is_refused(exported: Store, change: di
     rel = "sets/0123456789abcdef/set.json"
     meta = json.loads(exported.read_bytes(rel)) | change
     exported.publish_bytes(rel, json.dumps(meta).encode())
-    with pytest.raises(SetError):
+    with pytest.raises(SetError, match="0123456789abcdef"):
         opened(exported)
+
+
+def test_what_is_changed_above_is_taken_as_it_was(exported: Store) -> None:
+    rel = "sets/0123456789abcdef/set.json"
+    meta = json.loads(exported.read_bytes(rel))
+    assert {key: meta["export"][key] for key in EXPORT} == EXPORT | {"made_with": meta["export"]["made_with"]}
+    exported.publish_bytes(rel, json.dumps(meta | {"validation": [PROMPT, meta["validation"][1]]}).encode())
+    assert len(opened(exported).validation) == 2
+
+
+@pytest.mark.parametrize("id", ["../../x", "..", "/etc", "a/b", "", "x" * 200, 7, None, ["a"], {}])
+def test_a_pointer_leads_to_a_set_below_alone(exported: Store, id: Any) -> None:
+    outside = Path(exported.url).parent / "x"
+    shutil.copytree(Path(exported.url) / "sets/0123456789abcdef", outside)
+    exported.publish_bytes(f"sets/current-{FAMILY}-{TASK}.json", json.dumps({"id": id}).encode())
+    with pytest.raises(SetError, match=rf"current-{FAMILY}-{TASK}\.json names"):
+        opened(exported)
+
+
+@pytest.mark.parametrize("id", ["../../x", "..", ".", "a/b", "x" * 200])
+def test_no_set_is_opened_by_a_path(exported: Store, id: str) -> None:
+    shutil.copytree(Path(exported.url) / "sets/0123456789abcdef", Path(exported.url).parent / "x")
+    with pytest.raises(SetError, match="no name that a training set has"):
+        TrainSet.open(exported, id, FAMILY, TASK)
+
+
+@pytest.mark.parametrize("id", ["other", "../../x", None, 7])
+def test_a_description_of_another_set_is_refused(source: Store, id: Any) -> None:
+    """Of a root's own set as of an export's: what it says of itself names the shards of an import."""
+    rel = "sets/0123456789abcdef/set.json"
+    source.publish_bytes(rel, json.dumps(json.loads(source.read_bytes(rel)) | {"id": id}).encode())
+    with pytest.raises(SetError, match="is that of set"):
+        opened(source)
+
+
+@pytest.mark.parametrize("table", ["index", "texts", "shards"])
+def test_a_table_that_is_missing_is_named(exported: Store, table: str) -> None:
+    exported.remove(f"sets/0123456789abcdef/{table}.arrow")
+    with pytest.raises(SetError, match=f"lacks a table.*{table}"):
+        opened(exported)
+
+
+@pytest.mark.parametrize("there", [[], {}, {"validation": 7}, {"validation": [7]}, {"validation": []}])
+def test_another_description_in_the_target_is_not_taken_for_this_set(
+    exported: Store, tmp_path: Path, there: Any
+) -> None:
+    target = Store(tmp_path / "target")
+    target.publish_bytes("sets/0123456789abcdef/set.json", json.dumps(there).encode())
+    with pytest.raises((TargetError, DamageError), match="0123456789abcdef"):
+        Importer(opened(exported), target, "arrow").is_there()
+
+
+def test_what_is_said_of_a_cache_does_not_rename_it(exported: Store, tmp_path: Path) -> None:
+    rel = "sets/0123456789abcdef/set.json"
+    meta = json.loads(exported.read_bytes(rel)) | {"provenance": {"text": {"fingerprint": "x"}, "latents": ["y"]}}
+    exported.publish_bytes(rel, json.dumps(meta).encode())
+    import_(exported, back := Store(tmp_path / "back"))
+    assert json.loads(back.read_bytes(f"text/{'f' * 24}/provenance.json")) == {"fingerprint": "f" * 24}
+    assert not back.exists(f"latents/{'f' * 24}/provenance.json")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"a":' * 100_000])
@@ -404,18 +492,42 @@ def test_no_json_is_refused(exported: Store, data: bytes) -> None:
         ({}, {}),
         ({"parts": 7}, {}),
         ({"parts": {"../x": {"id": "a", "info": {}, "checksum": ""}}}, {}),
-        ({"parts": {"sample": {"id": "a/b", "info": {}, "checksum": ""}}}, {}),
-        ({"parts": {"sample": {"id": 7, "info": {}, "checksum": ""}}}, {}),
-        ({"parts": {"sample": {"id": "a", "info": [], "checksum": ""}}}, {}),
-        ({"parts": {"sample": {"id": "a", "info": {}, "checksum": ""}}}, {"text0.embeds": 1}),
-        ({"parts": {"sample": {"id": "a", "info": {}, "checksum": ""}}}, {"../latent": 1}),
-        ({"parts": {"sample": {"id": "a", "info": {}, "checksum": "no"}}}, {"latent": 1}),
+        ({"parts": None}, {}),
+        ({"parts": []}, {}),
+        ({"parts": [["sample", SAMPLE]]}, {}),
+        ({"parts": {"sample": None}}, {}),
+        ({"parts": {"sample": [7]}}, {}),
+        ({"parts": {"sample": {}}}, {}),
+        ({"parts": {"sample": SAMPLE | {"id": "a/b"}}}, {}),
+        ({"parts": {"sample": SAMPLE | {"id": 7}}}, {}),
+        ({"parts": {"sample": SAMPLE | {"info": []}}}, {}),
+        ({"parts": {"sample": SAMPLE}}, {"text0.embeds": 1}),
+        ({"parts": {"sample": SAMPLE}}, {"../latent": 1}),
+        ({"parts": {"sample": SAMPLE | {"checksum": "no"}}}, {"latent": 1}),
+        ({"parts": {"sample": SAMPLE | {"checksum": None}}}, {"latent": 1}),
+        ({"parts": {"sample": SAMPLE}}, {"latent": 1}),
     ],
 )
 def test_rows_that_are_no_exports_are_refused(info: dict, tensors: dict) -> None:
     arrays = {name: Array.from_numpy(np.float32([value])) for name, value in tensors.items()}
-    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+    with pytest.raises(UNREADABLE):
         apart(Row("x", arrays, info), verify=True)
+
+
+@pytest.mark.parametrize("parts", [None, [], 7, "sample", {"sample": None}, {"sample": []}])
+def test_a_row_that_is_no_exports_is_named(exported: Store, parts: Any) -> None:
+    """Its own checksum is right: nothing but what it says is wrong."""
+    path = min(exported.names("samples"))
+    with shard.reader(exported, f"samples/{path}") as there:
+        meta, rows = there.meta, [there.read(i) for i in range(len(there))]
+        columns = columns_at(exported, f"samples/{path}")
+    rows[0].info["parts"] = parts
+    with writer(exported, shard.stem(f"samples/{path}"), meta, columns) as out:
+        for row in rows:
+            out.add(row)
+        out.finish()
+    with pytest.raises(DamageError, match=f"{path}.*no row of an export"):
+        opened(exported).sample(0)
 
 
 def test_a_row_of_another_sample_is_not_taken(exported: Store, source: Store, tmp_path: Path) -> None:

@@ -106,6 +106,26 @@ def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
     assert os.listdir(tmp_path / "a") == ["kept"]
 
 
+def test_only_its_own_temporaries_are_swept(store, tmp_path):
+    """What others call .tmp is theirs, however old."""
+    ours = ".kept.arrow.0123456789abcdef.tmp"
+    others = [
+        ".mine.tmp",
+        ".half.arrow.0123.tmp",
+        ".0123456789abcdef.tmp",
+        "x.0123456789abcdef.tmp",
+        ".x.0123456789ABCDEF.tmp",
+    ]
+    if store.local("") is None:
+        pytest.skip("temporaries of an object store lie elsewhere")
+    for name in (ours, *others):
+        store.local("").joinpath("a").mkdir(exist_ok=True)
+        store.local("a").joinpath(name).write_bytes(b"x")
+    assert [entry.name for entry in store.entries(temporaries=True)] == [f"a/{ours}"]
+    assert store.sweep(older_than_s=-1) == [str(store.local(f"a/{ours}"))]
+    assert sorted(os.listdir(store.local("a"))) == sorted(others)
+
+
 def test_file_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):
     steps = []
     original_sync, original_replace = os.fsync, module.replace

@@ -39,7 +39,7 @@ def publish(store: Store, shards: list[tuple], texts: list[tuple], index: list[t
         table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
         store.write_table(f"sets/s1/{name}.arrow", table)
     meta = {"format_version": TABLES_VERSION, "id": "s1", "family": FAMILY, "flavour": "t2i-lite-sft"}
-    meta |= {"task": TASK, "generation": "000001-a", "null_text": 0, "validation": [], **changes}
+    meta |= {"task": TASK, "generation": "000001-a", "null_text": 0 if texts else None, "validation": [], **changes}
     store.publish_bytes("sets/s1/set.json", json.dumps(meta).encode())
     store.publish_bytes(f"sets/current-{FAMILY}-{TASK}.json", b'{"id": "s1"}')
     return "s1"

@@ -56,6 +56,13 @@ def test_names(value):
     assert untrusted.name("ü-1", "it") == "ü-1"
 
 
+@pytest.mark.parametrize("value", ["", ".", "..", "../x", "a/b", "-a", "a b", "a\n", "é", "x" * 71, None, 1, ["a"]])
+def test_plain_names(value):
+    with pytest.raises(ValueError):
+        untrusted.plain(value, "it")
+    assert untrusted.plain("a-1_B", "it") == "a-1_B"
+
+
 @pytest.mark.parametrize("value", [-1, 2**63, 1.0, True, "1", None, [1]])
 def test_counts(value):
     with pytest.raises(ValueError):

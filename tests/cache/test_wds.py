@@ -9,7 +9,7 @@ from cache import shard
 from cache.shard import DamageError, Row, SetAside, ShardMeta
 from cache.store import Store
 from cache.tensors import NUMPY_DTYPES, Array
-from cache.wds import ShardWriter, from_safetensors, seal, to_safetensors, unseal
+from cache.wds import ShardWriter, from_safetensors, header, seal, to_safetensors, unseal
 
 COLUMNS = {"latent": "float16", "condition": "float16"}
 
@@ -46,6 +46,13 @@ def test_safetensors_opens_what_we_write_and_we_what_it_writes():
     theirs = numpy_format.load(to_safetensors(tensors))
     assert all(np.array_equal(theirs[name], array) for name, array in arrays.items())
     assert from_safetensors(memoryview(numpy_format.save(arrays))) == tensors
+
+
+@pytest.mark.parametrize(("name", "size"), [("a.json", 0), ("f" * 79 + ".safetensors", 8**11 - 1)])
+def test_headers_are_those_of_tarfile(name, size):
+    theirs = tarfile.TarInfo(name)
+    theirs.size = size
+    assert header(name, size) == theirs.tobuf(tarfile.USTAR_FORMAT)
 
 
 def test_bfloat16_through_torch():

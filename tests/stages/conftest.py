@@ -1,9 +1,9 @@
 """A small project of real files: photographs made on the spot, videos encoded on the spot, a pipeline.yaml."""
 
+import io
 import json
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Project:
 
     folder: Path
     settings: dict[str, Any]
-    reports: list[Report] = field(default_factory=list)
+    said: str = ""  # what the last run printed
 
     @property
     def media(self) -> Path:
@@ -70,8 +70,11 @@ class Project:
         own = {key: options.pop(key) for key in [*options] if key not in Options.__dataclass_fields__}
         index, total = shard.split("/")
         given = Options(self.folder / "pipeline.yaml", overrides, shard=Shard(int(index), int(total)), **options)
-        with open(os.devnull, "w") as silent:
-            return program(self.config(*overrides), given, Console(stderr=silent), **own)
+        with io.StringIO() as messages:
+            try:
+                return program(self.config(*overrides), given, Console(stderr=messages), **own)
+            finally:
+                self.said = messages.getvalue()
 
     def shards(self, kind: str) -> dict[str, bytes]:
         """Every shard of a kind: name -> bytes."""

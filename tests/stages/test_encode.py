@@ -68,6 +68,25 @@ def test_text_is_stored_at_its_true_length(photos) -> None:
 
 
 @pytest.mark.parametrize("format", ["arrow", "webdataset"])
+def test_texts_longer_than_the_limit_are_counted_and_listed(photos, format: str) -> None:
+    """By the run that encodes them, and by every later join."""
+    chosen = "text.max_length=6", f"cache.format={format}"
+    report = encode(photos, *chosen)[0]
+    store, limited = Store(photos.root), {}
+    for name in photos.shards("text"):
+        shard = reader(store, f"text/{name}")
+        for row in map(shard.read, range(len(shard))):
+            if row.info["tokens"] > 6:
+                limited[row.id] = f"6 of {row.info['tokens']} tokens kept"
+    assert len(limited) > 1
+    assert {row["item"]: row["reason"] for row in report.truncated} == limited
+    assert f"{len(limited)} truncated" in report.summary()
+    assert all(row["path"] in report.summary() for row in report.truncated)
+    joined = photos.run(index.run, *chosen)
+    assert sorted(joined.truncated, key=str) == sorted(report.truncated, key=str)
+
+
+@pytest.mark.parametrize("format", ["arrow", "webdataset"])
 def test_three_parts_give_the_same_shards_as_one_run(photos, format: str) -> None:
     one = f"cache.format={format}"
     encode(photos, one)

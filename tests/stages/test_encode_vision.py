@@ -18,7 +18,7 @@ from schemas.loading import ConfigError
 from stages import bucket, discover, encode_vision
 from stages.media.video import read_frames
 from stages.plan import current_plan
-from stages.vision.dinov2 import DEVIATION, MEAN
+from stages.vision.dinov2 import DEVIATION, MEAN, Encoder
 
 
 @pytest.fixture
@@ -204,3 +204,46 @@ def test_a_file_that_cannot_be_read_is_set_aside(make) -> None:
     assert report.done == 5 and list(home.rejects(report)) == [path.name]
     path.write_bytes(content)
     assert home.run(encode_vision.run).set_aside == []
+
+
+def test_what_is_to_come_is_what_is_written(make) -> None:
+    home = make("kandinsky5-video-t2v")
+    home.video("clip.mp4")
+    prepare(home)
+    config = home.config()
+    to_come = [encode_vision.size(config, unit) for unit in current_plan(Store(home.root), config).units("latents")]
+    home.run(encode_vision.run)
+    assert sum(to_come) == sum(row.tensors["vision"].nbytes for row in rows(home)) > 0
+
+
+def test_a_clip_of_several_passes_takes_smaller_ones_when_memory_runs_out(make, monkeypatch) -> None:
+    """Nine frames, four in a pass: two fit."""
+    home, passes, patches = make("kandinsky5-video-t2v"), [], Encoder.patches
+    home.video("clip.mp4")
+    prepare(home)
+    expected = home.run(encode_vision.run, "vision.batch_size=2") and rows(home)
+    shutil.rmtree(home.root / "vision")
+
+    def fits_two(self, frames_BHWC):
+        passes.append(len(frames_BHWC))
+        if len(frames_BHWC) > 2:
+            raise torch.OutOfMemoryError("20 MiB")
+        return patches(self, frames_BHWC)
+
+    monkeypatch.setattr(Encoder, "patches", fits_two)
+    assert home.run(encode_vision.run).done == 1
+    assert passes == [4, 2, 2, 2, 2, 1]
+    assert rows(home)[0].tensors == expected[0].tensors
+
+
+def test_where_one_frame_does_not_fit_the_message_names_the_option(make, monkeypatch) -> None:
+    def never(*_):
+        raise torch.OutOfMemoryError("20 MiB")
+
+    home = make("kandinsky5-video-t2v")
+    home.video("clip.mp4")
+    prepare(home)
+    monkeypatch.setattr(Encoder, "patches", never)
+    with pytest.raises(LatentpressError, match="20 MiB") as caught:
+        home.run(encode_vision.run)
+    assert "vision.size" in caught.value.next_step

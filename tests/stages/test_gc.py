@@ -8,6 +8,7 @@ import time
 import pytest
 
 from cache import rejects
+from cache.layout import is_ours
 from cache.rejects import reject
 from cache.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
@@ -58,7 +59,7 @@ def test_nothing_is_listed_of_a_root_in_use(indexed) -> None:
     before = files(indexed)
     report = indexed.run(gc.run, yes=True, keep_days=0.0)
     assert (paths(report), report.exit_code, report.done) == ([], 0, 0)
-    assert files(indexed) == before
+    assert files(indexed) == before and all(map(is_ours, before)) and "other files" not in report.details
 
 
 def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only_on_yes(indexed) -> None:
@@ -150,11 +151,13 @@ def test_generations_that_hold_what_is_active_stay(indexed) -> None:
     assert [indexed.run(program.run).remaining for program in (*ENCODE, index)] == [0, 0, 0]
 
 
-def test_a_set_that_a_run_trains_on_stays(indexed) -> None:
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_set_that_a_run_trains_on_stays(indexed, by_path) -> None:
     (old,) = [path.name for path in (indexed.root / "sets").iterdir() if path.is_dir()]
     run = indexed.folder / "output" / "first"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(f"train: {{set: {old}}}\n")
+    name = str(indexed.root / "sets" / old) if by_path else old
+    (run / "config.yaml").write_text(f"train: {{set: {name}}}\n")
     indexed.settings["model"]["precision"] = "bfloat16"
     for program in (*ENCODE, index):
         indexed.run(program.run)
@@ -173,11 +176,11 @@ def test_leftovers(indexed) -> None:
     rejects.write(store, "discover", "photos", [reject("discover", "x", "x", "corrupt", "x")])
     rejects.write(store, "discover", "gone", [reject("discover", "x", "x", "corrupt", "x")])
     rejects.write(store, f"encode-text/{'0' * 24}", "text-1", [reject("encode-text", "x", "x", "corrupt", "x")])
-    rejects.write(store, "no-such-stage", "x", [reject("no-such-stage", "x", "x", "corrupt", "x")])
     store.publish_bytes(f"damaged/text/{'0' * 24}/text-1.1.arrow", b"x")
     store.publish_bytes("media/gone/media.arrow", b"x")
+    store.publish_bytes("media/gone/partial/000000.arrow", b"x")
     store.publish_bytes("notes/mine.txt", b"not of this project")
-    (indexed.root / "text" / ".half.arrow.0123.tmp").write_bytes(b"x")
+    (indexed.root / "text" / ".half.arrow.0123456789abcdef.tmp").write_bytes(b"x")
     assert paths(indexed.run(gc.run)) == []
     age(indexed, 31)
     report = indexed.run(gc.run, yes=True)
@@ -187,13 +190,115 @@ def test_leftovers(indexed) -> None:
         "media/gone",
         "rejects/discover",
         "rejects/encode-text",
-        "rejects/no-such-stage",
     ]
     left = files(indexed)
     assert {"notes/mine.txt", "rejects/discover/photos.arrow"} <= left
-    assert not any(name.startswith(("damaged", "media/gone", "rejects/no", "rejects/encode")) for name in left)
+    assert not any(name.startswith(("damaged", "media/gone", "rejects/encode")) for name in left)
     assert not list(indexed.root.rglob("*.tmp")) and not (indexed.root / "damaged").joinpath("text").exists()
     assert use(store, [config], store.entries(), time.time()).datasets == {"photos", "validation"}
+
+
+OTHERS = (
+    *("media/holiday/beach.jpg", "media/holiday/raw/1.cr2", "media/photos.zip", "media/holiday/media.arrow.bak"),
+    *("text/captions/1.txt", "text/captions/table.arrow", "text/notes.md", "text/captions/provenance.json"),
+    *(
+        "latents/backup/x.pt",
+        f"latents/{'0' * 24}/x.pt",
+        f"latents/{'0' * 24}/old/x.arrow",
+        f"latents/{'0' * 23}/x.tar",
+    ),
+    *(
+        "vision/a/b.tar.json",
+        "plans/notes/idea.md",
+        "plans/notes/plan.json",
+        "plans/000001-0123456789ab/notes.md",
+        "plans/notes/units.arrow",
+    ),
+    *("sets/mine/set.json.txt", "sets/mine/index.arrow", "sets/current.txt", "rejects/discover/why.txt"),
+    *("rejects/mine/x.arrow", "rejects/encode-text/mine/x.arrow", "damaged/car.jpg", "damaged/text/x.arrow"),
+    *("weights/model.safetensors", "text/.mine.tmp", "latents/.x.0123.tmp", "mine/x.arrow"),
+)
+
+
+def test_a_persons_own_files_are_left_alone(indexed) -> None:
+    """Folders of a root may be called as ours are: nothing is ours by the folder in which it lies."""
+    for name in OTHERS:
+        path = indexed.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    age(indexed, 400)
+    report = indexed.run(gc.run, yes=True, keep_days=0.0)
+    assert (paths(report), report.done) == ([], 0)
+    assert report.details["other files"] == f"{len(OTHERS) - 2} files, 0.0 MiB: left alone"  # but for what is hidden
+    assert all((indexed.root / name).read_text() == "mine" for name in OTHERS)
+
+
+def test_beside_what_is_removed_a_persons_files_stay(indexed) -> None:
+    store, cache = Store(indexed.root), "0" * 24
+    gone = [f"latents/{cache}/64x64@1-{'0' * 16}.tar", f"latents/{cache}/provenance.json", "media/holiday/media.arrow"]
+    kept = [f"latents/{cache}/notes.txt", "media/holiday/beach.jpg", "plans/000009-0123456789ab/idea.md"]
+    for name in (*gone, *kept):
+        store.publish_bytes(name, b"{}")
+    age(indexed, 400)
+    report = indexed.run(gc.run, yes=True)
+    assert sorted(paths(report)) == [f"latents/{cache}", "media/holiday"] and report.done == len(gone)
+    assert not any(store.exists(name) for name in gone) and all(store.exists(name) for name in kept)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"[]",
+        b'"x"',
+        b"{",
+        b"\xff",
+        b"[" * 10**5,
+        b'{"weights": "x"}',
+        b'{"weights": {"content": [1]}, "stage": {}}',
+    ],
+)
+def test_any_provenance_is_tolerated(indexed, record) -> None:
+    """An import copies it from anywhere."""
+    store, cache = Store(indexed.root), f"latents/{'0' * 24}"
+    store.publish_bytes(f"{cache}/import-0123456789abcdef-000000.arrow", b"x")
+    store.publish_bytes(f"{cache}/provenance.json", record)
+    age(indexed, 31)
+    (row,) = indexed.run(gc.run).details["unused"]
+    assert row["path"] == cache and row["what"].isprintable() and "no configuration given uses it" in row["what"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "a: 1\n",
+            "[1, 2]\n",
+            "train: 7\n",
+            "train: {}\n",
+            "train: {set: 7}\n",
+            "train: {set: [a]}\n",
+            "just text",
+        ),
+        *("a: [", "a: !tag 1\n", "\x00", "train: {set: ../../x}\n"),
+    ],
+)
+def test_a_strangers_configuration_below_output_is_no_runs(indexed, text) -> None:
+    folder = indexed.folder / "output" / "stranger"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(text)
+    (indexed.folder / "output" / "folder" / "config.yaml").mkdir(parents=True)
+    assert indexed.run(gc.run).exit_code == 0
+
+
+def test_a_runs_configuration_that_can_not_be_read_stops_gc(indexed) -> None:
+    """Which set it trains on is not known."""
+    run = indexed.folder / "output" / "first"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("train: {set")
+    with pytest.raises(Exception, match=r"first/config\.yaml can't be read"):
+        indexed.run(gc.run, yes=True)
 
 
 def test_what_comes_into_use_while_the_list_is_made_stays(indexed, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 import io
 import itertools
 import shutil
+from importlib.metadata import version
 
 import pytest
 
@@ -49,11 +50,28 @@ def test_what_is_done_and_what_remains(encoded) -> None:
 
     (name,) = encoded.shards("latents")
     (encoded.root / "latents" / name).write_bytes(b"")
-    assert "latentpress verify" in encoded.run(status.run).details["libraries of the shards"]
+    assert "latentpress verify" in encoded.run(status.run).details["shards were made with"]["encode-latents"]
 
     shutil.rmtree(encoded.root / "media")
     report = encoded.run(status.run)
     assert (report.remaining, report.next_steps) == (1, ["latentpress discover"])
+
+
+def test_what_differs_among_shards_of_one_cache_is_told(project) -> None:
+    """A machine with more threads made one of them."""
+    home = project("sana", cache={"unit_mib": 0.0001})
+    for number in range(2):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    for program in (discover, bucket, encode_latents):
+        home.run(program.run)
+    made = home.run(status.run).details["shards were made with"]["encode-latents"]
+    assert "MIXED" not in made and f"torch {version('torch')}" in made and "threads 1" in made
+    first, _ = home.shards("latents")
+    (home.root / "latents" / first).unlink()
+    home.run(encode_latents.run, "stages.encode-latents.threads=2")
+    made = home.run(status.run).details["shards were made with"]
+    assert made["encode-latents"].startswith("MIXED: threads 1 | 2; ")
+    assert made["encode-text"] == "none yet"
 
 
 def test_pace_is_that_of_the_last_shards() -> None:

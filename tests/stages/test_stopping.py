@@ -1,7 +1,10 @@
 """Told to stop, an encoding stage drops its unit, says what remains, and goes on from there the next time."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,8 +13,11 @@ from pathlib import Path
 import pytest
 import typer
 
+import cache.arrow
+import cache.store
+import cache.wds
 from schemas.errors import REMAINS
-from stages import bucket, discover, encode_latents
+from stages import bucket, discover, encode_latents, run
 from stages.media import members
 from stages.stopping import parse_time
 from stages.vae.worker import LatentsWorker
@@ -49,11 +55,11 @@ def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned,
     encoded = []
     encode = LatentsWorker.encode
 
-    def interrupted(self, names, batch):
+    def interrupted(self, names, batch, limit):
         encoded.extend(names)
         if len(encoded) == 3:
             os.kill(os.getpid(), number)
-        return encode(self, names, batch)
+        return encode(self, names, batch, limit)
 
     monkeypatch.setattr(LatentsWorker, "encode", interrupted)
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
@@ -74,11 +80,82 @@ def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned,
     assert planned.shards("latents") == whole
 
 
+@pytest.mark.parametrize("format", ["arrow", "webdataset"])
+def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, format) -> None:
+    """The disk is slower than the encoder: told to stop while one shard is written, it has another one encoded."""
+    kind = {"arrow": cache.arrow, "webdataset": cache.wds}[format].ShardWriter
+    finish = kind.finish
+
+    def slow(self):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return finish(self)
+
+    monkeypatch.setattr(kind, "finish", slow)
+    report = planned.run(encode_latents.run, f"cache.format={format}")
+    assert len(planned.shards("latents")) == 1 and report.remaining == 7
+    assert leftovers(planned.root) == []
+
+
+def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) -> None:
+    """A shard's file was opened, and nobody has it yet."""
+    opened = []
+
+    class Temp(cache.store._Temp):
+        def __init__(self, file) -> None:
+            opened.append(file.name)
+            if len(opened) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().__init__(file)
+
+    monkeypatch.setattr(cache.store, "_Temp", Temp)
+    report = planned.run(encode_latents.run)
+    assert report.details["stopped"].startswith("by SIGTERM") and len(opened) >= 3
+    assert leftovers(planned.root) == []
+
+
 def test_time_that_is_up_stops_it_with_several_processes_too(planned) -> None:
     report = planned.run(encode_latents.run, "stages.encode-latents.workers=2", max_time=0.2)
     assert report.details["stopped"].startswith("by --max-time")
     assert report.remaining == 8 - len(planned.shards("latents")) > 0
     assert report.exit_code == REMAINS and leftovers(planned.root) == []
+
+
+def test_the_time_of_a_whole_run_is_limited_too(planned) -> None:
+    report = planned.run(run.run, "stages.order=[discover,bucket]", max_time=0.01)
+    assert report.details["stopped"].startswith("by --max-time") and report.next_steps == ["latentpress run"]
+    assert report.exit_code == REMAINS and report.details["stages"] == []
+
+
+@pytest.mark.slow
+def test_a_stage_under_run_is_told_to_stop_and_reports(planned) -> None:
+    """The signal reaches the program alone, as with Docker and timeout; a terminal's Ctrl-C reaches the stage too."""
+    for number in range(8, 120):
+        planned.image(f"{number}.png", (192, 192), "much", number)
+    planned.settings["datasets"][0]["resolution"] = 192
+    planned.settings["stages"]["order"] = ["encode-latents"]
+    planned.run(discover.run)
+    planned.run(bucket.run)
+    command = [sys.executable, "-m", "stages.cli", "run", "--config", str(planned.folder / "pipeline.yaml"), "--json"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        while not planned.shards("latents"):
+            assert started.poll() is None
+            time.sleep(0.01)
+        started.terminate()
+        report = json.loads(started.communicate(timeout=60)[0])
+    finally:
+        started.kill()
+    assert started.returncode == REMAINS and report["remaining"] > 0
+    assert report["details"]["stopped"].startswith("by SIGTERM")
+    (row,) = report["details"]["stages"]
+    assert row["stage"] == "encode-latents" and row["remaining"] == report["remaining"]
+    assert leftovers(planned.root) == []
+    with pytest.raises(ProcessLookupError):
+        for _ in range(1000):  # those that only ever wait for a parent see its end a little later
+            os.killpg(started.pid, 0)
+            time.sleep(0.01)
 
 
 def test_a_run_that_ends_in_time_says_nothing_of_it(planned) -> None:

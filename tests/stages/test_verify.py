@@ -1,15 +1,19 @@
 """Damage is found, named, and mended by the command that is printed."""
 
 import json
+import shlex
 import shutil
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from cache.shard import Row, SetAside, ShardMeta, reader, writer
+from cache.shard import DamageError, Row, SetAside, ShardMeta, reader, writer
 from cache.store import Store, StoreError
 from cache.tensors import Array
-from stages import bucket, discover, encode_latents, encode_text, index, soundness, verify
+from schemas.tables import SET_SHARDS
+from stages import bucket, discover, encode_latents, encode_text, export, index, soundness, verify
 from stages.soundness import Made, Tensors
 
 
@@ -38,14 +42,19 @@ def first(home, kind: str) -> str:
     return f"{kind}/{next(iter(home.shards(kind)))}"
 
 
-def flip(home, kind: str, where: float = 0.6) -> str:
-    """Change one byte of the first shard of a kind; its path under the root."""
+def flip(home, kind: str) -> str:
+    """Change one byte of a tensor in the first shard of a kind; its path under the root."""
     name = first(home, kind)
-    path = home.root / name
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * where)] ^= 1
-    path.write_bytes(data)
+    spoil(home.root, name)
     return name
+
+
+def spoil(root, rel: str) -> None:
+    with reader(Store(root), rel) as shard:
+        tensor = bytes(next(iter(shard.read(0).tensors.values())).raw())
+    data = bytearray((root / rel).read_bytes())
+    data[data.index(tensor) + len(tensor) // 2] ^= 1
+    (root / rel).write_bytes(data)
 
 
 def rewrite(home, rel: str, change) -> None:
@@ -107,7 +116,7 @@ def test_repair_encodes_the_damaged_units_alone_and_keeps_each_damaged_file(enco
 def test_a_damaged_shard_of_another_configuration_is_only_set_aside(encoded) -> None:
     store, path = Store(encoded.root), first(encoded, "latents")
     for suffix in ("", "0"):
-        meta = ShardMeta("latents", "f" * 23, f"64x64@1-0{suffix}", "64x64@1")
+        meta = ShardMeta("latents", "f" * 24, f"64x64@1-0{suffix}", "64x64@1")
         with writer(store, f"latents/{meta.fingerprint}/{meta.unit}", meta, {"latent": "float32"}) as out:
             out.add(Row("a", {"latent": Array.from_numpy(np.zeros((16, 1, 8, 8), np.float32))}))
             other = out.finish()
@@ -133,6 +142,82 @@ def test_a_tar_is_set_aside_with_its_description(project) -> None:
     assert home.shards("latents") == whole
     kept = sorted(path.suffix for path in (home.root / "damaged").rglob("*") if path.is_file())
     assert kept == [".json", ".tar"]
+
+
+@pytest.fixture
+def exported(encoded) -> tuple[Any, str]:
+    """The project, with its set exported; and the override that makes the export the root."""
+    encoded.run(index.run)
+    encoded.run(export.run, to=str(encoded.folder / "an export"))
+    return encoded, f"root={encoded.folder / 'an export'}"
+
+
+def test_a_whole_export_passes(exported) -> None:
+    home, there = exported
+    report = home.run(verify.run, there)
+    assert (report.exit_code, report.damage, report.next_steps) == (0, [], [])
+    assert report.done == report.details["shards"] == 1
+
+
+def test_a_flipped_byte_in_an_export_is_found_and_mended_by_the_advice(exported) -> None:
+    home, there = exported
+    root = home.folder / "an export"
+    (path,) = root.glob("samples/*/*.arrow")
+    rel, whole = path.relative_to(root).as_posix(), path.read_bytes()
+    spoil(root, rel)
+    damaged = path.read_bytes()
+    for repair in (False, True):
+        report = home.run(verify.run, there, repair=repair)
+        assert report.exit_code == 4 and [damage["path"] for damage in report.damage] == [rel]
+        (step,) = report.next_steps
+        command = shlex.split(step, comments=True)
+        assert command == ["latentpress", "export", "--to", str(root)] and "copy the export again" in step
+        assert path.read_bytes() == damaged and not (root / "damaged").exists()
+    home.run(export.run, to=command[-1])
+    assert path.read_bytes() == whole and home.run(verify.run, there).exit_code == 0
+
+
+def test_a_shard_that_an_export_lacks_is_missed(exported) -> None:
+    home, there = exported
+    (path,) = (home.folder / "an export").glob("samples/*/*.arrow")
+    path.unlink()
+    report = home.run(verify.run, there)
+    assert report.exit_code == 4 and "missing" in report.damage[0]["message"]
+    assert report.next_steps[0].startswith("latentpress export --to")
+
+
+@pytest.mark.parametrize("path", ["../secret.arrow", "/etc/passwd", "media/photos/media.arrow", "text/../x.tar", None])
+def test_what_a_set_names_outside_its_shards_is_not_moved(encoded, path) -> None:
+    """As in a root that was copied from elsewhere."""
+    encoded.run(index.run)
+    store = Store(encoded.root)
+    (id,) = soundness.current_sets(store)
+    rows = store.read_table(f"sets/{id}/shards.arrow").to_pylist()
+    rows[0]["path"] = path
+    store.write_table(f"sets/{id}/shards.arrow", pa.Table.from_pylist(rows, SET_SHARDS))
+    secret = encoded.folder / "secret.arrow"
+    secret.write_bytes(b"mine")
+    for repair in (False, True):
+        with pytest.raises(DamageError, match=r"shards\.arrow: it names .* no shard below the root"):
+            encoded.run(verify.run, repair=repair)
+    assert secret.read_bytes() == b"mine" and (encoded.root / "media/photos/media.arrow").exists()
+
+
+@pytest.mark.parametrize("id", ["../../x", None, ["a"]])
+def test_a_pointer_that_leads_nowhere_is_named(encoded, id) -> None:
+    (encoded.root / "sets").mkdir()
+    (encoded.root / "sets/current-sana-t2i.json").write_text(json.dumps({"id": id}))
+    with pytest.raises(DamageError, match="current-sana-t2i"):
+        encoded.run(verify.run)
+
+
+def test_a_persons_own_files_are_no_damage(encoded) -> None:
+    mine = [encoded.root / name for name in ("text/backup/x.arrow", "latents/old.tar", "samples/a/b/c.tar")]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"mine")
+    assert encoded.run(verify.run, repair=True).exit_code == 0
+    assert all(path.read_bytes() == b"mine" for path in mine)
 
 
 def test_a_cut_shard_is_found(encoded) -> None:
@@ -209,6 +294,11 @@ def row(**shapes: tuple[int, ...]) -> Row:
         ({"latent": (16, 1, 8, 12), "condition": (16, 1, 8, 12)}, None),
         ({"latent": (16, 1, 12, 8)}, "of bucket 96x64@1 it is"),
         ({"latent": (4, 1, 8, 12)}, "of bucket 96x64@1 it is"),
+        ({"latent": (16, 1, 8, 12), "mask": (1, 8, 12)}, None),
+        ({"latent": (16, 1, 8, 12), "mask": (1, 12, 8)}, r"mask is of shape .* it is \(1, 8, 12\)"),
+        ({"latent": (16, 1, 8, 12), "mask": (2, 8, 12)}, "mask is of shape"),
+        ({"latent": (16, 1, 8, 12), "mask": (1, 64, 96)}, "mask is of shape"),
+        ({"latent": (16, 1, 8, 12), "mask": (1, 1, 8, 12)}, "mask is of shape"),
         ({"latent": (16, 1, 8, 12), "condition": (16, 2, 8, 12)}, "condition is of shape"),
         ({"embeds": (0, 4)}, "embeds is of shape"),
         ({}, "no tensors"),
@@ -222,6 +312,51 @@ def test_shapes_are_those_of_the_bucket(tensors, problem) -> None:
     else:
         with pytest.raises(ValueError, match=problem):
             seen.check(row(**tensors))
+
+
+@pytest.mark.parametrize(("mask", "right"), [((3, 8, 12), True), ((1, 8, 12), False), ((9, 8, 12), False)])
+def test_a_clips_mask_has_the_latents_frames(mask, right) -> None:
+    """That of one frame for all of a clip's is stored for each latent frame, too."""
+    seen = Tensors(Made("float32", (8, 4), 16))
+    seen.bucket = "96x64@9"
+    if right:
+        seen.check(row(latent=(16, 3, 8, 12), mask=mask))
+    else:
+        with pytest.raises(ValueError, match=r"mask is of shape .* it is \(3, 8, 12\)"):
+            seen.check(row(latent=(16, 3, 8, 12), mask=mask))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *(b"", b"[]", b"7", b"{", b"\xff", b"[" * 10**5, b'{"precision": ["float32"]}', b'{"autoencoder": {}}'),
+        *(b'{"stage": "encode-vision"}', b'{"stage": "encode-vision", "size": "84", "token": [4, 16]}'),
+        *(
+            b'{"stage": "encode-vision", "size": 84, "token": [0, 0]}',
+            b'{"stage": "encode-vision", "size": 84, "token": 7}',
+        ),
+    ],
+)
+def test_any_provenance_is_tolerated(encoded, record) -> None:
+    """An import copies it from anywhere. It says less, then; what a shard says of itself is checked all the same."""
+    for path in encoded.root.rglob("provenance.json"):
+        path.write_bytes(record)
+    assert encoded.run(verify.run).exit_code == 0
+
+
+VISION = Made.of({"stage": "encode-vision", "size": 84, "token": [4, 16]})
+
+
+@pytest.mark.parametrize(("shape", "right"), [((3, 4, 6, 8), True), ((9, 4, 6, 8), False), ((3, 6, 4, 8), False)])
+def test_features_are_on_the_grid_of_their_bucket(shape, right) -> None:
+    seen = Tensors(VISION)
+    seen.bucket = "96x64@9"
+    features = Row("a", {"vision": Array.from_numpy(np.zeros(shape, "<u2"), "bfloat16")})
+    if right:
+        seen.check(features)
+    else:
+        with pytest.raises(ValueError, match=r"of bucket 96x64@9 \(3, 4, 6"):
+            seen.check(features)
 
 
 def test_rows_are_alike_and_of_the_precision_that_their_cache_names() -> None:

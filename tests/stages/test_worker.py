@@ -8,9 +8,10 @@ import torch
 import cache.arrow
 from cache.shard import reader
 from cache.store import Store
+from schemas.config import Resources
 from schemas.console import Console, Options
 from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents
+from stages import bucket, discover, encode_latents, loading
 from stages.vae import flux
 from stages.vae.worker import LatentsWorker
 
@@ -38,9 +39,9 @@ def batches(monkeypatch) -> list[int]:
     found: list[int] = []
     encode = LatentsWorker.encode
 
-    def counted(self, names, batch):
+    def counted(self, names, batch, limit):
         found.append(len(batch))
-        return encode(self, names, batch)
+        return encode(self, names, batch, limit)
 
     monkeypatch.setattr(LatentsWorker, "encode", counted)
     return found
@@ -52,7 +53,16 @@ def test_batches_are_filled_to_the_budget_of_pixels(planned, batches) -> None:
     assert recorded(planned) == [4 * PIXELS + 1]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("20 MiB"), RuntimeError("DefaultCPUAllocator: not enough")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("20 MiB"),
+        RuntimeError("DefaultCPUAllocator: not enough"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        MemoryError("Unable to allocate 20 MiB"),
+    ],
+)
 def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, batches, monkeypatch, error) -> None:
     encode = flux.Autoencoder.encode
 
@@ -66,6 +76,10 @@ def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, ba
     assert (report.done, report.remaining) == (9, 0)
     assert batches == [8, 4, 2, 2, 2, 2, 1]
     assert recorded(planned) == [2 * PIXELS]
+    assert report.details["units in smaller batches"] == 1
+    assert f"it fits with latents.batch_pixels: {2 * PIXELS}, which saves trying {8 * PIXELS}" in " ".join(
+        planned.said.split()
+    )
     with_room = planned.shards("latents")
     for name in with_room:
         (planned.root / "latents" / name).unlink()
@@ -83,6 +97,17 @@ def test_where_one_sample_does_not_fit_the_message_names_the_options(planned, mo
         planned.run(encode_latents.run)
     assert "latents.chunk_frames" in caught.value.next_step
     assert planned.shards("latents") == {}
+
+
+def test_processes_share_the_cards(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("auto", "cuda"):
+        given = [loading.device(Resources(device=name, threads=1), process) for process in range(3)]
+        assert given == [torch.device(f"cuda:{card}") for card in (0, 1, 0)]
+    assert loading.device(Resources(device="cuda:1", threads=1), 2) == torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert loading.device(Resources(device="cuda", threads=1), 1) == torch.device("cuda")
 
 
 def test_a_sample_whose_numbers_are_not_finite_is_set_aside_alone(planned, monkeypatch) -> None:

@@ -1,7 +1,6 @@
 """Stages killed anywhere, at any moment, and started again: the same files, byte for byte, as if they never were.
 
-A child is forked from this process, which has imported torch already, so that a kill falls into the work and not into
-imports; it is killed with SIGKILL, which no handler sees.
+Here encode-latents, in one process, and what comes before it; test_killed_stages.py has the other stages.
 """
 
 import importlib
@@ -15,41 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from cache import shard
 from cache.store import Store
 from stages import bucket, discover, encode_latents
 from stages.media import members
 from stages.media.members import Wanted
 from tests.stages.conftest import Project
+from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """The children fork from a process that has imported torch; those of the other tests are lighter without it."""
     importlib.import_module("stages.vae.worker")
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def of_latents(name: str, wanted: str) -> Callable[[str, str], bool]:
-    """Steps called `name` on a latents shard in the making, or on the folder that it has just appeared in."""
-
-    def only(step: str, path: str) -> bool:
-        folder = Path(path).parent.name == "latents"
-        return step == name and "/latents/" in path and (folder if wanted == "folder" else ".json" not in path)
-
-    return only
-
-
-#: Named moments of the third shard or so.
-POINTS = {
-    "during a write": (of_latents("write", "file"), 2),
-    "before the sync": (lambda step, path: step == "fsync" and "/latents/" in path and path.endswith(".tmp"), 2),
-    "before the rename": (of_latents("rename", "file"), 2),
-    "after the rename": (of_latents("fsync", "folder"), 3),
-}
 
 
 @pytest.fixture
@@ -63,161 +39,102 @@ def home(project) -> Project:
     return made
 
 
-def latents(home: Project) -> dict[str, bytes]:
-    """All that is listed of them, their rejects included."""
-    store = Store(home.root)
-    return {name: store.read_bytes(name) for name in store.names("") if "latents" in name}
-
-
-def whole(home: Project, *overrides: str) -> dict[str, bytes]:
-    """What a run that was never interrupted makes; nothing of it stays."""
-    assert home.run(encode_latents.run, *overrides).remaining == 0
-    made = latents(home)
-    forget(home)
-    assert sum(name.endswith((".arrow", ".tar")) for name in made) > 3
-    return made
-
-
-def forget(home: Project) -> None:
-    for top in ("latents", "rejects"):
-        shutil.rmtree(home.root / top, ignore_errors=True)
-
-
-def check(home: Project, expected: dict[str, bytes], *overrides: str) -> int:
-    """What was left, and what the next run makes of it. How many files were missing."""
-    left = latents(home)
-    kept = {name: data for name, data in left.items() if not name.endswith(".tar.json")}
-    assert kept.items() <= expected.items(), "what is not whole stands under its final name"
-    assert not any(name.endswith(".tmp") for name in left)
-    report = home.run(encode_latents.run, *overrides)
-    assert (report.exit_code, report.remaining) == (0, 0)
-    assert latents(home) == expected
-    return len(expected) - len(left)
+@pytest.fixture
+def latents(home) -> Stage:
+    return Stage(home, encode_latents)
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_at_a_named_point(home, steps, forked, point, often) -> None:
-    only, at = POINTS[point]
-    formats = ("arrow", "webdataset")
-    turn = list(POINTS).index(point) % 2
-    for format in formats[turn : turn + 1] if often(1, 2) == 1 else formats:  # the short form takes turns
+def test_at_a_named_point(latents, steps, forked, point, often) -> None:
+    only, at = latents.points[point]
+    turn = POINTS.index(point) % 2
+    for format in FORMATS[turn : turn + 1] if often(1, 2) == 1 else FORMATS:  # the short form takes turns
         chosen = f"cache.format={format}"
-        expected = whole(home, chosen)
+        expected = latents.whole(chosen)
 
         def work(chosen: str = chosen) -> None:
             steps.arm(at, die, only)
-            home.run(encode_latents.run, chosen)
+            latents.run(chosen)
 
         assert forked(work) == signal.SIGKILL
-        assert check(home, expected, chosen) > 0, "nothing was cut off"
-        assert all(
-            shard.verify(Store(home.root), name) == [] for name in latents(home) if name.endswith((".arrow", ".tar"))
-        )
-        forget(home)
-
-
-class Running:
-    """A forked child that encodes; `kill` at any time."""
-
-    def __init__(self, home: Project) -> None:
-        import multiprocessing.forkserver
-
-        self.began = time.monotonic()
-        self.child = os.fork()
-        if self.child == 0:
-            multiprocessing.forkserver._forkserver.__init__()
-            try:
-                home.run(encode_latents.run)
-            finally:
-                os._exit(0)
-
-    def until(self, seen: Callable[[], bool]) -> bool:
-        """Whether `seen` came true before it ended, which kill and wait may no longer be asked of then."""
-        limit = time.monotonic() + 60
-        while not seen():
-            if os.waitpid(self.child, os.WNOHANG)[0]:
-                return False
-            assert time.monotonic() < limit, "it neither ends nor goes on"
-            time.sleep(0.001)
-        return True
-
-    def kill(self) -> bool:
-        """Whether it was still at work."""
-        os.kill(self.child, signal.SIGKILL)
-        return self.wait() == signal.SIGKILL
-
-    def wait(self) -> int:
-        _, status = os.waitpid(self.child, 0)
-        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        assert latents.check(expected, chosen) > 0, "nothing was cut off"
+        latents.verify()
+        latents.forget()
 
 
 SLOW = "slow.png"
 
 
 def stuck(wanted: Wanted) -> members.Read:
-    """What a reading process does, but never done with the slow picture: half of it is read, and a file says so."""
+    """What a reading process does, but not done with the slow picture for as long as a file stands there: half of it
+    is read, and that file says so."""
     path, _ = wanted.files[0]
-    if Path(str(path)).name != SLOW:
-        return members.read(wanted)
-    with open(str(path), "rb") as file:
-        file.read(os.path.getsize(str(path)) // 2)
-        Path(f"{path}.begun").touch()
-        parent = os.getppid()
-        while os.getppid() == parent:  # which falls with the program
+    if Path(str(path)).name == SLOW:
+        with open(str(path), "rb") as file:
+            file.read(os.path.getsize(str(path)) // 2)
+        begun = Path(f"{path}.begun")
+        begun.touch()
+        while begun.exists():
             time.sleep(0.02)
-    raise AssertionError("nobody killed it")
+    return members.read(wanted)
 
 
 def stuck_reader() -> Callable[[Wanted], members.Read]:
     return stuck
 
 
-def test_while_a_picture_is_decoded(home, monkeypatch) -> None:
+@pytest.fixture
+def start(latents, tmp_path) -> Callable[[], Running]:
+    return lambda: Running(latents.run, tmp_path / "said.txt")
+
+
+def test_while_a_picture_is_decoded(home, latents, start, monkeypatch) -> None:
     """One process decodes while this one encodes what came before: the machine loses both at once."""
     home.image(SLOW, (64, 64), "slow", 11)
     home.run(discover.run)
     home.run(bucket.run)
-    expected = whole(home)
+    expected = latents.whole()
     with monkeypatch.context() as changed:
         changed.setattr(members, "reader", stuck_reader)  # the readers' processes import it by its name
-        running = Running(home)
+        running = start()
     assert running.until((home.media / f"{SLOW}.begun").exists)
     assert running.kill()
+    assert latents.check(expected) > 0
     (home.media / f"{SLOW}.begun").unlink()
-    assert check(home, expected) > 0
+    assert running.alone(), "a process that decodes outlives the program and its item"
 
 
-def test_at_random_moments(home, often) -> None:
-    expected = whole(home)
-    uninterrupted = Running(home)
+def test_at_random_moments(latents, start, often) -> None:
+    expected = latents.whole()
+    uninterrupted = start()
     assert uninterrupted.wait() == 0
     took = time.monotonic() - uninterrupted.began
-    assert latents(home) == expected
+    assert latents.files() == expected
     draw, cut_off = random.Random(5), 0
-    times = often(3, 100)
+    times = often(2, 100)
     for turn in range(times):
-        forget(home)
-        running = Running(home)
+        latents.forget()
+        running = start()
         # Spread over the run, so that no part of it is missed by chance.
         time.sleep(took * (turn + draw.random()) / times)
         running.kill()
-        cut_off += check(home, expected) > 0
-    assert cut_off >= times // 3, f"only {cut_off} of {times} kills cut work off"
+        cut_off += latents.check(expected) > 0
+    assert cut_off >= max(1, times // 3), f"only {cut_off} of {times} kills cut work off"
 
 
-def test_again_and_again(home, often) -> None:
+def test_again_and_again(latents, start, often) -> None:
     """Each start is killed a little later than it takes to load; what is done stays done."""
-    expected, left = whole(home), 0
+    expected, left = latents.whole(), 0
     for _ in range(often(2, 12)):
-        running, limit = Running(home), time.monotonic() + 60
-        before = len(latents(home))
-        while len(latents(home)) <= before and time.monotonic() < limit and before < len(expected):
+        running, limit = start(), time.monotonic() + 60
+        before = len(latents.files())
+        while len(latents.files()) <= before and time.monotonic() < limit and before < len(expected):
             time.sleep(0.002)
         running.kill()
-        found = latents(home)
+        found = latents.files()
         assert found.items() <= expected.items() and len(found) >= left
         left = len(found)
-    check(home, expected)
+    latents.check(expected)
 
 
 # -- before the encoding -------------------------------------------------------------------------------------
@@ -259,5 +176,5 @@ def test_discover_and_bucket_at_every_rename(project, steps, forked, program, of
 
             ended = forked(work)
             assert plan() == expected
-            at += often(3, 1)
+            at += often(4, 1)
         assert at > 0

@@ -1,8 +1,6 @@
 """What training saves loads with the pipelines' own loaders and gives the output that training had."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import diffusers
@@ -15,7 +13,6 @@ from trainer import adapters
 from trainer.batch import Batch
 from trainer.families import kandinsky5, sana
 
-ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {
     "kandinsky5-image-t2i": (kandinsky5, "t2i"),
     "kandinsky5-image-i2i": (kandinsky5, "i2i"),
@@ -217,41 +214,3 @@ def test_chosen_targets_may_be_anywhere_in_the_model(tiny, tmp_path):
     pipe = pipeline(kind, tiny(kind))
     pipe.load_lora_weights(tmp_path)
     assert torch.equal(output(kind, pipe.transformer), output(kind, model))
-
-
-SCRIPT = """
-import importlib, json, pkgutil, sys
-import torch
-import trainer
-for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
-    importlib.import_module(module.name)
-from trainer import adapters
-from trainer.families import kandinsky5, sana
-from trainer.sampling import load_scheduler
-from pathlib import Path
-for family, folder in ((kandinsky5, sys.argv[1]), (sana, sys.argv[2])):
-    model = family.load(folder)
-    adapters.add_lora(model, family.lora_targets(model), 2)
-    adapters.save_lora(model, Path(sys.argv[3]), "family")
-    load_scheduler(folder)
-print(json.dumps(sorted(sys.modules)))
-"""
-# What diffusers' loaders and peft import: tables (auto), a configuration (encoder_decoder), a helper (bloom).
-ALLOWED = {
-    "transformers.models.auto",
-    "transformers.models.encoder_decoder",
-    "transformers.models.bloom",
-}
-
-
-def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(tiny, tmp_path):
-    """On import of all of its modules, and when a model is loaded, adapted and saved."""
-    folders = [str(tiny("kandinsky5-image-t2i")), str(tiny("sana")), str(tmp_path)]
-    run = subprocess.run([sys.executable, "-c", SCRIPT, *folders], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = set(json.loads(run.stdout.splitlines()[-1]))
-    assert "trainer.adapters" in loaded and "peft" in loaded
-    models = {name for name in loaded if name.startswith("transformers.models.")}
-    odd = {name for name in models if ".".join(name.split(".")[:3]) not in ALLOWED}
-    odd |= {name for name in loaded if name.startswith(("diffusers.models.autoencoders.", "diffusers.pipelines."))}
-    odd |= loaded & {"av", "decord", "torchvision", "stages", "diffusers.training_utils"}
-    assert not odd

@@ -11,6 +11,7 @@ import torch
 
 from schemas.catalogue import FAMILIES, Task
 from schemas.geometry import scale_class
+from trainer import pretrained
 from trainer.batch import Batch
 from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install, sparse_params
 
@@ -40,9 +41,7 @@ def load(
 
     Time embeddings and modulations stay in float32 whatever the dtype: never call `.to(dtype)` on the result.
     """
-    model = Kandinsky5Transformer3DModel.from_pretrained(
-        source, subfolder="transformer", revision=revision, torch_dtype=dtype
-    )
+    model = pretrained.transformer(Kandinsky5Transformer3DModel, source, revision, dtype)
     install(model, float32_rotary)
     return model.to(device)
 

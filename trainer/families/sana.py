@@ -7,6 +7,7 @@ import torch
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
 
 from schemas.catalogue import Task
+from trainer import pretrained
 from trainer.batch import Batch
 
 PIPELINES = {"t2i": "SanaPipeline"}
@@ -23,9 +24,7 @@ def load(
     device: torch.device | str = "cpu",
 ) -> SanaTransformer2DModel:
     """The transformer of a checkpoint, a local folder or a repo id, and nothing else of it."""
-    model = SanaTransformer2DModel.from_pretrained(
-        source, subfolder="transformer", revision=revision, torch_dtype=dtype
-    )
+    model = pretrained.transformer(SanaTransformer2DModel, source, revision, dtype)
     if model.config.guidance_embeds:
         raise ValueError(
             f"{source}: a guidance-distilled model (Sana Sprint) cannot be trained; choose Sana or Sana 1.5"

@@ -75,3 +75,33 @@ def encoded() -> Callable[..., list[TextResult]]:
 def gradient() -> Image.Image:
     ramp = Image.linear_gradient("L").resize((192, 128))
     return Image.merge("RGB", [ramp, ramp.transpose(Image.Transpose.ROTATE_180), ramp.rotate(90)])
+
+
+ROUNDING = 2.0**-8  # of a number to bfloat16, at most, relative to it
+
+
+@pytest.fixture(scope="session")
+def near(record_testsuite_property) -> Callable[..., None]:
+    """near(name, rows): rows of (ours, theirs, exact), two results in bfloat16 of which `exact` is in float32. Ours is
+    as near to it as theirs is, and both are as near as roundings to bfloat16 in a few layers leave them."""
+
+    def check(name: str, rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+        gaps: list[list[torch.Tensor]] = [[], [], []]
+        for ours, theirs, exact in rows:
+            assert ours.dtype == theirs.dtype == torch.bfloat16 and ours.shape == theirs.shape == exact.shape
+            scale = exact.square().mean().sqrt() * ROUNDING
+            pairs = (ours.float() - exact, theirs.float() - exact, ours.float() - theirs.float())
+            for gap, pair in zip(gaps, pairs, strict=True):
+                gap.append((pair / scale).flatten())
+        ours, theirs, between = (torch.cat(gap) for gap in gaps)
+        mean, their_mean, apart = (gap.square().mean().sqrt().item() for gap in (ours, theirs, between))
+        most, their_most = (gap.abs().max().item() for gap in (ours, theirs))
+        figures = (
+            f"{mean:.2f} (the pipeline {their_mean:.2f}), at most {most:.1f} ({their_most:.1f}); apart {apart:.2f}"
+        )
+        record_testsuite_property(f"bfloat16 roundings, {name}", figures)
+        print(f"{name}: {figures}")
+        assert mean <= 1.1 * their_mean and most <= 1.25 * their_most
+        assert mean <= 5 and most <= 25 and apart <= their_mean
+
+    return check

@@ -40,14 +40,14 @@ def pipe(folder):
     return pipe_of(folder)
 
 
-def encoder_of(folder):
-    return Encoder(str(folder), None, TEMPLATE, TEMPLATE.max_length, torch.float32, torch.device("cpu"))
+def encoder_of(folder, dtype=torch.float32):
+    return Encoder(str(folder), None, TEMPLATE, TEMPLATE.max_length, dtype, torch.device("cpu"))
 
 
-def pipe_of(folder):
+def pipe_of(folder, dtype=torch.float32):
     pipe = SanaPipeline(*[None] * 5)
     pipe.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    pipe.text_encoder = Gemma2Model.from_pretrained(folder / "text_encoder").eval()
+    pipe.text_encoder = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=dtype).eval()
     return pipe
 
 
@@ -107,6 +107,21 @@ def test_captions_that_merge_with_the_instruction(edited):
     captions = ["a cat", "zebra and a small grey cat", "", "zebra in a field of flowers", "a dog"]
     assert differences(encoder, pipe_of(folder), captions) <= LIMIT
     assert (encoder.stats.shared, encoder.stats.whole) == (3, 2)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_bfloat16_is_as_near_as_the_pipelines(edited, near, negative):
+    """A batch, with a caption that merges with the instruction, against the pipeline's own float32 and bfloat16."""
+    folder = edited("sana", "tokenizer", "<mask>", "Prompt: zebra")
+    encoder, half, pipe = encoder_of(folder, torch.bfloat16), pipe_of(folder, torch.bfloat16), pipe_of(folder)
+    captions = [*CAPTIONS, "zebra and a small grey cat"]
+    results = encoded(encoder, [asked(caption, negative) for caption in captions])
+    assert (encoder.stats.shared, encoder.stats.whole) == ((0, 6) if negative else (5, 1))
+    rows = []
+    for caption, result in zip(captions, results, strict=True):
+        (theirs, mask), (exact, _) = (reference(one, caption, negative) for one in (half, pipe))
+        rows.append((result.embeds, theirs[mask.bool()], exact[mask.bool()]))
+    near(f"sana, negative={negative}", rows)
 
 
 def test_an_instruction_longer_than_the_sliding_window(encoder, edited, record_property):

@@ -8,6 +8,7 @@ from stages.encode_text import parts
 from stages.text import models
 from stages.text.models import OptionError
 
+DTYPES = ("float32", "float16", "bfloat16")
 CAPTIONS = ["", "A small grey cat looks at the camera with green eyes.", "words that go on " * 20]
 
 
@@ -73,6 +74,40 @@ def test_a_missing_library_names_the_extra(make, monkeypatch):
 def test_what_changes_bytes_is_in_the_fingerprint(project):
     home = project("sana")
     plain = parts(home.config())
-    for change in ("text.quantization=bf16", "text.attention=eager"):
+    for change in ("text.quantization=bf16", "text.attention=flash_attention_2", "text.precision=bfloat16"):
         assert parts(home.config(change)) != plain
     assert parts(home.config("text.offload=blocks")) == parts(home.config("text.batch_tokens=64")) == plain
+    qwen = project("kandinsky5-image-t2i")
+    assert parts(qwen.config("text.attention=eager")) != parts(qwen.config())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "option", "value", "default"),
+    [
+        ("kandinsky5-image-i2i", "float32", "attention", "sdpa", None),
+        ("sana", "float32", "attention", "eager", None),
+        ("kandinsky5-image-i2i", "bfloat16", "quantization", "bf16", "no_change"),
+        ("sana", "bfloat16", "quantization", "bf16", "no_change"),
+    ],
+)
+def test_what_gives_the_same_numbers_has_the_same_fingerprint(
+    make, encoded, project, kind, dtype, option, value, default
+):
+    """An option that says what is done anyway."""
+    home = project(kind)
+    home.settings["datasets"][0] |= {"conditioning_data": "media"} if kind.endswith("i2i") else {}
+    precision = f"text.precision={dtype}"
+    assert parts(home.config(precision, f"text.{option}={value}")) == parts(home.config(precision))
+    results, others = (
+        encoded(make(kind, getattr(torch, dtype), **{option: given}), CAPTIONS) for given in (value, default)
+    )
+    for one, other in zip(results, others, strict=True):
+        assert torch.equal(one.embeds, other.embeds)
+        assert one.pooled is other.pooled is None or torch.equal(one.pooled, other.pooled)
+
+
+def test_bf16_weights_at_another_precision_have_a_name_of_their_own(project):
+    home = project("sana")
+    names = [str(parts(home.config(f"text.precision={dtype}", "text.quantization=bf16"))) for dtype in DTYPES]
+    names += [str(parts(home.config(f"text.precision={dtype}"))) for dtype in DTYPES]
+    assert len(set(names)) == len(names) - 1

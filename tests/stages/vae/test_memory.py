@@ -11,7 +11,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from schemas.catalogue import FAMILIES
 from stages import encode_latents, loading
-from stages.vae import chunked
+from stages.vae import chunked, hunyuan_video
 from stages.vae.base import Levers
 
 CPU = torch.device("cpu")
@@ -102,6 +102,41 @@ def test_attention_frame_by_frame_is_the_masked_one(opened) -> None:
         assert (found - wanted).abs().max() <= LIMIT
         if frames > 1:
             assert (found - attention(x)).abs().max() > 1e-4, "without the mask it is another function"
+
+
+@pytest.fixture(scope="module")
+def exact(opened):
+    """Moments in float32 of clip(5, 32, 48)."""
+    return opened("hunyuan_video").encode(clip(5, 32, 48), [0], "moments")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_chunked_frames_in_half_precision(tiny, exact, dtype, record_property) -> None:
+    """They are as near to the plain result of the same precision as that is to float32, at every number."""
+
+    def encoded(**levers) -> torch.Tensor:
+        encoder = hunyuan_video.Autoencoder(str(tiny(KINDS["hunyuan_video"][0])), None, dtype, CPU, Levers(**levers))
+        assert {parameter.dtype for parameter in encoder._vae.parameters()} == {dtype}
+        return encoder.encode(clip(5, 32, 48), [0], "moments").float()
+
+    wanted, found = encoded(), encoded(chunk_frames=2)
+    rounding, gap = (wanted - exact).abs().max().item(), (found - wanted).abs().max().item()
+    record_property("largest_difference", gap)
+    assert 0 < rounding < 100 * torch.finfo(dtype).eps and gap <= rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 2)])
+def test_a_convolution_in_chunks_in_half_precision(stride, dtype) -> None:
+    """Rounded once, where the sums of two kernels may differ by the last bit."""
+    torch.manual_seed(0)
+    conv = CausalConv(8, 8, 3, stride).eval().to(dtype)
+    x = torch.randn(1, 8, 7, 6, 8, dtype=dtype)
+    with torch.no_grad():
+        wanted = conv(x)
+        for frames in (1, 2, 3):
+            found = chunked.convolved(conv, x.clone(), frames, over=True)
+            torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
 def test_no_mask_is_built_and_no_convolution_sees_the_whole_clip(opened, monkeypatch) -> None:

@@ -1,0 +1,78 @@
+"""Units of texts with an image: an image's texts stand together, so that it is read and seen once."""
+
+import random
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.config import Config
+from schemas.identity import hash_json
+from schemas.tables import TEXTS
+from stages.planning.units import text_bytes, text_units
+
+SIZES = ["64x64@1", "96x64@1", "64x96@1"]
+
+
+def config(unit_mib: float) -> Config:
+    dataset = {"id": "a", "instance_data_dir": "a", "conditioning_data": "b", "resolution": 64}
+    model = {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"}
+    return Config.model_validate(
+        {"root": "work", "cache": {"unit_mib": unit_mib}, "model": model, "datasets": [dataset]}
+    )
+
+
+def text(image: int, size: int, shift: int, length: int) -> dict[str, Any]:
+    """A caption of an image, or its null prompt. shift: where the image is cut."""
+    cut = {"bucket": SIZES[size], "resize_w": 96, "resize_h": 96, "x": shift, "y": 0}
+    row = {"template": "i2i", "text": "w" * length, "negative": not length, "image_dataset": "a", "image_path": "p"}
+    row |= {"image_id": hash_json(["image", image]), "image_geometry": cut}
+    return row | {"text_id": hash_json([image, size, shift, length])}
+
+
+def shown(row: dict[str, Any]) -> str:
+    return hash_json([row["image_id"], row["image_geometry"]])
+
+
+images = st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.sets(st.integers(0, 400), max_size=4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(images, min_size=1, max_size=30), st.floats(0.02, 4), st.randoms())
+def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuffler: random.Random) -> None:
+    rows = {row["text_id"]: row for *image, lengths in found for row in (text(*image, n) for n in {0, *lengths})}
+    table = pa.Table.from_pylist([*rows.values()], schema=TEXTS)
+    units = text_units(config(unit_mib), table)
+    members = [[rows[name] for name in unit] for unit in units.column("members").to_pylist()]
+    order = [row for unit in members for row in unit]
+    assert len(order) == len(rows) == len({row["text_id"] for row in order})
+    runs = [[*run] for _, run in groupby(order, shown)]
+    assert len(runs) == len({*map(shown, order)})
+    for run in runs:
+        lengths = [len(row["text"]) for row in run]
+        assert lengths == sorted(lengths)
+
+    sizes = dict(zip(table["text_id"].to_pylist(), text_bytes(config(1).model.spec, table, "bfloat16"), strict=True))
+    limit = int(unit_mib * 2**20)
+    for unit in members:
+        assert len({row["image_geometry"]["bucket"] for row in unit}) == 1
+        assert len(unit) == 1 or sum(sizes[row["text_id"]] for row in unit) <= limit
+    for run in runs:
+        cut = len({number for number, unit in enumerate(members) if any(row in unit for row in run)}) > 1
+        assert not cut or sum(sizes[row["text_id"]] for row in run) > limit
+
+    shuffled = [*rows.values()]
+    shuffler.shuffle(shuffled)
+    assert text_units(config(unit_mib), pa.Table.from_pylist(shuffled, schema=TEXTS)).equals(units)
+
+
+def test_texts_without_an_image_are_cut_where_a_unit_is_full() -> None:
+    blank = {"image_dataset": None, "image_path": None, "image_id": None, "image_geometry": None}
+    rows = [text(number, 0, 0, 9) | blank for number in range(100)]
+    table = pa.Table.from_pylist(rows, schema=TEXTS)
+    each = int(text_bytes(config(1).model.spec, table, "bfloat16")[0])
+    units = text_units(config(each * 30.5 / 2**20), table)
+    assert np.diff(units.column("members").combine_chunks().offsets).tolist() == [30, 30, 30, 10]

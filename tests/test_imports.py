@@ -1,0 +1,146 @@
+"""What the programs of each kind of machine import: all of it comes with the kind's extra, and nothing of another's.
+
+One process for each: to import the model libraries takes a process seconds.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = {
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "av",
+    "pillow",
+    "numpy",
+    "pyarrow",
+    "fsspec",
+    "xxhash",
+    "pydantic",
+    "typer",
+    "rich",
+    "ruamel-yaml",
+    "ftfy",
+    "tensorboard",
+    "huggingface-hub",
+}
+ENCODERS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "clip", "gemma", "gemma2")
+
+
+def loaded(code: str, *arguments: str) -> set[str]:
+    """The modules that a new process has after `code`."""
+    code += "\nimport json, sys\nprint(json.dumps([*sys.modules]))"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def within(modules: set[str], *packages: str) -> set[str]:
+    """Those of `modules` that are one of `packages` or below it."""
+    return {name for name in modules if any(f"{name}.".startswith(f"{package}.") for package in packages)}
+
+
+def closure(extra: str) -> set[str]:
+    """The distributions that installing latentpress[extra] brings, as the installed ones state their needs."""
+    found: set[str] = set()
+    waiting = [("latentpress", extra)]
+    while waiting:
+        name, wanted = waiting.pop()
+        for text in requires(name) or []:
+            need = Requirement(text)
+            if need.marker is None or need.marker.evaluate({"extra": wanted}):
+                key = need.name.lower().replace("_", "-").replace(".", "-")
+                if key not in found:
+                    found.add(key)
+                    waiting += [(key, inner) for inner in (need.extras or {""})]
+    return found
+
+
+owners = cache(packages_distributions)
+
+
+def missing(extra: str, modules: set[str]) -> set[str]:
+    """Distributions that own one of `modules` and do not come with latentpress[extra]."""
+    roots = {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names)
+    imported = {owner.lower().replace("_", "-") for root in roots for owner in owners().get(root, [])}
+    # What a library picks up only because it happens to be installed is no need of ours.
+    optional = {"latentpress"} | ({"peft"} if extra == "encode" else set())
+    return {name for name in imported - closure(extra) - optional if name in NEEDED}
+
+
+def test_every_machine_has_what_it_imports() -> None:
+    assert missing("", loaded("import stages.cli, stages.verify")) == set()
+
+
+def test_what_reads_media_has_what_it_imports() -> None:
+    programs = "import stages.discover, stages.bucket, stages.preview"
+    assert (
+        missing("media", loaded(f"{programs}, stages.media.image, stages.media.video, stages.media.samples")) == set()
+    )
+
+
+def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transformer() -> None:
+    code = "import stages.encode_text, stages.text.worker, stages.text.kandinsky5, stages.text.gemma\n"
+    modules = loaded(code + "import stages.encode_vision, stages.vision.worker")
+    assert "transformers.models.qwen2_5_vl" in modules
+    assert within(modules, "diffusers") == set()
+    assert missing("encode", modules) == set()
+
+
+def test_the_latents_program_loads_no_text_encoder_and_no_pipeline() -> None:
+    """Importing an autoencoder imports transformers, but none of its models, and no diffusers pipeline."""
+    code = "import stages.vae.flux, stages.vae.hunyuan_video, stages.vae.dc_ae\n"
+    code += "import stages.encode_latents, stages.vae.worker, stages.decode, stages.index, stages.status, stages.run"
+    modules = loaded(code)
+    assert "diffusers.models.autoencoders.autoencoder_dc" in modules
+    encoders = (f"transformers.models.{name}" for name in ENCODERS)
+    assert within(modules, "diffusers.pipelines", *encoders) == set()
+    assert missing("encode", modules) == set()
+
+
+TRAINER = """
+import importlib, pkgutil, sys
+from pathlib import Path
+import trainer
+for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
+    importlib.import_module(module.name)
+from trainer import adapters
+from trainer.families import kandinsky5, sana
+from trainer.sampling import load_scheduler
+for family, folder in ((kandinsky5, sys.argv[1]), (sana, sys.argv[2])):
+    model = family.load(folder)
+    adapters.add_lora(model, family.lora_targets(model), 2)
+    adapters.save_lora(model, Path(sys.argv[3]), "family")
+    load_scheduler(folder)
+"""
+# What diffusers' loaders and peft import: tables (auto), a configuration (encoder_decoder), a helper (bloom).
+ALLOWED = {"auto", "encoder_decoder", "bloom"}
+
+
+def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """On import of all of its modules, and when a model is loaded, adapted and saved.
+
+    PIL is not looked for: diffusers' own utilities import it for every model class.
+    """
+    modules = loaded(TRAINER, str(tiny("kandinsky5-image-t2i")), str(tiny("sana")), str(tmp_path))
+    assert {"trainer.train", "trainer.families.sana", "peft"} <= modules
+    models = within(modules, "transformers.models") - {"transformers.models"}
+    assert {name.split(".")[2] for name in models} - ALLOWED == set()
+    unwanted = ("av", "decord", "torchvision", "skimage", "stages", "diffusers.pipelines", "diffusers.training_utils")
+    assert within(modules, *unwanted) == set()
+    assert {name for name in modules if "autoencoder" in name} == set()
+    assert missing("train", modules) == set()

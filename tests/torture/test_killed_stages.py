@@ -1,0 +1,293 @@
+"""Every stage but encode-latents of pictures (test_killed.py), killed and started again: the same files, byte for byte.
+
+Encoding stages are killed at named points and at random moments, with members that are set aside among them; index and
+export, which are quick, at every step that they take on the disk.
+"""
+
+import importlib
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from cache.store import Store
+from cache.tensors import Array
+from cache.trainset import SetError, TrainSet
+from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
+from stages.text.worker import TextWorker
+from tests.stages.conftest import Project
+from tests.torture.conftest import LONG
+from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """The children fork from a process that has imported torch."""
+    for stage in ("text", "vae", "vision"):
+        importlib.import_module(f"stages.{stage}.worker")
+
+
+# -- encoding stages -----------------------------------------------------------------------------------------
+
+
+def pictures(home: Project) -> None:
+    for number in range(6):
+        home.image(f"{number}.png", (64, 64) if number % 2 else (128, 64), f"picture {number}", number)
+
+
+def edits(home: Project) -> None:
+    """Pictures that are edited from others."""
+    pictures(home)
+    for number in range(6):
+        home.image(f"../source/{number}.png", (160, 64), "", number + 9)
+    home.settings["datasets"][0]["conditioning_data"] = "source"
+
+
+def clips(home: Project) -> None:
+    for number in range(5):
+        home.video(f"{number}.mp4", caption=f"clip {number}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage at work. later: what happens to the media once they are planned. nan: of a text alone, for which the
+    encoder gives NaN. aside: how many members are set aside: of a picture its caption, and no caption, are texts."""
+
+    kind: str
+    program: ModuleType
+    media: Callable[[Project], None]
+    later: Callable[[Project], object] = lambda home: None
+    nan: str = ""
+    aside: int = 0
+
+
+def no_source(home: Project) -> None:
+    (home.folder / "source" / "3.png").unlink()
+
+
+def another_clip(home: Project) -> None:
+    home.video("3.mp4", frames=30)
+
+
+CASES = {
+    "text of Kandinsky": Case("kandinsky5-image-t2i", encode_text, pictures),
+    "text of Sana, one NaN": Case("sana", encode_text, pictures, nan="picture 3", aside=1),
+    "text with images, one gone": Case("kandinsky5-image-i2i", encode_text, edits, no_source, aside=2),
+    "latents of clips and first frames, one changed": Case(
+        "kandinsky5-video-i2v", encode_latents, clips, another_clip, aside=1
+    ),
+    "vision": Case("kandinsky5-image-t2i", encode_vision, pictures),
+}
+
+
+@pytest.fixture
+def spoil(monkeypatch) -> Callable[[str], None]:
+    """spoil(text): the encoder gives NaN for it, in this process and those forked from it."""
+
+    def make(text: str) -> None:
+        encode = TextWorker.encode
+
+        def spoiled(self, *batch):
+            for row in encode(self, *batch):
+                if text in self.plan.texts[row.id]["text"]:
+                    embeds = row.tensors["embeds"]
+                    nan = Array.from_numpy(np.full(embeds.shape, np.nan, "<f4"))
+                    row = changed(row, tensors={**row.tensors, "embeds": nan})
+                yield row
+
+        monkeypatch.setattr(TextWorker, "encode", spoiled)
+
+    return make
+
+
+@pytest.fixture
+def planned(project, tiny, spoil) -> Callable[[str], Stage]:
+    """planned(name of a case): ready to be encoded, several units of it."""
+
+    def make(name: str) -> Stage:
+        case = CASES[name]
+        vision = {"vision": {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}}
+        home = project(case.kind, cache={"unit_mib": 0.004}, **(vision if case.program is encode_vision else {}))
+        home.settings["stages"]["encode-vision"] = {"threads": 1}
+        case.media(home)
+        home.run(discover.run)
+        home.run(bucket.run)
+        case.later(home)
+        if case.nan:
+            spoil(case.nan)
+        return Stage(home, case.program)
+
+    return make
+
+
+def chosen(number: int) -> list[tuple[str, str]]:
+    """(point, format): all of them, or in the short form one for each case, in turn."""
+    every = [(point, format) for point in POINTS for format in FORMATS]
+    return every if LONG else [every[3 * number % len(every)]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_at_a_named_point(planned, steps, forked, name) -> None:
+    stage = planned(name)
+    for point, format in chosen([*CASES].index(name)):
+        only, at = stage.points[point]
+        override = f"cache.format={format}"
+        expected = stage.whole(override)
+
+        def work(only=only, at: int = at, override: str = override) -> None:
+            steps.arm(at, die, only)
+            stage.run(override)
+
+        assert forked(work) == signal.SIGKILL
+        assert stage.check(expected, override) > 0, "nothing was cut off"
+        stage.verify()
+        assert len(stage.run(override, dry_run=True).set_aside) == CASES[name].aside
+        stage.forget()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.aside and (LONG or case.nan)])
+def test_between_a_list_of_what_is_set_aside_and_its_shard(planned, steps, forked, name) -> None:
+    """The list stands there, and the unit is not done: it is done again, and nobody is listed twice or forgotten."""
+    stage = planned(name)
+    expected = stage.whole()
+    lists = stage.program.STAGE.name  # the folder of the folder that the list has appeared in
+
+    def work() -> None:
+        steps.arm(0, die, lambda step, path: step == "fsync" and Path(path).parent.name == lists)
+        stage.run()
+
+    assert forked(work) == signal.SIGKILL
+    assert any(name.startswith("rejects/") for name in stage.files())
+    assert stage.check(expected) > 0
+    assert len(stage.run(dry_run=True).set_aside) == CASES[name].aside
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if LONG or case.nan])
+def test_at_random_moments(planned, tmp_path, often, name) -> None:
+    stage = planned(name)
+    expected = stage.whole()
+    uninterrupted = Running(stage.run, tmp_path / "said.txt")
+    assert uninterrupted.wait() == 0
+    took = time.monotonic() - uninterrupted.began
+    assert stage.files() == expected
+    draw, cut_off, times = random.Random(7), 0, often(2, 20)
+    for turn in range(times):
+        stage.forget()
+        running = Running(stage.run, tmp_path / "said.txt")
+        time.sleep(took * (turn + draw.random()) / times)
+        running.kill()
+        cut_off += stage.check(expected) > 0
+    assert cut_off >= max(1, times // 3), f"only {cut_off} of {times} kills cut work off"
+
+
+# -- index and export ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder in which the first test leaves what it encoded."""
+    return tmp_path_factory.mktemp("kept") / "encoded"
+
+
+@pytest.fixture
+def encoded(project, kept) -> Project:
+    home = project(validation={"prompts": [{"name": "cat", "prompt": "a cat"}], "size": "64x64"})
+    if kept.exists():
+        shutil.copytree(kept, home.folder, dirs_exist_ok=True)
+        return home
+    pictures(home)
+    for program in (discover, bucket, encode_text, encode_latents):
+        assert home.run(program.run).exit_code == 0
+    shutil.copytree(home.folder, kept)
+    return home
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    store = Store(root)
+    return {name: store.read_bytes(name) for name in store.names("")}
+
+
+def usable(root: Path, home: Project, expected: dict[str, bytes]) -> bool:
+    """Whether the trainer takes the set there; then it must be whole."""
+    model = home.config().model
+    try:
+        found = TrainSet.find("/nowhere", str(root), model.family, model.task)
+    except SetError:
+        return False
+    assert everything(root).items() == expected.items(), "what is not whole can be trained on"
+    assert [found.sample(number).id for number in range(len(found))]
+    found.close()
+    return True
+
+
+def at_every_step(steps, forked, stride: int, only: Callable[[str, str], bool], work: Callable[[], object]):
+    """Kill `work` at every `stride`th of its steps, the first included; yields after each, until it is not reached."""
+    at, ended = 0, signal.SIGKILL
+    while ended:
+
+        def armed(at: int = at) -> None:
+            steps.arm(at, die, only)
+            work()
+
+        ended = forked(armed)
+        if ended:
+            assert ended == signal.SIGKILL
+            yield at
+        at += stride
+    assert at > 3 * stride
+
+
+def test_index_at_every_step(encoded, steps, forked, often) -> None:
+    def made() -> dict[str, bytes]:
+        return {name: data for name, data in everything(encoded.root).items() if name.startswith("sets/")}
+
+    before = everything(encoded.root)
+    assert encoded.run(index.run).exit_code == 0
+    expected, whole = made(), everything(encoded.root)
+    shutil.rmtree(encoded.root / "sets")
+    only = lambda step, path: "/work/sets" in path  # noqa: E731
+    ends = set()
+    for _ in at_every_step(steps, forked, often(7, 1), only, lambda: encoded.run(index.run)):
+        assert made().items() <= expected.items()
+        assert {name: data for name, data in everything(encoded.root).items() if name not in expected} == before
+        ends.add(usable(encoded.root, encoded, whole))
+        report = encoded.run(index.run)
+        assert (report.exit_code, report.remaining, made()) == (0, 0, expected)
+        assert usable(encoded.root, encoded, whole)
+        shutil.rmtree(encoded.root / "sets")
+    assert False in ends
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_export_at_every_step(encoded, steps, forked, often, format) -> None:
+    """Its root never looks complete before it is, and a second export completes it."""
+    assert encoded.run(index.run).exit_code == 0
+    place = encoded.folder / "there"
+
+    def run():
+        return encoded.run(export.run, to=str(place), shard_mib=0.02, form=format)
+
+    assert run().exit_code == 0
+    expected = everything(place)
+    assert sum(name.endswith((".arrow", ".tar")) and name.startswith("samples/") for name in expected) >= 2
+    shutil.rmtree(place)
+    ends, skipped = set(), set()
+    for _ in at_every_step(steps, forked, often(17, 1), lambda step, path: str(place) in path, run):
+        left = {name: data for name, data in everything(place).items() if not name.endswith(".tar.json")}
+        assert left.items() <= expected.items()
+        ends.add(usable(place, encoded, expected))
+        report = run()
+        skipped.add(report.skipped)
+        assert (report.exit_code, report.done + report.skipped) == (0, 6)
+        assert everything(place) == expected and usable(place, encoded, expected)
+        shutil.rmtree(place)
+    assert False in ends
+    assert {0, 6} <= skipped, "what was whole is made again, or never was"

@@ -1,0 +1,342 @@
+"""Several processes at one job, of which one, or the program, or all are killed: nothing is lost, and the same bytes.
+
+A worker process is forked here, not spawned, since a spawned one imports torch for ten seconds. Like a spawned one it
+holds no pipe but its own, so it sees when the program is gone.
+"""
+
+import importlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from cache.generations import Unit
+from schemas.config import Config, Encoding
+from schemas.errors import REMAINS
+from stages import bucket, discover, encode_latents, encode_text, status
+from stages.engines import local
+from stages.stage import Job, Outcome
+from stages.text.worker import TextWorker
+from tests.stages.conftest import Project
+from tests.torture.conftest import LONG
+from tests.torture.kills import FORMATS, POINTS, Running, Stage, die, once, processes, wait_for
+
+PROGRAMS = {"encode-text": encode_text, "encode-latents": encode_latents}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """The children fork from a process that has imported torch."""
+    for stage in ("text", "vae"):
+        importlib.import_module(f"stages.{stage}.worker")
+
+
+@pytest.fixture
+def home(project) -> Project:
+    """Ten photographs, each a unit of its own, and so its caption; planned."""
+    made = project("kandinsky5-image-t2i", cache={"unit_mib": 0.004})
+    for number in range(10):
+        made.image(f"{number}.png", (64, 64) if number % 2 else (128, 64), f"picture {number}", number)
+    made.run(discover.run)
+    made.run(bucket.run)
+    return made
+
+
+class Workers:
+    """Worker processes by forking, in place of multiprocessing's way to spawn them. Each leaves its number."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+
+    def Process(self, target: Callable, args: tuple):
+        return multiprocessing.get_context("fork").Process(target=self._alone, args=(target, *args))
+
+    def _alone(self, serve: Callable, load: Callable, job: Job, pipe: Connection) -> None:
+        for name in os.listdir("/proc/self/fd"):
+            if Path(f"/proc/self/fd/{name}").is_socket() and int(name) != pipe.fileno():
+                os.dup2(os.open(os.devnull, os.O_RDWR), int(name))
+        multiprocessing.forkserver._forkserver.__init__()
+        (self._folder / str(os.getpid())).touch()
+        serve(load, job, pipe)
+
+    @property
+    def numbers(self) -> set[int]:
+        return {int(path.name) for path in self._folder.iterdir()}
+
+    @property
+    def alive(self) -> set[int]:
+        return self.numbers & {number for number, _ in processes()}
+
+    def kill_all(self) -> None:
+        """In one of them: all others, the program, and this one."""
+        for number in [*(self.numbers - {os.getpid()}), os.getppid(), os.getpid()]:
+            os.kill(number, signal.SIGKILL)
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch) -> Workers:
+    made = Workers(tmp_path / "workers")
+    forking = type("Forking", (), {"get_context": staticmethod(lambda method: made)})
+    monkeypatch.setattr(local, "multiprocessing", forking)
+    return made
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """(program, point, format): all of them, or in the short form one of texts, which no other process reads."""
+    if LONG:
+        return [(name, point, format) for name in PROGRAMS for point in POINTS for format in FORMATS]
+    return [("encode-text", "before the rename", "webdataset")]
+
+
+@pytest.fixture(params=cases(), ids=lambda case: ", ".join(case))
+def at_work(request, home, steps) -> Iterator[tuple]:
+    """A stage, arm(act) for its point, and what its options are."""
+    name, point, format = request.param
+    stage = Stage(home, PROGRAMS[name])
+    only, at = stage.points[point]
+    yield stage, lambda act: steps.arm(at, act, only), f"cache.format={format}"
+
+
+def test_all_are_killed_at_once(at_work, workers, tmp_path) -> None:
+    stage, arm, override = at_work
+    expected = stage.whole(override)
+
+    def work() -> None:
+        arm(workers.kill_all)
+        stage.run(override, workers=2)
+
+    running = Running(work, tmp_path / "said.txt")
+    assert running.wait() == signal.SIGKILL
+    assert len(workers.numbers) == 2 and running.alone()
+    assert 0 < stage.left(expected) < len(expected)
+    again = Running(lambda: stage.run(override, workers=2), tmp_path / "said.txt")
+    assert again.wait() == 0
+    assert stage.check(expected, override) == 0
+
+
+def test_the_program_alone_is_killed(at_work, workers, tmp_path) -> None:
+    """Its workers end by themselves; the next run need not wait for that."""
+    stage, arm, override = at_work
+    expected = stage.whole(override)
+
+    def act() -> None:
+        if once(tmp_path / "killed"):
+            os.kill(os.getppid(), signal.SIGKILL)
+
+    def work() -> None:
+        arm(act)
+        stage.run(override, workers=2)
+
+    running = Running(work, tmp_path / "said.txt")
+    assert running.wait() == signal.SIGKILL
+    assert stage.check(expected, override) > 0
+    assert running.alone() and len(workers.numbers) == 2, "a worker goes on without its program"
+    assert stage.files() == expected
+
+
+def test_one_worker_is_killed(at_work, workers, tmp_path) -> None:
+    """The program has its units done again, and ends as if nothing had been."""
+    stage, arm, override = at_work
+    expected = stage.whole(override)
+
+    def act() -> None:
+        if once(tmp_path / "killed"):
+            die()
+
+    def work() -> None:
+        arm(act)
+        report = stage.run(override, workers=2)
+        assert (report.exit_code, report.remaining, report.failed) == (0, 0, [])
+
+    running = Running(work, tmp_path / "said.txt")
+    assert running.wait() == 0
+    assert (tmp_path / "killed").exists(), "nobody was killed"
+    assert running.alone() and stage.files() == expected
+
+
+def test_a_text_that_always_kills_its_worker_is_named_and_the_rest_is_done(
+    home, workers, tmp_path, monkeypatch
+) -> None:
+    stage = Stage(home, encode_text)
+    expected = stage.whole()
+    encode = TextWorker.encode
+
+    def deadly(self, names, *batch):
+        if any("picture 3" in self.plan.texts[name]["text"] for name in names):
+            die()
+        return encode(self, names, *batch)
+
+    def work() -> None:
+        monkeypatch.setattr(TextWorker, "encode", deadly)
+        report = stage.run(workers=2)
+        assert (report.exit_code, report.remaining, report.done) == (REMAINS, 1, 10)
+        (failed,) = report.failed
+        assert f"died {local.TRIES} times" in failed["message"]
+        lost = [name for name in expected if failed["item"] in name]
+        assert stage.files().items() == {name: expected[name] for name in expected if name not in lost}.items()
+
+    running = Running(work, tmp_path / "said.txt")
+    assert running.wait() == 0 and running.alone()
+    assert stage.check(expected) == 1
+
+
+# -- the engine by itself ------------------------------------------------------------------------------------
+
+
+def job_of(folder: Path) -> Job:
+    config = Config.model_validate(
+        {"root": str(folder), "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
+    )
+    return Job(config, "generation", "fingerprint", Encoding(workers=2))
+
+
+class Dying:
+    """A worker that dies of the unit "deadly", and with others waits until one has died."""
+
+    def __init__(self, job: Job) -> None:
+        self.folder = Path(job.config.root)
+
+    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[Outcome]:
+        while (unit := take(True)) is not None:
+            if unit.unit_id == "deadly" and once(self.folder / "dead"):
+                (self.folder / "number").write_text(str(os.getpid()))
+                (self.folder / "number").rename(self.folder / "deceased")
+                die()
+            wait_for((self.folder / "deceased").exists)
+            number = int((self.folder / "deceased").read_text())
+            wait_for(lambda number=number: number not in {each for each, _ in processes()})
+            yield Outcome(unit.unit_id, unit.unit_id, encoded=1)
+
+
+def test_a_unit_for_a_worker_that_has_died_meanwhile(tmp_path, workers, monkeypatch) -> None:
+    """Its death is noticed after a unit was sent to it: that one is done by another, too."""
+    pool = local._Pool(Dying, job_of(tmp_path), lambda n: None)
+    names = ["deadly", *(f"u{number}" for number in range(8))]
+    units = [Unit(name, "latents", "8x8@1", ("a",), 1) for name in names]
+    wait, waited = local.wait, []
+
+    def late(pipes: list[Connection]) -> list:
+        """The first time, only what those say that live."""
+        waited.append(pipes)
+        if len(waited) > 1:
+            return wait(pipes)
+        wait_for((tmp_path / "deceased").exists)
+        number = int((tmp_path / "deceased").read_text())
+        return wait([pipe for pipe in pipes if pool._processes[pipe].pid != number])
+
+    monkeypatch.setattr(local, "wait", late)
+    held = iter([*units[:2], None, *units[2:]])  # None: no more until a unit is done, so that there is room for more
+    outcomes = list(pool.run(held))  # type: ignore[arg-type]
+    assert sorted(outcome.unit for outcome in outcomes) == names and all(outcome.shard for outcome in outcomes)
+
+
+class Orphan:
+    """A worker that kills its program, where its folder's name says, and leaves a mark when it has cleaned up."""
+
+    def __init__(self, job: Job) -> None:
+        self.folder = Path(job.config.root)
+
+    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[Outcome]:
+        unit = take(True)
+        assert unit is not None
+        reader = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+        reader.start()
+        try:
+            if self.folder.name == "within-a-unit":
+                os.kill(os.getppid(), signal.SIGKILL)
+                while True:
+                    advance(1)
+                    time.sleep(0.001)
+            yield Deadly(unit.unit_id, unit.unit_id)
+        except BaseException:
+            (self.folder / "cleaning").touch()
+            until = time.monotonic() + 1
+            while time.monotonic() < until:
+                time.sleep(0.01)
+            reader.kill()
+            (self.folder / "cleaned").touch()
+            raise
+
+
+class Deadly(Outcome):
+    """Kills the program when it is sent there, and whoever sends it is told to end before it could be."""
+
+    def __reduce__(self):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+        raise AssertionError("nobody told it to end")
+
+
+@pytest.mark.parametrize("where", ["within-a-unit", "between-units"])
+def test_a_worker_without_its_program_cleans_up_undisturbed(tmp_path, workers, monkeypatch, where) -> None:
+    """It is told to end by its broken pipe and by a signal; the second must not cut off what the first began. Readers
+    that were left behind would keep it from ending."""
+    root = tmp_path / where
+    root.mkdir()
+
+    def work() -> None:
+        list(local._Pool(Orphan, job_of(root), lambda n: None).run(iter([Unit("u0", "latents", "8x8@1", ("a",), 1)])))
+
+    def late(number: int, sent: int) -> None:
+        """The signal comes in the middle of the cleaning up."""
+        if where == "within-a-unit" and sent == signal.SIGTERM:
+            wait_for((root / "cleaning").exists)
+        os.kill(number, sent)
+
+    patched = type("Patched", (), {"getpid": staticmethod(os.getpid), "kill": staticmethod(late)})
+    monkeypatch.setattr(local, "os", patched)
+    running = Running(work, tmp_path / "said.txt")
+    assert running.wait() == signal.SIGKILL
+    assert running.alone(), "it goes on without its program"
+    assert (root / "cleaned").exists(), "its cleaning up was cut off, or never begun"
+
+
+# -- parts of the work ---------------------------------------------------------------------------------------
+
+
+def parts() -> list[tuple[str, str, str]]:
+    if LONG:
+        return [(point, *formats) for point in POINTS for formats in (FORMATS, FORMATS[::-1])]
+    return [("during a write", *FORMATS)]
+
+
+@pytest.mark.parametrize(("point", "of_text", "of_latents"), parts())
+def test_two_parts_of_which_one_is_killed_and_started_again(home, steps, tmp_path, point, of_text, of_latents) -> None:
+    """While the other is in the midst of its own."""
+    for program, format in ((encode_text, of_text), (encode_latents, of_latents)):
+        stage, override = Stage(home, program), f"cache.format={format}"
+        expected = stage.whole(override)
+        only, at = stage.points[point]
+        midst, go_on = tmp_path / f"{stage.kind}-midst", tmp_path / f"{stage.kind}-on"
+
+        def wait(midst: Path = midst, go_on: Path = go_on) -> None:
+            midst.touch()
+            wait_for(go_on.exists)
+
+        def work(part: str, act, only=only, at: int = at, stage: Stage = stage, override: str = override) -> None:
+            steps.arm(at, act, only)
+            report = stage.run(override, shard=part)
+            assert (report.exit_code, report.remaining) == (0, 0)
+
+        second = Running(lambda work=work, wait=wait: work("1/2", wait), tmp_path / "said-1.txt")
+        assert second.until(midst.exists), "it ended before it was in the midst"
+        first = Running(lambda work=work: work("0/2", die), tmp_path / "said-0.txt")
+        assert first.wait() == signal.SIGKILL
+        assert 0 < stage.left(expected) < len(expected)
+        again = Running(lambda work=work: work("0/2", lambda: None), tmp_path / "said-2.txt")
+        assert again.wait() == 0
+        assert stage.left(expected) > 0
+        go_on.touch()
+        assert second.wait() == 0
+        assert stage.files() == expected
+    report = home.run(status.run)
+    assert report.remaining == 0 and not [step for step in report.next_steps if "encode" in step]

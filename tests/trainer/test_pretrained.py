@@ -1,0 +1,40 @@
+"""The trainer reads no pickled weights either."""
+
+import ast
+import importlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.pretrained import WeightsError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("family", "kind"), [("sana", "sana"), ("kandinsky5", "kandinsky5-image-t2i")])
+def test_a_pickled_transformer_is_refused(tiny, tmp_path, family, kind) -> None:
+    load = importlib.import_module(f"trainer.families.{family}").load
+    folder = shutil.copytree(tiny(kind) / "transformer", tmp_path / "transformer")
+    assert load(str(tmp_path)) is not None
+    (weights,) = folder.glob("*.safetensors")
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    with pytest.raises(WeightsError, match=rf"{folder}/\w+\.bin is pickled") as caught:
+        load(str(tmp_path))
+    assert caught.value.exit_code == 2 and "safe_serialization=True" in caught.value.next_step
+
+
+def test_whatever_loads_weights_asks_for_safetensors() -> None:
+    """Also what is written later: only tokenizers and processors, which have no weights, are loaded without."""
+    found = []
+    for path in (path for top in ("stages", "trainer") for path in sorted((ROOT / top).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "from_pretrained":
+                continue
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if "Token" not in ast.unparse(node.func) and "Processor" not in ast.unparse(node.func):
+                found.append((path.relative_to(ROOT).as_posix(), given.get("use_safetensors")))
+    assert len(found) >= 3 and {asked for _, asked in found} == {"True"}, found
