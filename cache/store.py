@@ -26,6 +26,7 @@ from schemas.errors import LatentpressError
 TEMP_SUFFIX = ".tmp"
 _OWN_TEMP = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # as `open_temp` names them
 SEND_BYTES = 8 << 20
+OPEN_TRIES = 5
 
 NEXT_STEPS = {
     errno.ENOSPC: "free space there, or choose another place, and run the same command again: what is finished is kept",
@@ -251,10 +252,16 @@ class Store:
         with explained(self.path(rel)):
             local = self.local(rel)
             folder = spool_folder() if local is None else local.parent
-            _make_folders(folder)
             temp = folder / f".{rel.rpartition('/')[2]}.{secrets.token_hex(8)}{TEMP_SUFFIX}"
             self._unfinished.add(temp)
-            return _Temp(open(temp, "xb").detach())
+            for left in reversed(range(OPEN_TRIES)):
+                _make_folders(folder)
+                try:
+                    return _Temp(open(temp, "xb").detach())
+                except FileNotFoundError:  # gc removed the folder, which was empty
+                    if not left:
+                        raise
+            raise AssertionError("it returns or raises")
 
     def publish(self, temp: str | Path, rel: str) -> None:
         """Make the finished file `temp` appear as `rel`, whole, in place of any older one; `temp` is gone

@@ -258,7 +258,7 @@ def _run_units(
     written, remarks = 0, Counter[str]()
     what = "texts" if stage.of == "text" else "samples"
     with console.progress(_members(units), stage.name, what) as progress:
-        for outcome in run_units(stage.load, job, iter(units), progress.advance):
+        for outcome in run_units(stage.load, job, iter(units), progress.advance, console.warn):
             if outcome.shard is None:
                 report.failed.append({"item": outcome.unit, "reason": "failed", "message": outcome.error})
                 report.remaining += len(members[outcome.unit])

@@ -29,10 +29,17 @@ DEEP = 3  # units of a process: one is written, one encoded, one read
 PATIENCE_S = 30.0  # until a process that was told to end is killed
 
 
-def run_units(load: Load, job: Job, units: Iterator[Unit], advance: Callable[[int], None]) -> Iterator[Outcome]:
-    """Run the units, which may end early, and yield what became of each, in the order in which they end."""
+def run_units(
+    load: Load,
+    job: Job,
+    units: Iterator[Unit],
+    advance: Callable[[int], None],
+    warn: Callable[[str], object] = lambda message: None,
+) -> Iterator[Outcome]:
+    """Run the units, which may end early, and yield what became of each, in the order in which they end. warn: told
+    of a process that died."""
     if job.resources.workers > 1:
-        yield from _Pool(load, job, advance).run(units)
+        yield from _Pool(load, job, advance, warn).run(units)
         return
     yield from load(job).run_units(lambda wait: next(units, None), advance)
 
@@ -40,8 +47,8 @@ def run_units(load: Load, job: Job, units: Iterator[Unit], advance: Callable[[in
 class _Pool:
     """Processes, each at the other end of a pipe: units down, counts and outcomes up."""
 
-    def __init__(self, load: Load, job: Job, advance: Callable[[int], None]) -> None:
-        self._load, self._job, self._advance = load, job, advance
+    def __init__(self, load: Load, job: Job, advance: Callable[[int], None], warn: Callable[[str], object]) -> None:
+        self._load, self._job, self._advance, self._warn = load, job, advance, warn
         self._context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, Any] = {}
         self._numbers: dict[Connection, int] = {}
@@ -125,6 +132,10 @@ class _Pool:
                 "stands in the log",
                 "exit code -9 means that memory ran out: use fewer --workers",
             )
+        names = ", ".join(unit.unit_id for unit in given) or "none"
+        self._warn(
+            f"a worker process died (exit code {process.exitcode}); units it had, which are tried alone: {names}"
+        )
         for unit in given:
             self._deaths[unit.unit_id] += len(given) == 1  # of several, nobody knows whose fault it was
             if self._deaths[unit.unit_id] < TRIES:

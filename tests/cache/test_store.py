@@ -291,3 +291,19 @@ def test_a_url_that_nothing_here_can_open_is_named(url, monkeypatch):
     with pytest.raises(StoreError, match=url) as caught:
         Store(url)
     assert "install" in caught.value.next_step
+
+
+def test_a_folder_that_is_removed_while_a_file_is_opened_is_made_again(tmp_path, monkeypatch) -> None:
+    """As gc of another configuration does with an empty one."""
+    make, times = module._make_folders, []
+
+    def raced(folder) -> None:
+        make(folder)
+        if len(times) < 2:
+            times.append(folder)
+            folder.rmdir()
+
+    monkeypatch.setattr(module, "_make_folders", raced)
+    store = Store(tmp_path)
+    store.publish_bytes("rejects/a/x.arrow", b"x")
+    assert store.read_bytes("rejects/a/x.arrow") == b"x" and len(times) == 2

@@ -62,9 +62,11 @@ def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
 
 
 def test_a_process_that_dies_takes_its_unit_alone_which_is_tried_again(tmp_path: Path) -> None:
-    names = ("u0", "die-once", "u1", "u2", "u3")
-    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), iter(units(*names)), lambda n: None)}
+    names, said = ("u0", "die-once", "u1", "u2", "u3"), []
+    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), iter(units(*names)), lambda n: None, said.append)}
     assert set(outcomes) == set(names)
+    (warning,) = said
+    assert "exit code -9" in warning and "die-once" in warning
     assert all(outcome.shard for outcome in outcomes.values())
 
 
