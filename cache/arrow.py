@@ -6,7 +6,6 @@ or whatever a unit has, and as long again, since new memory costs more than the 
 last empty batch or in the footer alone would have hidden it from readers that know only schemas.
 """
 
-import mmap
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Self
@@ -97,8 +96,10 @@ class ShardWriter:
 
     def _open(self) -> None:
         blank = {META_KEY: BLANK * self._room, META_CHECKSUM_KEY: BLANK_CHECKSUM}
+        schema = self._schema.with_metadata(blank)
+        self._head = len(ipc.START) + schema.serialize().size
         self._file = self.store.open_temp(self.rel)
-        self._out = pa.ipc.new_file(self._file, self._schema.with_metadata(blank))
+        self._out = pa.ipc.new_file(self._file, schema)
 
     def add(self, row: Row) -> None:
         check_row(row, self.columns, self._taken)
@@ -152,10 +153,13 @@ class ShardWriter:
     def _describe(self, described: bytes) -> None:
         """Fill in the blanks. Arrow has the schema twice, before the rows and behind them."""
         checksum = xxhash.xxh3_128_hexdigest(described).encode()
-        with open(self._file.name, "r+b") as file, mmap.mmap(file.fileno(), 0) as data:
-            for blank, text in ((BLANK * self._room, described), (BLANK_CHECKSUM, checksum)):
-                for place in (data.find(blank), data.rfind(blank)):
-                    data[place : place + len(text)] = text
+        with open(self._file.name, "r+b") as file:
+            for place, length in ((0, self._head), ipc.footer_place(file)):
+                file.seek(place)
+                piece = file.read(length)
+                assert piece.count(BLANK * self._room) == piece.count(BLANK_CHECKSUM) == 1
+                file.seek(place)
+                file.write(piece.replace(BLANK * self._room, described).replace(BLANK_CHECKSUM, checksum))
 
     def __enter__(self) -> Self:
         return self

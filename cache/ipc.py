@@ -6,9 +6,10 @@ file is opened, and a batch that is compressed is refused before it is decoded. 
 what is read of them here is read with bounds checked by Python.
 """
 
+import os
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -32,24 +33,30 @@ class Frames:
     places: list[tuple[int, int]]
 
 
-def frames(file: pa.NativeFile) -> Frames:
-    """Read the end of the file. ValueError, as Arrow's own errors are, or OSError where it is no whole Arrow file."""
-    size = file.size()
-    if size < len(MAGIC) + 2 + TAIL:
+def footer_place(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:
+    """Where a file's footer begins, and its length. ValueError where it has none."""
+    size = file.seek(0, os.SEEK_END)
+    if size < len(START) + TAIL:
         raise ValueError(f"{size} bytes are too few")
     file.seek(size - TAIL)
     tail = file.read(TAIL)
     (length,) = struct.unpack("<i", tail[:4])
-    if tail[4:] != MAGIC or not 0 < length <= min(size - TAIL - len(MAGIC) - 2, DESCRIPTION_BYTES):
+    if tail[4:] != MAGIC or not 0 < length <= min(size - TAIL - len(START), DESCRIPTION_BYTES):
         raise ValueError("it has no footer")
-    file.seek(size - TAIL - length)
-    footer = file.read(length)
+    return size - TAIL - length, length
+
+
+def frames(file: pa.NativeFile) -> Frames:
+    """Read the end of the file. ValueError, as Arrow's own errors are, or OSError where it is no whole Arrow file."""
+    place, length = footer_place(file)
+    file.seek(place)
+    footer, tail = file.read(length), file.read(TAIL)
     # A file of no batches' bodies: Arrow verifies the footer and gives the schema without looking further.
     schema = pa.ipc.open_file(pa.BufferReader(START + footer + tail)).schema
     root = _at(footer, 0)
     if len(_blocks(footer, root, FOOTER_DICTIONARIES)):
         raise ValueError("it has dictionaries")
-    return Frames(schema, _places(_blocks(footer, root, FOOTER_BATCHES), size - TAIL - length))
+    return Frames(schema, _places(_blocks(footer, root, FOOTER_BATCHES), place))
 
 
 def _places(blocks: np.ndarray, size: int) -> list[tuple[int, int]]:

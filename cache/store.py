@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -126,10 +127,16 @@ class _Temp(io.BufferedWriter):
         written = super().write(data)
         self._unsent += written
         if self._unsent >= SEND_BYTES and hasattr(os, "posix_fadvise"):
-            # Of pages that are to be written, "not needed" is where Linux starts to write them; it keeps them.
-            os.posix_fadvise(self.fileno(), self.tell() - self._unsent, self._unsent, os.POSIX_FADV_DONTNEED)
+            span = self.fileno(), self.tell() - self._unsent, self._unsent
+            threading.Thread(target=_send, args=span, daemon=True).start()  # it takes as long as the copy of the pages
             self._unsent = 0
         return written
+
+
+def _send(file: int, place: int, length: int) -> None:
+    """Of pages that are to be written, "not needed" is where Linux starts to write them; it keeps them."""
+    with suppress(OSError):  # it was closed meanwhile, and a hint is all that this is
+        os.posix_fadvise(file, place, length, os.POSIX_FADV_DONTNEED)
 
 
 class Store:
