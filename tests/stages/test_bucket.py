@@ -211,8 +211,9 @@ def test_a_plan_of_another_version_is_none(photos):
     plan(photos)
     store = Store(photos.root)
     (name,) = generations.names(store)
-    os.rename(photos.root / "plans" / name, photos.root / "plans" / f"{name}-old")
-    record = photos.root / "plans" / f"{name}-old" / "plan.json"
+    old = name[:-12] + "0" * 12
+    os.rename(photos.root / "plans" / name, photos.root / "plans" / old)
+    record = photos.root / "plans" / old / "plan.json"
     record.write_text(record.read_text().replace('"key": "', '"key": "0'))
     with pytest.raises(LatentpressError, match="no plan"):
         current_plan(store, photos.config())

@@ -219,7 +219,7 @@ class Dying:
 
 def test_a_unit_for_a_worker_that_has_died_meanwhile(tmp_path, workers, monkeypatch) -> None:
     """Its death is noticed after a unit was sent to it: that one is done by another, too."""
-    pool = local._Pool(Dying, job_of(tmp_path), lambda n: None)
+    pool = local._Pool(Dying, job_of(tmp_path), lambda n: None, lambda message: None)
     names = ["deadly", *(f"u{number}" for number in range(8))]
     units = [Unit(name, "latents", "8x8@1", ("a",), 1) for name in names]
     wait, waited = local.wait, []
@@ -284,7 +284,8 @@ def test_a_worker_without_its_program_cleans_up_undisturbed(tmp_path, workers, m
     root.mkdir()
 
     def work() -> None:
-        list(local._Pool(Orphan, job_of(root), lambda n: None).run(iter([Unit("u0", "latents", "8x8@1", ("a",), 1)])))
+        pool = local._Pool(Orphan, job_of(root), lambda n: None, lambda message: None)
+        list(pool.run(iter([Unit("u0", "latents", "8x8@1", ("a",), 1)])))
 
     def late(number: int, sent: int) -> None:
         """The signal comes in the middle of the cleaning up."""
