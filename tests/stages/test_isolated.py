@@ -156,7 +156,7 @@ def test_a_map_that_is_left_early_leaves_nothing_in_the_way() -> None:
 def alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: gone between opening and reading
         return False
 
 
