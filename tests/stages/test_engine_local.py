@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,26 +75,6 @@ def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(t
     assert outcomes["die-always"].shard is None
     assert "died 2 times" in outcomes["die-always"].error
     assert all(outcomes[name].shard for name in ("u0", "u1", "u2"))
-
-
-class LastWords(Echo):
-    """Dies when its first unit is done and it has no other."""
-
-    def run_units(self, take: Take, advance: Callable[[int], None]) -> Iterator[Outcome]:
-        unit = take(True)
-        assert unit is not None
-        yield self.run_unit(unit, advance)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_process_that_dies_while_it_has_nothing_to_do_is_replaced(tmp_path: Path) -> None:
-    def slowly() -> Iterator[Unit]:
-        for unit in units("u0", "u1", "u2"):
-            yield unit
-            time.sleep(0.5)
-
-    outcomes = list(run_units(LastWords, job(tmp_path, 2), slowly(), lambda n: None))
-    assert sorted(outcome.unit for outcome in outcomes if outcome.shard) == ["u0", "u1", "u2"]
 
 
 class Numbered(Echo):
