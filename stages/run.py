@@ -50,6 +50,7 @@ def _in_order(config: Config, options: Options, console: Console, stages: "_Proc
         report.remaining += document["remaining"]
         report.set_aside += document["set_aside"]
         report.more_set_aside += document["more_set_aside"]
+        report.truncated = document["truncated"] or report.truncated  # index lists all, encode-text what is new
         report.failed += document["failed"]
         report.damage += document["damage"]
         if code != OK:

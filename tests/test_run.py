@@ -36,6 +36,7 @@ def home(tmp_path: Path, tiny):
     settings = {
         "root": "work",
         "model": {"family": "kandinsky5-image", "path": str(tiny("kandinsky5-image-t2i")), "precision": "float32"},
+        "text": {"max_length": 3},
         "datasets": [{"id": "colours", "instance_data_dir": "media", "resolution": 64}],
         "train": {"run": "first", "steps": 6, "batch_size": 2, "threads": 1, "optimizer": {"warmup": 2}},
         "validation": {
@@ -61,6 +62,8 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     stages = {row["stage"]: row for row in report["details"]["stages"]}
     assert list(stages) == ORDER
     assert (stages["discover"]["done"], stages["encode-text"]["done"], stages["encode-latents"]["done"]) == (4, 6, 4)
+    cut = {row["path"] for row in report["truncated"]}
+    assert {f"colour number {number}" for number in range(4)} <= cut
     run = home / "output" / "first"
     assert (run / "adapter" / "pytorch_lora_weights.safetensors").exists()
     assert sorted(path.parent.name for path in (run / "samples").rglob("one.png")) == [
@@ -72,6 +75,7 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     code, report, log = latentpress(home, "run")
     assert code == 0, log
     assert (report["done"], report["remaining"]) == (0, 0)
+    assert {row["path"] for row in report["truncated"]} == cut
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()} == before
     code, report, _ = latentpress(home, "status")
     assert (code, report["remaining"]) == (0, 0)

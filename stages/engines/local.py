@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
@@ -61,25 +61,29 @@ class _Pool:
     def run(self, units: Iterator[Unit]) -> Iterator[Outcome]:
         try:
             while True:
-                self._give(units)
-                busy = [pipe for pipe, given in self._given.items() if given]
-                if not busy:
+                yield from self._give(units)
+                if not any(self._given.values()):
                     return
-                for pipe in wait(busy):
+                for pipe in wait(list(self._given)):  # those that have nothing to do may die as well
                     assert isinstance(pipe, Connection)
                     yield from self._receive(pipe)
         finally:
             self._stop()
 
-    def _give(self, units: Iterator[Unit]) -> None:
+    def _give(self, units: Iterator[Unit]) -> Iterator[Outcome]:
+        """Hand out units while there is a place for one; what is heard of processes that turn out to be dead."""
         while True:
             unit = self._next or (self._suspects.popleft() if self._suspects else next(units, None))
             pipe = self._place(unit) if unit is not None else None
             if unit is None or pipe is None:
                 self._next = unit
                 return
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has died: `_receive` is told so
+            self._next = unit
+            try:
                 pipe.send(unit)
+            except (BrokenPipeError, ConnectionResetError):  # it has died, by no fault of this unit, which it never had
+                yield from self._receive(pipe)  # its last words first, its death at the end
+                continue
             self._given[pipe].append(unit)
             self._next = None
 

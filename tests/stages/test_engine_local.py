@@ -1,7 +1,9 @@
 """The local engine: units in this process or in several, and what becomes of a unit whose process dies."""
 
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -75,6 +77,32 @@ def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(t
     assert outcomes["die-always"].shard is None
     assert "died 2 times" in outcomes["die-always"].error
     assert all(outcomes[name].shard for name in ("u0", "u1", "u2"))
+
+
+class LastWords(Echo):
+    """Dies when its first unit is done, whatever else it was given."""
+
+    def run_units(self, take: Take, advance: Callable[[int], None]) -> Iterator[Outcome]:
+        unit = take(True)
+        assert unit is not None
+        yield self.run_unit(unit, advance)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_has_died_with_nothing_to_do_is_noticed_and_no_unit_blamed(tmp_path: Path) -> None:
+    """The next unit comes when the process that did the first is dead, and its last words may be unread."""
+    said: list[str] = []
+
+    def after_a_death() -> Iterator[Unit]:
+        first, second = units("u0", "u1")
+        yield first
+        while not (tmp_path / "u0").exists() or multiprocessing.active_children():
+            time.sleep(0.01)
+        yield second
+
+    outcomes = list(run_units(LastWords, job(tmp_path, 2), after_a_death(), lambda n: None, said.append))
+    assert sorted(outcome.unit for outcome in outcomes if outcome.shard) == ["u0", "u1"]
+    assert said and all("units it had, which are tried alone: none" in line for line in said)
 
 
 class Numbered(Echo):
