@@ -24,7 +24,7 @@ from schemas.safeweights import PATTERNS, problem_of
 
 INDEX = "model_index.json"
 LARGE = 1 << 28  # bytes; hashing less takes no time worth remembering
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -43,7 +43,7 @@ def require_task(model: Model) -> None:
 
     Pipelines that the catalogue does not know pass: their parts are looked at one by one (`require_model`).
     """
-    folder = _local(model.source)
+    folder = local(model.source)
     if folder is None or not (folder / INDEX).is_file():
         return
     found = _json(folder / INDEX).get("_class_name")
@@ -82,7 +82,7 @@ def fingerprint_of(
     name. A repository: {"repo", "commit", "parts"}; at most its small index is fetched. Raises WeightsError.
     memo: where the hashes of large files are remembered by path, size and time, so that each is read once.
     """
-    folder = _local(source)
+    folder = local(source)
     if folder is None:
         return {"repo": source, "commit": _commit(source, revision), "parts": sorted(parts)}
     _require(folder, parts)
@@ -92,7 +92,7 @@ def fingerprint_of(
 
 def resolve(source: str, revision: str | None, parts: Sequence[str]) -> Path:
     """The directory that holds the folders `parts`, the only ones fetched. Raises WeightsError."""
-    folder = _local(source)
+    folder = local(source)
     if folder is None:
         folder = _fetch(source, revision, parts)
     _require(folder, parts)
@@ -108,7 +108,7 @@ def pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
 
 def config_of(source: str, revision: str | None, part: str) -> dict[str, Any]:
     """The config.json of one part; of a repository only that file is fetched. Raises WeightsError."""
-    folder = _local(source)
+    folder = local(source)
     name = f"{part}/config.json"
     if folder is None:
         from huggingface_hub import hf_hub_download
@@ -129,13 +129,16 @@ def _json(path: Path) -> dict[str, Any]:
 
 def pinned(model: Model) -> Model:
     """The model with its revision resolved, so that worker processes started later load the same weights."""
-    if _local(model.source) is not None:
+    if local(model.source) is not None:
         return model
     return model.model_copy(update={"revision": _commit(model.source, model.revision)})
 
 
-def _local(source: str) -> Path | None:
-    """The directory that `source` is, or None where it is a repository's id."""
+CHECKPOINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
+
+
+def local(source: str, advice: str = CHECKPOINT) -> Path | None:
+    """The directory that `source` is, or None where it is a repository's id. WeightsError where it is neither."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -143,7 +146,7 @@ def _local(source: str) -> Path | None:
         return None
     raise WeightsError(
         f"{source} is neither a directory nor a repository id (owner/name)",
-        "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used",
+        advice,
     )
 
 
@@ -191,7 +194,7 @@ def _hash_content(path: str, size: int, modified_ns: int) -> str:
 
 def _commit(repo: str, revision: str | None) -> str:
     """The commit that a revision stands for now, or, offline, as of the local cache."""
-    if revision and _COMMIT.fullmatch(revision):
+    if revision and COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import hf_hub_download
 

@@ -5,7 +5,6 @@ Hugging Face repository. Pickled weights are not read.
 """
 
 import json
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from cache.store import Store
 from schemas.errors import USAGE
 from schemas.identity import hash_json
 from stages.vision.grids import PATCH
-from stages.weights import WeightsError, calling, hash_file
+from stages.weights import COMMIT, WeightsError, calling, hash_file, local
 
 CONFIG = "config.json"
 FILES = (CONFIG, "*.safetensors", "*.safetensors.index.json")
 #: model_type in config.json -> class in transformers.
 MODELS = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL = "set vision.model to dinov2_vits14, dinov2_vitg14, or to a DINOv2 in transformers' layout"
 
 
 class OtherModel(WeightsError):
@@ -36,7 +34,7 @@ def fingerprint_of(source: str, revision: str | None, memo: Store | None = None)
     A local directory: {"content"}, the xxh3 of its config and weights. A repository: {"repo", "commit"}; only its
     config is fetched. memo: where the hashes of large files are remembered, so that each is read once.
     """
-    folder, config = _local(source), _config(source, revision)
+    folder, config = local(source, MODEL), _config(source, revision)
     require_dinov2(source, config)
     if folder is None:
         return {"repo": source, "commit": config.parent.name}
@@ -50,7 +48,7 @@ def width(source: str, revision: str | None) -> int:
 
 def resolve(source: str, revision: str | None) -> Path:
     """The directory of the config and weights, fetched where it is a repository's. Raises WeightsError."""
-    folder = _local(source)
+    folder = local(source, MODEL)
     if folder is None:
         from huggingface_hub import snapshot_download
 
@@ -85,21 +83,8 @@ def _values(source: str, config: Path) -> dict[str, Any]:
 
 
 def _config(source: str, revision: str | None) -> Path:
-    folder = _local(source)
+    folder = local(source, MODEL)
     return folder / CONFIG if folder else _config_in_repo(source, revision)
-
-
-def _local(source: str) -> Path | None:
-    """The directory that `source` is, or None where it is a repository's id."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if _REPO.fullmatch(source) and not folder.exists():
-        return None
-    raise WeightsError(
-        f"{source} is neither a directory nor a repository id (owner/name)",
-        "set vision.model to dinov2_vits14, dinov2_vitg14, or to a DINOv2 in transformers' layout",
-    )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -113,5 +98,5 @@ def _config_in_repo(repo: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
     config = Path(calling(hf_hub_download, repo, revision, key="vision.model", filename=CONFIG))
-    assert _COMMIT.fullmatch(config.parent.name), f"{config}: no commit"
+    assert COMMIT.fullmatch(config.parent.name), f"{config}: no commit"
     return config
