@@ -8,11 +8,11 @@ the sample's identity alone determines; or its moments are stored, in twice the 
 from typing import Any
 
 from cache.store import Store
+from cache.weights import fingerprint_of
 from schemas.config import Config
 from schemas.console import program
 from stages.media import preprocessing
 from stages.stage import EncodingStage, Job, Worker
-from stages.weights import fingerprint_of
 
 VERSION = 2  # of what this file does to bytes; raise it with any change of them
 

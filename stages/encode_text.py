@@ -7,11 +7,11 @@ the embedding is a function of both.
 from typing import Any
 
 from cache.store import Store
+from cache.weights import fingerprint_of
 from schemas.config import Config
 from schemas.console import program
 from stages.media import preprocessing
 from stages.stage import EncodingStage, Job, Worker
-from stages.weights import fingerprint_of
 
 VERSION = 3  # of what this file does to bytes; raise it with any change of them
 #: What encoders compute attention with where text.attention says nothing: as transformers, and so the pipelines, do.

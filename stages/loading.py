@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError
 
 from cache.tensors import Array
+from cache.weights import WeightsError, require_model
 from schemas.config import Config, Model, Resources
 from schemas.errors import LatentpressError
 from stages.vae.base import Levers
-from stages.weights import WeightsError, require_model
 
 #: What a RuntimeError says where memory ran out: torch's allocator on the CPU, CUDA itself, its libraries.
 NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")

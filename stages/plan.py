@@ -3,10 +3,10 @@
 from cache import generations
 from cache.generations import Generation
 from cache.store import Store
+from cache.weights import config_of, require_task
 from schemas.config import Config, Model
 from schemas.errors import LatentpressError
 from stages.planning.draft import plan_key
-from stages.weights import config_of, require_task
 
 NABLA_SIDE = 128  # pixels: its blocks are 8x8 patches of 2x2 latents of 8x8 pixels
 

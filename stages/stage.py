@@ -20,6 +20,7 @@ from cache import rejects
 from cache.generations import Generation, Unit
 from cache.shard import Truncated, done_units
 from cache.store import Store
+from cache.weights import pinned
 from schemas.config import Config, Encoding
 from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
@@ -28,7 +29,6 @@ from schemas.report import shortened, visible
 from stages.media.places import Places
 from stages.plan import current_plan
 from stages.stopping import MaxTime, Stopping
-from stages.weights import pinned
 
 _READERS = "Processes that decode for each that encodes.  [default: as configured]"
 _PREFETCH = "Members read ahead by each process.  [default: as configured]"

@@ -12,12 +12,12 @@ from threading import Lock
 import torch
 from transformers import AutoTokenizer, Gemma2Model
 
+from cache.weights import resolve
 from schemas.catalogue import Template
 from schemas.prompts import render
 from stages.text import models
 from stages.text.prefix import Reader, constant_ids
 from stages.text.request import Prepared, Stats, TextRequest, TextResult
-from stages.weights import resolve
 
 PARTS = ("text_encoder", "tokenizer")
 

@@ -11,13 +11,13 @@ from threading import Lock
 import torch
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
+from cache.weights import pretrained, resolve
 from schemas.catalogue import Template
 from schemas.prompts import render
 from stages.text import models
 from stages.text.pictures import Illustrated, Picture, PictureReader, Processor
 from stages.text.prefix import Reader, constant_ids
 from stages.text.request import CLIP_LENGTH, Stats, TextRequest, TextResult, refuse
-from stages.weights import pretrained, resolve
 
 PARTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 # Beside the image's own tokens, after the caption: <|vision_start|>, <|vision_end|>, <|im_end|>.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from cache.weights import pretrained
 from schemas.errors import USAGE, LatentpressError
-from stages.weights import pretrained
 
 EXTRA = "pip install -e '.[quant]'"
 LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}

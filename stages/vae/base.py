@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from cache.weights import pretrained, resolve
 from schemas.catalogue import Family
 from schemas.config import Latents
-from stages.weights import pretrained, resolve
 
 PARTS = ("vae",)
 Posterior = Literal["sample", "mode", "moments"]

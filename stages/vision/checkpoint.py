@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from cache.store import Store
+from cache.weights import COMMIT, WeightsError, calling, hash_file, local
 from schemas.errors import USAGE
 from schemas.identity import hash_json
 from stages.vision.grids import PATCH
-from stages.weights import COMMIT, WeightsError, calling, hash_file, local
 
 CONFIG = "config.json"
 FILES = (CONFIG, "*.safetensors", "*.safetensors.index.json")

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 
+from cache.weights import WeightsError, pretrained
 from stages.vision.checkpoint import CONFIG, require_dinov2
 from stages.vision.grids import PATCH, Grid
 from stages.vision.pooling import pool_space, pool_time
-from stages.weights import WeightsError, pretrained
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as DINOv2 was trained
 

@@ -201,9 +201,9 @@ def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path,
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    import stages.weights
+    import cache.weights
 
-    stages.weights._hash_content.cache_clear()
+    cache.weights._hash_content.cache_clear()
     found = (
         encode_text.STAGE.fingerprint(same) != encode_text.STAGE.fingerprint(config),
         encode_latents.STAGE.fingerprint(same) != encode_latents.STAGE.fingerprint(config),

@@ -9,9 +9,9 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 
+from cache.weights import WeightsError, resolve
 from schemas.catalogue import FAMILIES
 from stages.text import gemma, kandinsky5
-from stages.weights import WeightsError, resolve
 
 CPU = torch.device("cpu")
 TEXT, IMAGE = "kandinsky5-image-t2i", FAMILIES["kandinsky5-image"].templates["t2i"]

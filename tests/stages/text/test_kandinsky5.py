@@ -10,11 +10,11 @@ from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VL
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
+from cache.weights import WeightsError
 from schemas.catalogue import FAMILIES, Template
 from schemas.prompts import clean
 from stages.text.kandinsky5 import Encoder
 from stages.text.request import RequestError, TextRequest
-from stages.weights import WeightsError
 
 KINDS = {
     "kandinsky5-image-t2i": ("Kandinsky5T2IPipeline", FAMILIES["kandinsky5-image"].templates["t2i"]),

@@ -14,9 +14,9 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transf
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
+from cache.weights import WeightsError
 from schemas.catalogue import FAMILIES
 from stages.media.pixels import normalise
-from stages.weights import WeightsError
 
 CPU = torch.device("cpu")
 # name -> (kind of checkpoint, diffusers' class, stride in space, frames to try)

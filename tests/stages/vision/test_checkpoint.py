@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cache.weights import WeightsError
 from stages.vision.checkpoint import fingerprint_of, resolve
-from stages.weights import WeightsError
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
+from cache.weights import WeightsError
 from stages.vision.dinov2 import DEVIATION, MEAN, Encoder, resize
-from stages.weights import WeightsError
 
 CPU = torch.device("cpu")
 CLASSES = {"dinov2": transformers.Dinov2Model, "registers": transformers.Dinov2WithRegistersModel}

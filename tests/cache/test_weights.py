@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cache.weights import OtherCheckpoint, WeightsError, fingerprint_of, require_model, require_task, resolve
 from schemas.config import Config, Model, Resources
-from stages.weights import OtherCheckpoint, WeightsError, fingerprint_of, require_model, require_task, resolve
 
 COMMIT, OTHER = "0" * 38 + "ab", "1" * 40
 
@@ -94,7 +94,7 @@ def test_what_is_neither_directory_nor_repository_is_refused(source):
 
 CALL = """
 import json, sys
-from stages.weights import WeightsError, fingerprint_of, resolve
+from cache.weights import WeightsError, fingerprint_of, resolve
 call, *arguments = json.loads(sys.argv[1])
 try:
     print(json.dumps([str({"fingerprint_of": fingerprint_of, "resolve": resolve}[call](*arguments)), ""]))
@@ -148,8 +148,8 @@ def test_a_repository_that_is_not_there_says_what_to_do(home, call):
 
 
 def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, monkeypatch):
+    from cache import weights
     from cache.store import Store
-    from stages import weights
 
     monkeypatch.setattr(weights, "LARGE", 1)
     folder = tmp_path / "model"
