@@ -111,17 +111,26 @@ def write(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
 
 def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
-    """H.264 in MP4, nearly lossless; sides must be even, as every bucket's are."""
+    """H.264 in MP4, nearly lossless but for the halved chroma; sides must be even, as every bucket's are.
+
+    Its colours are named in the stream and in the container: a player that is told nothing guesses, by the size.
+    """
     from fractions import Fraction
 
     import av
+    from av.video.reformatter import VideoReformatter
 
+    from stages.media import colour
+
+    height, width = frames_THWC.shape[1:3]
+    tags, converter = colour.encoded_tags(width, height), VideoReformatter()
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "14"})
-        stream.height, stream.width = frames_THWC.shape[1:3]
-        stream.pix_fmt = "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        context = stream.codec_context
+        context.colorspace, context.color_primaries, context.color_trc, context.color_range = tags
         for frame in frames_THWC:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+            container.mux(stream.encode(colour.to_yuv420p(converter, frame, tags)))
         container.mux(stream.encode())
 
 

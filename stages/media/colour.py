@@ -1,4 +1,4 @@
-"""From a decoded video frame to 8-bit sRGB, and which videos can't be brought there.
+"""From a decoded video frame to 8-bit sRGB and back, and which videos can't be brought there.
 
 The stream's own matrix and range. Where it does not say, BT.709 for more than 576 lines or 1280 columns and BT.601
 below, and limited range, as players do. swscale rounds accurately and interpolates the chroma: its fast path is five
@@ -23,6 +23,7 @@ from stages.media.errors import MediaError
 from stages.media.files import Media
 
 _SCALER = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
+_TO_CHROMA = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INP
 # FFmpeg's AVColorSpace to what the scaler takes; 2 (unspecified) and 3 (reserved) are chosen by size.
 _MATRICES = {
     1: Colorspace.ITU709,
@@ -33,6 +34,7 @@ _MATRICES = {
     9: Colorspace.BT2020,
 }
 _RGB, _UNSAID = 0, (2, 3)
+_BT709, _SMPTE170M = 1, 6  # ITU-T H.273; 6 is BT.601 as a matrix
 _HDR_TRANSFERS = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
 _DOLBY_TAGS = ("dvh1", "dvhe", "dva1", "dvav", "dav1")
 # Chromaticities (x, y) of red, green and blue; white is D65 in all of them (ITU-R BT.709, BT.2020, SMPTE EG 432-1).
@@ -71,6 +73,17 @@ class Tags(NamedTuple):
         return Tags(*(theirs if mine == no else mine for mine, theirs, no in zip(self, other, unsaid, strict=True)))
 
 
+def guessed_as_bt709(header: VideoCodecContext) -> bool:
+    """Whether the stream does not name its matrix, and is of a size for which BT.709 is taken."""
+    guessed = header.colorspace in _UNSAID and unsaid_matrix(header.width, header.height) == _BT709
+    return guessed and not (header.format and header.format.is_rgb)
+
+
+def unsaid_matrix(width: int, height: int) -> int:
+    """The matrix of a video that does not name one, by its size as stored: FFmpeg's AVColorSpace."""
+    return _BT709 if height > 576 or width >= 1280 else _SMPTE170M
+
+
 def require_convertible(tags: Tags, path: Media, codec_tag: str = "") -> None:
     """MediaError ("hdr", "unsupported-colour") for what can't be brought to sRGB."""
     if tags.transfer in _HDR_TRANSFERS or codec_tag in _DOLBY_TAGS:
@@ -85,7 +98,6 @@ def to_rgb(
     converter: VideoReformatter, frame: VideoFrame, tags: Tags, size: tuple[int, int] | None = None
 ) -> np.ndarray:
     """uint8 (height, width, 3), as stored, not turned; scaled roughly to `size` (width, height) where it is given."""
-    high_definition = frame.height > 576 or frame.width >= 1280
     full = tags.range == ColorRange.JPEG or frame.format.name.startswith("yuvj")
     width, height = size or (frame.width, frame.height)
     converted = converter.reformat(
@@ -93,7 +105,7 @@ def to_rgb(
         width=width,
         height=height,
         format="rgb24",
-        src_colorspace=_MATRICES.get(tags.matrix, Colorspace.ITU709 if high_definition else Colorspace.ITU601),
+        src_colorspace=_MATRICES.get(tags.matrix, _MATRICES[unsaid_matrix(frame.width, frame.height)]),
         src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
         dst_color_range=ColorRange.JPEG,
         interpolation=Interpolation.AREA if size else _SCALER,
@@ -103,6 +115,26 @@ def to_rgb(
     if is_wide(tags.primaries):
         return np.asarray(Image.fromarray(pixels).filter(_to_srgb_primaries(tags.primaries)))
     return pixels
+
+
+def encoded_tags(width: int, height: int) -> Tags:
+    """Colours of a video written here: the matrix that a player takes where it reads no tags, and limited range. The
+    primaries are sRGB's, which BT.709 has as well, and its transfer is what players show sRGB values with.
+    """
+    return Tags(unsaid_matrix(width, height), _BT709, _BT709, int(ColorRange.MPEG))
+
+
+def to_yuv420p(converter: VideoReformatter, pixels_HWC: np.ndarray, tags: Tags) -> VideoFrame:
+    """A frame to encode from uint8 sRGB of even sides, in the matrix and the (limited) range of `tags`."""
+    return converter.reformat(
+        VideoFrame.from_ndarray(np.ascontiguousarray(pixels_HWC), format="rgb24"),
+        format="yuv420p",
+        dst_colorspace=_MATRICES[tags.matrix],
+        src_color_range=ColorRange.JPEG,
+        dst_color_range=ColorRange(tags.range),
+        interpolation=_TO_CHROMA,
+        threads=1,
+    )
 
 
 @cache

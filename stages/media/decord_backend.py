@@ -3,9 +3,10 @@
 decord is unmaintained since 2022 and picks wrong frames where the rate varies, so such files are refused
 here. It also gives wrong frames behind a seek wherever a keyframe isn't a fresh start (open groups of pictures, as
 x265 makes them by default, gradual refresh, MPEG-4 with B-frames): such files are decoded from their beginning. Refused
-are mirrored videos and wide primaries, too, which it leaves as they are. It turns rotated videos itself. A
-Blob it reads whole, into memory. Its colours differ from PyAV's by a few levels: it takes swscale's fast
-path and BT.601 wherever the stream doesn't say, so that the decoder is part of a cache's fingerprint.
+are mirrored videos and wide primaries, too, which it leaves as they are, and high definition whose stream names no
+matrix, which it takes for BT.601. It turns rotated videos itself. A Blob it reads whole, into memory. Its colours
+differ from PyAV's by a few levels, as it takes swscale's fast path, so that the decoder is part of a cache's
+fingerprint.
 """
 
 import os
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stages.media.choosing import check_ascending, require_within, time_tolerance
+from stages.media.colour import guessed_as_bt709
 from stages.media.container import Reader, open_stream
 from stages.media.errors import MediaError, out_of_memory, unreadable
 from stages.media.files import Blob, Media, opened
@@ -49,7 +51,7 @@ def read_frames(path: Media, times: Sequence[float], *, threads: int = 1) -> Ite
     # decord can hang on a file that is cut; PyAV's look at the header finds those.
     info = probe_video(path)
     with open_stream(path) as reader:
-        _require_readable(path, info, reader.container.format.name)
+        _require_readable(path, info, reader)
         timing = _Timing(info.rate, time_tolerance(reader.stream), _may_seek(reader))
     try:
         yield from _chosen(decord, path, times, threads, timing)
@@ -62,12 +64,16 @@ def read_frames(path: Media, times: Sequence[float], *, threads: int = 1) -> Ite
         raise MediaError("unreadable", path, f"can't be decoded by decord ({first_line})", _ADVICE) from error
 
 
-def _require_readable(path: Media, info: VideoInfo, container: str) -> None:
+def _require_readable(path: Media, info: VideoInfo, reader: Reader) -> None:
+    container = reader.container.format.name
     if container not in _CONTAINERS:
         raise MediaError("unreadable", path, f"is in a container that decord reads wrongly ({container})", _ADVICE)
     if info.mirrored or info.wide:
         what = "is shown mirrored" if info.mirrored else "has colours beyond sRGB"
         raise MediaError("unreadable", path, f"{what}, which decord leaves as it is", _ADVICE)
+    if guessed_as_bt709(reader.stream.codec_context):
+        what = "is of high definition and names no colour matrix; decord takes BT.601, and players take BT.709"
+        raise MediaError("unsupported-colour", path, what, _ADVICE)
 
 
 def _may_seek(reader: Reader) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,19 @@ from safetensors.numpy import save_file
 from schemas.errors import LatentpressError
 from stages import decode, loading
 from stages.media.video import probe_video
+
+COLOURS = (
+    (200, 40, 90),
+    (255, 0, 0),
+    (0, 255, 0),
+    (0, 0, 255),
+    (255, 255, 255),
+    (0, 0, 0),
+    (17, 99, 201),
+    (250, 99, 0),
+)
+# Red's and blue's share of luma (ITU-T H.273), by the number of the matrix.
+MATRICES = {1: (0.2126, 0.0722), 6: (0.299, 0.114)}
 
 
 def put(home, name: str, latent: np.ndarray, family: str, step: int = 3) -> Path:
@@ -24,6 +38,94 @@ def put(home, name: str, latent: np.ndarray, family: str, step: int = 3) -> Path
 
 def random_latent(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def planes(path: Path) -> tuple[tuple[int, int, int, int], list[np.ndarray]]:
+    """(matrix, primaries, transfer, range) as the file has them, and its Y, U, V as stored, U and V doubled."""
+    found = []
+    with av.open(str(path)) as container:
+        context = container.streams.video[0].codec_context
+        tags = (context.colorspace, context.color_primaries, context.color_trc, context.color_range)
+        for frame in container.decode(video=0):
+            rows = frame.to_ndarray(format="yuv420p")
+            chroma = rows[frame.height :].reshape(2, frame.height // 2, frame.width // 2)
+            found.append(np.stack([rows[: frame.height], *chroma.repeat(2, 1).repeat(2, 2)]).astype(np.float64))
+    return tags, found
+
+
+def by_hand(path: Path) -> list[np.ndarray]:
+    """RGB of each frame, (H, W, 3), by the definition and the file's own tags, which must be limited range."""
+    (matrix, _, _, whole), found = planes(path)
+    assert whole == 1
+    red, blue = MATRICES[matrix]
+    frames = []
+    for y, u, v in found:
+        light, cb, cr = (y - 16) / 219, (u - 128) / 224, (v - 128) / 224
+        r, b = light + 2 * (1 - red) * cr, light + 2 * (1 - blue) * cb
+        frames.append(255 * np.stack([r, (light - red * r - blue * b) / (1 - red - blue), b], axis=-1))
+    return frames
+
+
+def in_stream(path: Path, bare: Path) -> tuple[int, int, int, int]:
+    """The tags of the coded stream alone, which stands in `bare` without its container."""
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        to_bytes = av.BitStreamFilterContext("h264_mp4toannexb", stream)
+        packets = [part for packet in container.demux(stream) for part in to_bytes.filter(packet)]
+        bare.write_bytes(b"".join(map(bytes, packets)))
+    return planes(bare)[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "frames", "matrix"),
+    [
+        ((512, 512), 5, 6),
+        ((768, 512), 1, 6),
+        ((1280, 768), 3, 1),
+        ((1024, 1024), 1, 1),
+        ((64, 576), 7, 6),
+        ((64, 592), 8, 1),
+        ((1280, 64), 7, 1),
+    ],
+)
+def test_a_video_has_the_colours_of_a_picture_and_says_how_they_are_coded(tmp_path, size, frames, matrix) -> None:
+    """Frames of one colour, which halved chroma does not change."""
+    wanted = np.array(COLOURS[:frames], np.uint8)[:, None, None].repeat(size[1], axis=1).repeat(size[0], axis=2)
+    video = tmp_path / "a.mp4"
+    decode.write(video, wanted, 12)
+    decoded = by_hand(video)
+    assert len(decoded) == frames
+    for number, frame in enumerate(decoded):
+        decode.write(tmp_path / "a.png", wanted[number:], 12)
+        assert np.abs(frame - np.asarray(Image.open(tmp_path / "a.png"))).max() <= 2
+    tags = (matrix, 1, 1, 1)
+    assert planes(video)[0] == tags and in_stream(video, tmp_path / "bare.h264") == tags
+    place = video.read_bytes().index(b"colrnclx") + 8
+    assert video.read_bytes()[place : place + 7] == bytes([0, 1, 0, 1, 0, matrix, 0])
+    decord = pytest.importorskip("decord")
+    reader = decord.VideoReader(str(video))
+    assert len(reader) == frames
+    for number in range(frames):
+        assert np.abs(reader[number].asnumpy().astype(int) - wanted[number]).max() <= 4  # it converts less accurately
+
+
+@pytest.mark.parametrize("size", [(512, 512), (1280, 768)])
+def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project, size) -> None:
+    home = project("kandinsky5-video-t2v")
+    latent = put(home, "clip", random_latent(16, 3, 8, 8), "kandinsky5-video")
+    few = np.random.default_rng(2).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    wanted = np.asarray(Image.fromarray(few).resize(size, Image.Resampling.BICUBIC))
+    video = decode.target(home.folder / "output/run", home.config(), latent)
+    decode.write(video, np.stack([wanted] * 3), 12)
+    for frame in by_hand(video):
+        assert 10 * np.log10(255**2 / np.square(np.clip(frame, 0, 255) - wanted).mean()) > 38
+    assert home.run(decode.run).skipped == 1  # and the sheet is made from the video
+    sheet = np.asarray(Image.open(home.folder / "output/run/samples/contact-sheet.png")).astype(int)
+    small = Image.fromarray(wanted)
+    small.thumbnail((256, 256), Image.Resampling.LANCZOS)
+    left, top = (sheet.shape[1] - small.width) // 2, 20 + (sheet.shape[0] - 20 - small.height) // 2
+    shown = sheet[top : top + small.height, left : left + small.width]
+    assert 10 * np.log10(255**2 / np.square(shown - np.asarray(small)).mean()) > 38
 
 
 def test_an_image_is_what_the_autoencoder_decodes(project) -> None:

@@ -302,6 +302,23 @@ def test_decord_refuses_a_mirrored_video_and_wide_colours(tmp_path):
             numbers(path, [0.0], decord_backend)
 
 
+@pytest.mark.parametrize(
+    ("size", "matrix"), [((64, 592), 2), ((1280, 64), 2), ((64, 592), 1), ((64, 592), 5), ((64, 64), 2)]
+)
+def test_decord_gives_the_colours_of_pyav_or_refuses(tmp_path, size, matrix):
+    """(200, 40, 90) as high definition that is not tagged would come 39 levels too green."""
+    pytest.importorskip("decord")
+    frames = flat((71, 137, 193), size, "yuv420p")
+    path = write(tmp_path / "a.mp4", frames, layout="yuv420p", prepare=tagged(2, 2, matrix))
+    if matrix == 2 and size != (64, 64):
+        with pytest.raises(MediaError, match="use the decoder pyav") as caught:
+            numbers(path, [0.0], decord_backend)
+        assert caught.value.reason == "unsupported-colour"
+        return
+    theirs = next(iter(decord_backend.read_frames(path, [0.0])))
+    assert np.abs(theirs.astype(int) - first_frame(path)).max() <= 2
+
+
 def linear(values):
     return np.where(values < 0.081, values / 4.5, ((values + 0.099) / 1.099) ** (1 / 0.45))
 
