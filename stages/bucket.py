@@ -122,7 +122,7 @@ def _last_active(store: Store, info: Row) -> pa.Table:
 def _details(config: Config, plan: Draft, new_samples: pa.Table, new_texts: pa.Table) -> Row:
     latents, text = summary.disk(config, plan.samples, plan.texts)
     latents_new, text_new = summary.disk(config, new_samples, new_texts)
-    trained = plan.samples.select(["geometry", "condition", "role"])
+    trained = plan.samples.select(["geometry", "condition", "mask_id", "role"])
     trained = trained.filter(pc.not_equal(trained.column("role"), VALIDATION))
     details: Row = {
         "buckets": summary.bucket_table(config, plan.active, trained, plan.cuts),

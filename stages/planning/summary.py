@@ -23,7 +23,7 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iter
     family = config.model.spec
     drawn = {bucket.name: bucket for bucket in epoch(active, 1).buckets}
     worst = _worst(cuts)
-    conditions = {row["bucket"]: row["condition"] for row in _conditions(samples)}
+    each = _mean_bytes(config, samples)
     table = []
     for name, draws in sorted(drawn.items()):
         bucket, count = Bucket.parse(name), draws.samples
@@ -31,7 +31,7 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iter
         if family.video:
             row["frames"] = count * bucket.frames
             row["scale class"] = "x".join(f"{part:g}" for part in scale_class(bucket.width, bucket.height))
-        row["MiB of latents"] = round(count * latent_bytes(config, name, conditions[name]) / 2**20, 2)
+        row["MiB of latents"] = round(count * each[name] / 2**20, 2)
         row["stretched %"], row["cut off % (most)"], row["cut off % (mean)"] = (round(100 * v, 2) for v in worst[name])
         table.append(row)
     return table
@@ -51,10 +51,13 @@ def epoch(active: pa.Table, batch: int) -> Plan:
     return Plan(spans, 0, batch)
 
 
-def _conditions(samples: pa.Table) -> list[Row]:
+def _mean_bytes(config: Config, samples: pa.Table) -> dict[str, float]:
+    """bucket -> mean bytes of a sample's tensors in its shard."""
     bucket = pc.struct_field(samples.column("geometry"), "bucket")
-    pairs = pa.table({"bucket": bucket, "condition": samples.column("condition")})
-    return pairs.group_by(["bucket", "condition"]).aggregate([]).to_pylist()
+    rows = pa.table({"bucket": bucket, "bytes": latent_bytes(config, samples)})
+    return {
+        row["bucket"]: row["bytes_mean"] for row in rows.group_by("bucket").aggregate([("bytes", "mean")]).to_pylist()
+    }
 
 
 def _worst(cuts: Iterable[Row]) -> dict[str, tuple[float, float, float]]:
@@ -95,16 +98,8 @@ def excluded(out: pa.Table) -> list[Row]:
 
 def disk(config: Config, samples: pa.Table, texts: pa.Table) -> tuple[float, float]:
     """MiB of latents and of text embeddings that these rows will take, both estimated."""
-    family = config.model.spec
-    kinds = pc.binary_join_element_wise(
-        pc.struct_field(samples.column("geometry"), "bucket"), samples.column("condition"), "|"
-    )
-    latents = 0
-    for row in pc.value_counts(kinds).to_pylist():
-        bucket, _, condition = row["values"].partition("|")
-        latents += row["counts"] * latent_bytes(config, bucket, condition)
-    text = int(text_bytes(family, texts, config.text.precision or config.model.precision).sum())
-    return latents / 2**20, text / 2**20
+    text = text_bytes(config.model.spec, texts, config.text.precision or config.model.precision)
+    return int(latent_bytes(config, samples).sum()) / 2**20, int(text.sum()) / 2**20
 
 
 def changes(before: pa.Table, now: pa.Table) -> dict[str, Row]:

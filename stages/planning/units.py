@@ -14,16 +14,24 @@ from schemas.tables import UNITS
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def latent_bytes(config: Config, bucket: str, condition: str) -> int:
-    """Bytes of a sample's tensors in its shard."""
+def latent_bytes(config: Config, samples: pa.Table) -> np.ndarray:
+    """(n,) bytes of samples' tensors in their shard: latents, the condition's, and the mask."""
+    buckets = pc.struct_field(samples.column("geometry"), "bucket").combine_chunks().dictionary_encode()
+    sizes = np.array([_tensor_bytes(config, name) for name in buckets.dictionary.to_pylist()], np.int64).reshape(-1, 3)
+    latent, condition, mask = sizes[np.asarray(buckets.indices)].T
+    conditioned = np.asarray(pc.not_equal(samples.column("condition"), "none"))
+    return latent + conditioned * condition + np.asarray(pc.is_valid(samples.column("mask_id"))) * mask
+
+
+def _tensor_bytes(config: Config, bucket: str) -> tuple[int, int, int]:
+    """Bytes of the latents, of a condition, which is one image, and of a mask as large as the latents. With its moments
+    stored, latents and condition alike have twice the channels."""
     family = config.model.spec
     frames, height, width = Bucket.parse(bucket).latent_shape(family.spatial_stride, family.temporal_stride)
-    if family.posterior and config.latents.posterior == "moments":
-        frames *= 2
-    if condition != "none":
-        frames += 1
-    precision = config.latents.precision or config.model.precision
-    return family.latent_channels * frames * height * width * _BYTES[precision]
+    moments = family.posterior and config.latents.posterior == "moments"
+    cell = height * width * _BYTES[config.latents.precision or config.model.precision]
+    image = family.latent_channels * (2 if moments else 1) * cell
+    return image * frames, image, frames * cell
 
 
 def text_bytes(family: Family, texts: pa.Table, precision: str) -> np.ndarray:
@@ -45,12 +53,12 @@ def sample_units(config: Config, samples: pa.Table) -> pa.Table:
     order = np.lexsort((identity.heads(ids), codes))
     ends = np.cumsum(np.bincount(codes, minlength=len(group.dictionary)))
     names = group.dictionary.to_pylist()
+    each = latent_bytes(config, samples)
     found = [UNITS.empty_table()]
     for code in sorted(range(len(names)), key=names.__getitem__):
-        size, _, condition = names[code].split("|")
-        mine = ids.take(pa.array(order[ends[code - 1] if code else 0 : ends[code]]))
-        each = latent_bytes(config, size, condition)
-        found.append(_divide("latents", size, mine, np.full(len(mine), each, np.int64), config.cache.unit_mib))
+        mine = order[ends[code - 1] if code else 0 : ends[code]]
+        bucket_name = names[code].split("|")[0]
+        found.append(_divide("latents", bucket_name, ids.take(pa.array(mine)), each[mine], config.cache.unit_mib))
     return pa.concat_tables(found)
 
 
