@@ -137,9 +137,11 @@ class Encoder:
         return ids[: self.crop + self.max_length]
 
     def _tokens_with_image(self, text: str, request: TextRequest) -> Tokens:
-        """The image's placeholder expanded, the caption cut where it stands over, what follows it kept.
+        """The placeholder expanded to the image's tokens, an over-long caption cut, and what follows it kept.
 
-        The pipeline fails on an over-long caption here, as it cuts the image's tokens away.
+        Here the pipeline is not followed. It cuts at the end of the prompt, which is the template's and not the
+        caption's: a caption one or two tokens over the limit loses `<|im_end|>` and `<|vision_end|>` in its place, and
+        from three on the cut reaches the image's tokens and the pipeline fails.
         """
         assert request.image is not None and self._images is not None, f"{self.template.name} needs an image"
         ids, patches = self._ids(text), self._grid(request)

@@ -175,6 +175,27 @@ def test_overlong_i2i_captions_lose_their_end_and_keep_the_image(loaded):
     assert (result.embeds - embeds).abs().max() <= LIMIT
 
 
+def test_what_the_pipeline_does_with_i2i_captions_just_over_the_limit(loaded):
+    """It cuts the end of the prompt, which is the template's and the image's: documented, and done otherwise."""
+    encoder, pipe = loaded("kandinsky5-image-i2i", 256)
+    image = picture()
+
+    def over(caption: str) -> int:
+        return encoder.prepare(request(encoder.template, caption, image)).untruncated - encoder.crop - 256
+
+    captions = {over(caption): caption for count in range(232, 256) for caption in [" ".join("a" * count)]}
+    exact, _ = reference(pipe, captions[0], image, max_sequence_length=256)
+    assert (encoded(encoder, [request(encoder.template, captions[0], image)])[0].embeds - exact).abs().max() <= LIMIT
+    for surplus in (1, 2):
+        result = encoded(encoder, [request(encoder.template, captions[surplus], image)])[0]
+        theirs, _ = reference(pipe, captions[surplus], image, max_sequence_length=256)
+        assert result.kept == len(theirs) == 256 and result.tokens == 256 + surplus
+        assert (result.embeds[-1] - theirs[-1]).abs().max() > 1e-3, "their last token is not the template's"
+    with pytest.raises(ValueError, match=r"Mismatch in `image` token count"):
+        reference(pipe, captions[3], image, max_sequence_length=256)
+    assert encoded(encoder, [request(encoder.template, captions[3], image)])[0].kept == 256
+
+
 def test_i2i_embeddings_depend_on_the_image_and_the_caption(loaded):
     encoder, _ = loaded("kandinsky5-image-i2i")
     pairs = [("a cat", picture()), ("a cat", picture().rotate(180)), ("a dog", picture())]
