@@ -25,6 +25,7 @@ from schemas.safeweights import PATTERNS, problem_of
 INDEX = "model_index.json"
 LARGE = 1 << 28  # bytes; hashing less takes no time worth remembering
 COMMIT = re.compile(r"[0-9a-f]{40}")
+NABLA_SIDE = 128  # pixels: its blocks are 8x8 patches of 2x2 latents of 8x8 pixels
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -71,6 +72,18 @@ def require_model(model: Model, part: str) -> None:
             f"{model.source}: {part} is a {found}, and {model.family} has a {wanted} there",
             "correct model.path, or model.family and model.flavour",
         )
+
+
+def side_multiple(model: Model) -> int:
+    """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is NABLA.
+
+    Raises OtherCheckpoint where the checkpoint is for another family or task.
+    """
+    family = model.spec
+    require_task(model)
+    if family.nabla and config_of(model.source, model.revision, "transformer").get("attention_type") == "nabla":
+        return NABLA_SIDE
+    return family.side_multiple
 
 
 def fingerprint_of(

@@ -13,15 +13,16 @@ import pyarrow.compute as pc
 from cache import generations, rejects
 from cache.generations import Generation
 from cache.store import Store
+from cache.weights import side_multiple
 from schemas.config import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
+from schemas.recipe import plan_key
 from schemas.tables import ACTIVE
 from stages.media.errors import MediaError
 from stages.mediatable import read_media
-from stages.plan import side_multiple
 from stages.planning import summary, units
-from stages.planning.draft import Draft, draft, plan_key
+from stages.planning.draft import Draft, draft
 from stages.planning.validation import Found, add_validation
 from stages.stage import refuse_shard
 

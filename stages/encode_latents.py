@@ -11,29 +11,15 @@ from cache.store import Store
 from cache.weights import fingerprint_of
 from schemas.config import Config
 from schemas.console import program
-from stages.media import preprocessing
+from schemas.recipe import latents_settings
 from stages.stage import EncodingStage, Job, Worker
-
-VERSION = 2  # of what this file does to bytes; raise it with any change of them
 
 
 def parts(config: Config) -> dict[str, Any]:
     """Everything beyond the samples that determines a shard's bytes."""
-    model, family = config.model, config.model.spec
-    return {
-        "stage": "encode-latents",
-        "version": VERSION,
-        "autoencoder": family.autoencoder,
-        "settings": config.latents.settings(family),
-        "weights": fingerprint_of(model.source, family.latent_parts, model.revision, Store(config.root)),
-        "precision": config.latents.precision or model.precision,
-        # What has no effect on this family's latents is no part of their name.
-        "posterior": config.latents.posterior if family.posterior else None,
-        "decoder": config.latents.decoder if family.video else None,
-        "resize": preprocessing.RESIZE,
-        "colour": preprocessing.COLOUR,
-        "mask": preprocessing.MASK,
-    }
+    model = config.model
+    weights = fingerprint_of(model.source, model.spec.latent_parts, model.revision, Store(config.root))
+    return latents_settings(config) | {"weights": weights}
 
 
 def load(job: Job) -> Worker:

@@ -10,34 +10,15 @@ from cache.store import Store
 from cache.weights import fingerprint_of
 from schemas.config import Config
 from schemas.console import program
-from stages.media import preprocessing
+from schemas.recipe import text_settings
 from stages.stage import EncodingStage, Job, Worker
-
-VERSION = 3  # of what this file does to bytes; raise it with any change of them
-#: What encoders compute attention with where text.attention says nothing: as transformers, and so the pipelines, do.
-ATTENTION, ATTENTION_OF = "sdpa", {"gemma": "eager"}
 
 
 def parts(config: Config) -> dict[str, Any]:
-    """Everything beyond the texts that determines a shard's bytes. Settings that say the same have one name."""
-    model, family, template = config.model, config.model.spec, config.model.template
-    precision, quantization = config.text.precision or model.precision, config.text.quantization
-    if quantization == "bf16" and precision == "bfloat16":
-        quantization = "no_change"
-    what = {
-        "stage": "encode-text",
-        "version": VERSION,
-        "encoder": family.text_encoder,
-        "weights": fingerprint_of(model.source, family.text_parts, model.revision, Store(config.root)),
-        "precision": precision,
-        "quantization": quantization,
-        "attention": config.text.attention or ATTENTION_OF.get(family.text_encoder, ATTENTION),
-        "template": {"name": template.name, "text": template.text, "crop": template.crop},
-        "max_length": config.text.max_length or template.max_length,
-    }
-    if template.with_image:
-        what |= {"resize": preprocessing.RESIZE, "colour": preprocessing.COLOUR}
-    return what
+    """Everything beyond the texts that determines a shard's bytes."""
+    model = config.model
+    weights = fingerprint_of(model.source, model.spec.text_parts, model.revision, Store(config.root))
+    return text_settings(config) | {"weights": weights}
 
 
 def load(job: Job) -> Worker:

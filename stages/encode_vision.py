@@ -8,11 +8,11 @@ from typing import Any
 
 from cache.generations import Unit
 from cache.store import Store
+from schemas import preprocessing
 from schemas.catalogue import VISION_MODELS
 from schemas.config import Config
 from schemas.console import program
 from schemas.geometry import Bucket
-from stages.media import preprocessing
 from stages.stage import EncodingStage, Job, Worker, WrongUse
 from stages.vision import checkpoint, grids
 

@@ -3,12 +3,10 @@
 from cache import generations
 from cache.generations import Generation
 from cache.store import Store
-from cache.weights import config_of, require_task
-from schemas.config import Config, Model
+from cache.weights import side_multiple
+from schemas.config import Config
 from schemas.errors import LatentpressError
-from stages.planning.draft import plan_key
-
-NABLA_SIDE = 128  # pixels: its blocks are 8x8 patches of 2x2 latents of 8x8 pixels
+from schemas.recipe import plan_key
 
 
 def current_plan(store: Store, config: Config) -> Generation:
@@ -20,15 +18,3 @@ def current_plan(store: Store, config: Config) -> Generation:
             "run `latentpress discover`, then `latentpress bucket`",
         )
     return found
-
-
-def side_multiple(model: Model) -> int:
-    """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is NABLA.
-
-    Raises OtherCheckpoint where the checkpoint is for another family or task.
-    """
-    family = model.spec
-    require_task(model)
-    if family.nabla and config_of(model.source, model.revision, "transformer").get("attention_type") == "nabla":
-        return NABLA_SIDE
-    return family.side_multiple

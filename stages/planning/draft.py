@@ -6,7 +6,6 @@ give the same plan whatever order they are listed in.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,13 @@ from schemas import identity, prompts
 from schemas.config import Config
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
-from schemas.tables import ACTIVE, REJECTS, TABLES_VERSION, TEXTS
+from schemas.tables import ACTIVE, REJECTS, TEXTS
 from schemas.where import Filter
 from stages.planning import clips, geometry, samples, texts
 from stages.planning.items import Items
 from stages.planning.samples import Made
 
 Row = dict[str, Any]
-# Where media lies and how it is found shape no plan: the media table says what was found.
-_ELSEWHERE = frozenset(
-    ("instance_data_dir", "media_root", "conditioning_data", "mask_data", "caption_file", "follow_links", "identity")
-) | {"skip_file_discovery", "disabled", "source"}
 
 
 @dataclass
@@ -85,30 +80,6 @@ class _Planned:
     null_text: pa.Array | None
     out: list[pa.Table]
     notes: Notes
-
-
-def plan_key(config: Config, side_multiple: int) -> str:
-    """Hash of every setting that shapes a plan; where media lies and how it is encoded are no part of it."""
-    datasets = [
-        dataset.model_dump(exclude=set(_ELSEWHERE), mode="json") for dataset in config.datasets if not dataset.disabled
-    ]
-    # An image by its name alone: its folder may lie elsewhere on another machine, and its content is checked.
-    shown = [
-        prompt.model_dump(exclude={"image"}, mode="json") | {"image": prompt.image and PurePath(prompt.image).name}
-        for prompt in config.validation.prompts
-    ]
-    return identity.hash_json(
-        {
-            "tables": TABLES_VERSION,
-            "family": config.model.family,
-            "task": config.model.task,
-            "flavour": config.model.chosen.name if any(row["buckets"] == "family" for row in datasets) else None,
-            "template": config.model.template.name,
-            "side_multiple": side_multiple,
-            "datasets": sorted(datasets, key=lambda dataset: dataset["id"]),
-            "validation": {"size": config.validation.size, "prompts": shown},
-        }
-    )
 
 
 def draft(config: Config, media: Mapping[str, pa.Table], side_multiple: int) -> Draft:

@@ -19,15 +19,15 @@ from cache.shard import Readers, Row, SetAside, ShardMeta, writer
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import TrainSet
+from cache.weights import side_multiple
 from schemas.errors import REMAINS, LatentpressError
 from schemas.identity import hash_bytes
+from schemas.recipe import plan_key
 from schemas.report import Report
 from schemas.tables import ACTIVE, INDEX, SAMPLES, TEXTS, UNITS
 from stages import encode_latents, encode_text, index
 from stages.index import SHOWN, digest, report_missing
 from stages.join import Encoded, Joined, Lookup, collect, join
-from stages.plan import side_multiple
-from stages.planning.draft import plan_key
 
 NULL = "null"
 

@@ -13,8 +13,9 @@ from schemas import identity
 from schemas.config import Config, Prompt, Validation
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
+from schemas.recipe import plan_key
 from schemas.tables import MEDIA
-from stages.planning.draft import Draft, draft, plan_key
+from stages.planning.draft import Draft, draft
 from stages.planning.units import sample_units, text_units
 
 VIDEO = {"num_frames": 9, "frame_rate": 10.0, "min_frames": 5}

@@ -1,0 +1,104 @@
+"""What a configuration makes: every setting that shapes its plan, its texts and its latents. Reads no file.
+
+The stages name plans and caches by these settings, `index` writes them into set.json, and the trainer computes them
+from its own configuration: its set is the one of which they are equal. A setting that changes none of the three has no
+place here. Of the encoders' weights, which have to be read, see `cache/weights.py`.
+"""
+
+from pathlib import PurePath
+from typing import Any
+
+from schemas import preprocessing
+from schemas.config import Config
+from schemas.identity import hash_json
+from schemas.tables import TABLES_VERSION
+
+TEXT_VERSION = 3  # of what encode-text does to bytes; raise it with any change of them
+LATENTS_VERSION = 2  # of what encode-latents does to bytes; the same
+#: What encoders compute attention with where text.attention says nothing: as transformers, and so the pipelines, do.
+ATTENTION, ATTENTION_OF = "sdpa", {"gemma": "eager"}
+#: Where media lies and how it is found shape no plan: the media table says what was found.
+_ELSEWHERE = frozenset(
+    ("instance_data_dir", "media_root", "conditioning_data", "mask_data", "caption_file", "follow_links", "identity")
+) | {"skip_file_discovery", "disabled", "source"}
+
+Settings = dict[str, Any]
+
+
+def recipe(config: Config, side_multiple: int) -> Settings:
+    """All of it, as it stands in set.json. side_multiple: `cache.weights.side_multiple` of the model."""
+    return {
+        "family": config.model.family,
+        "flavour": config.model.chosen.name,
+        "task": config.model.task,
+        "plan": plan_settings(config, side_multiple),
+        "text": text_settings(config),
+        "latents": latents_settings(config),
+    }
+
+
+def plan_key(config: Config, side_multiple: int) -> str:
+    """The name of a configuration's plans."""
+    return hash_json(plan_settings(config, side_multiple))
+
+
+def plan_settings(config: Config, side_multiple: int) -> Settings:
+    """Every setting that shapes a plan; where media lies and how it is encoded are no part of it."""
+    datasets = [
+        dataset.model_dump(exclude=set(_ELSEWHERE), mode="json") for dataset in config.datasets if not dataset.disabled
+    ]
+    # An image by its name alone: its folder may lie elsewhere on another machine, and its content is checked.
+    shown = [
+        prompt.model_dump(exclude={"image"}, mode="json") | {"image": prompt.image and PurePath(prompt.image).name}
+        for prompt in config.validation.prompts
+    ]
+    return {
+        "tables": TABLES_VERSION,
+        "family": config.model.family,
+        "task": config.model.task,
+        "flavour": config.model.chosen.name if any(row["buckets"] == "family" for row in datasets) else None,
+        "template": config.model.template.name,
+        "side_multiple": side_multiple,
+        "datasets": sorted(datasets, key=lambda dataset: dataset["id"]),
+        "validation": {"size": config.validation.size, "prompts": shown},
+    }
+
+
+def text_settings(config: Config) -> Settings:
+    """What, beyond the texts and the encoder's weights, determines the bytes of a shard of embeddings. Settings that
+    say the same have one name."""
+    model, family, template = config.model, config.model.spec, config.model.template
+    precision, quantization = config.text.precision or model.precision, config.text.quantization
+    if quantization == "bf16" and precision == "bfloat16":
+        quantization = "no_change"
+    what = {
+        "stage": "encode-text",
+        "version": TEXT_VERSION,
+        "encoder": family.text_encoder,
+        "precision": precision,
+        "quantization": quantization,
+        "attention": config.text.attention or ATTENTION_OF.get(family.text_encoder, ATTENTION),
+        "template": {"name": template.name, "text": template.text, "crop": template.crop},
+        "max_length": config.text.max_length or template.max_length,
+    }
+    if template.with_image:
+        what |= {"resize": preprocessing.RESIZE, "colour": preprocessing.COLOUR}
+    return what
+
+
+def latents_settings(config: Config) -> Settings:
+    """What, beyond the samples and the autoencoder's weights, determines the bytes of a shard of latents."""
+    model, family = config.model, config.model.spec
+    return {
+        "stage": "encode-latents",
+        "version": LATENTS_VERSION,
+        "autoencoder": family.autoencoder,
+        "settings": config.latents.settings(family),
+        "precision": config.latents.precision or model.precision,
+        # What has no effect on this family's latents is no part of their name.
+        "posterior": config.latents.posterior if family.posterior else None,
+        "decoder": config.latents.decoder if family.video else None,
+        "resize": preprocessing.RESIZE,
+        "colour": preprocessing.COLOUR,
+        "mask": preprocessing.MASK,
+    }
