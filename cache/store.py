@@ -23,6 +23,7 @@ import fsspec
 import pyarrow as pa
 
 from schemas.errors import LatentpressError
+from schemas.folders import in_the_way
 
 TEMP_SUFFIX = ".tmp"
 _OWN_TEMP = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # as `open_temp` names them
@@ -89,6 +90,13 @@ def explained(path: str) -> Iterator[None]:
         raise StoreError(path, reason, step) from error
 
 
+def require_folder(path: str | Path) -> None:
+    """StoreError where something stands in the way of a folder at `path`, before work is done that ends there."""
+    if obstacle := in_the_way(path):
+        reason, _, step = obstacle.partition("; ")
+        raise StoreError(str(path), f"can't be a folder: {reason}", step)
+
+
 def _is_temp(name: str) -> bool:
     """Whether a name is left out of listings; whoever made it, it is no finished file."""
     return name.startswith(".") and name.endswith(TEMP_SUFFIX)
@@ -108,11 +116,17 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _make_folders(folder: Path) -> None:
-    """Create `folder` and sync each parent that gained an entry, so that a power cut keeps the way to it."""
+    """Create `folder` and sync each parent that gained an entry, so that a power cut keeps the way to it. Raises
+    StoreError that says what stands in its way."""
     missing = [folder] if not folder.exists() else []
     while missing and not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
+        require_folder(folder)
+        step = "choose another place: this one takes no folders (as /proc), or somebody removes them"
+        raise StoreError(str(folder), "can't be made", step) from error
     for made in missing:
         _sync_folder(made.parent)
 

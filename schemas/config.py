@@ -13,10 +13,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from schemas.catalogue import FAMILIES, VISION_MODELS, Family, Flavour, Task, Template, flavour_of
 from schemas.datasets import Dataset
+from schemas.folders import in_the_way
 from schemas.geometry import resolution_buckets, target_area
 from schemas.section import NAME_PATTERN, Incoherent, Name, Problem, Section, Share
 
-_DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?)$"
+_DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"
 #: What a pattern asks for, in words.
 PATTERNS = {
@@ -27,12 +28,16 @@ PATTERNS = {
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=_DEVICE, description="auto, cpu, cuda or cuda:N")]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode"]
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 
 
 MAX_BUCKET_PIXELS = 8192 * 8192
+MOST_STEPS = 10**9  # of training; also "never", where something happens every so many
+MOST_PROCESSES = 1024  # of one stage on one machine, and threads of one process
+MOST_PREFETCH = 1_000_000
 VALIDATION = "validation"  # the dataset that the images of validation prompts belong to
 _SOURCE = Path(__file__).resolve().parent.parent
 PACKAGES = tuple(_SOURCE / name for name in ("schemas", "cache", "stages", "trainer"))
@@ -40,7 +45,7 @@ PACKAGES = tuple(_SOURCE / name for name in ("schemas", "cache", "stages", "trai
 
 class Cache(Section):
     format: Literal["arrow", "webdataset"] = Field("arrow", description="file format of the shards")
-    unit_mib: float = Field(128.0, gt=0, description="output of one work unit, MiB: one unit is one shard")
+    unit_mib: float = Field(128.0, gt=0, le=65536, description="output of one work unit, MiB: one unit is one shard")
 
 
 class Model(Section):
@@ -90,9 +95,9 @@ class Model(Section):
 
 class Text(Section):
     max_length: int | None = Field(
-        None, gt=0, description="tokens kept, such as 256, 512 or 1024; default: the pipeline's own"
+        None, gt=0, le=131_072, description="tokens kept, such as 256, 512 or 1024; default: the pipeline's own"
     )
-    batch_tokens: int = Field(4096, gt=0, description="tokens of one forward pass of the text encoder")
+    batch_tokens: int = Field(4096, gt=0, le=2**24, description="tokens of one forward pass of the text encoder")
     precision: Precision | None = Field(None, description="default: model.precision")
     quantization: Literal["no_change", "bf16", "int8-quanto", "nf4-bnb"] = Field(
         "no_change", description="how the language model's weights are held; embeddings are stored in `precision`"
@@ -114,6 +119,7 @@ class Latents(Section):
     batch_pixels: int = Field(
         1024 * 1024,
         ge=1,
+        le=2**40,
         description="frames x width x height of one forward pass of the autoencoder; a larger sample is one of its own",
     )
     precision: Precision | None = Field(None, description="default: model.precision, for Sana float32")
@@ -121,6 +127,7 @@ class Latents(Section):
     chunk_frames: int = Field(
         0,
         ge=0,
+        le=99_999,
         description="frames that a convolution of the video autoencoder computes at once, to save memory; 0: all",
     )
     slicing: bool = Field(False, description="one sample after another through the autoencoder, whatever the batch")
@@ -151,7 +158,7 @@ class Vision(Section):
         multiple_of=14,
         description="pixels, a multiple of 14: frames get as many patches as a square of it; default: 224, vitg14 518",
     )
-    batch_size: int = Field(32, ge=1, description="frames of one forward pass")
+    batch_size: int = Field(32, ge=1, le=65_536, description="frames of one forward pass")
     precision: Precision | None = Field(None, description="default: model.precision; features are stored in bfloat16")
 
     @field_validator("model")
@@ -183,8 +190,8 @@ def cores() -> int:
 class Resources(Section):
     """What one stage may use on this machine."""
 
-    workers: int = Field(1, ge=1, description="processes")
-    threads: int = Field(2, ge=1, description="CPU threads of one process; recorded in the shards")
+    workers: int = Field(1, ge=1, le=MOST_PROCESSES, description="processes")
+    threads: int = Field(2, ge=1, le=MOST_PROCESSES, description="CPU threads of one process; recorded in the shards")
     device: Device = "auto"
 
 
@@ -192,11 +199,15 @@ class Encoding(Resources):
     """What an encoding stage may use."""
 
     readers: int | None = Field(
-        None, ge=1, description="processes that decode for one that encodes; default: the cores, less one, shared"
+        None,
+        ge=1,
+        le=MOST_PROCESSES,
+        description="processes that decode for one that encodes; default: the cores, less one, shared",
     )
     prefetch: int | None = Field(
         None,
         ge=1,
+        le=MOST_PREFETCH,
         description="samples or texts read ahead by one process; default: 64, or as many as fit in 1 GiB; of texts "
         "without an image about four batches",
     )
@@ -211,8 +222,12 @@ class Stages(Section):
     order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="what `latentpress run` runs")
     engine: Literal["local"] = "local"
     max_reject_fraction: float = Field(0.2, ge=0, le=1, description="a stage stops when more is set aside")
-    item_timeout_s: float = Field(300.0, gt=0, description="an item that takes longer to read is set aside")
-    item_memory_mib: int = Field(8192, ge=256, description="an item that takes more memory to read is set aside")
+    item_timeout_s: float = Field(
+        300.0, gt=0, le=7 * 86400, description="an item that takes longer to read is set aside"
+    )
+    item_memory_mib: int = Field(
+        8192, ge=256, le=2**24, description="an item that takes more memory to read is set aside"
+    )
     discover: Resources = Resources(workers=4)
     encode_text: Encoding = Field(Encoding(), alias="encode-text")
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")
@@ -225,8 +240,8 @@ class Stages(Section):
 
 class Adapter(Section):
     type: Literal["lora", "full"] = "lora"
-    rank: int = Field(16, ge=1)
-    alpha: float | None = Field(None, gt=0, description="default: rank")
+    rank: int = Field(16, ge=1, le=65_536)
+    alpha: float | None = Field(None, gt=0, le=1e6, description="default: rank")
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: tuple[str, ...] | None = Field(
         None, strict=False, description="regular expressions of full module paths; default: the family's"
@@ -245,13 +260,13 @@ class Adapter(Section):
 
 class Optimizer(Section):
     name: Literal["adamw"] = "adamw"
-    lr: float = Field(1e-4, gt=0)
+    lr: float = Field(1e-4, gt=0, le=100)
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
-    weight_decay: float = Field(0.01, ge=0)
-    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0, le=100)
+    eps: float = Field(1e-8, gt=0, le=1)
     schedule: Literal["constant", "cosine"] = "constant"
-    warmup: int = Field(100, ge=0, description="steps of linear warm-up")
-    max_grad_norm: float = Field(1.0, gt=0)
+    warmup: int = Field(100, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
+    max_grad_norm: float = Field(1.0, gt=0, le=1e12)
 
 
 class Train(Section):
@@ -261,23 +276,25 @@ class Train(Section):
         min_length=1,
         description="training set: 'current', the id of one under root's sets/, or the path or URL of an export",
     )
-    steps: int = Field(1000, ge=1, description="optimizer steps")
-    batch_size: int = Field(1, ge=1, description="samples of one forward pass on one device")
-    accumulate: int = Field(1, ge=1, description="forward passes of one optimizer step")
-    seed: int = 0
+    steps: int = Field(1000, ge=1, le=MOST_STEPS, description="optimizer steps")
+    batch_size: int = Field(1, ge=1, le=65_536, description="samples of one forward pass on one device")
+    accumulate: int = Field(1, ge=1, le=65_536, description="forward passes of one optimizer step")
+    seed: Seed = 0
     precision: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.precision")
     gradient_checkpointing: bool = True
-    shift: float | None = Field(None, gt=0, description="of sigma; default: the flavour's")
+    shift: float | None = Field(None, gt=0, le=1000, description="of sigma; default: the flavour's")
     caption_dropout: float = Field(0.1, ge=0, le=1, description="share of samples given the null prompt")
     adapter: Adapter = Adapter()
     optimizer: Optimizer = Optimizer()
-    checkpoint_every: int = Field(500, ge=1, description="steps")
-    keep_checkpoints: int = Field(3, ge=1)
+    checkpoint_every: int = Field(500, ge=1, le=MOST_STEPS, description="steps")
+    keep_checkpoints: int = Field(3, ge=1, le=MOST_STEPS)
     resume: bool = Field(True, description="go on from the newest checkpoint of this run, if there is one")
-    log_every: int = Field(1, ge=1, description="steps")
+    log_every: int = Field(1, ge=1, le=MOST_STEPS, description="steps")
     device: Device = "auto"
-    threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
-    max_bad_steps: int = Field(5, ge=0, description="steps with a loss or gradient that is not finite, before it stops")
+    threads: int | None = Field(None, ge=1, le=MOST_PROCESSES, description="CPU threads; default: torch's own")
+    max_bad_steps: int = Field(
+        5, ge=0, le=MOST_STEPS, description="steps with a loss or gradient that is not finite, before it stops"
+    )
 
 
 class Prompt(Section):
@@ -294,14 +311,16 @@ class Validation(Section):
         pattern=_SIZE,
         description="WxH or WxH@F; default: the family's resolution, square",
     )
-    every: int = Field(500, ge=1, description="steps")
-    steps: int | None = Field(None, ge=1, description="denoising steps; default: the family's")
-    guidance: float | None = Field(None, ge=0, description="default: the family's")
-    shift: float | None = Field(None, gt=0, description="of the sampling schedule; default: the checkpoint's")
-    seed: int = 0
-    eval_samples: int = Field(8, ge=0, description="samples of the fixed-grid eval loss; 0: none")
+    every: int = Field(500, ge=1, le=MOST_STEPS, description="steps")
+    steps: int | None = Field(None, ge=1, le=10_000, description="denoising steps; default: the family's")
+    guidance: float | None = Field(None, ge=0, le=1000, description="default: the family's")
+    shift: float | None = Field(None, gt=0, le=1000, description="of the sampling schedule; default: the checkpoint's")
+    seed: Seed = 0
+    eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[Share, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
-    fps: float | None = Field(None, gt=0, description="of decoded videos; default: the first video dataset's rate")
+    fps: float | None = Field(
+        None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's rate"
+    )
 
 
 class Config(Section):
@@ -348,7 +367,9 @@ class Config(Section):
             if key == "output" and "://" in value:
                 yield (key,), f"{value!r} is a URL; output is a folder of this machine, only root may be a URL"
                 continue
-            if "://" not in value and any(Path(value).resolve().is_relative_to(top) for top in PACKAGES):
+            if key == "root" and "://" not in value and (obstacle := in_the_way(value)):
+                yield (key,), obstacle
+            if "://" not in value and any(Path(os.path.realpath(value)).is_relative_to(top) for top in PACKAGES):
                 yield (key,), f"{value!r} lies inside a package of the source code; choose another folder"
 
     def _data(self) -> Iterator[Problem]:

@@ -18,7 +18,9 @@ CaptionStrategy = Literal[
 Kind = Literal["image", "video"]
 TABLES: tuple[CaptionStrategy, ...] = ("csv", "jsonl", "parquet")
 
-Aspect = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Aspect = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
+MOST_FRAMES = 99_999  # of a clip
+LONGEST_EDGE = 1_000_000  # pixels, as far as `schemas/geometry.py` computes; megapixels stay below it
 Columns = tuple[str, ...]
 
 
@@ -29,26 +31,35 @@ class TagShuffle(Section):
         4, ge=1, le=64, description="orders of each caption, the first as written; equal ones count once"
     )
     delimiter: str = Field(",", min_length=1, description="what stands between tags; spaces around it are dropped")
-    keep: int = Field(0, ge=0, description="tags at the beginning that stay where they are")
+    keep: int = Field(0, ge=0, le=10_000, description="tags at the beginning that stay where they are")
 
 
 class Video(Section):
-    num_frames: int = Field(121, ge=1, description="frames of a clip; rounded down to 1 + a multiple of 4")
-    min_frames: int = Field(5, ge=1, description="a video that yields fewer is set aside")
-    max_frames: int | None = Field(None, ge=1, description="a video that yields more is set aside; default: no limit")
-    frame_rate: float = Field(24.0, gt=0, description="frames per second; frames are chosen by timestamp")
+    num_frames: int = Field(
+        121, ge=1, le=MOST_FRAMES, description="frames of a clip; rounded down to 1 + a multiple of 4"
+    )
+    min_frames: int = Field(5, ge=1, le=MOST_FRAMES, description="a video that yields fewer is set aside")
+    max_frames: int | None = Field(
+        None, ge=1, le=10**9, description="a video that yields more is set aside; default: no limit"
+    )
+    frame_rate: float = Field(24.0, gt=0, le=1000, description="frames per second; frames are chosen by timestamp")
     bucket_strategy: Literal["resolution_frames", "aspect_ratio"] = Field(
         "resolution_frames",
         description="resolution_frames: shorter videos make shorter clips; aspect_ratio: all have num_frames",
     )
     frame_interval: int | None = Field(
-        None, ge=1, description="frame counts of resolution_frames are 1 + a multiple of it; default: the model's 4"
+        None,
+        ge=1,
+        le=MOST_FRAMES,
+        description="frame counts of resolution_frames are 1 + a multiple of it; default: the model's 4",
     )
     clip: Literal["head", "middle", "random", "uniform", "chunks", "slide"] = Field(
         "head", description="which part of a longer video; chunks: every part; slide: a clip every clip_stride"
     )
-    clips: int = Field(1, ge=1, description="clips of each video, where clip is random or uniform")
-    clip_stride: int | None = Field(None, ge=1, description="frames between the starts of clips, where clip is slide")
+    clips: int = Field(1, ge=1, le=10_000, description="clips of each video, where clip is random or uniform")
+    clip_stride: int | None = Field(
+        None, ge=1, le=10**9, description="frames between the starts of clips, where clip is slide"
+    )
     scenes: bool = Field(False, description="find cuts; no clip crosses one, and each scene counts as a video")
     max_repeated_frames: Share | None = Field(
         None, description="largest share of a clip's frames that may repeat the one before; default: no limit"
@@ -116,13 +127,15 @@ class Dataset(Section):
     mask_column: str | None = Field(None, description="column (for webdataset: extension of the member) of the mask")
 
     where: str | None = Field(None, description="filter on extra columns: score > 5 and licence in ('cc0', 'cc-by')")
-    repeats: int = Field(0, ge=0, description="extra passes in an epoch: 0 = once")
+    repeats: int = Field(0, ge=0, le=1_000_000, description="extra passes in an epoch: 0 = once")
     weight: float = Field(1.0, gt=0, le=1e6, description="draws in an epoch, times this; 0.5: every other epoch")
     is_regularisation_data: bool = Field(False, description="trained towards the base model's own prediction")
     eval: bool = Field(False, description="held out: the whole dataset is for evaluation")
     eval_fraction: Share = Field(0.0, description="share held out for evaluation, chosen by content")
 
-    resolution: float | None = Field(None, gt=0, description="see resolution_type; default: the family's own")
+    resolution: float | None = Field(
+        None, gt=0, le=LONGEST_EDGE, description="see resolution_type; default: the family's own"
+    )
     resolution_type: Literal["pixel_area", "area", "pixel"] = Field(
         "pixel_area",
         description="pixel_area: edge of a square of that area; area: megapixels; pixel: shorter edge",
@@ -142,16 +155,24 @@ class Dataset(Section):
         "center", description="where it is cut; random: seeded by the item's identity; corner: upper left"
     )
     minimum_image_size: float | None = Field(
-        None, gt=0, description="smaller is set aside; in the unit of resolution_type"
+        None, gt=0, le=LONGEST_EDGE, description="smaller is set aside; in the unit of resolution_type"
     )
     maximum_image_size: float | None = Field(
-        None, gt=0, description="larger is set aside, or scaled down first where target_downsample_size is given"
+        None,
+        gt=0,
+        le=LONGEST_EDGE,
+        description="larger is set aside, or scaled down first where target_downsample_size is given",
     )
     target_downsample_size: float | None = Field(
-        None, gt=0, description="size to which what is over maximum_image_size is scaled before it is cut"
+        None,
+        gt=0,
+        le=LONGEST_EDGE,
+        description="size to which what is over maximum_image_size is scaled before it is cut",
     )
     allow_upscale: bool = Field(False, description="false: a file smaller than its bucket is set aside")
-    max_distortion: float | None = Field(None, ge=0, description="largest change of aspect by stretching: 0.05 is 5 %")
+    max_distortion: float | None = Field(
+        None, ge=0, le=1000, description="largest change of aspect by stretching: 0.05 is 5 %"
+    )
     max_cropped: Share | None = Field(None, description="largest share of the area that cutting may lose")
     animations: Literal["first-frame", "video"] = Field(
         "first-frame", description="how a GIF, WebP or APNG in motion is taken"

@@ -22,7 +22,9 @@ from schemas.config import Config
 from schemas.errors import USAGE, LatentpressError
 from schemas.explain import dotted, explain, fields_of, is_section
 from schemas.overrides import put, split
-from schemas.yamlfile import Document, Key, YamlErrors, parse
+from schemas.yamlfile import MAX_CHARACTERS, Document, Key, YamlErrors, parse
+
+MOST_ERRORS = 100  # that are explained: near misses of a key take a millisecond each
 
 
 class ConfigError(LatentpressError, ValueError):
@@ -55,8 +57,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         config = Config.model_validate(document.value)
     except ValidationError as error:
-        problems = [problem for each in error.errors(include_url=False) for problem in explain(each)]
+        found = error.errors(include_url=False)
+        problems = [problem for each in found[:MOST_ERRORS] for problem in explain(each)]
         errors += [line for _, line in sorted({_place(path, document, set_paths, *each) for each in problems})]
+        if len(found) > MOST_ERRORS:
+            errors.append(f"{path}: and {len(found) - MOST_ERRORS} more")
     if errors:
         raise ConfigError(errors)
     return config
@@ -92,7 +97,8 @@ def json_schema() -> dict[str, Any]:
 
 def _read(path: Path) -> Document:
     try:
-        return parse(path.read_text(encoding="utf-8-sig"))
+        with path.open(encoding="utf-8-sig") as file:
+            return parse(file.read(MAX_CHARACTERS + 1))  # no more, be it /dev/zero
     except FileNotFoundError as error:
         step = "Copy the pipeline.yaml of the source tree and edit it, or name yours with --config."
         raise ConfigError([f"{path}: no such file"], step) from error
@@ -101,7 +107,9 @@ def _read(path: Path) -> Document:
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     except YamlErrors as error:
-        raise ConfigError([f"{path}:{line}: {message}" for line, message in error.problems]) from error
+        raise ConfigError([f"{path}:{line}: {message}" for line, message in error.problems[:MOST_ERRORS]]) from error
+    except ValueError as error:  # a zero byte in the name
+        raise ConfigError([f"{str(path)!r}: cannot be read: {error}"]) from error
 
 
 def _override(config: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[Key, str], list[str]]:
@@ -144,7 +152,7 @@ def _drop_empty(value: Any, kind: Any) -> None:
 def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     def absolute(text: str) -> str:
         text = text.removeprefix("file://")
-        return text if "://" in text else os.path.abspath(folder / Path(text).expanduser())
+        return text if "://" in text else os.path.abspath(folder / os.path.expanduser(text))
 
     def absolute_if_there(text: str) -> str:
         there = absolute(text)

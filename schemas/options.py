@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 
-from schemas.config import Config, Resources
+from schemas.config import MOST_PROCESSES, Config, Resources
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def parse_shard(text: str | Shard) -> Shard:
 
 def parse_device(text: str) -> str:
     """Read a device's name; anything else is wrong usage."""
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
         raise typer.BadParameter(f"{text!r} is not one of auto, cpu, cuda, cuda:N")
     return text
 
@@ -79,7 +79,9 @@ DeviceOption = Annotated[
 ]
 WorkersOption = Annotated[
     int | None,
-    typer.Option("--workers", min=1, metavar="N", help="Processes on this machine.  [default: as configured]"),
+    typer.Option(
+        "--workers", min=1, max=MOST_PROCESSES, metavar="N", help="Processes on this machine.  [default: as configured]"
+    ),
 ]
 
 

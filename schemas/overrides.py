@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, get_origin
 
 from schemas.explain import dotted, type_at
-from schemas.yamlfile import Key, YamlErrors, parse
+from schemas.yamlfile import MAX_DEPTH, Key, YamlErrors, parse
 
 
 def split(text: str) -> tuple[str, Any]:
@@ -16,10 +16,14 @@ def split(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals or not all(key.split(".")):
         raise ValueError("write KEY=VALUE, for example train.optimizer.lr=1e-4")
+    if key.count(".") >= MAX_DEPTH:
+        raise ValueError(f"a key has at most {MAX_DEPTH} parts")
     try:
         return key, parse(value).value
     except YamlErrors as error:
-        raise ValueError(f"{error.problems[0][1]}; put the value in quotes") from error
+        message = error.problems[0][1]
+        quoted = message.startswith(("not valid YAML", "tag "))
+        raise ValueError(f"{message}; put the value in quotes" if quoted else message) from error
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> Key:

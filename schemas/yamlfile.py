@@ -1,7 +1,8 @@
 """YAML 1.2 read with the line of everything in it.
 
 The core schema and nothing more: `1e-4` is a number, `no`, `on` and `yes` are text, a date is text. Tags and
-merge keys are refused, duplicate keys are errors.
+merge keys are refused, duplicate keys are errors. A document has limits, so that none takes minutes or ends in a
+traceback: its length, its depth, its values with every alias written out, the digits of a number.
 """
 
 import math
@@ -10,11 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import MaxDepthExceededError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from schemas.report import shortened
+
 Key = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
+MAX_CHARACTERS = 256 * 1024  # the parser takes up to 50 us a character
+MAX_DEPTH = 32
+MAX_VALUES = 100_000
+MAX_DIGITS = 64
+_TOO_DEEP = f"lists and sections stand more than {MAX_DEPTH} deep in one another"
+_INTEGER = re.compile(r"[-+]?(0x_*[0-9a-f][0-9a-f_]*|0o_*[0-7][0-7_]*|0b_*[01][01_]*|_*[0-9][0-9_]*)", re.A | re.I)
 
 
 class YamlErrors(ValueError):
@@ -32,14 +42,23 @@ class Document:
     value: Any = None
     lines: dict[Key, int] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
+    values: int = 0
 
 
 def parse(text: str) -> Document:
     """Read one document; an empty one has the value None. Raises YamlErrors with every problem found."""
+    if len(text) > MAX_CHARACTERS:
+        line = text.count("\n", 0, MAX_CHARACTERS) + 1
+        raise YamlErrors([(line, f"the document is longer than {MAX_CHARACTERS:,} characters; shorten it")])
     if directive := re.match(r"%YAML[ \t]+(?!1\.2\b)\S+", text):
         raise YamlErrors([(1, f"{directive[0]}: this is read as YAML 1.2; remove the directive")])
+    yaml = YAML(typ="safe", pure=True)
+    yaml.max_depth = MAX_DEPTH
     try:
-        root = YAML(typ="safe", pure=True).compose(text)
+        root = yaml.compose(text)
+    except MaxDepthExceededError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise YamlErrors([(line, _TOO_DEEP)]) from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = " ".join(part for part in (error.context, error.problem) if part)
@@ -47,6 +66,8 @@ def parse(text: str) -> Document:
             message = "a tab cannot indent YAML; use spaces"
         raise YamlErrors([(mark.line + 1 if mark else 1, f"not valid YAML: {message}")]) from error
     except YAMLError as error:
+        raise YamlErrors([(1, f"not valid YAML: {error}")]) from error
+    except (ValueError, OverflowError) as error:  # the parser's own: an escape beyond the last character, "\\U00110000"
         raise YamlErrors([(1, f"not valid YAML: {error}")]) from error
     document = Document(lines={(): 1})
     if root is not None:
@@ -58,6 +79,11 @@ def parse(text: str) -> Document:
 
 def _build(node: Node, path: Key, document: Document, above: tuple[int, ...]) -> Any:
     line = node.start_mark.line + 1
+    document.values += 1
+    if document.values > MAX_VALUES or len(path) > MAX_DEPTH:  # the parser has not looked into aliases
+        many = f"more than {MAX_VALUES:,} values, each alias counted as what it stands for; write fewer"
+        message = many if document.values > MAX_VALUES else _TOO_DEEP
+        raise YamlErrors([*document.problems, (document.lines.get(path[:1], line), message)])
     document.lines.setdefault(path, line)
     tag = str(node.tag).removeprefix(_TAG)
     if id(node) in above:
@@ -73,6 +99,9 @@ def _build(node: Node, path: Key, document: Document, above: tuple[int, ...]) ->
             return _scalar(tag, node.value)
         except UnicodeDecodeError:
             document.problems.append((line, "half of a surrogate pair is no character"))
+            return None
+        except ValueError as error:
+            document.problems.append((line, str(error)))
             return None
     document.problems.append((line, f"tag {node.tag} is not supported; remove it"))
     return None
@@ -99,16 +128,24 @@ def _scalar(tag: str, text: str) -> Any:
     if tag == "null":
         return None
     if tag == "bool":
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{shortened(text)!r} is tagged as a truth value; valid: true, false")
         return text.lower() == "true"
     if tag == "int":
         return _integer(text)
     if tag == "float":
         return _float(text)
+    if "\0" in text:
+        raise ValueError("a zero byte is no character of a text")
     # JSON writes a character beyond 16 bits as two escapes, which YAML reads as two characters.
     return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def _integer(text: str) -> int:
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"{shortened(text)!r} is no whole number")
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text):,} digits; at most {MAX_DIGITS}")
     digits = text.replace("_", "")
     sign = -1 if digits.startswith("-") else 1
     digits = digits.lstrip("+-")
@@ -120,4 +157,7 @@ def _float(text: str) -> float:
     digits = text.replace("_", "").lower()
     if digits.endswith(".nan"):
         return math.nan
-    return float(digits.replace(".inf", "inf"))
+    try:
+        return float(digits.replace(".inf", "inf"))
+    except ValueError:
+        raise ValueError(f"{shortened(text)!r} is no number") from None

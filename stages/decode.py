@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cache.store import explained, require_folder
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
@@ -20,6 +21,7 @@ SUFFIXES = {False: ".png", True: ".mp4"}
 
 def run(config: Config, options: Options, console: Console) -> Report:
     folder = Path(config.output) / config.train.run
+    require_folder(folder)
     report = Report(program="decode", dry_run=options.dry_run)
     files = sorted((folder / "validation").glob("*/*.safetensors"))
     mine = [file for file in options.shard.of(files) if not _is_decoded(file, target(folder, config, file))]
@@ -34,7 +36,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
         _decode_all(config, options, console, folder, mine, report)
     sheet = folder / "samples" / "contact-sheet.png"
     if mine or not sheet.exists():
-        contact_sheet(config, folder, files, sheet)
+        with explained(str(sheet)):
+            contact_sheet(config, folder, files, sheet)
     report.details = {"samples": str(folder / "samples"), "contact sheet": str(sheet)}
     return report
 
@@ -66,7 +69,9 @@ def _decode_all(
             import torch
 
             frames = autoencoder.decode(torch.from_numpy(latent)[None])[0]
-            write(target(folder, config, file), np.asarray(frames), frames_per_second(config))
+            picture = target(folder, config, file)
+            with explained(str(picture)):
+                write(picture, np.asarray(frames), frames_per_second(config))
             report.done += 1
             progress.advance(1)
 

@@ -36,7 +36,9 @@ def run(
             "--format", parser=parse_format, metavar="NAME", help="arrow or webdataset.  [default: cache.format]"
         ),
     ] = None,
-    shard_mib: Annotated[float, typer.Option("--shard-mib", min=1e-3, help="About the size of a shard, MiB.")] = 256,
+    shard_mib: Annotated[
+        float, typer.Option("--shard-mib", min=1e-3, max=65_536, help="About the size of a shard, MiB.")
+    ] = 256,
     with_captions: Annotated[bool, typer.Option("--with-captions", help="Include the words of captions.")] = False,
 ) -> Report:
     refuse_shard(options, "export")

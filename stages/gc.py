@@ -70,7 +70,8 @@ def run(
     *,
     yes: Annotated[bool, typer.Option("--yes", help="Remove what is listed.")] = False,
     keep_days: Annotated[
-        float, typer.Option(min=0, metavar="N", help="Keep what was written in the last N days, whoever uses it.")
+        float,
+        typer.Option(min=0, max=36_500, metavar="N", help="Keep what was written in the last N days, whoever uses it."),
     ] = KEEP_DAYS,
     also: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Another configuration of this root. Repeatable.")

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from cache.store import Store, explained
+from cache.store import Store, explained, require_folder
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
@@ -36,7 +36,7 @@ def run(
         typer.Option(metavar="FILE", help="The page.  [default: <output>/preview/latents|plan-<generation>.html]"),
     ] = None,
     items: Annotated[
-        int, typer.Option("--samples", "--items", min=1, metavar="N", help="Samples shown of each bucket.")
+        int, typer.Option("--samples", "--items", min=1, max=100_000, metavar="N", help="Samples shown of each bucket.")
     ] = 6,
     bucket: Annotated[list[str] | None, typer.Option(metavar="WxH@F", help="This bucket alone. Repeatable.")] = None,
 ) -> Report:
@@ -47,6 +47,7 @@ def run(
     sheet = Sheet.of(store, config, current)
     buckets = _wanted(bucket, sheet.buckets)
     page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
+    require_folder(page.parent)
     show = _show_plan if plan else _show_latents
     return show(sheet, buckets, items, page, options, console, report)
 

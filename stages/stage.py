@@ -21,7 +21,7 @@ from cache.generations import Generation, Unit
 from cache.shard import Truncated, done_units
 from cache.store import Store
 from cache.weights import pinned
-from schemas.config import Config, Encoding
+from schemas.config import MOST_PREFETCH, MOST_PROCESSES, Config, Encoding
 from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
@@ -133,8 +133,8 @@ class EncodingStage:
         *,
         retry_set_aside: Annotated[bool, typer.Option(help="Try again everything that was set aside.")] = False,
         max_time: MaxTime = None,
-        readers: Annotated[int | None, typer.Option(min=1, metavar="N", help=_READERS)] = None,
-        prefetch: Annotated[int | None, typer.Option(min=1, metavar="N", help=_PREFETCH)] = None,
+        readers: Annotated[int | None, typer.Option(min=1, max=MOST_PROCESSES, metavar="N", help=_READERS)] = None,
+        prefetch: Annotated[int | None, typer.Option(min=1, max=MOST_PREFETCH, metavar="N", help=_PREFETCH)] = None,
     ) -> Report:
         """Do this process' part of what remains, and report."""
         stopping, store = Stopping(max_time), Store(config.root)

@@ -39,7 +39,9 @@ def run(
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it again and again, with rates, until nothing remains or Ctrl-C.")
     ] = False,
-    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks of --watch.")] = 5.0,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="Between two looks of --watch.")
+    ] = 5.0,
 ) -> Report:
     refuse_shard(options, "status")
     if watch and not options.dry_run:

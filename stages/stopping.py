@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-_TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?|(\d+):([0-5]\d):([0-5]\d)")
+_TIME = re.compile(r"(?:(\d{1,6})h)?(?:(\d{1,7})m)?(?:(\d{1,8})s?)?|(\d{1,6}):([0-5]\d):([0-5]\d)", re.ASCII)
 
 
 def parse_time(text: str) -> float:

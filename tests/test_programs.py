@@ -1,9 +1,12 @@
 """Every program as a shell sees it: help without torch, exit codes, reports that are JSON and nothing else."""
 
+import inspect
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -65,6 +68,29 @@ def test_wrong_use_ends_with_2(
     assert code("--no-such-option") == 2
     assert code("--config", str(tmp_path / "absent.yaml")) == 2
     assert "absent.yaml" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_number_of_the_command_line_has_both_bounds(program: str) -> None:
+    app = import_module("trainer.__main__" if program == "train" else module_of(program)).app
+    found = {}
+    for name, parameter in inspect.signature(app.registered_commands[0].callback).parameters.items():
+        kind, option = get_args(parameter.annotation)
+        if {int, float} & {kind, *get_args(kind)} and option.parser is None:
+            found[name] = (option.min, option.max)
+    assert "workers" in found
+    assert [name for name, bounds in found.items() if None in bounds] == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "many"), ("WORLD_SIZE", "0"), ("RANK", "9" * 5000)])
+def test_a_launcher_that_says_no_number_is_named(tmp_path: Path, name: str, value: str) -> None:
+    (tmp_path / "pipeline.yaml").write_text(
+        "root: work\nmodel: {family: sana, path: nowhere}\ndatasets: [{id: a, instance_data_dir: absent}]\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", name: value}
+    command = [sys.executable, "-m", "trainer"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 2 and f"the environment variable {name} is" in done.stderr
 
 
 def test_an_unknown_program_is_answered_with_the_list() -> None:

@@ -1,6 +1,7 @@
 """train: a training set to an adapter or a model. Parses and plans first; torch is imported when there is work."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
             "training is one job and can't be divided with --shard",
             "For several GPUs: torchrun --nproc-per-node N -m trainer --config pipeline.yaml",
         )
-    world = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher, as RANK is
-    if int(os.environ.get("RANK", "0")) > 0:
+    world = launched("WORLD_SIZE", 1)
+    if launched("RANK", 0) > 0:
         console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (rank 0 speaks for all)
         console = Console(stdout=nowhere, stderr=nowhere)
     report = Report("train", dry_run=options.dry_run)
@@ -63,6 +64,17 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.details |= summary
     return report
+
+
+def launched(name: str, alone: int) -> int:
+    """A number that torchrun or accelerate sets in the environment of each process."""
+    text = os.environ.get(name, str(alone))
+    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < alone:
+        raise WrongUse(
+            f"the environment variable {name} is {text!r}, no number from {alone} on",
+            "It is set by torchrun or accelerate launch; unset it to train in one process.",
+        )
+    return int(text)
 
 
 def describe(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:

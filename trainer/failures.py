@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from cache.store import explained
+from cache.store import explained, require_folder
 from schemas.errors import LatentpressError
 
 
@@ -19,7 +19,9 @@ class OutOfMemory(LatentpressError):
 
 @contextmanager
 def told(folder: Path) -> Iterator[None]:
-    """Training that writes under `folder`: a full disk, no permission or no memory end it with a message."""
+    """Training that writes under `folder`: a full disk, no permission or no memory end it with a message, and what
+    stands in the folder's way does before anything is loaded."""
+    require_folder(folder)
     with explained(str(folder)):
         try:
             yield

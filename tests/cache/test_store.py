@@ -307,3 +307,17 @@ def test_a_folder_that_is_removed_while_a_file_is_opened_is_made_again(tmp_path,
     store = Store(tmp_path)
     store.publish_bytes("rejects/a/x.arrow", b"x")
     assert store.read_bytes("rejects/a/x.arrow") == b"x" and len(times) == 2
+
+
+def test_what_stands_in_the_way_of_the_root_is_named(tmp_path):
+    (tmp_path / "link").symlink_to("/mnt/nowhere")
+    (tmp_path / "file").write_text("x")
+    cases = {
+        tmp_path / "link": "link is a link to /mnt/nowhere, which is not there",
+        tmp_path / "file": "file is a file, not a folder",
+        "/proc/nothing": "can't be made",
+    }
+    for root, reason in cases.items():
+        with pytest.raises(StoreError, match=reason) as caught:
+            Store(root).publish_bytes("a/b", b"1")
+        assert caught.value.next_step

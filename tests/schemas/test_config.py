@@ -85,7 +85,7 @@ def test_a_dataset_is_not_called_as_the_validation_prompts_are():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"resolution": 8}, {"resolution": 1024, "resolution_type": "area"}, {"resolution": 1e7}]
+    "wrong", [{"resolution": 8}, {"resolution": 1024, "resolution_type": "area"}, {"resolution": 1e6}]
 )
 def test_a_resolution_that_no_picture_can_have_is_refused(wrong):
     assert list(problems(datasets=[dataset("a", **wrong)])) == [("datasets", 0, "resolution")]

@@ -196,3 +196,23 @@ def test_a_file_that_is_no_validation_latent_is_named(project) -> None:
     save_file({"other": random_latent(1)}, path)
     with pytest.raises(LatentpressError, match=r"cat\.safetensors can't be read"):
         home.run(decode.run)
+
+
+def test_an_output_that_is_no_folder_is_named_before_a_model_is_loaded(project, monkeypatch) -> None:
+    home = project("kandinsky5-image-t2i")
+    monkeypatch.setattr(loading, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
+    (home.folder / "output").symlink_to(home.folder / "unmounted")
+    with pytest.raises(LatentpressError, match=r"output is a link to .*unmounted, which is not there"):
+        home.run(decode.run)
+    (home.folder / "output").unlink()
+    (home.folder / "output").write_text("x")
+    with pytest.raises(LatentpressError, match="output is a file, not a folder"):
+        home.run(decode.run)
+
+
+def test_a_picture_that_cannot_be_written_is_no_traceback(project) -> None:
+    home = project("kandinsky5-image-t2i")
+    put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
+    (home.folder / "output/run/samples").write_text("a file in its place")
+    with pytest.raises(LatentpressError, match=r"samples/step-000003/cat\.png"):
+        home.run(decode.run)
