@@ -83,6 +83,11 @@ class Generation:
         """Table of schemas.tables.SAMPLES over all generations up to this one, whether active or not."""
         return self._all("samples")
 
+    @property
+    def text_table(self) -> pa.Table:
+        """Table of schemas.tables.TEXTS over all generations up to this one, whether active or not."""
+        return self._all("texts")
+
     @cached_property
     def samples(self) -> Rows:
         """sample_id -> row of `sample_table`."""
@@ -90,8 +95,8 @@ class Generation:
 
     @cached_property
     def texts(self) -> Rows:
-        """text_id -> row of schemas.tables.TEXTS, over all generations up to this one."""
-        return Rows(self._all("texts"), "text_id")
+        """text_id -> row of `text_table`."""
+        return Rows(self.text_table, "text_id")
 
     @cached_property
     def places(self) -> Rows:

@@ -28,7 +28,7 @@ from stages import listing, mediatable
 from stages.listing import Known, Split
 from stages.mediatable import Settings, Spill, media_path, read_media
 from stages.sources.base import CHUNK, Source, open_source
-from stages.stage import refuse_shard
+from stages.stage import FLOOR, refuse_shard
 
 # For those who read what discover writes.
 __all__ = ["media_path", "read_media", "run"]
@@ -37,7 +37,6 @@ SAVE_S = 30.0  # between pieces: what a kill costs
 SAVE_ROWS = 65536  # in a piece at most, about
 MOST_ROWS = 4096  # that were read and are no columns yet
 SHOWN = 10_000  # items set aside that the report itself lists
-FLOOR = 10  # items of which the share set aside is taken at least, so that one of three stops nothing
 
 
 def run(config: Config, options: Options, console: Console) -> Report:

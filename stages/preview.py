@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
+import pyarrow as pa
 import typer
 
 from cache.store import Store, explained, require_folder
@@ -19,6 +20,8 @@ from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.contactsheet import planned
 from stages.contactsheet.sheet import Sheet
+from stages.media import presence
+from stages.media.places import Places
 from stages.plan import current_plan
 from stages.stage import WrongUse, refuse_shard
 
@@ -77,6 +80,7 @@ def _show_plan(
     if options.dry_run:
         report.remaining = total
         return report
+    _require_media(sheet, chosen)
     with console.progress(total, "preview") as progress:
         size = _write(page, (piece.encode() for piece in planned.page(sheet, chosen, options, report, progress)))
     report.details["MiB"] = round(size / 2**20, 2)
@@ -107,6 +111,7 @@ def _show_latents(
         report.details["buckets"] = [cached.line(name, len(rows)) for name, rows in chosen.items()]
         return report
     _require_torch()
+    _require_media(sheet, chosen)
     from stages.contactsheet import poster, resultpage, results
 
     with console.progress(total, "preview", "samples") as progress:
@@ -118,6 +123,12 @@ def _show_latents(
     report.details["contact sheets"] = [str(path) for path in sheets]
     report.details["MiB"] = round((size + sum(path.stat().st_size for path in sheets)) / 2**20, 2)
     return report
+
+
+def _require_media(sheet: Sheet, chosen: dict[str, list[int]]) -> None:
+    rows = pa.array([row for rows in chosen.values() for row in rows], pa.int64())
+    samples = sheet.active.column("sample_id").take(rows).combine_chunks()
+    presence.require(Places(sheet.config, sheet.plan), "latents", presence.watched(sheet.plan, "latents", samples))
 
 
 def _require_torch() -> None:

@@ -26,10 +26,12 @@ from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
 from schemas.report import shortened, visible
+from stages.media import presence
 from stages.media.places import Places
 from stages.plan import current_plan
 from stages.stopping import MaxTime, Stopping
 
+FLOOR = 10  # items of which the share set aside is taken at least, so that one of three stops nothing
 _READERS = "Processes that decode for each that encodes.  [default: as configured]"
 _PREFETCH = "Members read ahead by each process.  [default: as configured]"
 
@@ -51,13 +53,15 @@ def refuse_shard(options: Options, program: str) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker process needs to know; small, and sent to it as it is. process: its number, from 0."""
+    """What a worker process needs to know; small, and sent to it as it is. process: its number, from 0. watched:
+    members whose files tell whether the media are there."""
 
     config: Config
     generation: str
     fingerprint: str
     resources: Encoding
     process: int = 0
+    watched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,12 +157,14 @@ class EncodingStage:
             return report
         limit = _Limit(self, store, config, work)
         if mine:
+            watched = presence.watched(work.plan, self.kind, work.wanted_of(mine))
+            presence.require(Places(config, work.plan), self.kind, watched)
             _write_provenance(store, self, work.fingerprint, config)
             pinned_config = config.model_copy(update={"model": pinned(config.model)})
             given = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
             resources = options.resources(config, self.name).model_copy(update=given)
             assert isinstance(resources, Encoding)
-            job = Job(pinned_config, work.plan.name, work.fingerprint, resources)
+            job = Job(pinned_config, work.plan.name, work.fingerprint, resources, watched=watched)
             with stopping.by_signals():
                 _run_units(store, self, job, work.plan, mine, limit, console, report)
             work = self.work(store, config, work.plan)
@@ -188,6 +194,11 @@ class Work:
     def part(self, shard: Shard) -> list[Unit]:
         """What remains of one part. Parts are cut from all units, so they stay the same while others finish."""
         return [unit for unit in shard.of(self.units) if unit.unit_id not in self.done or unit.unit_id in self.again]
+
+    def wanted_of(self, units: Sequence[Unit]) -> pa.Array:
+        """Ids of the wanted members of some units."""
+        members = pa.array([name for unit in units for name in unit.members], pa.string())
+        return members.filter(pc.is_in(members, value_set=self.wanted))
 
     @property
     def set_aside(self) -> list[dict]:
@@ -277,7 +288,8 @@ def _run_units(
 
 
 class _Limit:
-    """Of the members that the plan wants, what was tried and set aside, in this run and in earlier ones.
+    """Of the members that the plan wants, what was tried and set aside, in this run and in earlier ones. Missing media
+    is not counted: `presence` stops a stage that finds most of it missing, and index what lacks any.
 
     LatentpressError, at once or by `count`, where more than `max_reject_fraction` of them were set aside. A run
     that was stopped so is stopped again, until they are mended or the limit is raised.
@@ -291,32 +303,40 @@ class _Limit:
         self._counts = work.counts
         settled = [unit.unit_id for unit in work.units if unit.unit_id in work.done and unit.unit_id not in work.again]
         self._tried += sum(work.counts[unit] for unit in settled)
-        aside = [row for unit in settled for row in work.lists.get(unit, [])]
+        aside = _unusable(row for unit in settled for row in work.lists.get(unit, []))
         self._aside += len(aside)
         self._check(aside)
 
     def count(self, unit: str, set_aside: Sequence[dict]) -> None:
         """A unit that was just done."""
-        aside = _of_items({unit: list(set_aside)}, self._wanted).get(unit, [])
+        aside = _unusable(_of_items({unit: list(set_aside)}, self._wanted).get(unit, []))
         self._tried += self._counts[unit]
         self._aside += len(aside)
         self._check(aside)
 
     def _check(self, aside: Sequence[dict]) -> None:
-        if aside and self._aside > self._fraction * max(self._tried, 10):
+        if aside and self._aside > self._fraction * max(self._tried, FLOOR):
             what = "texts" if self._stage.of == "text" else "samples"
             raise LatentpressError(
                 f"{self._stage.name} stopped: {self._aside} of {self._tried} {what} were set aside, more than "
-                f"stages.max_reject_fraction = {self._fraction}; the last: {visible(aside[-1]['message'])}",
+                f"stages.max_reject_fraction = {self._fraction} of them (of {FLOOR}, where they are fewer); the last: "
+                f"{visible(aside[-1]['message'])}",
                 f"mend them and run with --retry-set-aside, or raise the limit; the list is under {self._folder}",
             )
+
+
+def _unusable(rows: Iterable[dict]) -> list[dict]:
+    return [row for row in rows if row["reason"] != "missing"]
 
 
 def _list_set_aside(store: Store, stage: EncodingStage, work: Work, report: Report) -> None:
     report.set_aside = work.set_aside
     if report.set_aside:
         report.rejects = store.path(f"rejects/{reject_folder(stage.name, work.fingerprint)}")
-        report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once their cause is mended")
+        if any(not row["retry"] for row in report.set_aside):
+            report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once their cause is mended")
+        if any(row["reason"] == "missing" for row in report.set_aside):
+            report.next_steps.append(f"latentpress {stage.name}   # once the missing files are there again")
 
 
 def _write_provenance(store: Store, stage: EncodingStage, fingerprint: str, config: Config) -> None:

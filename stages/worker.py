@@ -7,6 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from cache import generations
 from cache.generations import Unit
 from cache.rejects import read_one, reject, write
@@ -16,9 +19,10 @@ from schemas.errors import LatentpressError
 from stages import loading
 from stages.ahead import Ahead, Take
 from stages.engines.isolated import Isolated
-from stages.media import members
+from stages.media import members, presence
 from stages.media.errors import MediaError
 from stages.media.members import Read, Wanted
+from stages.media.places import Places
 from stages.stage import Job, Outcome, reject_folder
 
 Advance = Callable[[int], None]
@@ -43,6 +47,7 @@ class UnitWorker(ABC):
         self.batch_limit: int = getattr(getattr(self.config, self.section), self.limited_by)
         self.store = Store(job.config.root)
         self.plan = generations.load(self.store, job.generation)
+        self.places = Places(self.config, self.plan)
         self.device = loading.device(job.resources, job.process)
         self.provenance = loading.provenance(job.resources, self.device)
 
@@ -142,6 +147,8 @@ class UnitWorker(ABC):
             shard = _Shard(self, unit, limit)
             try:
                 self._rows(shard, read(), count)
+                if shard.lacks_files:
+                    self._require_media(unit)
                 return shard
             except BaseException as error:
                 shard.drop()
@@ -157,6 +164,13 @@ class UnitWorker(ABC):
             advance(-counted)
             counted = 0
             read = lambda: ahead.again(unit)  # noqa: E731
+
+    def _require_media(self, unit: Unit) -> None:
+        """Stop rather than publish a shard without members whose files are missing, where most files are."""
+        members = pa.array(unit.members, pa.string())
+        wanted = self.plan.active_texts if self.kind == "text" else self.plan.active_samples
+        tried = members.filter(pc.is_in(members, value_set=wanted))
+        presence.require(self.places, self.kind, {*self.job.watched, *presence.spread(tried)})
 
     def _rows(self, shard: "_Shard", read: Members, advance: Advance) -> None:
         for names, batch in shard.batches(read, advance):
@@ -226,6 +240,10 @@ class _Shard:
             self._remarks[remark] += 1
         self._encoded += 1
         self._bytes += sum(array.nbytes for array in row.tensors.values())
+
+    @property
+    def lacks_files(self) -> bool:
+        return any(member["reason"] == "missing" for member in self._aside)
 
     def _set_aside(self, name: str, path: str, reason: str, message: str, retry: bool) -> None:
         self._aside.append(reject(self._worker.stage, name, path, reason, message, retry))

@@ -1,7 +1,12 @@
 """What is raised for a file that can't be used, whatever is wrong with it."""
 
+import errno
 import os
 import stat
+
+#: What the system says of a file whose disk or server is no longer there.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN)
+RESTORE = "restore it, mount its disk, or correct media_root"
 
 
 class MediaError(Exception):
@@ -28,8 +33,6 @@ def require_file(path: str | os.PathLike[str]) -> int:
     """The size in bytes of a regular file that has content; MediaError otherwise."""
     try:
         status = os.stat(path)
-    except FileNotFoundError as error:
-        raise MediaError("missing", path, "is not there", "restore it or run discover again") from error
     except OSError as error:
         raise unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
@@ -40,7 +43,11 @@ def require_file(path: str | os.PathLike[str]) -> int:
 
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> MediaError:
-    """The MediaError for a file that the operating system doesn't let us read."""
+    """The MediaError for a file that the operating system doesn't let us read: "missing" where it, or the disk that it
+    lies on, is not there."""
+    if error.errno in _GONE and type(error).__module__ == "builtins":  # FFmpeg has such numbers of its own
+        said = "" if error.errno == errno.ENOENT else f" ({error.strerror})"
+        return MediaError("missing", path, f"is not there{said}", RESTORE)
     problem = f"can't be read ({error.strerror or error})"
     return MediaError("unreadable", path, problem, "check its permissions and the disk, then run again")
 

@@ -1,6 +1,7 @@
 """Where the files of a plan's members lie on this machine. Needs no media library, so that any program may ask."""
 
 from functools import cached_property
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -8,12 +9,22 @@ import pyarrow.compute as pc
 from cache.generations import Generation
 from cache.rows import Rows
 from schemas.config import VALIDATION, Config, Dataset
+from schemas.errors import LatentpressError
 from stages.media.errors import MediaError
 from stages.media.files import Media, check
 from stages.sources.base import Source, open_source
 
 #: A file and the content it was planned with.
 Wanted = tuple[Media, str]
+
+
+class Need(NamedTuple):
+    """A file that a member is made of. role: "media", "source" or "mask"; content: its media id as planned."""
+
+    dataset: str
+    role: str
+    path: str
+    content: str
 
 
 class Places:
@@ -26,29 +37,59 @@ class Places:
     def of_sample(self, name: str) -> list[Wanted]:
         """The media, for i2i the source image, and the mask where there is one. MediaError: the configuration no longer
         has it."""
-        sample = self._plan.samples[name]
-        place = self._plan.places.get(name, sample)
-        files: list[Wanted] = [(self.media(place["dataset"], place["path"]), sample["media_id"])]
-        if sample["condition"] == "source":
-            files.append((self.companion(place["dataset"], "source", place["source_path"]), sample["source_id"]))
-        if sample["mask_id"]:
-            files.append((self.companion(place["dataset"], "mask", place["mask_path"]), sample["mask_id"]))
-        return files
+        return [(self._opened(need), need.content) for need in self.needs("latents", name)]
 
     def of_text(self, name: str) -> list[Wanted]:
         """The image inside an i2i prompt; nothing for other prompts."""
-        text = self._plan.texts[name]
-        if not text["image_id"]:
-            return []
-        place = self._images.get(name, {"dataset": text["image_dataset"], "source_path": text["image_path"]})
-        return [(self.companion(place["dataset"], "source", place["source_path"]), text["image_id"])]
+        return [(self._opened(need), need.content) for need in self.needs("text", name)]
+
+    def needs(self, kind: str, name: str) -> list[Need]:
+        """The files of a member of this kind ("text", "latents", "vision"); of vision the media alone."""
+        if kind == "text":
+            text = self._plan.texts[name]
+            if not text["image_id"]:
+                return []
+            place = self._images.get(name, {"dataset": text["image_dataset"], "source_path": text["image_path"]})
+            return [Need(place["dataset"], "source", place["source_path"], text["image_id"])]
+        sample = self._plan.samples[name]
+        place = self._plan.places.get(name, sample)
+        dataset = place["dataset"]
+        found = [Need(dataset, "media", place["path"], sample["media_id"])]
+        if sample["condition"] == "source" and kind == "latents":
+            found.append(Need(dataset, "source", place["source_path"], sample["source_id"]))
+        if sample["mask_id"] and kind == "latents":
+            found.append(Need(dataset, "mask", place["mask_path"], sample["mask_id"]))
+        return found
+
+    def holder(self, need: Need) -> Media:
+        """What must be there for a file to be there: the file, or the archive that it lies in. MediaError: it is not
+        there. LatentpressError: nor is its whole place."""
+        if need.dataset == VALIDATION:
+            return self._validation_image(need.path)
+        role = "" if need.role == "media" else need.role
+        return self._source(need.dataset).holder(role, need.path)
+
+    def location(self, dataset: str, role: str) -> tuple[str, str]:
+        """The option that says where a dataset's files of a role lie on this machine, and what it says."""
+        if dataset == VALIDATION:
+            return "validation.prompts", ""
+        found = _dataset(self._config, dataset)
+        option = {"source": "conditioning_data", "mask": "mask_data"}.get(role, "")
+        if not option or not getattr(found, option):
+            option = "media_root" if found.media_root else "instance_data_dir"
+        return f"datasets.{dataset}.{option}", getattr(found, option)
+
+    def _opened(self, need: Need) -> Media:
+        if need.role == "media":
+            return self.media(need.dataset, need.path)
+        return self.companion(need.dataset, need.role, need.path)
 
     def whole(self, kind: str, name: str) -> bool:
         """Whether all files of a member of this kind ("text", "latents") are there as they were planned."""
         try:
             for path, content in self.of_text(name) if kind == "text" else self.of_sample(name):
                 check(path, content)
-        except MediaError:
+        except (MediaError, LatentpressError):  # the latter: its place can't even be opened
             return False
         return True
 

@@ -73,6 +73,11 @@ class Source(Protocol):
         """The companion at `path`; role: "source" or "mask"."""
         ...
 
+    def holder(self, role: str, path: str) -> Media:
+        """What must be there for the item at `path` (role: "") or its companion to be there: the file, or the archive
+        that it lies in. Cheap to make, even where opening the item is not."""
+        ...
+
     def read_captions(self, path: str) -> list[str]:
         """The alternatives in the caption file at `captions_at`. Raises MediaError."""
         ...

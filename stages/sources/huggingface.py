@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.media.errors import MediaError
+from stages.media.errors import RESTORE, MediaError
 from stages.media.files import Blob, Media
 from stages.sources.base import CHUNK, add_problems, kinds_of
 from stages.sources.captions import add_captions, captions_in, listed_captions, normal_paths
@@ -78,6 +78,9 @@ class Hub:
         column = self._columns[role]
         return self._cell(path, column) if column else self._companions[role].open(path)
 
+    def holder(self, role: str, path: str) -> Media:
+        return self.open_companion(role, path) if role else self.open(path)
+
     def read_captions(self, path: str) -> list[str]:
         raise AssertionError(f"{path}: captions of a table come with the listing")
 
@@ -93,12 +96,12 @@ class Hub:
     def _cell(self, path: str, column: str) -> Media:
         row = int(self._lookup.find(pa.array([path]))[0])
         if row < 0:
-            raise MediaError("missing", path, "is no row of the dataset", "run discover again")
+            raise MediaError("missing", path, "is no row of the dataset", RESTORE)
         data, file = _parts(load(self._place)[row : row + 1].column(column))
         if data is not None and data[0].is_valid:
             return Cell(self._place, column, row, path, len(data[0].as_buffer()))
         if file is None or not file[0].is_valid:
-            raise MediaError("missing", path, f"has nothing in column {column!r}", "restore it or run discover again")
+            raise MediaError("missing", path, f"has nothing in column {column!r}", RESTORE)
         return _file(self._place, file[0].as_py())
 
     def _items(self, chunk: pa.Table, media: str, paths: pa.Array) -> dict[str, pa.Array]:
@@ -167,7 +170,8 @@ class Cell(Blob):
     def open(self) -> BinaryIO:
         data, _ = _parts(load(self._place)[self._row : self._row + 1].column(self._column))
         if data is None or not data[0].is_valid:
-            raise MediaError("changed", self.name, "is not the row that was discovered", "run discover again")
+            step = "run `latentpress discover` and `latentpress bucket`"
+            raise MediaError("changed", self.name, "is not the row that was discovered", step)
         return cast(BinaryIO, io.BytesIO(data[0].as_buffer()))
 
     def size(self) -> int:

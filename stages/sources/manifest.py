@@ -94,6 +94,9 @@ class Manifest:
     def open_companion(self, role: str, path: str) -> Media:
         return self._companions[role].open(path) if role in self._companions else self._media(path, role)
 
+    def holder(self, role: str, path: str) -> Media:
+        return self.open_companion(role, path) if role else self.open(path)
+
     def read_captions(self, path: str) -> list[str]:
         return read_caption_file(self._media(path, ""))
 

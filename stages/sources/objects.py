@@ -19,7 +19,7 @@ import fsspec
 
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes
-from stages.media.errors import MediaError
+from stages.media.errors import RESTORE, MediaError
 from stages.media.files import Blob, Seekable
 from stages.sources.urls import public, scrub
 
@@ -288,7 +288,7 @@ def _media_error(error: Exception, url: str, name: str) -> MediaError:
         error = cause
     status = getattr(error, "status", None)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return MediaError("missing", name, "is not there", "restore it or run discover again")
+        return MediaError("missing", name, "is not there", RESTORE)
     if isinstance(error, PermissionError) or status in (401, 403):
         return MediaError("unreadable", name, "can't be read (access is denied)", _ACCESS)
     if isinstance(error, TimeoutError):

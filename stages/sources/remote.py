@@ -50,6 +50,9 @@ class Remote:
     def open_companion(self, role: str, path: str) -> Media:
         return self._companions[role].open(path)
 
+    def holder(self, role: str, path: str) -> Media:
+        return self.open_companion(role, path) if role else self.open(path)
+
     def read_captions(self, path: str) -> list[str]:
         return read_caption_file(self.open(path))
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import BinaryIO, NamedTuple
 
 from schemas.identity import hash_bytes
-from stages.media.errors import MediaError
+from stages.media.errors import RESTORE, MediaError
 from stages.media.files import Blob, Media, Window, opened, size_of
 from stages.sources.objects import RemoteFile
 
@@ -211,7 +211,7 @@ def find(tar: Media, stamp: str, name: str, member: str) -> TarMember:
     place = _index(url, stamp, name).get(member)
     full = f"{name}/{member}"
     if place is None:
-        raise MediaError("missing", full, "is not in the tar", "restore it or run discover again")
+        raise MediaError("missing", full, "is not in the tar", RESTORE)
     return TarMember(tar, full, *place)
 
 

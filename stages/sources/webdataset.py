@@ -20,7 +20,7 @@ from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 from schemas.tables import EXTRA
-from stages.media.errors import MediaError
+from stages.media.errors import RESTORE, MediaError
 from stages.media.files import Media, opened, size_of
 from stages.sources import tars
 from stages.sources.base import CHUNK, LISTING, kinds_for, kinds_of, listing
@@ -246,13 +246,22 @@ class Tars:
 
     def open(self, path: str) -> Media:
         """The member at "<tar>/<member>". Raises MediaError."""
+        name, place = self._tar(path)
+        stamp = "" if "://" in self._base else stamp_of(place)
+        return tars.find(place, stamp, os.fspath(place), path[len(name) + 1 :])
+
+    def _tar(self, path: str) -> tuple[str, Media]:
+        """The tar that the member at `path` lies in: its name and where it is."""
         for end in (match.start() + 4 for match in re.finditer(r"\.tar/", path, re.IGNORECASE)):
-            name, member = path[:end], path[end + 1 :]
-            place = self._place(name)
+            place = self._place(path[:end])
             if "://" in self._base or os.path.isfile(place):
-                stamp = "" if "://" in self._base else stamp_of(place)
-                return tars.find(place, stamp, os.fspath(place), member)
-        raise MediaError("missing", path, "lies in no tar that is there", "restore it or run discover again")
+                return path[:end], place
+        raise MediaError("missing", path, "lies in no tar that is there", RESTORE)
+
+    def holder(self, role: str, path: str) -> Media:
+        if role and role not in self._roles:
+            return self._companions[role].open(path)
+        return self._tar(path)[1]
 
     def open_companion(self, role: str, path: str) -> Media:
         return self.open(path) if role in self._roles else self._companions[role].open(path)

@@ -9,7 +9,6 @@ from cache.shard import Row
 from schemas.geometry import Bucket
 from stages import loading
 from stages.media.members import Read, Wanted
-from stages.media.places import Places
 from stages.stage import Job
 from stages.text.request import CLIP_LENGTH, Prepared, TextRequest
 from stages.worker import UnitWorker
@@ -29,7 +28,6 @@ class TextWorker(UnitWorker):
         super().__init__(job)
         self.precision = self.config.text.precision or self.config.model.precision
         self._encoder = loading.text_encoder(self.config, self.device)
-        self._places = Places(self.config, self.plan)
 
     def member_bytes(self, unit: Unit) -> int:
         geometry = self.plan.texts[unit.members[0]]["image_geometry"]
@@ -52,7 +50,7 @@ class TextWorker(UnitWorker):
         text = self.plan.texts[name]
         if not text["image_id"]:
             return None
-        return Wanted(tuple(self._places.of_text(text["text_id"])), None, text["image_geometry"])
+        return Wanted(tuple(self.places.of_text(text["text_id"])), None, text["image_geometry"])
 
     def prepare(self, name: str, read: Read | None) -> Prepared:
         text = self.plan.texts[name]

@@ -12,7 +12,6 @@ from schemas.geometry import Bucket
 from schemas.identity import seed_of
 from stages import loading
 from stages.media.members import Read, Wanted
-from stages.media.places import Places
 from stages.stage import Job
 from stages.vision.pooling import pool_space, pool_time
 from stages.worker import UnitWorker
@@ -39,7 +38,6 @@ class LatentsWorker(UnitWorker):
         self.precision = self.config.latents.precision or self.config.model.precision
         self._autoencoder = loading.autoencoder(self.config, self.device)
         self.provenance["slicing"] = self.config.latents.slicing
-        self._places = Places(self.config, self.plan)
         self._dtype = getattr(torch, self.precision)
         self._stride = self.config.model.spec.temporal_stride
 
@@ -50,7 +48,7 @@ class LatentsWorker(UnitWorker):
     def wanted(self, name: str) -> Wanted:
         sample = self.plan.samples[name]
         beside = sample["source_geometry"] if sample["condition"] == "source" else None
-        files, masked = tuple(self._places.of_sample(name)), bool(sample["mask_id"])
+        files, masked = tuple(self.places.of_sample(name)), bool(sample["mask_id"])
         return Wanted(files, sample, beside, self.config.latents.decoder, masked)
 
     def prepare(self, name: str, read: Read | None) -> Pixels:

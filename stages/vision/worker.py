@@ -14,7 +14,6 @@ from cache.shard import Row
 from schemas.geometry import Bucket
 from stages import loading
 from stages.media.members import Read, Wanted
-from stages.media.places import Places
 from stages.stage import Job
 from stages.vision import checkpoint
 from stages.vision.dinov2 import Encoder, resize
@@ -35,7 +34,6 @@ class VisionWorker(UnitWorker):
         self._family, self._size = self.config.model.spec, self.config.vision.pixels
         # Making a clip small takes longer than DINOv2 on a GPU: 0.3 s of one core for 61 frames of 768x512.
         self._threads = ThreadPoolExecutor(job.resources.reading, "resize")
-        self._places = Places(self.config, self.plan)
         dtype = getattr(torch, self.config.vision.precision or self.config.model.precision)
         loading.quiet()
         self._encoder = Encoder(self._weights(), dtype, self.device)
@@ -54,7 +52,7 @@ class VisionWorker(UnitWorker):
 
     def wanted(self, name: str) -> Wanted:
         """The sample's own frames alone, not the source image or first frame that its latents are conditioned on."""
-        files = tuple(self._places.of_sample(name)[:1])
+        files = tuple(self.places.of_sample(name)[:1])
         return Wanted(files, self.plan.samples[name], None, self.config.latents.decoder)
 
     def prepare(self, name: str, read: Read | None) -> np.ndarray:

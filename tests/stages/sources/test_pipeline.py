@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index
 
 wds = pytest.importorskip("webdataset")
@@ -258,6 +259,29 @@ def test_the_shards_are_the_same_and_a_change_costs_itself(
     text, latents = home.run(encode_text, encode_latents)
     assert (text.done, latents.done) == (3, 1)
     assert [row["reason"] for row in latents.set_aside] == ["changed"]
+    home.assert_no_secret()
+
+
+@pytest.mark.parametrize("name", SLOWLY)
+def test_a_place_that_is_not_there_stops_the_stage_and_changes_nothing(
+    name: str, home_of, place_of, items: list[Item]
+) -> None:
+    """Whatever the source: it is named, and neither a shard nor a list of what was set aside is written."""
+    home, place = home_of(f"away-{name}"), place_of(f"away-{name}")
+    home.datasets = OFFERS[name](place, items)
+    home.run(discover, bucket)
+    before = home.files()
+    tables = {path.name: path.read_bytes() for path in place.folder.glob("all.*")}
+    place.local({})
+    place.remote({})
+    for table, data in tables.items():  # what is known of the media is there, and they are not
+        (place.folder / table).write_bytes(data)
+    stage = replace(encode_latents.STAGE, load=lambda job: pytest.fail("loaded a model"))
+    with pytest.raises(LatentpressError, match=r"datasets\.(photos|images|videos)\.instance_data_dir") as caught:
+        home.run(stage)
+    assert caught.value.exit_code == 3 and "media_root" in caught.value.next_step
+    assert home.files() == before
+    home.said += str(caught.value)
     home.assert_no_secret()
 
 

@@ -1,0 +1,189 @@
+"""Media that is not there: a disk that is not mounted, a forgotten `media_root`, files that were deleted."""
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.console import REMAINS
+from schemas.errors import LatentpressError
+from stages import bucket, discover, encode_latents, encode_text, encode_vision, preview
+from stages.media.errors import unreadable
+
+Program = Callable[..., Any]
+
+
+def prepared(home, count: int = 4):
+    for number in range(count):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    return again(home)
+
+
+def again(home):
+    home.run(discover.run)
+    home.run(bucket.run)
+    return home
+
+
+def unloaded(stage) -> Program:
+    """The stage's `run`, which must not come to loading a model."""
+    return replace(stage.STAGE, load=lambda job: pytest.fail("loaded a model")).run
+
+
+def files(home) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in home.root.rglob("*") if path.is_file()}
+
+
+def stops(home, program: Program, *words: str, **options: Any) -> str:
+    """The program stops with exit code 3 and an error that holds these words, and leaves every file as it was."""
+    before = files(home)
+    with pytest.raises(LatentpressError) as caught:
+        home.run(program, **options)
+    message = str(caught.value)
+    assert caught.value.exit_code == REMAINS
+    assert all(word in message for word in words), message
+    assert files(home) == before
+    return message
+
+
+# -- before a model is loaded ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_place_that_is_not_there_stops_the_stage_and_changes_nothing(project, count: int) -> None:
+    home = prepared(project(), count)
+    home.media.rename(home.folder / "elsewhere")
+    words = ("datasets.photos.instance_data_dir", str(home.media), "is not there", f"{count} of {count}", "media_root")
+    stops(home, unloaded(encode_latents), *words)
+    assert home.run(encode_latents.run, "datasets.photos.media_root=elsewhere").done == count
+
+
+def test_an_empty_mount_point_is_no_place_of_media(project) -> None:
+    home = prepared(project())
+    home.media.rename(home.folder / "elsewhere")
+    home.media.mkdir()
+    stops(home, unloaded(encode_latents), "datasets.photos.instance_data_dir", "is an empty folder", "media_root")
+
+
+def test_a_media_root_that_is_wrong_is_named(project) -> None:
+    home = prepared(project())
+    home.settings["datasets"][0]["media_root"] = "wrong"
+    stops(home, unloaded(encode_latents), "datasets.photos.media_root", str(home.folder / "wrong"))
+
+
+def test_most_of_a_place_is_missing_and_the_stage_stops_and_fewer_are_set_aside(project) -> None:
+    home = prepared(project())
+    for number in range(3):
+        (home.media / f"{number}.png").rename(home.folder / f"{number}.png")
+    stops(home, unloaded(encode_latents), "3 of 4 files", "0.png", "latentpress discover")
+    (home.folder / "0.png").rename(home.media / "0.png")
+    report = home.run(encode_latents.run)
+    assert (report.done, home.rejects(report)) == (2, {"1.png": "missing", "2.png": "missing"})
+    assert report.next_steps == ["latentpress encode-latents   # once the missing files are there again"]
+
+
+def test_every_dataset_is_looked_at_by_itself(project) -> None:
+    home = project()
+    home.settings["datasets"].append(
+        {"id": "few", "instance_data_dir": "few", "resolution": 64, "allow_upscale": True, "repeats": 3}
+    )
+    home.image("../few/a.png", caption="one of few", seed=40)
+    prepared(home, 6)
+    (home.folder / "few").rename(home.folder / "gone")
+    stops(home, unloaded(encode_latents), "datasets.few.instance_data_dir", "1 of 1", "--set datasets.few.media_root=")
+
+
+@pytest.mark.parametrize("stage", [encode_text, encode_latents])
+def test_source_images_that_are_not_there(project, stage) -> None:
+    home = project("kandinsky5-image-i2i")
+    home.settings["datasets"][0]["conditioning_data"] = "sources"
+    for number in range(4):
+        home.image(f"../sources/{number}.png", (80, 80), "", 10 + number)
+    prepared(home)
+    (home.folder / "sources").rename(home.folder / "elsewhere")
+    place = str(home.folder / "sources")
+    stops(home, unloaded(stage), f"datasets.photos.conditioning_data: {place}", "datasets.photos.conditioning_data=")
+
+
+def test_masks_that_are_not_there_stop_what_reads_them_alone(project, tiny) -> None:
+    home = project(vision={"model": str(tiny("dinov2")), "size": 84, "batch_size": 4})
+    home.settings["datasets"][0]["mask_data"] = "masks"
+    for number in range(4):
+        home.image(f"../masks/{number}.png", (64, 64), "", 10 + number)
+    prepared(home)
+    (home.folder / "masks").rename(home.folder / "elsewhere")
+    stops(home, unloaded(encode_latents), "datasets.photos.mask_data", str(home.folder / "masks"))
+    assert home.run(encode_vision.run).done == 4
+    home.media.rename(home.folder / "media away")
+    for path in (home.root / "vision").rglob("*.arrow"):
+        path.unlink()
+    stops(home, unloaded(encode_vision), "datasets.photos.instance_data_dir")
+
+
+def test_images_of_validation_prompts_that_are_not_there(project) -> None:
+    home = project("kandinsky5-image-i2i")
+    home.settings["datasets"][0]["conditioning_data"] = "media"
+    home.image("../first.png", (70, 64), "")
+    home.settings["validation"] = {
+        "size": "64x64",
+        "prompts": [{"name": "try", "prompt": "a try", "image": "first.png"}],
+    }
+    prepared(home)
+    (home.folder / "first.png").unlink()
+    stops(home, unloaded(encode_latents), "validation.prompts", "first.png")
+    stops(home, unloaded(encode_text), "validation.prompts", "first.png")
+    stops(home, bucket.run, "first.png", "validation.prompts")
+
+
+def test_a_dry_run_and_texts_without_images_need_no_media(project) -> None:
+    home = prepared(project())
+    home.media.rename(home.folder / "elsewhere")
+    assert home.run(encode_latents.run, dry_run=True).remaining == 4
+    assert home.run(encode_text.run).done == 5
+
+
+@pytest.mark.parametrize("plan", [True, False])
+def test_preview_stops_too(project, plan: bool) -> None:
+    home = prepared(project(), 2)
+    if not plan:
+        home.run(encode_text.run)
+        home.run(encode_latents.run)
+    home.media.rename(home.folder / "elsewhere")
+    stops(home, preview.run, "datasets.photos.instance_data_dir", "2 of 2", "media_root", plan=plan)
+    assert not (home.folder / "output").exists()
+
+
+# -- in the midst of a run -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", ["nothing", "empty"])
+def test_a_disk_that_goes_while_the_stage_runs(project, left: str) -> None:
+    home = prepared(project())
+
+    def go_and_load(job):
+        home.media.rename(home.folder / "elsewhere")
+        if left == "empty":
+            home.media.mkdir()
+        return encode_latents.load(job)
+
+    with pytest.raises(LatentpressError, match=r"datasets\.photos\.instance_data_dir.*4 of 4 files"):
+        home.run(replace(encode_latents.STAGE, load=go_and_load).run)
+    assert home.shards("latents") == {} and not (home.root / "rejects/encode-latents").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ENODEV])
+def test_a_disk_that_went_is_no_unreadable_file(number: int) -> None:
+    assert unreadable("a.png", OSError(number, os.strerror(number))).reason == "missing"
+    assert unreadable("a.png", OSError(errno.EIO, os.strerror(errno.EIO))).reason == "unreadable"
+
+
+def test_missing_media_is_not_counted_as_bad_media(project) -> None:
+    home = prepared(project(cache={"unit_mib": 1}), 8)
+    for number in range(4):
+        Path(home.media / f"{number}.png").unlink()
+    report = home.run(encode_latents.run, "stages.max_reject_fraction=0.0")
+    assert (report.done, len(report.set_aside), report.exit_code) == (4, 4, 0)
