@@ -16,7 +16,8 @@ from typing import Any
 import xxhash
 
 from cache.store import Store, StoreError
-from schemas.catalogue import FAMILIES
+from cache.untrusted import an_object, shown
+from schemas.catalogue import FAMILIES, Family, Flavour
 from schemas.config import Model
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json
@@ -33,6 +34,12 @@ class WeightsError(LatentpressError, ValueError):
     """A checkpoint, or a part of it, that isn't there or can't be reached."""
 
 
+class NoCheckpoint(WeightsError):
+    """What the configuration names is no checkpoint at all."""
+
+    exit_code = USAGE
+
+
 class OtherCheckpoint(WeightsError):
     """A checkpoint of another family or task than the configuration says."""
 
@@ -40,27 +47,54 @@ class OtherCheckpoint(WeightsError):
 
 
 def require_task(model: Model) -> None:
-    """OtherCheckpoint where a local directory says that it is another of the catalogue's pipelines.
+    """OtherCheckpoint where a local directory says, or a repository is known, to be another of the catalogue's
+    pipelines.
 
-    Pipelines that the catalogue does not know pass: their parts are looked at one by one (`require_model`).
+    Pipelines that the catalogue does not know pass: their parts are looked at one by one (`require_model`,
+    `require_transformer`).
     """
     folder = local(model.source)
-    if folder is None or not (folder / INDEX).is_file():
+    if folder is None:
+        found = {family.pipelines[flavour.task] for family, flavour in published(model.source)}
+    elif (folder / INDEX).is_file():
+        found = {str(_json(folder / INDEX).get("_class_name"))}
+    else:
         return
-    found = _json(folder / INDEX).get("_class_name")
     wanted = model.spec.pipelines[model.task]
     made_for = [
         f"{family.name} {task}"
         for family in FAMILIES.values()
         for task, name in family.pipelines.items()
-        if name == found
+        if name in found
     ]
-    if found != wanted and made_for:
+    if wanted not in found and made_for:
         raise OtherCheckpoint(
-            f"{folder} is a checkpoint for {', '.join(made_for)} ({found}), and the configuration says "
-            f"{model.family} {model.task} ({wanted})",
-            "correct model.path, or model.family and model.flavour",
+            f"{model.source} is a checkpoint for {', '.join(made_for)} ({', '.join(sorted(found))}), and the "
+            f"configuration says {model.family} {model.task} ({wanted})",
+            CORRECT,
         )
+
+
+def published(repo: str) -> list[tuple[Family, Flavour]]:
+    """What the catalogue has of a repository."""
+    return [(family, one) for family in FAMILIES.values() for one in family.flavours.values() if one.repo == repo]
+
+
+def require_transformer(model: Model) -> None:
+    """OtherCheckpoint where the transformer's own config says that it is another family's, or made for another task.
+
+    Of a repository that small file is fetched.
+    """
+    require_model(model, "transformer")
+    config = config_of(model.source, model.revision, "transformer")
+    for key, wanted in model.spec.transformer_config[model.task].items():
+        found = config.get(key, False if isinstance(wanted, bool) else wanted)
+        if found != wanted:
+            raise OtherCheckpoint(
+                f"{model.source}: transformer/config.json has {key} = {shown(found)}, and {model.family} {model.task} "
+                f"needs {wanted}: the checkpoint is made for something else",
+                CORRECT,
+            )
 
 
 def require_model(model: Model, part: str) -> None:
@@ -70,7 +104,7 @@ def require_model(model: Model, part: str) -> None:
     if found != wanted:
         raise OtherCheckpoint(
             f"{model.source}: {part} is a {found}, and {model.family} has a {wanted} there",
-            "correct model.path, or model.family and model.flavour",
+            CORRECT,
         )
 
 
@@ -135,8 +169,8 @@ def config_of(source: str, revision: str | None, part: str) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return an_object(json.loads(path.read_bytes()), "the whole")
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
 
 
@@ -147,6 +181,7 @@ def pinned(model: Model) -> Model:
     return model.model_copy(update={"revision": _commit(model.source, model.revision)})
 
 
+CORRECT = "correct model.path, or model.family and model.flavour"
 CHECKPOINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
 
 
@@ -157,7 +192,7 @@ def local(source: str, advice: str = CHECKPOINT) -> Path | None:
         return folder
     if _REPO.fullmatch(source) and not folder.exists():
         return None
-    raise WeightsError(
+    raise NoCheckpoint(
         f"{source} is neither a directory nor a repository id (owner/name)",
         advice,
     )

@@ -54,7 +54,9 @@ class Family:
     that the installed diffusers still agrees. latent_precision: in which the autoencoder computes where nothing else
     is asked for (None: as the model). tile: side of the spatial tiles of `latents.tiling` and the distance between
     their beginnings (pixels). models: what the config of a sub-folder calls its model, so that
-    another family's checkpoint is refused by name. pipelines: task -> the pipeline of a checkpoint made for it.
+    another family's checkpoint is refused by name. transformer_config: task -> what the transformer's config has in
+    a checkpoint made for it, as far as that tells tasks apart. pipelines: task -> the pipeline of a checkpoint made
+    for it.
     nabla: whether a checkpoint's config may ask for NABLA attention. posterior: whether the autoencoder gives a
     distribution to sample from.
     """
@@ -74,6 +76,7 @@ class Family:
     text_parts: tuple[str, ...]
     latent_parts: tuple[str, ...]
     models: dict[str, str]
+    transformer_config: dict[Task, dict[str, int | bool]]
     pipelines: dict[Task, str]
     video: bool
     nabla: bool
@@ -178,6 +181,7 @@ _VIDEO_NEGATIVE = (
 )
 
 _QWEN_CLIP = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+_QWEN_MODELS = {"transformer": "Kandinsky5Transformer3DModel", "text_encoder": "qwen2_5_vl"}
 
 FAMILIES: dict[str, Family] = {
     "kandinsky5-image": Family(
@@ -196,7 +200,11 @@ FAMILIES: dict[str, Family] = {
         text_width=3584,
         text_parts=_QWEN_CLIP,
         latent_parts=("vae",),
-        models={"text_encoder": "qwen2_5_vl", "vae": "AutoencoderKL"},
+        models={**_QWEN_MODELS, "vae": "AutoencoderKL"},
+        transformer_config={
+            "t2i": {"in_visual_dim": 16, "visual_cond": False},
+            "i2i": {"in_visual_dim": 16, "visual_cond": True},
+        },
         pipelines={"t2i": "Kandinsky5T2IPipeline", "i2i": "Kandinsky5I2IPipeline"},
         latent_settings={"tiling": False},
         video=False,
@@ -233,7 +241,8 @@ FAMILIES: dict[str, Family] = {
         text_width=3584,
         text_parts=_QWEN_CLIP,
         latent_parts=("vae",),
-        models={"text_encoder": "qwen2_5_vl", "vae": "AutoencoderKLHunyuanVideo"},
+        models={**_QWEN_MODELS, "vae": "AutoencoderKLHunyuanVideo"},
+        transformer_config={"t2v": {"in_visual_dim": 16}, "i2v": {"in_visual_dim": 16}},
         pipelines={"t2v": "Kandinsky5T2VPipeline", "i2v": "Kandinsky5I2VPipeline"},
         latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},
         tile=(256, 192),
@@ -269,7 +278,8 @@ FAMILIES: dict[str, Family] = {
         text_width=2304,
         text_parts=("text_encoder", "tokenizer"),
         latent_parts=("vae",),
-        models={"text_encoder": "gemma2", "vae": "AutoencoderDC"},
+        models={"transformer": "SanaTransformer2DModel", "text_encoder": "gemma2", "vae": "AutoencoderDC"},
+        transformer_config={"t2i": {"in_channels": 32}},
         pipelines={"t2i": "SanaPipeline"},
         latent_settings={"tiling": False},
         latent_precision="float32",

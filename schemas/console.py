@@ -51,6 +51,8 @@ __all__ = ["DAMAGE", "OK", "REMAINS", "USAGE", "Console", "Options", "Progress",
 
 SECONDS_BETWEEN_LINES = 5.0  # of progress where there is no terminal
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
+#: True of every program: each writes its files whole or not at all, and looks at what is there before it begins.
+AGAIN = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
 EXIT_CODES = "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
 
 
@@ -268,4 +270,4 @@ def execute(name: str, run: Run, options: Options, own: Mapping[str, Any] | None
         step = f"Install what this program needs: pip install -e '.[{extra}]'"
         return console.fail(name, LatentpressError(f"{name} needs the library {missing!r}: not found", step))
     except KeyboardInterrupt:
-        return console.fail(name, Interrupted(f"{name} was interrupted", "Started again it goes on where it stopped."))
+        return console.fail(name, Interrupted(f"{name} was interrupted", AGAIN))

@@ -11,6 +11,7 @@ USAGE = 2  # wrong usage or configuration
 REMAINS = 3  # work remains, or failed
 DAMAGE = 4  # damaged data was found
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
+TERMINATED = 143  # SIGTERM, likewise
 
 
 class LatentpressError(Exception):

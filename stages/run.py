@@ -67,13 +67,17 @@ COUNTS = ("done", "skipped", "remaining")
 
 
 class StageFailed(LatentpressError):
-    """A stage ended with an error of its own; its message is passed on."""
+    """A stage ended with an error of its own. It has printed it; in the JSON report it is passed on."""
 
     def __init__(self, stage: str, code: int, document: dict) -> None:
         error = document.get("error", {})
+        super().__init__(f"{stage} ended with exit code {code}: why stands above")
         message = error.get("message", f"it ended with exit code {code}; its output stands above")
-        super().__init__(f"{stage}: {message}", error.get("next_step", ""))
+        self._passed_on = {"message": f"{stage}: {message}", "next_step": error.get("next_step", "")}
         self.exit_code = error.get("exit_code", document.get("exit_code", REMAINS))  # type: ignore[misc]
+
+    def document(self) -> dict:
+        return super().document() | self._passed_on
 
 
 class _Processes:

@@ -2,16 +2,20 @@
 
 import os
 import re
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
+from cache import weights
 from cache.plan import Plan
 from cache.shard import DamageError, rebuild_advice
 from cache.trainset import TrainSet
 from schemas.config import Config
 from schemas.console import USAGE, Console, Options, Report, program
 from schemas.errors import LatentpressError
-from trainer.terms import finished, newest_state, precision, result
+from trainer import stopped
+from trainer.alone import alone
+from trainer.terms import begun, finished, precision, result, run_folder
 
 
 class WrongUse(LatentpressError):
@@ -26,28 +30,31 @@ def run(config: Config, options: Options, console: Console) -> Report:
             "training is one job and can't be divided with --shard",
             "For several GPUs: torchrun --nproc-per-node N -m trainer --config pipeline.yaml",
         )
-    world = launched("WORLD_SIZE", 1)
-    if launched("RANK", 0) > 0:
+    world, main = launched("WORLD_SIZE", 1), launched("RANK", 0) == 0
+    if not main:
         console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (rank 0 speaks for all)
         console = Console(stdout=nowhere, stderr=nowhere)
     report = Report("train", dry_run=options.dry_run)
     try:
+        weights.require_task(config.model)
         data = TrainSet.find(config.root, config.train.set, config.model.family, config.model.task)
         plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate * world)
         report.details = describe(config, data, plan)
-        warn(config, data, plan, console)
+        state = begun(config, data, plan)
+        warn(config, data, plan, state, console)
         if options.dry_run:
-            state = newest_state(config)
             report.skipped = min(state["step"], config.train.steps) if state else 0
             report.remaining = config.train.steps - report.skipped
             return report
-        if finished(config, data.id, plan):
+        if finished(config, state):
             report.skipped = config.train.steps
             report.details["saved"] = str(result(config))
             return report
-        from trainer.train import train
+        with stopped.explained(config, main), alone(run_folder(config), console) if main else nullcontext():
+            weights.require_transformer(config.model)
+            from trainer.train import train
 
-        summary = train(config, data, plan, console, options.device or config.train.device)
+            summary = train(config, data, plan, console, options.device or config.train.device)
     except DamageError as damage:
         row = "" if damage.row is None else f"row {damage.row}: "
         report.damage.append(
@@ -84,7 +91,7 @@ def describe(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:
         for bucket in plan.buckets
     ]
     return {
-        "run": str(Path(config.output) / config.train.run),
+        "run": str(run_folder(config)),
         "set": f"sets/{data.id}",
         "samples": len(data),
         "buckets": buckets,
@@ -97,14 +104,13 @@ def describe(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:
     }
 
 
-def warn(config: Config, data: TrainSet, plan: Plan, console: Console) -> None:
+def warn(config: Config, data: TrainSet, plan: Plan, state: Mapping[str, Any] | None, console: Console) -> None:
     """Say what is allowed and may not be meant."""
     for short in plan.shortages:
         console.warn(
             f"bucket {short.bucket} has {short.count} samples (repeats included) for a global batch of "
             f"{plan.global_batch} and repeats them to fill it; repeats: {short.repeats} would do"
         )
-    state = newest_state(config)
     if state and state["step"] > config.train.steps:
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")
     newer = data.newer_generation()

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from accelerate import Accelerator
+if TYPE_CHECKING:  # it imports torch, and reading needs none
+    from accelerate import Accelerator
 
 NAME = "metrics.jsonl"
 
@@ -34,17 +35,18 @@ class Clock:
 
 @contextmanager
 def recording(
-    accelerator: Accelerator, folder: Path, first: int, last: int, say: Callable[[str], None]
+    accelerator: "Accelerator", folder: Path, first: int, last: int, say: Callable[[str], None]
 ) -> Iterator[Record]:
     """Record to `folder`/metrics.jsonl, to TensorBoard and with `say`, on the main process alone.
 
-    first: steps done. Lines of later steps are from after the checkpoint that the run goes on from; they are
-    removed, since they will be written again. The accelerator's trackers and processes end with the context.
+    first: steps done. The file is only appended to: where it has lines already, one with "resumed" says that those
+    after it go on from `first`. The accelerator's trackers and processes end with the context.
     """
     path = folder / NAME
     if accelerator.is_main_process:
-        _rewrite(path, [line for line in read(path) if line["step"] <= first] if first else [])
-    accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1}})
+        _mark(path, first)
+    purge = first + 1 if first else 0  # a run that begins again looks at step 0 again
+    accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge}})
 
     def record(numbers: dict[str, Any], shown: bool = True) -> None:
         if not accelerator.is_main_process:
@@ -64,15 +66,33 @@ def recording(
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that was cut off by a kill is left out."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    """The lines of a metrics.jsonl that are of the run as it stands: each step once.
+
+    Lines that a resumed run went back behind are left out, so are lines that are not whole (a kill cuts one off).
+    """
+    found: list[dict[str, Any]] = []
+    for raw in path.read_bytes().split(b"\n") if path.exists() else []:
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        if line.get("resumed"):
+            found = [earlier for earlier in found if earlier["step"] <= line["step"]] if line["step"] else []
+        else:
+            found.append(line)
+    return found
 
 
-def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
-    temp = path.with_name(f".{path.name}.{os.getpid()}")
-    temp.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    temp.replace(path)
+def _mark(path: Path, first: int) -> None:
+    """Say in the file that what follows goes on from step `first`, unless nothing stands there yet."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        cut = file.read(1) != b"\n"  # the last line, by a kill
+        file.write((b"\n" if cut else b"") + json.dumps({"step": first, "resumed": True}).encode() + b"\n")
 
 
 def _plain(value: Any) -> Any:

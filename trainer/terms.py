@@ -1,17 +1,27 @@
 """What a run was made on, and whether it is finished: answered from files, without torch.
 
-A checkpoint's state.json holds the terms that a continuation must share; see `trainer/checkpoint.py`.
+A checkpoint's state.json holds the terms that a continuation must share; see `trainer/resume.py`.
 """
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from cache.exported import folders
 from cache.plan import Plan
+from cache.shard import to_json
 from cache.trainset import TrainSet
+from cache.untrusted import an_object, from_json
 from schemas.config import Config
 from schemas.errors import USAGE, LatentpressError
+from trainer.resume import ResumeError, check_terms, newest
 
 
 class PrecisionError(LatentpressError):
@@ -20,10 +30,11 @@ class PrecisionError(LatentpressError):
     exit_code = USAGE
 
 
-def terms(config: Config, set_id: str, plan: Plan) -> dict[str, Any]:
-    """The terms of a run that its configuration and training set determine (the transformer's shape joins them)."""
+def terms(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:
+    """The terms of a run that its configuration and training set determine; those of the transformer join them once it
+    is loaded."""
     return {
-        "set": set_id,
+        "data": trained_on(data),
         "family": config.model.family,
         "task": config.model.task,
         "seed": plan.seed,
@@ -32,6 +43,39 @@ def terms(config: Config, set_id: str, plan: Plan) -> dict[str, Any]:
         "shift": shift(config),
         "adapter": config.train.adapter.model_dump(mode="json"),
     }
+
+
+BLOCK = 1 << 18  # rows that are looked at together
+ROW_NAMES = ("sample_id", "bucket", "dataset")
+ROW_NUMBERS = ("repeats", "weight", "regularisation")
+
+
+def trained_on(data: TrainSet) -> dict[str, Any]:
+    """What of a set changes training. digest: of its rows to train on, in order, and of the caches that they come from.
+    Validation prompts, held-out samples, and where shards lie have no part in it."""
+    index, texts = data.tables["index"].slice(0, len(data)), data.tables["texts"].column("text_id")
+    null, captions = data.meta["null_text"], 0
+    digest = xxhash.xxh3_128(to_json({kind: folders(data).get(kind) for kind in ("latents", "text")}))
+    for start in range(0, len(data), BLOCK):
+        rows = index.slice(start, BLOCK)
+        numbers, own = pc.list_flatten(rows.column("texts")), rows.column("null_text")
+        own = own if null is None else pc.fill_null(own, null)
+        captions += len(numbers)
+        for column in (*(rows.column(name) for name in ROW_NAMES), texts.take(numbers), texts.take(own)):
+            _add_text(digest, column)
+        for column in (*(rows.column(name) for name in ROW_NUMBERS), pc.list_value_length(rows.column("texts"))):
+            digest.update(column.to_numpy().astype("<f8").tobytes())
+    return {"digest": digest.hexdigest(), "set": data.id, "samples": len(data), "captions": captions}
+
+
+def _add_text(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
+    """Of each value its length (-1 for null), then the values."""
+    values = column.cast(pa.large_binary()).combine_chunks()
+    digest.update(np.asarray(pc.fill_null(pc.binary_length(values), -1)).astype("<i8").tobytes())
+    _, ends, raw = values.buffers()
+    first, last = np.frombuffer(ends, np.int64)[[values.offset, values.offset + len(values)]]
+    if last > first:
+        digest.update(memoryview(raw)[first:last])
 
 
 def shift(config: Config) -> float:
@@ -60,22 +104,35 @@ def regularisation_note(data: TrainSet) -> str | None:
 
 def result(config: Config) -> Path:
     """The folder of what the run saves at its end: adapter/ for a LoRA, model/transformer/ for a full-rank run."""
-    folder = Path(config.output) / config.train.run
+    folder = run_folder(config)
     return folder / "model" / "transformer" if config.train.adapter.type == "full" else folder / "adapter"
 
 
-def newest_state(config: Config) -> dict[str, Any] | None:
-    """state.json of the run's newest checkpoint; None where there is none or train.resume is false."""
-    folder = Path(config.output) / config.train.run / "checkpoints"
-    found = sorted(folder.glob("step-*/state.json"), key=lambda path: int(path.parent.name.removeprefix("step-")))
-    return json.loads(found[-1].read_bytes()) if found and config.train.resume else None
+def run_folder(config: Config) -> Path:
+    return Path(config.output) / config.train.run
+
+
+def begun(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any] | None:
+    """state.json of the checkpoint that the run would go on from; None where it would begin. ResumeError where it may
+    not go on, CheckpointDamage where no checkpoint is whole."""
+    folder = run_folder(config)
+    found, _ = newest(folder / "checkpoints")
+    if found is None:
+        return None
+    if not config.train.resume:
+        raise ResumeError(
+            f"{folder} has a checkpoint at step {found.step} and train.resume is false",
+            "Choose another train.run, remove that folder, or set train.resume to true.",
+        )
+    check_terms(found, terms(config, data, plan))
+    return found.state
 
 
 def write_config(config: Config, set_id: str) -> None:
     """<run>/config.yaml: every setting as resolved, with the set's id in place of "current"; a path or URL stays."""
     from ruamel.yaml import YAML
 
-    folder = Path(config.output) / config.train.run
+    folder = run_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
     values = config.model_dump(mode="json", by_alias=True)
     if "/" not in config.train.set:
@@ -94,16 +151,15 @@ def note_result(config: Config, step: int) -> None:
     temporary.replace(path)
 
 
-def finished(config: Config, set_id: str, plan: Plan) -> bool:
-    """Whether the run has done its steps on these terms and the result of these steps is saved."""
-    state = newest_state(config)
+def finished(config: Config, state: Mapping[str, Any] | None) -> bool:
+    """Whether the run, whose newest checkpoint has this state, has done its steps and their result is saved."""
     if state is None or state["step"] < config.train.steps or not result(config).is_dir():
         return False
-    if not _note(config).exists() or json.loads(_note(config).read_bytes())["step"] != state["step"]:
+    try:
+        return an_object(from_json(_note(config).read_bytes()), "the whole").get("step") == state["step"]
+    except (FileNotFoundError, IsADirectoryError, ValueError):  # it is saved anew
         return False
-    mine = terms(config, set_id, plan)
-    return {key: state["terms"].get(key) for key in mine} == mine
 
 
 def _note(config: Config) -> Path:
-    return Path(config.output) / config.train.run / "result.json"
+    return run_folder(config) / "result.json"

@@ -24,22 +24,15 @@ from schemas.config import Config
 from schemas.console import Console
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json, seed_of
-from trainer import adapters, checkpoint, flow, metrics, validate
+from trainer import adapters, checkpoint, flow, metrics, resume, validate
 from trainer.batch import Batch
 from trainer.data import Feed, MicroBatch, StepData
 from trainer.failures import told
 from trainer.optim import BadSteps, clip, learning_rate, make_optimizer, set_rate
-from trainer.terms import note_result, precision, regularisation_note, result, shift, terms, write_config
+from trainer.terms import note_result, precision, regularisation_note, result, run_folder, shift, terms, write_config
 
 # Rank 0 looks and saves while the others wait, for videos longer than the ten minutes that torch would wait.
 PATIENCE = timedelta(hours=6)
-
-HINTS = {
-    "set": "Set train.set to the older set to go on with it.",
-    "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
-    "seed": "Set train.seed back.",
-    "base weights": "Set model.path, model.flavour or model.revision back.",
-}
 
 
 class RunError(LatentpressError):
@@ -76,6 +69,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     bad: BadSteps
     base: str  # a fingerprint of the weights that training starts from
+    terms: dict[str, Any]  # as `trainer.terms.terms` gives them
 
     @property
     def skip_frames(self) -> int:
@@ -97,13 +91,13 @@ def train(config: Config, data: TrainSet, plan: Plan, console: Console, device: 
     device: auto, cpu, cuda or cuda:N. Returns what was done, for the report. Raises DamageError before a damaged
     row reaches a gradient, DivergedError after too many steps that were not finite, StoreError on a full disk.
     """
-    with told(Path(config.output) / config.train.run):
+    with told(run_folder(config)):
         return fit(prepare(config, data, plan, console, device))
 
 
 def fit(run: Run) -> dict[str, Any]:
     """Steps, looks, checkpoints and the result of a prepared run; the numbers of `summary`."""
-    config, first = run.config, resume(run)
+    config, first = run.config, go_on(run)
     with metrics.recording(run.accelerator, run.folder, first, config.train.steps, run.say) as record:
         if first == 0:
             look(run, record, 0)
@@ -129,7 +123,8 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     settings = config.train
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    folder = Path(config.output) / settings.run
+    folder = run_folder(config)
+    agreed = terms(config, data, plan)
     accelerator = start(device, folder)
     ranks = accelerator.num_processes
     assert plan.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
@@ -155,7 +150,9 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     denoiser = accelerator.prepare(Denoiser(model, family, config.model.task, autocast))
     optimizer = make_optimizer(trainable.values(), settings.optimizer)
     bad = BadSteps(settings.max_bad_steps)
-    run = Run(config, console, accelerator, folder, feed, family, model, denoiser, trainable, optimizer, bad, base)
+    run = Run(
+        config, console, accelerator, folder, feed, family, model, denoiser, trainable, optimizer, bad, base, agreed
+    )
     run.say(f"training {counted(trainable)} of {counted(dict(model.named_parameters()))} parameters")
     tell(run)
     return run
@@ -216,23 +213,27 @@ def terms_of(run: Run) -> dict[str, Any]:
     """What a checkpoint and its continuation must have in common."""
     shape = {key: value for key, value in run.model.config.items() if not key.startswith("_")}
     transformer = hash_json(json.loads(json.dumps(shape)))
-    mine = terms(run.config, run.feed.data.id, run.feed.plan)
-    return {**mine, "transformer": transformer, "base weights": run.base}
+    return {**run.terms, "transformer": transformer, "base weights": run.base}
 
 
-def resume(run: Run) -> int:
-    """Go on from the newest checkpoint, if there is one; the number of steps done. Writes config.yaml."""
+def go_on(run: Run) -> int:
+    """Go on from the newest checkpoint that is whole, if there is one; the number of steps done. Writes config.yaml."""
     folder = run.folder / "checkpoints"
-    found = checkpoint.newest(folder)
-    if found is not None and not run.config.train.resume:
-        raise RunError(
-            f"{run.folder} has a checkpoint at step {found.step} and train.resume is false",
-            "Choose another train.run, remove that folder, or set train.resume to true.",
-        )
+    if run.main:
+        found, damaged = resume.newest(folder, verify=True)
+        for one in damaged:
+            assert found is not None
+            kept = checkpoint.put_aside(one)
+            run.console.warn(
+                f"{one.path} is damaged ({one.reason}): the run goes on from {found.path.name}, the newest checkpoint "
+                f"that is whole, and the damaged one is kept as {kept.name}"
+            )
+    run.accelerator.wait_for_everyone()
+    found, _ = resume.newest(folder)
     if found is not None:
-        checkpoint.check_terms(found, terms_of(run), HINTS)
+        resume.check_terms(found, terms_of(run))
         checkpoint.restore(found, run.trainable, run.optimizer)
-        run.bad.steps, run.bad.total = found.state["bad steps"], found.state["bad total"]
+        run.bad.steps, run.bad.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
         run.say(f"going on from {found.path}, {found.step} steps done")
     if run.main:
         write_config(run.config, run.feed.data.id)

@@ -188,7 +188,7 @@ def test_an_interrupt_says_how_to_go_on(here, capsys):
     assert execute("probe", run, Options()) == INTERRUPTED
     out, err = capsys.readouterr()
     assert out == ""
-    assert "Started again it goes on where it stopped." in err
+    assert "What was finished is kept" in err and "where it stopped" not in err
 
 
 def test_a_missing_library_names_the_extra(here):

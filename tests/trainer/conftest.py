@@ -90,19 +90,21 @@ def write_set(
     form: str = "arrow",
     dtype: str = "float32",
     name: str = "set1",
+    ids: str = "set1",
 ) -> Path:
-    """Write a whole training set under `root` and make it the current one. Text 0 is the null prompt."""
+    """Write a whole training set under `root` and make it the current one. Text 0 is the null prompt. ids: what the ids
+    of samples and texts begin with."""
     out, items = SetWriter(Store(root), form, dtype), sorted(items, key=lambda item: item.place)
     texts = [null, *(text for item in items for text in item.texts), *(prompt.text for prompt in prompts)]
-    text_places = out.shard("text", [(f"{name}-text{i}", text) for i, text in enumerate(texts)])
+    text_places = out.shard("text", [(f"{ids}-text{i}", text) for i, text in enumerate(texts)])
     latents = [{"latent": item.latent} for item in items]
     for row, item in zip(latents, items, strict=True):
         row |= {} if item.condition is None else {"condition": item.condition}
     latents += [{"latent": prompt.condition} for prompt in prompts if prompt.condition is not None]
-    places = out.shard("latents", [(f"{name}-sample{i}", row) for i, row in enumerate(latents)])
+    places = out.shard("latents", [(f"{ids}-sample{i}", row) for i, row in enumerate(latents)])
     index, first = [], 1
     for number, item in enumerate(items):
-        entry = {"sample_id": f"{name}-sample{number}", "dataset": "made", "bucket": item.bucket}
+        entry = {"sample_id": f"{ids}-sample{number}", "dataset": "made", "bucket": item.bucket}
         entry |= dict(zip(("shard", "row"), places[number], strict=True))
         entry |= {"repeats": item.repeats, "weight": item.weight, "role": item.role}
         entry |= {"regularisation": item.regularisation, "null_text": None}
@@ -116,7 +118,7 @@ def write_set(
         entry = {"name": prompt.name, "prompt": prompt.name, "negative_prompt": "", "bucket": prompt.bucket}
         validation.append(entry | {"text": first + number, "negative": 0, "condition": given})
     text_rows = [
-        {"text_id": f"{name}-text{i}", "shard": place[0], "row": place[1]} for i, place in enumerate(text_places)
+        {"text_id": f"{ids}-text{i}", "shard": place[0], "row": place[1]} for i, place in enumerate(text_places)
     ]
     tables = (("shards", SET_SHARDS, out.shards), ("texts", SET_TEXTS, text_rows), ("index", INDEX, index))
     for table, schema, rows in tables:

@@ -1,15 +1,21 @@
 """Checkpoints: exact, atomic, checked, pruned."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from schemas.config import Optimizer
-from trainer import checkpoint
+from schemas.errors import DAMAGE
+from trainer import checkpoint, resume
 from trainer.optim import BadSteps, DivergedError, clip, learning_rate, make_optimizer, set_rate
+
+
+def newest(folder: Path) -> resume.Checkpoint:
+    found, damaged = resume.newest(folder, verify=True)
+    assert found is not None and not damaged
+    return found
 
 
 def model(seed: int) -> dict[str, torch.nn.Parameter]:
@@ -40,8 +46,8 @@ def test_restored_training_goes_on_exactly(tmp_path: Path) -> None:
     *_, losses = trained(8)
     parameters, optimizer, _ = trained(5)
     checkpoint.save(tmp_path, 5, parameters, optimizer, {"seed": 0}, {"epoch": 1})
-    found = checkpoint.newest(tmp_path)
-    assert found is not None and found.step == 5 and found.state["epoch"] == 1
+    found = newest(tmp_path)
+    assert found.step == 5 and found.state["epoch"] == 1
     again = model(9)
     other = make_optimizer(again.values(), Optimizer(lr=0.01))
     checkpoint.restore(found, again, other)
@@ -53,7 +59,7 @@ def test_bfloat16_weights_survive(tmp_path: Path) -> None:
     optimizer = make_optimizer(parameters.values(), Optimizer())
     checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
     again = {"w": torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))}
-    checkpoint.restore(checkpoint.newest(tmp_path), again, make_optimizer(again.values(), Optimizer()))
+    checkpoint.restore(newest(tmp_path), again, make_optimizer(again.values(), Optimizer()))
     assert torch.equal(again["w"], parameters["w"])
 
 
@@ -70,7 +76,7 @@ def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypa
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert [path.name for path in tmp_path.glob(".step-*")], "something was cut off"
-    assert checkpoint.newest(tmp_path).step == 2
+    assert newest(tmp_path).step == 2
     checkpoint.prune(tmp_path, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
@@ -81,40 +87,104 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, number, parameters, optimizer, {}, {})
     checkpoint.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
-    assert checkpoint.newest(tmp_path).step == 1_000_000
-    assert checkpoint.newest(tmp_path / "none") is None
+    assert newest(tmp_path).step == 1_000_000
+    assert resume.newest(tmp_path / "none") == (None, [])
 
 
-def test_other_terms_are_refused_and_named(tmp_path: Path) -> None:
+def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
+    """Old and new value of each; a hash is no value. Terms that are not asked for are not compared."""
     parameters, optimizer, _ = trained(1)
-    checkpoint.save(tmp_path, 1, parameters, optimizer, {"seed": 1, "set": "a", "betas": (0.9, 0.95)}, {})
-    found = checkpoint.newest(tmp_path)
-    checkpoint.check_terms(found, {"seed": 1, "set": "a", "betas": (0.9, 0.95)}, {})
-    with pytest.raises(checkpoint.ResumeError) as caught:
-        checkpoint.check_terms(found, {"seed": 2, "set": "b", "betas": (0.9, 0.95)}, {"set": "Set train.set=a."})
-    message = str(caught.value)
-    assert "seed: 1 there, 2 now" in message and "set: 'a' there, 'b' now" in message
-    assert "Set train.set=a." in message and "betas" not in message
+    saved = {"seed": 1, "transformer": "abc", "betas": (0.9, 0.95), "adapter": {"rank": 8, "alpha": None, "type": "x"}}
+    data = {"digest": "d1", "set": "a", "samples": 3, "captions": 4}
+    checkpoint.save(tmp_path, 1, parameters, optimizer, {**saved, "data": data}, {})
+    found = newest(tmp_path)
+    resume.check_terms(found, {**saved, "data": {**data, "set": "b"}})
+    resume.check_terms(found, {"seed": 1})
+    other = {"seed": 2, "transformer": "xyz", "betas": (0.9, 0.95), "adapter": {"rank": 4, "alpha": 2.0, "type": "x"}}
+    with pytest.raises(resume.ResumeError) as caught:
+        resume.check_terms(found, {**other, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
+    lines = caught.value.message.splitlines()
+    assert lines[0].endswith("can't be continued with this configuration:") and sorted(lines[1:]) == [
+        "  the transformer has another shape",
+        "  train.adapter.alpha: default in the checkpoint, 2.0 now",
+        "  train.adapter.rank: 8 in the checkpoint, 4 now",
+        "  train.seed: 1 in the checkpoint, 2 now",
+        "  what it is trained on: set a with 3 samples and 4 captions in the checkpoint, "
+        "set b with 5 samples and 6 captions now",
+    ]
+    assert "Set train.adapter back." in caught.value.next_step and "another train.run" in caught.value.next_step
 
 
-@pytest.mark.parametrize("name", [checkpoint.TRAINABLE, checkpoint.OPTIMIZER])
-def test_damage_is_found(tmp_path: Path, name: str) -> None:
-    parameters, optimizer, _ = trained(1)
-    path = checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {}) / name
-    raw = bytearray(path.read_bytes())
+def cut(path: Path, name: str) -> None:
+    path = path / name
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip(path: Path, name: str) -> None:
+    raw = bytearray((path / name).read_bytes())
     raw[-3] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(checkpoint.ResumeError, match=rf"{name} is damaged"):
-        checkpoint.restore(checkpoint.newest(tmp_path), parameters, optimizer)
-    shutil.rmtree(path.parent)
+    (path / name).write_bytes(raw)
+
+
+DAMAGES = {
+    "empty": lambda path: (path / "state.json").write_bytes(b""),
+    "cut": lambda path: cut(path, "state.json"),
+    "missing": lambda path: (path / "state.json").unlink(),
+    "a list": lambda path: (path / "state.json").write_text("[1]"),
+    "no UTF-8": lambda path: (path / "state.json").write_bytes(b'{"step": "\xff"}'),
+    "nested": lambda path: (path / "state.json").write_text("[" * 10_000),
+    "another step": lambda path: (path / "state.json").write_text(
+        (path / "state.json").read_text().replace('"step": 2', '"step": 7')
+    ),
+    "a path": lambda path: (path / "state.json").write_text(
+        (path / "state.json").read_text().replace("trainable.safetensors", "../../secret")
+    ),
+    "weights flipped": lambda path: flip(path, "trainable.safetensors"),
+    "weights cut": lambda path: cut(path, "optimizer.safetensors"),
+    "weights missing": lambda path: (path / "optimizer.safetensors").unlink(),
+    "a folder": lambda path: ((path / "state.json").unlink(), (path / "state.json").mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_checkpoint_before_a_damaged_one_is_found(tmp_path: Path, damage: str) -> None:
+    """And the damaged one is put aside, where it counts no more and nothing removes it; where there is none before, the
+    run is damaged."""
+    parameters, optimizer, _ = trained(2)
+    for number in (1, 2):
+        last = checkpoint.save(tmp_path, number, parameters, optimizer, {}, {})
+    DAMAGES[damage](last)
+    found, damaged = resume.newest(tmp_path, verify=True)
+    assert found is not None and found.step == 1
+    assert [one.path for one in damaged] == [last] and damaged[0].reason
+    assert checkpoint.put_aside(damaged[0]).name == "damaged-step-000002.1"
+    checkpoint.prune(tmp_path, 1)
+    assert newest(tmp_path).step == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "damaged-step-000002.1"}
+    if damage != "another step":
+        DAMAGES[damage](tmp_path / "step-000001")
+        with pytest.raises(resume.CheckpointDamage, match=r"step-000001: .*\n.*another train\.run") as caught:
+            resume.newest(tmp_path, verify=True)
+        assert caught.value.exit_code == DAMAGE
+
+
+@pytest.mark.parametrize("name", ["step-", "step-x", "step-1.old", "step-²"])
+def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, name: str) -> None:
+    parameters, optimizer, _ = trained(1)
+    checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
+    (tmp_path / name).mkdir()
+    (tmp_path / "step-000009").write_text("a file")
+    assert newest(tmp_path).step == 1
+    checkpoint.prune(tmp_path, 1)
+    assert (tmp_path / name).is_dir() and (tmp_path / "step-000009").is_file()
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
     parameters, optimizer, _ = trained(1)
     checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
     other = {"c": torch.nn.Parameter(torch.zeros(1))}
-    with pytest.raises(checkpoint.ResumeError, match=r"other weights.*a\.bias"):
-        checkpoint.restore(checkpoint.newest(tmp_path), other, make_optimizer(other.values(), Optimizer()))
+    with pytest.raises(resume.ResumeError, match=r"other weights.*a\.bias"):
+        checkpoint.restore(newest(tmp_path), other, make_optimizer(other.values(), Optimizer()))
 
 
 def test_learning_rate() -> None:

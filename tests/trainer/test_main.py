@@ -1,0 +1,272 @@
+"""The program: what it refuses before a model is loaded, what it goes on from, and what it says when it is stopped."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from schemas.console import DAMAGE, OK, REMAINS, USAGE, Options, execute
+from schemas.errors import INTERRUPTED, TERMINATED
+from trainer import metrics
+from trainer.__main__ import run as program_run
+from trainer.alone import LOCK, Busy, alone
+
+LOADS = "loading the transformer"  # what the program says before it does
+
+
+def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict, str]:
+    """Exit code, report, and what was said."""
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    code = execute("train", program_run, Options(path, json=True, **options))
+    said = capsys.readouterr()
+    return code, json.loads(said.out), said.err
+
+
+def run_of(config) -> Path:
+    return Path(config.output) / config.train.run
+
+
+def on(config, path: Path):
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+
+
+@pytest.mark.parametrize(("kind", "other"), [("i2v", "t2v"), ("i2i", "t2i"), ("t2i", "i2i"), ("t2v", "i2v")])
+def test_a_checkpoint_of_another_task_is_refused(
+    make_config, make_set, checkpoints, tmp_path, capsys, kind, other
+) -> None:
+    config = make_config(kind)
+    make_set(config)
+    code, report, said = program(on(config, checkpoints(other)), tmp_path, capsys)
+    assert code == USAGE and LOADS not in said
+    assert f"is a checkpoint for {config.model.family} {other}" in report["error"]["message"]
+    assert "model.flavour" in report["error"]["next_step"] and not run_of(config).exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "said"),
+    [
+        ("i2i", "t2i", "visual_cond = False"),
+        ("t2i", "i2i", "visual_cond = True"),
+        ("t2i", "sana", "is a SanaTransformer2DModel"),
+        ("t2v", None, "in_visual_dim = 4"),
+        ("sana", None, "in_channels = 4"),
+        ("t2i", "nothing", "lacks transformer"),
+        ("t2i", "no JSON", "can't be read"),
+        ("t2i", "a list", "can't be read"),
+    ],
+)
+def test_without_a_model_index_the_transformers_config_tells(
+    make_config, make_set, checkpoints, tmp_path, capsys, kind, other, said
+) -> None:
+    config = make_config(kind)
+    make_set(config)
+    folder, real = tmp_path / "model", checkpoints(other if other in ("t2i", "i2i", "sana") else kind)
+    shutil.copytree(real, folder, ignore=shutil.ignore_patterns("model_index.json"))
+    file = folder / "transformer" / "config.json"
+    if other is None:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"in_visual_dim": 4, "in_channels": 4}))
+    elif other == "nothing":
+        shutil.rmtree(folder / "transformer")
+    elif other in ("no JSON", "a list"):
+        file.write_text("[1]" if other == "a list" else "{")
+    code, report, log = program(on(config, folder), tmp_path, capsys)
+    assert code in (USAGE, REMAINS) and LOADS not in log
+    assert said in report["error"]["message"] and report["error"]["next_step"]
+
+
+def test_what_needs_no_model_is_compared_before_one_is_loaded(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    assert program(config, tmp_path, capsys)[0] == OK
+    for change, words in (
+        ({"adapter": {"rank": 4}}, "train.adapter.rank: 16 in the checkpoint, 4 now"),
+        ({"caption_dropout": 0.5}, "train.caption_dropout: 0.1 in the checkpoint, 0.5 now"),
+        ({"resume": False}, "train.resume is false"),
+    ):
+        for dry_run in (True, False):
+            code, report, log = program(make_config("t2i", steps=2, **change), tmp_path, capsys, dry_run=dry_run)
+            assert code == USAGE and LOADS not in log and words in report["error"]["message"]
+            assert "another train.run" in report["error"]["next_step"]
+
+
+def test_a_validation_prompt_can_be_added_to_a_run(make_config, make_set, made, tmp_path, capsys) -> None:
+    """And taken away, and its steps and size changed: another set of the same samples is no other training."""
+    config = make_config("t2i", steps=1)
+    items, null, prompts = made.mixed_items(config)
+    make_set(config, items, null, prompts)
+    assert program(config, tmp_path, capsys)[0] == OK
+    more = [*prompts, made.Prompt("two", "96x64", prompts[0].text)]
+    make_set(config, items, null, more, name="set2")
+    code, report, _ = program(make_config("t2i", steps=2, validation={"steps": 3}), tmp_path, capsys)
+    assert (code, report["done"], report["skipped"]) == (OK, 1, 1)
+    assert {path.name for path in run_of(config).glob("validation/step-000002/*")} == {
+        "one.safetensors",
+        "two.safetensors",
+    }
+
+
+@pytest.mark.parametrize("change", ["a caption", "a repeat", "a sample less", "null prompt", "another id"])
+def test_other_data_is_refused_in_words(make_config, make_set, made, tmp_path, capsys, change) -> None:
+    config = make_config("t2i", steps=1)
+    items, null, prompts = made.mixed_items(config)
+    make_set(config, items, null, prompts)
+    assert program(config, tmp_path, capsys)[0] == OK
+    if change == "a caption":
+        items[0].texts.append(items[0].texts[0])
+    elif change == "a repeat":
+        items[0].repeats = 1
+    elif change == "a sample less":
+        items.pop()
+    make_set(config, items, null, prompts, name="set2", ids="set1" if change != "another id" else "set2")
+    if change == "null prompt":
+        path = Path(config.root) / "sets" / "set2" / "set.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"null_text": 1}))
+    code, report, log = program(make_config("t2i", steps=2), tmp_path, capsys)
+    assert code == USAGE and LOADS not in log
+    assert "what it is trained on: set set1 with 12 samples and 18 captions in" in report["error"]["message"]
+    assert "Set train.set" in report["error"]["next_step"]
+    assert log.count("can't be continued") == 1
+
+
+@pytest.mark.parametrize("output", ["a file", "below a file", "/proc/nowhere", "a dangling link"])
+def test_an_output_that_cant_be_written_is_found_before_a_model_is_loaded(
+    make_config, make_set, tmp_path, capsys, output
+) -> None:
+    config = make_config("t2i")
+    make_set(config)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "no" / "where")
+    place = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "x", "a dangling link": tmp_path / "link"}
+    config = config.model_copy(update={"output": str(place.get(output, output))})
+    code, report, log = program(config, tmp_path, capsys)
+    assert code == REMAINS and LOADS not in log
+    assert "can't be written to" in report["error"]["message"] and "output" in report["error"]["next_step"]
+
+
+def test_a_second_trainer_in_the_folder_refuses(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    run_of(config).mkdir(parents=True)
+    with (run_of(config) / LOCK).open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        code, report, log = program(config, tmp_path, capsys)
+        assert code == REMAINS and LOADS not in log
+        assert f"another trainer is at work in {run_of(config)}" in report["error"]["message"]
+        assert program(config, tmp_path, capsys, dry_run=True)[0] == OK
+    assert program(config, tmp_path, capsys)[0] == OK
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_killed_trainer_leaves_no_lock(tmp_path) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with alone(tmp_path, None):  # type: ignore[arg-type]
+            os.write(write, b"x")
+            signal.pause()
+    assert os.read(read, 1) == b"x"
+    with pytest.raises(Busy, match=r"another train\.run"), alone(tmp_path, None):  # type: ignore[arg-type]
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with alone(tmp_path, None):  # type: ignore[arg-type]
+        pass
+
+
+def stop_at(config, step: int, number: signal.Signals) -> threading.Thread:
+    """Send the signal to this process once `step` steps are done."""
+
+    def wait() -> None:
+        path = run_of(config) / "metrics.jsonl"
+        while max((line["step"] for line in metrics.read(path)), default=0) < step:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
+def test_stopped_it_says_what_is_lost_and_nothing_is_overwritten(
+    make_config, make_set, tmp_path, capsys, number, code
+) -> None:
+    """Without a checkpoint the run begins again; with one it goes on from there. The file tells both."""
+    config = make_config("t2i", steps=100_000, checkpoint_every=100_000)
+    make_set(config)
+    path = run_of(config) / "metrics.jsonl"
+    stop_at(config, 2, number)
+    found, report, _ = program(config, tmp_path, capsys)
+    message = report["error"]["message"]
+    assert found == code and number.name in message
+    done = max(line["step"] for line in metrics.read(path))
+    assert f"no checkpoint yet: steps 1 to {done} are lost" in message and "begins at step 1" in message
+    assert "100000 steps (train.checkpoint_every)" in report["error"]["next_step"]
+    first = path.read_bytes()
+    config = make_config("t2i", steps=100_000, checkpoint_every=3)
+    stop_at(config, done + 4, number)
+    found, report, _ = program(config, tmp_path, capsys)
+    saved = max(int(folder.name[5:]) for folder in (run_of(config) / "checkpoints").glob("step-*"))
+    done = max(line["step"] for line in metrics.read(path))
+    expected = f"The last checkpoint is at step {saved}: step" if done > saved else f"checkpoint at step {saved} has"
+    assert found == code and expected in report["error"]["message"]
+    assert path.read_bytes().startswith(first + b'{"step": 0, "resumed": true}\n')
+    code, report, _ = program(make_config("t2i", steps=saved + 1), tmp_path, capsys)
+    assert (code, report["done"], report["skipped"]) == (OK, 1, saved)
+    steps = [line["step"] for line in metrics.read(path) if "loss" in line]
+    assert steps == list(range(1, saved + 2)), "each step of the run as it stands, once"
+    marks = [json.loads(line) for line in path.read_text().splitlines() if "resumed" in line]
+    assert marks == [{"step": 0, "resumed": True}, {"step": saved, "resumed": True}]
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe\n", b'{"step": 1, "lo', b"[1]\n{}\n", b"[" * 99_999 + b"\n", b"\0" * 9])
+def test_lines_that_cant_be_read_are_passed_over(make_config, make_set, tmp_path, capsys, damage) -> None:
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    assert program(config, tmp_path, capsys)[0] == OK
+    path = run_of(config) / "metrics.jsonl"
+    before = path.read_bytes() + damage
+    path.write_bytes(before)
+    code, report, _ = program(make_config("t2i", steps=2), tmp_path, capsys)
+    assert code == OK and report["details"]["loss"]["first"] is not None
+    assert path.read_bytes().startswith(before)
+    assert [line["step"] for line in metrics.read(path) if "loss" in line] == [1, 2]
+
+
+def test_a_damaged_checkpoint_costs_its_steps_alone(make_config, make_set, tmp_path, capsys) -> None:
+    """The run goes on from the one before and says so; where none is whole it ends as damage does everywhere."""
+    config = make_config("t2i", steps=2, checkpoint_every=1)
+    make_set(config)
+    assert program(config, tmp_path, capsys)[0] == OK
+    folder = run_of(config) / "checkpoints"
+    weights = folder / "step-000002" / "trainable.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    code, report, log = program(make_config("t2i", steps=3), tmp_path, capsys)
+    assert (code, report["done"], report["skipped"]) == (OK, 2, 1)
+    assert "step-000002 is damaged (trainable.safetensors is damaged" in log and "goes on from step-000001" in log
+    assert (folder / "damaged-step-000002.1").is_dir()
+    for state in folder.glob("step-*/state.json"):
+        state.write_text("")
+    for dry_run in (True, False):
+        code, report, log = program(make_config("t2i", steps=4), tmp_path, capsys, dry_run=dry_run)
+        assert code == DAMAGE and "is whole" in report["error"]["message"] and LOADS not in log
+        assert "train.run" in report["error"]["next_step"]
+
+
+@pytest.mark.parametrize("note", ["", "[]", "\udcff", '{"step": "1"}', "nested"])
+def test_a_damaged_note_of_the_result_is_written_anew(make_config, make_set, tmp_path, capsys, note) -> None:
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    assert program(config, tmp_path, capsys)[0] == OK
+    path = run_of(config) / "result.json"
+    path.write_text("[" * 9999 if note == "nested" else note, errors="surrogateescape")
+    code, report, _ = program(config, tmp_path, capsys)
+    assert (code, report["done"], report["skipped"]) == (OK, 0, 1)
+    assert json.loads(path.read_text())["step"] == 1
