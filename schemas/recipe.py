@@ -52,7 +52,7 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         prompt.model_dump(exclude={"image"}, mode="json") | {"image": prompt.image and PurePath(prompt.image).name}
         for prompt in config.validation.prompts
     ]
-    return {
+    what = {
         "tables": TABLES_VERSION,
         "family": config.model.family,
         "task": config.model.task,
@@ -62,6 +62,9 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         "datasets": sorted(datasets, key=lambda dataset: dataset["id"]),
         "validation": {"size": config.validation.size, "prompts": shown},
     }
+    if config.model.task == "i2i":
+        what["sources"] = "as their targets"  # how they are cut; plans without it are made anew
+    return what
 
 
 def text_settings(config: Config) -> Settings:

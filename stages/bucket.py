@@ -27,7 +27,7 @@ from stages.planning.validation import Found, add_validation
 from stages.stage import refuse_shard
 
 Row = dict[str, Any]
-SHOWN = 30  # items put out that the report lists by name
+SHOWN = 30  # items put out, or warned of, that are listed by name
 LISTED = 10  # buckets that a warning names
 
 
@@ -153,6 +153,13 @@ def _warn(config: Config, plan: Draft, buckets: list[Row], multiple: int, consol
             console.warn(
                 f"{dataset.id}: {notes.repeating} clips repeat frames, their videos having fewer than "
                 f"{dataset.video.frame_rate:g} per second; a lower frame_rate or max_repeated_frames avoids it"
+            )
+        if notes and len(notes.unlike):
+            more = f" and {len(notes.unlike) - SHOWN} more" if len(notes.unlike) > SHOWN else ""
+            console.warn(
+                f"{dataset.id}: {len(notes.unlike)} of {notes.planned} sources have another aspect than their target. "
+                "Each is used, cut for itself, and need not show the same part as its target; crop the source as the "
+                f"target was cropped, or remove the pair: {', '.join(notes.unlike[:SHOWN].to_pylist())}{more}"
             )
         if notes and dataset.eval_fraction and not notes.held_out:
             console.warn(

@@ -19,7 +19,7 @@ from schemas.errors import LatentpressError
 from schemas.tables import ACTIVE, REJECTS, TEXTS
 from schemas.where import Filter
 from stages.planning import clips, geometry, samples, texts
-from stages.planning.items import Items
+from stages.planning.items import Items, words
 from stages.planning.samples import Made
 
 Row = dict[str, Any]
@@ -35,6 +35,7 @@ class Notes:
     duplicates: int  # items whose bytes another item of the dataset has
     rounded: int
     repeating: int
+    unlike: pa.Array  # i2i: pairs of different aspects, in words
     buckets: list[Row]
 
 
@@ -167,9 +168,17 @@ def _plan(config: Config, dataset: Dataset, table: pa.Table, side_multiple: int,
         duplicates=duplicates,
         rounded=chosen.rounded,
         repeating=chosen.repeating,
+        unlike=_unlike(items, cuts),
         buckets=_bucket_notes(cuts, made),
     )
     return _Planned(made, rows, lists, null_text, items.out, notes)
+
+
+def _unlike(items: Items, cuts: geometry.Cuts) -> pa.Array:
+    """The items whose source has another aspect, with both sizes."""
+    of = Items(items.dataset, items.table.filter(pa.array(cuts.unlike)))
+    width, height, across, down = (of.column(name) for name in ("width", "height", "source_width", "source_height"))
+    return words(of.column("path"), " (", width, "x", height, ", its source ", across, "x", down, ")")
 
 
 def _check_patterns(dataset: Dataset) -> None:

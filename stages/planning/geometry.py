@@ -30,17 +30,19 @@ from schemas.tables import GEOMETRY
 from stages.planning.items import Items, words
 
 Sizes = tuple[tuple[int, int], ...]
-MASK_ASPECT = 0.02  # a mask whose shape differs by more from its media's is of something else
+SAME_ASPECT = 0.02  # a mask or source whose aspect differs by more, and by more than a pixel, shows something else
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """How n items are cut. size: (n,) index into `sizes`. source: the i2i source's crop, where there is one."""
+    """How n items are cut. size: (n,) index into `sizes`. source: the i2i source's crop, where there is one.
+    unlike: (n,) whether the source has another aspect than its target, so that it is cut for itself."""
 
     sizes: Sizes
     size: np.ndarray
     crop: Crop
     source: Crop | None
+    unlike: np.ndarray
     lost: np.ndarray  # share of the picture that cutting loses
     distorted: np.ndarray  # change of aspect by stretching
 
@@ -54,7 +56,7 @@ class Cuts:
 
     def keep(self, rows: np.ndarray) -> "Cuts":
         source = None if self.source is None else _kept(self.source, rows)
-        kept = replace(self, size=self.size[rows], crop=_kept(self.crop, rows), source=source)
+        kept = replace(self, size=self.size[rows], crop=_kept(self.crop, rows), source=source, unlike=self.unlike[rows])
         return replace(kept, lost=self.lost[rows], distorted=self.distorted[rows])
 
 
@@ -122,11 +124,7 @@ def _drop_by_size(dataset: Dataset, items: Items) -> None:
 
 def _drop_masks(items: Items) -> None:
     """Masks of another shape than their media: they are laid over it, so they must be of the same."""
-    across, down, width, height = (
-        items.numbers(name).astype(np.float64) for name in ("mask_width", "mask_height", "width", "height")
-    )
-    ratio = across * height / np.maximum(down * width, 1)
-    other = (across > 0) & (np.abs(ratio - 1) > MASK_ASPECT)
+    other = (items.numbers("mask_width") > 0) & _other_aspect(items, "mask_")
 
     def text(gone: Items) -> pa.Array:
         sizes = [words(gone.column(f"{of}width"), "x", gone.column(f"{of}height")) for of in ("mask_", "")]
@@ -135,6 +133,14 @@ def _drop_masks(items: Items) -> None:
     items.drop(other, "mask-shape", text)
     moving = np.asarray(pc.fill_null(pc.equal(items.column("mask_kind"), "video"), False))
     items.drop(moving & ~items.videos, "mask-moves", lambda gone: "is a still image and its mask a video; make it one")
+
+
+def _other_aspect(items: Items, of: str) -> np.ndarray:
+    """(n,) whether companions have another aspect than their items: by more than SAME_ASPECT, and by more than rounding
+    the sides of either to whole pixels makes."""
+    across, down, width, height = (items.numbers(name) for name in (f"{of}width", f"{of}height", "width", "height"))
+    apart = np.abs(across * height - down * width)
+    return (apart > SAME_ASPECT * down * width) & (apart > np.maximum.reduce((across, down, width, height)))
 
 
 def _cuts(dataset: Dataset, items: Items, sizes: Sizes) -> Cuts:
@@ -159,12 +165,15 @@ def _cuts(dataset: Dataset, items: Items, sizes: Sizes) -> Cuts:
         return _either(over, loose, covered)
 
     made = crop(width, height)
-    source = None
+    source, unlike = None, np.zeros(len(items), bool)
     if items.table.column("source_id").null_count < len(items):
         # Missing ones were dropped before: here every row has one.
-        source = crop(items.numbers("source_width"), items.numbers("source_height"))
+        # The target's numbers, whatever size it has, show the same part of it; only a picture of another aspect can't
+        # be laid over its target.
+        unlike = _other_aspect(items, "source_")
+        source = _either(unlike, crop(items.numbers("source_width"), items.numbers("source_height")), made)
     lost = cropped_share(width, height, made, bucket[:, 0], bucket[:, 1])
-    return Cuts(sizes, size, made, source, lost, distortion(width, height, made))
+    return Cuts(sizes, size, made, source, unlike, lost, distortion(width, height, made))
 
 
 def _either(first: np.ndarray, one: Crop, other: Crop) -> Crop:
@@ -185,6 +194,7 @@ def _sizes_chosen(dataset: Dataset, items: Items, width: np.ndarray, height: np.
     return allowed[choose_buckets(width, height, [sizes[i] for i in allowed])]
 
 
+ADVICE = "; lower resolution, set allow_upscale: true, or remove it"
 Broken = tuple[np.ndarray, str, Callable[[Items], pa.Array]]
 
 
@@ -192,23 +202,30 @@ def _needs_upscale(dataset: Dataset, items: Items, cuts: Cuts) -> Broken | None:
     if dataset.allow_upscale:
         return None
     small = enlarged(items.numbers("width"), items.numbers("height"), cuts.crop)
-    return small, "needs-upscale", _upscale_text("", cuts, small)
+    bucket = words(cuts.width[small], "x", cuts.height[small])
+
+    def text(gone: Items) -> pa.Array:
+        return words(
+            "is ", gone.column("width"), "x", gone.column("height"), ", smaller than its bucket ", bucket, ADVICE
+        )
+
+    return small, "needs-upscale", text
 
 
 def _source_needs_upscale(dataset: Dataset, items: Items, cuts: Cuts) -> Broken | None:
     if dataset.allow_upscale or cuts.source is None:
         return None
-    small = enlarged(items.numbers("source_width"), items.numbers("source_height"), cuts.source)
-    return small, "source-needs-upscale", _upscale_text("source_", cuts, small)
+    width, height = items.numbers("source_width"), items.numbers("source_height")
+    wider, taller = cuts.source.resize_width > width, cuts.source.resize_height > height
+    # Of a target's aspect but for rounding, it may be a little stretched in one direction.
+    small = np.where(cuts.unlike, wider | taller, wider & taller)
+    wanted = words(np.asarray(cuts.source.resize_width)[small], "x", np.asarray(cuts.source.resize_height)[small])
 
+    def text(gone: Items) -> pa.Array:
+        size = words(gone.column("source_width"), "x", gone.column("source_height"))
+        return words("its source is ", size, ", and ", wanted, " is needed to show what its target shows", ADVICE)
 
-def _upscale_text(of: str, cuts: Cuts, out: np.ndarray) -> Callable[[Items], pa.Array]:
-    bucket = words(cuts.width[out], "x", cuts.height[out])
-    whose = "its source is " if of else "is "
-    advice = "; lower resolution, set allow_upscale: true, or remove it"
-    return lambda gone: words(
-        whose, gone.column(f"{of}width"), "x", gone.column(f"{of}height"), ", smaller than its bucket ", bucket, advice
-    )
+    return small, "source-needs-upscale", text
 
 
 def _too_distorted(dataset: Dataset, items: Items, cuts: Cuts) -> Broken | None:

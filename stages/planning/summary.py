@@ -153,6 +153,8 @@ def dataset_table(config: Config, plan: Draft) -> list[Row]:
         row: Row = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": mine.num_rows}
         row["held out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
         row["same bytes twice"] = notes.duplicates
+        if config.model.task == "i2i":
+            row["source of another aspect"] = len(notes.unlike)
         if config.model.spec.video:
             row["rounded down"], row["repeat frames"] = notes.rounded, notes.repeating
         table.append(row)

@@ -1,0 +1,151 @@
+"""i2i: a source shows the same part of the picture as its target, whatever the size of either."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from cache.store import Store
+from schemas.config import Config
+from schemas.geometry import Bucket
+from schemas.tables import MEDIA
+from stages import bucket, discover
+from stages.media.samples import fit_image
+from stages.plan import current_plan
+from stages.planning.draft import Draft, draft
+
+IMAGE = "kandinsky5-image-i2i"
+MASK = {"mask": "m.png", "mask_id": "e" * 32, "mask_kind": "image"}
+DOWNSAMPLED = {"maximum_image_size": 300, "target_downsample_size": 263}
+
+
+def planned(target: tuple[int, int], source: tuple[int, int], **dataset: Any) -> Draft:
+    given = {"id": "a", "instance_data_dir": "a", "conditioning_data": "b", "mask_data": "c", "resolution": 256}
+    row = {"path": "0.jpg", "media_id": "0" * 32, "kind": "image", "captions": ["an edit"]}
+    row |= {"width": target[0], "height": target[1], "source": "0.png", "source_id": "f" * 32}
+    row |= {"source_width": source[0], "source_height": source[1]}
+    masked = dataset.get("mask_data", "c") is not None
+    row |= MASK | {"mask_width": source[0], "mask_height": source[1]} if masked else {}
+    model = {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"}
+    whole = {"root": "work", "model": model, "datasets": [{**given, "allow_upscale": True, **dataset}]}
+    table = pa.Table.from_pylist([{name: row.get(name) for name in MEDIA.names}], schema=MEDIA)
+    return draft(Config.model_validate(whole), {"a": table}, 16)
+
+
+def window(geometry: dict[str, Any]) -> np.ndarray:
+    """left, top, right and bottom of what is cut, as shares of the picture."""
+    size = Bucket.parse(geometry["bucket"])
+    left, top = geometry["x"] / geometry["resize_w"], geometry["y"] / geometry["resize_h"]
+    return np.array([left, top, left + size.width / geometry["resize_w"], top + size.height / geometry["resize_h"]])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.tuples(st.integers(64, 4000), st.integers(64, 4000)),
+    st.floats(0.2, 4),
+    st.floats(0.985, 1.015),
+    st.sampled_from(["center", "random", "corner"]),
+    st.sampled_from(["preserve", "square"]),
+    st.sampled_from([{}, DOWNSAMPLED, {"maximum_image_size": 1000, "target_downsample_size": 300}]),
+)
+def test_source_and_target_show_the_same_part(target, scale, aspect, style, crop_aspect, sizes) -> None:
+    source = round(target[0] * scale * aspect), round(target[1] * scale)
+    assume(min(source) >= 8 and abs(source[0] * target[1] / (source[1] * target[0]) - 1) <= 0.02)
+    plan = planned(target, source, crop_style=style, crop_aspect=crop_aspect, **sizes)
+    [sample] = plan.samples.to_pylist()
+    ours, its = sample["geometry"], sample["source_geometry"]
+    assert ours["bucket"] == its["bucket"] and sample["mask_geometry"] == ours
+    sides = np.array([ours["resize_w"], ours["resize_h"]] * 2)
+    assert (np.abs(window(ours) - window(its)) * sides <= 1).all(), "more than a pixel apart"
+    assert len(plan.notes["a"].unlike) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.tuples(st.integers(64, 4000), st.integers(64, 4000)), st.floats(1.05, 3), st.booleans())
+def test_a_source_of_another_aspect_is_cut_for_itself_and_named(target, aspect, downsampled: bool) -> None:
+    source = round(target[0] * aspect), target[1]
+    plan = planned(target, source, mask_data=None, **(DOWNSAMPLED if downsampled else {}))
+    [sample] = plan.samples.to_pylist()
+    its, size = sample["source_geometry"], Bucket.parse(sample["geometry"]["bucket"])
+    assert abs(its["resize_w"] * source[1] / (its["resize_h"] * source[0]) - 1) < 0.02, "it is not distorted"
+    assert its["resize_w"] >= its["x"] + size.width and its["resize_h"] >= its["y"] + size.height
+    assert plan.notes["a"].unlike.to_pylist() == [
+        f"0.jpg ({target[0]}x{target[1]}, its source {source[0]}x{source[1]})"
+    ]
+
+
+def test_sides_rounded_to_whole_pixels_are_no_other_aspect() -> None:
+    """Thumbnails, where a pixel is more than the tolerance."""
+    for source in ((33, 25), (32, 24), (64, 50)):
+        assert not len(planned((641, 491), source).notes["a"].unlike), source
+    assert len(planned((641, 491), (40, 24), mask_data=None).notes["a"].unlike) == 1
+
+
+def marked(path, size: tuple[int, int], across: float, down: float) -> None:
+    """A white square, a tenth of the width, around a place given as shares of a dark picture."""
+    pixels = np.full((size[1], size[0], 3), 20, np.uint8)
+    half = size[0] / 20
+    x, y = across * size[0], down * size[1]
+    pixels[round(y - half) : round(y + half), round(x - half) : round(x + half)] = 255
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+def place(pixels: np.ndarray) -> np.ndarray:
+    """Where the square is in an encoder's pixels: its centre, (x, y)."""
+    light = (pixels.astype(float).mean(axis=2) - 20).clip(0)
+    rows, columns = np.mgrid[: light.shape[0], : light.shape[1]]
+    return np.array([(light * columns).sum(), (light * rows).sum()]) / light.sum()
+
+
+@pytest.mark.parametrize("style", ["center", "random", "corner"])
+@pytest.mark.parametrize("sizes", [{}, DOWNSAMPLED], ids=["whole", "downsampled"])
+def test_a_mark_is_at_the_same_place_in_the_pixels_of_both(project, sizes: dict, style: str) -> None:
+    home = project(IMAGE)
+    home.settings["datasets"][0] |= {"conditioning_data": "sources", "resolution": 256, "crop_style": style, **sizes}
+    sources = {"same": (640, 400), "twice": (1280, 800), "half": (320, 200), "wider": (648, 400), "odd": (427, 267)}
+    for seed, (name, size) in enumerate(sources.items()):
+        across, down = 0.4 + 0.04 * seed, 0.55 - 0.03 * seed
+        marked(home.media / f"{name}.png", (640, 400), across, down)
+        (home.media / f"{name}.txt").write_text("an edit")
+        marked(home.folder / "sources" / f"{name}.png", size, across, down)
+    home.run(discover.run)
+    home.run(bucket.run)
+    rows = current_plan(Store(home.root), home.config()).samples.values()
+    assert len(rows) == len(sources)
+    for row in rows:
+        target = place(fit_image(home.media / row["path"], row["geometry"]))
+        source = place(fit_image(home.folder / "sources" / row["path"], row["source_geometry"]))
+        assert np.abs(target - source).max() <= 1, f"{row['path']}: {target} and {source}"
+
+
+def test_bucket_names_the_pairs_of_different_aspects_and_uses_them(project) -> None:
+    home = project(IMAGE)
+    home.settings["datasets"][0]["conditioning_data"] = "sources"
+    for seed, (name, size) in enumerate({"alike": (80, 60), "wide": (120, 48), "tall": (50, 90)}.items()):
+        home.image(f"{name}.png", (64, 48), seed=seed)
+        home.image(f"../sources/{name}.png", size, seed=10 + seed)
+    home.run(discover.run)
+    report = home.run(bucket.run, dry_run=True)
+    said = " ".join(home.said.split())
+    assert "photos: 2 of 3 sources have another aspect than their target" in said
+    assert "tall.png (64x48, its source 50x90), wide.png (64x48, its source 120x48)" in said
+    [row] = report.details["datasets"]
+    assert (row["samples"], row["source of another aspect"]) == (3, 2)
+
+
+def test_a_source_too_small_for_the_size_of_its_target_is_named(project) -> None:
+    home = project(IMAGE)
+    home.settings["datasets"][0] |= {"conditioning_data": "sources", "resolution": 256, "allow_upscale": False}
+    home.settings["datasets"][0] |= DOWNSAMPLED
+    for seed, size in enumerate([(1280, 800), (320, 200)]):
+        home.image(f"{seed}.png", (640, 400), seed=seed)
+        home.image(f"../sources/{seed}.png", size, seed=10 + seed)
+    home.run(discover.run)
+    report = home.run(bucket.run)
+    assert home.rejects(report) == {"1.png": "source-needs-upscale"}
+    assert "its source is 320x200, and 333x208 is needed" in report.set_aside[0]["message"]
