@@ -96,10 +96,9 @@ class ShardWriter:
 
     def _open(self) -> None:
         blank = {META_KEY: BLANK * self._room, META_CHECKSUM_KEY: BLANK_CHECKSUM}
-        schema = self._schema.with_metadata(blank)
-        self._head = len(ipc.START) + schema.serialize().size
+        self._blank = self._schema.with_metadata(blank)
         self._file = self.store.open_temp(self.rel)
-        self._out = pa.ipc.new_file(self._file, schema)
+        self._out = pa.ipc.new_file(self._file, self._blank)
 
     def add(self, row: Row) -> None:
         check_row(row, self.columns, self._taken)
@@ -151,15 +150,9 @@ class ShardWriter:
             self.store.abandon(narrow)
 
     def _describe(self, described: bytes) -> None:
-        """Fill in the blanks. Arrow has the schema twice, before the rows and behind them."""
+        """Fill in the blanks."""
         checksum = xxhash.xxh3_128_hexdigest(described).encode()
-        with open(self._file.name, "r+b") as file:
-            for place, length in ((0, self._head), ipc.footer_place(file)):
-                file.seek(place)
-                piece = file.read(length)
-                assert piece.count(BLANK * self._room) == piece.count(BLANK_CHECKSUM) == 1
-                file.seek(place)
-                file.write(piece.replace(BLANK * self._room, described).replace(BLANK_CHECKSUM, checksum))
+        ipc.fill_in(self._file.name, self._blank, {BLANK * self._room: described, BLANK_CHECKSUM: checksum})
 
     def __enter__(self) -> Self:
         return self
@@ -187,6 +180,8 @@ class ShardReader(BaseReader):
 
     def _row(self, i: int) -> tuple[Row, bytes, str]:
         batch = ipc.batch(self.file, self._frames.places[i], self._frames.schema)
+        if batch.num_rows != 1:
+            raise ValueError(f"{batch.num_rows} rows in one batch")
         tensors = {}
         for number, (name, dtype) in enumerate(self.columns.items()):
             content, sizes = batch.column(1 + 2 * number), batch.column(2 + 2 * number)

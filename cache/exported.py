@@ -18,24 +18,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache import checks
 from cache.arrow import ShardReader as ArrowReader
 from cache.arrow import reserved
 from cache.shard import ENCODERS, UNREADABLE, DamageError, Row, reader, row_checksum, to_json
 from cache.store import Store
-from cache.trainset import ROLES, SetError, TrainSet
+from cache.trainset import SetError, TrainSet
 from cache.untrusted import PLAIN, a_list, an_object, checksum, plain, shown, text
-from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS
 
 EXPORT_VERSION = 1
 SAMPLES, PROMPTS = "samples", "prompts"  # kinds of shards
 MADE_WITH = ("libraries", "device")  # of a shard's provenance: what is not of its unit alone
-MANY = 10**6  # of repeats, or as a weight
 SAMPLE = "sample"  # the part whose tensors keep their names
 PART = re.compile(r"sample|text|null|negative|condition|vision|text(0|[1-9][0-9]{0,5})")
 TENSOR = re.compile(r"[a-z][a-z0-9_]{0,31}")
 FOLDER = re.compile(r"[0-9a-f]{24}", re.ASCII)  # a fingerprint
 PATH = re.compile(rf"(samples|prompts)/{PLAIN.pattern}/[0-9]{{6,9}}\.(arrow|tar)", re.ASCII)
-AGAIN = "It is damaged or no export: copy it again, or make it again with `latentpress export`."
 
 Columns = dict[str, str]  # tensor name -> dtype
 
@@ -110,13 +108,11 @@ class ExportedSet(TrainSet):
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         super().__init__(store, set_id, meta)
-        try:
-            check_meta(meta)
-            check_tables(self._index, self._texts, self._shards)
-            if bool(meta["validation"]) != (self._shards.column("kind").to_pylist()[-1] == PROMPTS):
-                raise ValueError("its last shard is not that of the validation prompts")
-        except UNREADABLE as error:
-            raise SetError(f"{store.path(f'sets/{set_id}')} is no set of an export: {shown(error)}", AGAIN) from error
+        self._attempt("set.json", lambda: check_meta(meta))
+        self._attempt("index.arrow", lambda: check_tables(self._index, self._texts, self._shards))
+        if bool(meta["validation"]) != (self._shards.column("kind").to_pylist()[-1:] == [PROMPTS]):
+            path = store.path(f"sets/{set_id}/shards.arrow")
+            raise DamageError(path, "its last shard is not that of the validation prompts")
 
     def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, Row]:
         entry = self._entry(self._index, row)
@@ -228,15 +224,7 @@ def check_meta(meta: Mapping[str, Any]) -> None:
 
 
 def check_tables(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
-    """ValueError, or another of UNREADABLE, where these are no tables of an export. Reads each whole, once."""
-    named = (("index", index, INDEX), ("texts", texts, SET_TEXTS), ("shards", shards, SET_SHARDS))
-    for name, table, schema in named:
-        if not table.schema.equals(schema):
-            raise ValueError(f"{name}.arrow has the columns {table.schema.names}")
-        table.validate(full=True)
-    for column in (*(index.column(name) for name in INDEX.names if name != "null_text"), texts.column("text_id")):
-        if column.null_count:
-            raise ValueError("a value is missing")
+    """ValueError where these sound tables of a set are none of an export. Reads each whole, once."""
     for path, kind in zip(*(shards.column(name).to_pylist() for name in ("path", "kind")), strict=True):
         if not PATH.fullmatch(path or "") or path.split("/")[0] != kind:
             raise ValueError(f"a shard {path!r} of kind {kind!r}")
@@ -245,33 +233,8 @@ def check_tables(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
             raise ValueError("an id has characters that no id has")
     if pc.count_distinct(texts.column("text_id")).as_py() != texts.num_rows:
         raise ValueError("a text stands twice")
-    _check_values(index)
-    for numbers in (pc.list_flatten(index.column("texts")), index.column("null_text").drop_null()):
-        _within(numbers, texts.num_rows, "a text")
-    _within(index.column("shard"), shards.column("kind").to_pylist().count(SAMPLES), "a shard")
+    checks.within(index.column("shard"), shards.column("kind").to_pylist().count(SAMPLES), "shard")
     _check_order(np.asarray(index.column("shard")), np.asarray(index.column("row")))
-
-
-def _check_values(index: pa.Table) -> None:
-    """What the order of training computes with."""
-    if (
-        pc.list_flatten(index.column("texts")).null_count
-        or pc.any(pc.less(pc.list_value_length(index.column("texts")), 1)).as_py()
-    ):
-        raise ValueError("a sample has no text")
-    if not set(pc.unique(index.column("role")).to_pylist()) <= set(ROLES):
-        raise ValueError("a role is neither train nor eval")
-    weight, repeats = np.asarray(index.column("weight")), np.asarray(index.column("repeats"))
-    if not (np.isfinite(weight).all() and (weight > 0).all() and (weight < MANY).all()):
-        raise ValueError("a weight is no positive number")
-    if not ((repeats >= 0).all() and (repeats < MANY).all()):
-        raise ValueError("repeats are negative or too many")
-
-
-def _within(numbers: pa.ChunkedArray, count: int, what: str) -> None:
-    ends = pc.min_max(numbers).as_py()
-    if ends["min"] is not None and (ends["min"] < 0 or ends["max"] >= count):
-        raise ValueError(f"{what} {ends} of {count}")
 
 
 def _check_order(shard: np.ndarray, row: np.ndarray) -> None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache import generations, shard
+from cache.damage import DamageError
 from cache.exported import (
     EXPORT_VERSION,
     PROMPTS,
@@ -122,9 +123,13 @@ class Exporter:
         return f"sets/{self.data.id}/set.json"
 
     def refuse_other(self) -> None:
-        """TargetError where the target holds this set otherwise: a set is published once."""
-        same = json.dumps(self.record, indent=1, sort_keys=True).encode()
-        if self.target.exists(self.rel) and self.target.read_bytes(self.rel) != same:
+        """TargetError where the target holds this set otherwise: a set is published once. A damaged one is written
+        anew."""
+        try:
+            there = self.target.read_json(self.rel)
+        except (FileNotFoundError, DamageError):
+            return
+        if there != json.loads(json.dumps(self.record)):
             raise TargetError(
                 f"{self.target.path(f'sets/{self.data.id}')} is this set already, not exported from here or otherwise",
                 "choose another folder with --to, or remove that one",
@@ -229,8 +234,8 @@ def publish(store: Store, record: Mapping[str, Any], tables: Mapping[str, pa.Tab
     folder = f"sets/{record['id']}"
     for name, table in tables.items():
         store.write_table(f"{folder}/{name}.arrow", table)
-    store.publish_bytes(f"{folder}/set.json", json.dumps(record, indent=1, sort_keys=True).encode())
-    store.publish_bytes(pointer(record["family"], record["task"]), json.dumps({"id": record["id"]}).encode())
+    store.publish_json(f"{folder}/set.json", record)
+    store.publish_json(pointer(record["family"], record["task"]), {"id": record["id"]})
 
 
 def words_of(data: TrainSet) -> Mapping[str, Mapping[str, Any]]:

@@ -16,14 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
+from cache import checks, untrusted
+from cache.damage import DamageError, attempt
 from cache.layout import is_ours
 from cache.rows import Rows
 from cache.store import Store
-from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
 from schemas.tables import ACTIVE, SAMPLES, TABLES_VERSION, TEXTS, UNITS
 
 _SCHEMAS = {"samples": SAMPLES, "texts": TEXTS, "units": UNITS, "active": ACTIVE}
+_CHECKS = {"samples": checks.samples, "texts": checks.texts, "units": checks.units, "active": checks.active}
 
 
 @dataclass(frozen=True)
@@ -124,17 +126,11 @@ def _of_kind(units: pa.Table, kind: str) -> pa.Table:
 
 
 def _table(store: Store, name: str, table: str) -> pa.Table:
+    rel = f"plans/{name}/{table}.arrow"
     try:
-        return store.read_table(f"plans/{name}/{table}.arrow")
+        return store.read_table(rel, _CHECKS[table])
     except FileNotFoundError as error:
-        raise _broken(store, name, f"no {table}.arrow") from error
-
-
-def _broken(store: Store, name: str, problem: str) -> LatentpressError:
-    return LatentpressError(
-        f"the plan {store.path(f'plans/{name}')} has {problem}",
-        "remove that folder and run `latentpress bucket`; shards of the same units are found again",
-    )
+        raise DamageError(store.path(rel), "the file is missing") from error
 
 
 def _up_to(store: Store, name: str) -> list[str]:
@@ -143,10 +139,23 @@ def _up_to(store: Store, name: str) -> list[str]:
 
 def load(store: Store, name: str) -> Generation:
     rel = f"plans/{name}/plan.json"
-    try:
-        return Generation(store, name, json.loads(store.read_bytes(rel)))
-    except ValueError as error:
-        raise _broken(store, name, f"a plan.json that is no JSON ({error})") from error
+    info = store.read_json(rel)
+    attempt(store.path(rel), lambda: _check_info(info), "its values can't be right")
+    return Generation(store, name, info)
+
+
+def _check_info(info: dict[str, Any]) -> None:
+    """ValueError or KeyError where a plan.json lacks what is followed."""
+    untrusted.name(info["key"], "key")
+    texts = [] if info["null_text"] is None else [info["null_text"]]
+    for entry in untrusted.a_list(info["validation"], "validation"):
+        prompt = untrusted.an_object(entry, "a validation prompt")
+        texts += [prompt["text"], prompt["negative"]]
+        texts += [] if prompt["condition"] is None else [prompt["condition"]]
+        for key in ("name", "prompt", "negative_prompt", "bucket"):
+            untrusted.text(prompt[key], key)
+    for id in texts:
+        untrusted.checksum(id, "an id")
 
 
 def newest(store: Store, key: str) -> Generation | None:
@@ -204,7 +213,7 @@ def publish(
     for what, table in tables.items():
         store.write_table(f"plans/{name}/{what}.arrow", table)
     record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
-    store.publish_bytes(f"plans/{name}/plan.json", json.dumps(record, indent=1, sort_keys=True).encode())
+    store.publish_json(f"plans/{name}/plan.json", record)
     return load(store, name)
 
 

@@ -20,7 +20,7 @@ from cache.exporter import TargetError, nbytes, publish, replaced
 from cache.plan import Ints
 from cache.shard import Row, ShardMeta, done_units
 from cache.store import Store
-from cache.trainset import read_json
+from cache.trainset import read_json, set_table
 from schemas.tables import SET_SHARDS, SET_TEXTS
 
 KINDS = ("latents", "text")
@@ -118,7 +118,7 @@ class Importer:
                 f"{self.target.path(rel)} is another set of the same id, or an export",
                 "import into another root: --set root=...",
             )
-        paths = self.target.read_table(f"sets/{self.data.id}/shards.arrow").column("path").to_pylist()
+        paths = set_table(self.target, self.data.id, "shards").column("path").to_pylist()
         return not any("/import-" in path for path in paths)
 
     @cached_property

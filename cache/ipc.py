@@ -1,4 +1,4 @@
-"""Single record batches of an Arrow IPC file, each by one read, from a file that nobody vouches for.
+"""Record batches of an Arrow IPC file, each by one read, from a file that nobody vouches for.
 
 pyarrow's own `get_batch` believes the file where its blocks lie, decompresses what says that it is compressed (a few
 bytes can claim, and become, gigabytes), loads dictionaries, and takes two reads. Here the places are checked when the
@@ -8,6 +8,7 @@ what is read of them here is read with bounds checked by Python.
 
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -70,8 +71,8 @@ def _places(blocks: np.ndarray, size: int) -> list[tuple[int, int]]:
 
 
 def batch(file: pa.NativeFile, place: tuple[int, int], schema: pa.Schema) -> pa.RecordBatch:
-    """The batch of one row there, a view into a mapped file, its offsets validated. ValueError or OSError where it is
-    none, has more rows, or is compressed."""
+    """The batch there, a view into a mapped file, its offsets validated. ValueError or OSError where it is none, or is
+    compressed."""
     file.seek(place[0])
     message = pa.ipc.read_message(file.read_buffer(place[1]))
     head = memoryview(message.metadata)
@@ -81,11 +82,23 @@ def batch(file: pa.NativeFile, place: tuple[int, int], schema: pa.Schema) -> pa.
     if _field(head, _at(head, header), BATCH_COMPRESSION) or _field(head, root, MESSAGE_CUSTOM):
         raise ValueError("the batch is compressed, or none")
     found = pa.ipc.read_record_batch(message, schema)
-    if found.num_rows != 1:
-        raise ValueError(f"{found.num_rows} rows in one batch")
-    # Arrow trusts offsets; a changed one would read outside of its buffer. 2 microseconds, the batch being one row.
+    # Arrow trusts offsets; a changed one would read outside of its buffer. 2 microseconds for one row of a shard.
     found.validate(full=True)
     return found
+
+
+def fill_in(path: str, schema: pa.Schema, values: Mapping[bytes, bytes]) -> None:
+    """Put what was not known before the rows into a finished file of `schema`: in place of each blank in its metadata a
+    value of the same length. Arrow has the schema twice, before the rows and behind them."""
+    with open(path, "r+b") as file:
+        for place, length in ((0, len(START) + schema.serialize().size), footer_place(file)):
+            file.seek(place)
+            piece = file.read(length)
+            for blank, value in values.items():
+                assert piece.count(blank) == 1 and len(blank) == len(value)
+                piece = piece.replace(blank, value)
+            file.seek(place)
+            file.write(piece)
 
 
 _uint32, _int32, _uint16 = (struct.Struct(kind).unpack_from for kind in ("<I", "<i", "<H"))

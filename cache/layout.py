@@ -6,14 +6,15 @@ or text/ in it may be a person's.
 
 import re
 
-from cache.shard import ENCODERS, MAKERS
+from cache.damage import ENCODERS, MAKERS
 from schemas.section import NAME_PATTERN
 
 _FINGERPRINT, _SET = "[0-9a-f]{24}", "[0-9a-f]{16}"
-_UNIT = "[A-Za-z0-9][A-Za-z0-9@_-]*"
-_SHARD = rf"(?:{'|'.join(MAKERS)})/{_FINGERPRINT}/{_UNIT}"
+UNIT = "[A-Za-z0-9][A-Za-z0-9@_-]*"
+_SHARD = rf"(?:{'|'.join(MAKERS)})/{_FINGERPRINT}/{UNIT}"
+_PLAN, _OF_PLAN = "[0-9]{6,9}-[0-9a-f]{12}", r"(?:(?:samples|texts|units|active)\.arrow|plan\.json)"
 _DATASET = NAME_PATTERN.strip("^$")
-_LISTED = rf"(?:discover|bucket)/{_DATASET}|(?:{'|'.join(ENCODERS.values())})/{_FINGERPRINT}/{_UNIT}"
+_LISTED = rf"(?:discover|bucket)/{_DATASET}|(?:{'|'.join(ENCODERS.values())})/{_FINGERPRINT}/{UNIT}"
 
 _SHARDS = re.compile(rf"{_SHARD}\.(?:arrow|tar)", re.ASCII)
 _OURS = re.compile(
@@ -22,8 +23,9 @@ _OURS = re.compile(
             rf"{_SHARD}\.(?:arrow|tar|tar\.json)",
             rf"(?:{'|'.join(ENCODERS)})/{_FINGERPRINT}/provenance\.json",
             rf"damaged/{_SHARD}\.[0-9]+\.(?:arrow|tar|tar\.json)",
+            rf"damaged/plans/{_PLAN}\.[0-9]+/{_OF_PLAN}",
             rf"media/{_DATASET}/(?:media|partial/[0-9]{{6,9}})\.arrow",
-            r"plans/[0-9]{6,9}-[0-9a-f]{12}/(?:(?:samples|texts|units|active)\.arrow|plan\.json)",
+            rf"plans/{_PLAN}/{_OF_PLAN}",
             rf"sets/{_SET}/(?:(?:index|texts|shards)\.arrow|set\.json)",
             r"sets/current-[a-z0-9-]+\.json",
             rf"rejects/(?:{_LISTED})\.arrow",

@@ -6,6 +6,8 @@ mended item leaves the list at the next run and no two machines write the same f
 
 import pyarrow as pa
 
+from cache import checks
+from cache.damage import DamageError
 from cache.store import Store
 from schemas.tables import REJECTS
 
@@ -22,19 +24,31 @@ def write(store: Store, stage: str, name: str, rows: list[dict] | pa.Table) -> N
     if len(rows):
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=REJECTS)
         table = table.sort_by([(key, "ascending") for key in ("item", "path", "reason")])
-        if not store.exists(rel) or not store.read_table(rel).equals(table):
+        if not _says(store, rel, table):
             store.write_table(rel, table)
     elif store.exists(rel):
         store.remove(rel)
 
 
+def _says(store: Store, rel: str, table: pa.Table) -> bool:
+    """Whether the list is there, whole, and the same."""
+    try:
+        return _table(store, rel).equals(table)
+    except (FileNotFoundError, DamageError):
+        return False
+
+
+def _table(store: Store, rel: str) -> pa.Table:
+    return store.read_table(rel, checks.rejected)
+
+
 def read_one(store: Store, stage: str, name: str) -> pa.Table:
     """The list `name` of `stage`; empty where nothing was set aside."""
     rel = f"rejects/{stage}/{name}.arrow"
-    return store.read_table(rel) if store.exists(rel) else REJECTS.empty_table()
+    return _table(store, rel) if store.exists(rel) else REJECTS.empty_table()
 
 
 def read(store: Store, stage: str) -> dict[str, list[dict]]:
     """name -> rows, of everything that `stage` set aside."""
     found = [name for name in store.names(f"rejects/{stage}") if name.endswith(".arrow")]
-    return {name.removesuffix(".arrow"): store.read_table(f"rejects/{stage}/{name}").to_pylist() for name in found}
+    return {name.removesuffix(".arrow"): _table(store, f"rejects/{stage}/{name}").to_pylist() for name in found}

@@ -19,23 +19,19 @@ from typing import Any, Protocol, Self, TypeVar
 import pyarrow as pa
 
 from cache import untrusted
+from cache.damage import ENCODERS as ENCODERS
+from cache.damage import MAKERS, DamageError, attempt
+from cache.damage import UNREADABLE as UNREADABLE
+from cache.damage import rebuild_advice as rebuild_advice
+from cache.damage import rebuild_command as rebuild_command
 from cache.store import Store, explained
 from cache.tensors import Array
-from schemas.errors import DAMAGE, LatentpressError
 from schemas.identity import hash_bytes
 from schemas.tables import FORMAT_VERSION
 
 ARROW_SUFFIX, TAR_SUFFIX, SIDECAR_SUFFIX = ".arrow", ".tar", ".tar.json"
 SUFFIXES = {"arrow": ARROW_SUFFIX, "webdataset": TAR_SUFFIX}
-#: What pyarrow, json and our own conversions raise on bytes that are not what they should be. Memory that runs out is
-#: no damage: nothing of the size that a file only claims is allocated.
-UNREADABLE = (
-    *(pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowTypeError, pa.ArrowNotImplementedError, pa.ArrowSerializationError),
-    *(ValueError, KeyError, TypeError, IndexError, OverflowError, EOFError, struct.error),
-)
 T = TypeVar("T")
-ENCODERS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
-MAKERS = ENCODERS | {"samples": "export", "prompts": "export"}  # those of an export are made from the others
 
 
 @dataclass(frozen=True)
@@ -79,23 +75,6 @@ class Row:
     id: str
     tensors: dict[str, Array]
     info: dict[str, Any] = field(default_factory=dict)
-
-
-class DamageError(LatentpressError):
-    """Something in a shard is not what was written. `row` and `id` are None where the whole is meant."""
-
-    exit_code = DAMAGE
-
-    def __init__(self, path: str, reason: str, row: int | None = None, id: str | None = None) -> None:
-        self.path, self.reason, self.row, self.id = path, reason, row, id
-        where = f"shard {path}" if row is None else f"shard {path}, row {row}, id {id}"
-        super().__init__(f"{where}: {reason}", f"to rebuild it: {rebuild_advice(path)}")
-
-    def document(self) -> dict[str, Any]:
-        return super().document() | {name: getattr(self, name) for name in ("path", "reason", "row", "id")}
-
-    def __reduce__(self) -> tuple:
-        return (DamageError, (self.path, self.reason, self.row, self.id))
 
 
 class ShardWriter(Protocol):
@@ -191,17 +170,8 @@ class BaseReader(ABC):
     def attempt(self, read: Callable[[], T], reason: str, row: int | None = None, id: str | None = None) -> T:
         """`read()`, with what it raises on bytes that are not what they should be turned into DamageError. A disk
         or a network that fails is no damage: StoreError."""
-        try:
-            return read()
-        except FileNotFoundError as error:
-            raise DamageError(self.path, "the file is missing", row, id) from error
-        except UNREADABLE as error:
-            raise DamageError(self.path, f"{reason} ({untrusted.shown(error)})", row, id) from error
-        except OSError as error:
-            if not error.errno:  # Arrow's own, of fewer bytes than the file says
-                raise DamageError(self.path, f"{reason} ({untrusted.shown(error)})", row, id) from error
-            with explained(self.path):
-                raise
+        with explained(self.path):
+            return attempt(self.path, read, reason, row, id)
 
     def close(self) -> None:
         """Release the file; rows read from a memory map keep their part of it."""
@@ -309,21 +279,6 @@ def remove_twin(store: Store, rel: str) -> None:
         remove(store, rel.removesuffix(ARROW_SUFFIX) + TAR_SUFFIX)
     else:
         store.remove(rel.removesuffix(TAR_SUFFIX) + ARROW_SUFFIX)
-
-
-def rebuild_command(path: str) -> str:
-    """The program that makes shards of this path's kind again."""
-    folders = path.split("/")[:-1]
-    kinds = [name for name in folders if name in MAKERS]
-    return MAKERS[kinds[-1]] if kinds else "encode-text and encode-latents"
-
-
-def rebuild_advice(path: str) -> str:
-    """A command that makes the shard at `path` again, and what it does."""
-    program = rebuild_command(path)
-    if program == "export":
-        return "latentpress export   # as it was made: it checks what lies there and writes this shard anew"
-    return f"latentpress verify --repair   # sets it aside and runs {program} for its unit"
 
 
 def to_json(value: Any) -> bytes:

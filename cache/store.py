@@ -7,13 +7,14 @@ a killed process leaves behind is never listed.
 
 import errno
 import io
+import json
 import os
 import re
 import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 import fsspec
 import pyarrow as pa
 
+from cache import tables, untrusted
+from cache.damage import DamageError, attempt
 from schemas.errors import LatentpressError
 from schemas.folders import in_the_way
 
@@ -29,6 +32,7 @@ TEMP_SUFFIX = ".tmp"
 _OWN_TEMP = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # as `open_temp` names them
 SEND_BYTES = 8 << 20
 OPEN_TRIES = 5
+JSON_BYTES = 64 << 20  # of a plan.json or set.json: more is none
 
 NEXT_STEPS = {
     errno.ENOSPC: "free space there, or choose another place, and run the same command again: what is finished is kept",
@@ -166,6 +170,7 @@ class Store:
             raise StoreError(self.url, f"can't be opened: {error}", step) from error
         self.base = path.rstrip("/")
         self.root = Path(path) if "file" in _protocols(self.fs) else None
+        self._tables: dict[str, tuple[tuple[int, ...], Callable | None, pa.Table]] = {}  # local ones that were read
         self._unfinished: set[Path] = set()  # files of `open_temp`, from before they are there
 
     def __repr__(self) -> str:
@@ -255,15 +260,43 @@ class Store:
                 return pa.BufferReader(b"")
             return pa.memory_map(str(local), "r")
 
-    def read_table(self, rel: str, columns: list[str] | None = None) -> pa.Table:
-        """A table that `write_table` wrote; memory-mapped when local. StoreError where it is not whole."""
-        with self.open(rel) as file, explained(self.path(rel)):
-            try:
-                table = pa.ipc.open_file(file).read_all()
-            except pa.ArrowInvalid as error:
-                step = "remove the file and run the command that wrote it again"
-                raise StoreError(self.path(rel), f"not a whole Arrow file ({error})", step) from error
-        return table if columns is None else table.select(columns)
+    def read_table(self, rel: str, check: Callable[[pa.Table], object] | None = None) -> pa.Table:
+        """A table that `write_table` wrote, in memory maps where it is local, every byte of it compared with its
+        checksum. check: raises ValueError where the values are not those of the table that is wanted. DamageError where
+        anything is wrong. Asked for again, a local file that did not change is not read again."""
+        known = self._tables.get(rel)
+        if known is not None and known[:2] == (self._signature(rel), check):
+            return known[2]
+        with self.open(rel) as file:
+            signature = _signature_of(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
+            with explained(self.path(rel)):
+                table, _ = attempt(self.path(rel), lambda: tables.read(file), "it is not as it was written")
+                if check is not None:
+                    attempt(self.path(rel), lambda: check(table), "its values can't be right")
+        if signature is not None:
+            self._tables[rel] = (signature, check, table)
+        return table
+
+    def _signature(self, rel: str) -> tuple[int, ...] | None:
+        """What changes when another file takes the place of a local one."""
+        local = self.local(rel)
+        with explained(self.path(rel)):
+            return None if local is None else _signature_of(local.stat())
+
+    def read_json(self, rel: str) -> dict[str, Any]:
+        """The JSON object in `rel`, which may come from anywhere, without its checksum: DamageError where that does not
+        match, or it is too large, too deep or no object."""
+
+        def read() -> dict[str, Any]:
+            if self.size(rel) > JSON_BYTES:
+                raise ValueError(f"more than {JSON_BYTES} bytes")
+            return tables.unsealed(untrusted.from_json(self.read_bytes(rel)))
+
+        try:
+            return read()
+        except ValueError as error:
+            reason = f"it is no JSON object as it was written ({untrusted.shown(error)})"
+            raise DamageError(self.path(rel), reason) from error
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -333,9 +366,19 @@ class Store:
         with self.create(rel) as file:
             file.write(data)
 
+    def publish_json(self, rel: str, record: Mapping[str, Any]) -> None:
+        """Publish a JSON object, with its checksum."""
+        self.publish_bytes(rel, json.dumps(tables.sealed(record), indent=1, sort_keys=True).encode())
+
+    @contextmanager
+    def create_table(self, rel: str, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
+        """Write the table `rel` in the body, a slice at a time; published, with its checksum, when the body ends."""
+        with self.create(rel) as file, tables.writing(file, schema) as writer:
+            yield writer
+
     def write_table(self, rel: str, table: pa.Table) -> None:
         """Publish `table` as an Arrow IPC file; its bytes depend on the rows, not on their chunks."""
-        with self.create(rel) as file, pa.ipc.new_file(file, table.schema) as writer:
+        with self.create_table(rel, table.schema) as writer:
             writer.write_table(table.combine_chunks())
 
     def move(self, rel: str, target: str) -> None:
@@ -389,6 +432,10 @@ def spool_folder() -> Path:
 
 def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _signature_of(about: os.stat_result) -> tuple[int, ...]:
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def _sync_file(path: str | Path) -> None:

@@ -6,7 +6,7 @@ the identity that the index expects there.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,20 +16,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import generations, untrusted
+from cache import checks, generations, untrusted
+from cache.checks import ROLES
+from cache.damage import DamageError, attempt
 from cache.plan import Ints, Span
-from cache.shard import UNREADABLE, DamageError, Readers, Row
+from cache.shard import Readers, Row
 from cache.store import Store
 from cache.tensors import Array
-from cache.untrusted import PLAIN, an_object, from_json, shown
+from cache.untrusted import PLAIN, an_object, shown
 from schemas.errors import USAGE, LatentpressError
 from schemas.section import NAME_PATTERN
 from schemas.tables import TABLES_VERSION
 
-ROLES = ("train", "eval")
+TABLES = {"index": checks.index, "texts": checks.set_texts, "shards": checks.set_shards}
 PROMPT_NAME = re.compile(NAME_PATTERN, re.ASCII)  # files are called by it
 AGAIN = "Run `latentpress index`, which makes it anew; an export is to be copied or made again."
-SET_BYTES = 64 * 2**20  # of a set.json: more is none
 OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
 
@@ -72,17 +73,13 @@ class TrainSet:
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         self.store, self.id, self.meta = store, set_id, meta
-        try:
-            self._index, self._texts, self._shards = (
-                store.read_table(f"sets/{set_id}/{name}.arrow") for name in ("index", "texts", "shards")
-            )
-            check_description(meta, self._texts.num_rows, self._shards.num_rows)
-        except FileNotFoundError as error:
-            raise SetError(f"{store.path(f'sets/{set_id}')} lacks a table: {shown(error)}", AGAIN) from error
-        except UNREADABLE as error:
-            rel = f"sets/{set_id}/set.json"
-            raise SetError(f"{store.path(rel)} is no description of a set: {shown(error)}", AGAIN) from error
+        self._index, self._texts, self._shards = (set_table(store, set_id, name) for name in TABLES)
+        self._attempt("index.arrow", lambda: checks.numbers_of_set(self._index, self._texts, self._shards))
+        self._attempt("set.json", lambda: check_description(meta, self._texts.num_rows, self._shards.num_rows))
         self._readers = Readers(store, OPEN_SHARDS)
+
+    def _attempt(self, file: str, check: Callable[[], object]) -> None:
+        attempt(self.store.path(f"sets/{self.id}/{file}"), check, "its values can't be right")
 
     @classmethod
     def find(cls, root: str, name: str, family: str, task: str) -> "TrainSet":
@@ -284,12 +281,16 @@ def located(name: str) -> tuple[str, str]:
 
 def read_json(store: Store, rel: str) -> dict[str, Any]:
     """The JSON object in `rel`, which may come from anywhere: DamageError where it is too large, too deep or none."""
+    return store.read_json(rel)
+
+
+def set_table(store: Store, id: str, name: str) -> pa.Table:
+    """The table `name` of a set, its values checked: "index", "texts" or "shards"."""
+    rel = f"sets/{id}/{name}.arrow"
     try:
-        if store.size(rel) > SET_BYTES:
-            raise ValueError(f"more than {SET_BYTES} bytes")
-        return an_object(from_json(store.read_bytes(rel)), "the whole")
-    except ValueError as error:
-        raise DamageError(store.path(rel), f"it is no JSON object ({shown(error)})") from error
+        return store.read_table(rel, TABLES[name])
+    except FileNotFoundError as error:
+        raise DamageError(store.path(rel), "the file is missing") from error
 
 
 def check_description(meta: Mapping[str, Any], texts: int, shards: int) -> None:

@@ -115,7 +115,7 @@ def _last_active(store: Store, info: Row) -> pa.Table:
     """What was active in the newest plan of this family and task, whatever its other settings; empty before any."""
     for name in reversed(generations.names(store)):
         generation: Generation = generations.load(store, name)
-        if all(generation.info[part] == info[part] for part in ("family", "task")):
+        if all(generation.info.get(part) == info[part] for part in ("family", "task")):
             return generation.active if generation.active.schema.equals(ACTIVE) else ACTIVE.empty_table()
     return ACTIVE.empty_table()
 

@@ -10,10 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.damage import DamageError
 from cache.generations import Generation
 from cache.shard import Readers
 from cache.store import Store
-from cache.trainset import pointer
+from cache.trainset import pointer, set_table
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from schemas.identity import hash_bytes, hash_json
@@ -60,7 +61,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report.truncated = told(plan, texts.truncated)
     report.set_aside, report.done = joined.left_out, joined.train + joined.held_out
     if options.dry_run:
-        report.remaining = 0 if store.exists(f"sets/{name}/set.json") else report.done
+        report.remaining = 0 if _is_whole(store, name, joined.tables, {**record, "id": name}) else report.done
         return report
     _publish(store, name, joined.tables, {**record, "id": name}, report)
     return report
@@ -80,16 +81,32 @@ def digest(table: pa.Table) -> str:
 
 
 def _publish(store: Store, name: str, tables: dict[str, pa.Table], record: Row, report: Report) -> None:
-    if store.exists(f"sets/{name}/set.json"):
+    if _is_whole(store, name, tables, record):
         report.skipped, report.done = report.done, 0
     else:
         for key, table in tables.items():
             store.write_table(f"sets/{name}/{key}.arrow", table)
-        store.publish_bytes(f"sets/{name}/set.json", json.dumps(record, indent=1, sort_keys=True).encode())
-    current = json.dumps({"id": name}).encode()
+        store.publish_json(f"sets/{name}/set.json", record)
     rel = pointer(record["family"], record["task"])
-    if not store.exists(rel) or store.read_bytes(rel) != current:
-        store.publish_bytes(rel, current)
+    if not _names(store, rel, name):
+        store.publish_json(rel, {"id": name})
+
+
+def _names(store: Store, rel: str, name: str) -> bool:
+    """Whether the pointer at `rel` names the set."""
+    try:
+        return store.read_json(rel) == {"id": name}
+    except (FileNotFoundError, DamageError):
+        return False
+
+
+def _is_whole(store: Store, name: str, tables: dict[str, pa.Table], record: Row) -> bool:
+    """Whether the set is there, every file of it as it was written."""
+    try:
+        whole = store.read_json(f"sets/{name}/set.json") == json.loads(json.dumps(record))
+        return whole and all(set_table(store, name, key).equals(table) for key, table in tables.items())
+    except (FileNotFoundError, DamageError):
+        return False
 
 
 def report_missing(report: Report, plan: Generation, texts: Encoded, latents: Encoded) -> Report:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache import checks
 from cache.store import Store, explained
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
@@ -52,12 +53,20 @@ def read_media(store: Store, dataset: str) -> pa.Table:
     """The whole media table of a dataset: MEDIA and its extra columns, sorted by path."""
     step = "run `latentpress discover`"
     try:
-        table = store.read_table(media_path(dataset))
+        table = store.read_table(media_path(dataset), sound)
     except FileNotFoundError as error:
         raise LatentpressError(f"dataset {dataset} has not been discovered yet", step) from error
     if not _is_current(table):
         raise LatentpressError(f"{store.path(media_path(dataset))} was written by another version", step)
     return table
+
+
+def sound(table: pa.Table) -> None:
+    """ValueError where the values of a media table can't be right. That of another version is not looked at."""
+    if _is_current(table):
+        checks.media(table)
+        if not isinstance(json.loads((table.schema.metadata or {}).get(_SETTINGS, b"{}")), dict):
+            raise ValueError("what it was made with is no object")
 
 
 def _is_current(table: pa.Table) -> bool:
@@ -68,7 +77,7 @@ def whole_table(store: Store, dataset: str) -> pa.Table | None:
     """The media table as it is; None where there is none of this version."""
     if not store.exists(media_path(dataset)):
         return None
-    table = store.read_table(media_path(dataset))
+    table = store.read_table(media_path(dataset), sound)
     return table if _is_current(table) else None
 
 
@@ -76,7 +85,7 @@ def known_rows(store: Store, dataset: str, whole: pa.Table | None, settings: Set
     """All rows that are known, first those of the whole table, without what other settings made of them."""
     found = [whole] if whole is not None else []
     for name in partial_names(store, dataset):
-        table = store.read_table(name)
+        table = store.read_table(name, sound)
         found += [table] if _is_current(table) else []
     if not found:
         return None
@@ -216,7 +225,7 @@ def write_whole(
     alike = before is not None and len(before) == len(order) and before.schema.equals(schema, check_metadata=True)
     if alike and all(map(pa.Table.equals, sorted_slices(), slices(before))):
         return False
-    with store.create(media_path(dataset)) as file, pa.ipc.new_file(file, schema) as writer:
+    with store.create_table(media_path(dataset), schema) as writer:
         for piece in sorted_slices():
             writer.write_table(piece)
     return True

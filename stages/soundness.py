@@ -18,7 +18,7 @@ from cache.layout import is_ours, is_shard
 from cache.shard import DamageError, Row, ShardMeta
 from cache.store import Store, StoreError, explained
 from cache.tensors import INFINITY
-from cache.trainset import read_json
+from cache.trainset import read_json, set_table
 from cache.untrusted import PLAIN, shown
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
@@ -199,10 +199,9 @@ def missing(store: Store, present: dict[str, int]) -> dict[str, str]:
 def shards_of(store: Store, name: str) -> list[str]:
     """Paths of the shards that the set `name` names. DamageError where they are no shards' below this root: what is
     damaged is moved, and what is named is kept."""
-    rel = f"sets/{name}/shards.arrow"
-    table, found = store.read_table(rel), list[str]()
-    for path in table.column("path").to_pylist() if "path" in table.column_names else [None]:
-        if not isinstance(path, str) or not is_shard(path):
+    rel, found = f"sets/{name}/shards.arrow", list[str]()
+    for path in set_table(store, name, "shards").column("path").to_pylist():
+        if not is_shard(path):
             raise DamageError(store.path(rel), f"it names {shown(repr(path))}, which is no shard below the root")
         found.append(path)
     return found

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 import cache.store as module
+from cache.damage import DamageError
 from cache.store import Store, StoreError
 
 ROOT = Path(__file__).parents[2]
@@ -52,13 +53,12 @@ def test_tables(store):
     chunked = pa.concat_tables([table.slice(0, 1), table.slice(1)])
     store.write_table("t/two.arrow", chunked)
     assert store.read_table("t/one.arrow").equals(table)
-    assert store.read_table("t/one.arrow", columns=["y"]).column_names == ["y"]
     assert store.read_bytes("t/one.arrow") == store.read_bytes("t/two.arrow"), "chunks leave no trace"
     store.write_table("t/none.arrow", table.slice(0, 0))
     assert store.read_table("t/none.arrow").num_rows == 0
     for damaged in (b"", store.read_bytes("t/one.arrow")[:-1]):
         store.publish_bytes("t/one.arrow", damaged)
-        with pytest.raises(StoreError, match="not a whole Arrow file"):
+        with pytest.raises(DamageError, match="not as it was written"):
             store.read_table("t/one.arrow")
 
 

@@ -32,8 +32,8 @@ def shard(store: Store, kind: str, name: str, rows: dict[str, dict[str, np.ndarr
 
 def publish(store: Store, shards: list[tuple], texts: list[tuple], index: list[tuple], **changes) -> str:
     for name, schema, rows in (
-        ("shards", SET_SHARDS, shards),
-        ("texts", SET_TEXTS, texts),
+        ("shards", SET_SHARDS, shards or [("latents/f/none.arrow", "latents")]),
+        ("texts", SET_TEXTS, texts or [("none", 0, 0)]),
         ("index", INDEX, index),
     ):
         table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
@@ -43,6 +43,9 @@ def publish(store: Store, shards: list[tuple], texts: list[tuple], index: list[t
     store.publish_bytes("sets/s1/set.json", json.dumps(meta).encode())
     store.publish_bytes(f"sets/current-{FAMILY}-{TASK}.json", b'{"id": "s1"}')
     return "s1"
+
+
+INFO = {"null_text": None, "validation": []}
 
 
 def embeds(value: float) -> dict[str, np.ndarray]:
@@ -154,11 +157,16 @@ def test_a_replaced_shard_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("column", "values"),
-    [("bucket", "aba"), ("dataset", "dcd"), ("role", ("eval", "train", "train")), ("weight", (1.0, 0.5, 1.0))],
+    [
+        ("bucket", ("32x32", "64x32", "32x32")),
+        ("dataset", "dcd"),
+        ("role", ("eval", "train", "train")),
+        ("weight", (1.0, 0.5, 1.0)),
+    ],
 )
 def test_an_unsorted_index_is_refused(tmp_path: Path, column, values) -> None:
     store = Store(tmp_path)
-    same = entry("s", "a", (0, 0), [0])
+    same = entry("s", "32x32", (0, 0), [0])
     at = INDEX.names.index(column)
     publish(store, [], [], [(*same[:at], value, *same[at + 1 :]) for value in values])
     with pytest.raises(SetError, match="not sorted by role, bucket"):
@@ -168,34 +176,38 @@ def test_an_unsorted_index_is_refused(tmp_path: Path, column, values) -> None:
 def test_rows_are_grouped_by_bucket_dataset_repeats_and_weight(tmp_path: Path) -> None:
     store = Store(tmp_path)
     rows = [{}, {}, {"repeats": 1}, {"repeats": 1, "weight": 1.5}, {"dataset": "e"}]
-    index = [entry(f"{i}", "a", (0, 0), [0], **changes) for i, changes in enumerate(rows)]
-    index += [entry("5", "b", (0, 0), [0]), entry("6", "a", (0, 0), [0], role="eval")]
+    index = [entry(f"{i}", "32x32", (0, 0), [0], **changes) for i, changes in enumerate(rows)]
+    index += [entry("5", "64x32", (0, 0), [0]), entry("6", "32x32", (0, 0), [0], role="eval")]
     publish(store, [], [], index)
     data = TrainSet.open(store, "s1", FAMILY, TASK)
     assert data.spans == [
-        Span("a", 0, 2),
-        Span("a", 2, 1, 1),
-        Span("a", 3, 1, 1, 1.5),
-        Span("a", 4, 1),
-        Span("b", 5, 1),
+        Span("32x32", 0, 2),
+        Span("32x32", 2, 1, 1),
+        Span("32x32", 3, 1, 1, 1.5),
+        Span("32x32", 4, 1),
+        Span("64x32", 5, 1),
     ]
-    assert len(data) == 6 and data.eval_rows == range(6, 7) and data.buckets == {"a": range(5), "b": range(5, 6)}
+    assert (
+        len(data) == 6 and data.eval_rows == range(6, 7) and data.buckets == {"32x32": range(5), "64x32": range(5, 6)}
+    )
 
 
 def test_chunks_of_the_table_make_no_spans(tmp_path: Path) -> None:
     store = Store(tmp_path)
     publish(store, [], [], [])
-    names = [dict(zip(INDEX.names, entry(f"{i}", "ab"[i > 6], (0, 0), [0]), strict=True)) for i in range(10)]
-    with store.create("sets/s1/index.arrow") as file, pa.ipc.new_file(file, INDEX) as out:
+    names = [
+        dict(zip(INDEX.names, entry(f"{i}", ("32x32", "64x32")[i > 6], (0, 0), [0]), strict=True)) for i in range(10)
+    ]
+    with store.create_table("sets/s1/index.arrow", INDEX) as out:
         for first in (0, 3, 5):
             stop = {0: 3, 3: 5, 5: 10}[first]
             out.write_table(pa.Table.from_pylist(names[first:stop], INDEX))
-    assert TrainSet.open(store, "s1", FAMILY, TASK).spans == [Span("a", 0, 7), Span("b", 7, 3)]
+    assert TrainSet.open(store, "s1", FAMILY, TASK).spans == [Span("32x32", 0, 7), Span("64x32", 7, 3)]
 
 
 def held_out(store: Store, ids: list[str], train: int = 7) -> TrainSet:
-    index = [entry(f"t{i}", "a", (0, 0), [0], regularisation=i > 4) for i in range(train)]
-    index += [entry(id, f"{i % 3}", (0, 0), [0], role="eval") for i, id in enumerate(sorted(ids))]
+    index = [entry(f"t{i}", "32x32", (0, 0), [0], regularisation=i > 4) for i in range(train)]
+    index += [entry(id, f"32x{32 + 32 * (i % 3)}", (0, 0), [0], role="eval") for i, id in enumerate(sorted(ids))]
     index.sort(key=lambda row: (row[1] != "train", row[3], row[0]))
     publish(store, [], [], index)
     return TrainSet.open(store, "s1", FAMILY, TASK)
@@ -239,13 +251,13 @@ def test_a_newer_plan_of_the_same_settings_is_noticed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     schemas = {"samples": SAMPLES, "texts": TEXTS, "units": UNITS, "active": ACTIVE}
     empty = {name: schema.empty_table() for name, schema in schemas.items()}
-    first = generations.publish(store, key="k", info={"n": 1}, **empty)
+    first = generations.publish(store, key="k", info=INFO | {"n": 1}, **empty)
     publish(store, [], [], [], generation=first.name)
     data = TrainSet.open(store, "s1", FAMILY, TASK)
     assert data.newer_generation() is None
-    generations.publish(store, key="other", info={"n": 2}, **empty)
+    generations.publish(store, key="other", info=INFO | {"n": 2}, **empty)
     assert data.newer_generation() is None
-    second = generations.publish(store, key="k", info={"n": 3}, **empty)
+    second = generations.publish(store, key="k", info=INFO | {"n": 3}, **empty)
     assert data.newer_generation() == second.name
 
 
@@ -301,7 +313,7 @@ def large(root: Path, count: int) -> Path:
         "regularisation": pa.array(np.zeros(count, bool)),
         "shard": pa.array(np.zeros(count, np.int32)),
         "row": pa.array(np.arange(count, dtype=np.int32)),
-        "texts": pa.array([[i] for i in range(count)], pa.list_(pa.int32())),
+        "texts": pa.array([[0]] * count, pa.list_(pa.int32())),
         "null_text": pa.nulls(count, pa.int32()),
     }
     store.write_table("sets/s1/index.arrow", pa.table({name: columns[name] for name in INDEX.names}, schema=INDEX))

@@ -213,8 +213,8 @@ def test_a_plan_of_another_version_is_none(photos):
     (name,) = generations.names(store)
     old = name[:-12] + "0" * 12
     os.rename(photos.root / "plans" / name, photos.root / "plans" / old)
-    record = photos.root / "plans" / old / "plan.json"
-    record.write_text(record.read_text().replace('"key": "', '"key": "0'))
+    record = store.read_json(f"plans/{old}/plan.json")
+    store.publish_json(f"plans/{old}/plan.json", record | {"key": "0" + record["key"]})
     with pytest.raises(LatentpressError, match="no plan"):
         current_plan(store, photos.config())
     assert plan(photos).details["generation"].startswith("000002-")

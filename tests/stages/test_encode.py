@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cache import rejects
+from cache.damage import DamageError
 from cache.shard import reader
 from cache.store import Store
 from schemas.errors import LatentpressError
@@ -294,13 +295,13 @@ def test_a_plan_whose_parents_were_removed_says_what_to_run(photos) -> None:
 
 def test_a_damaged_plan_is_named(photos) -> None:
     (plan,) = (photos.root / "plans").iterdir()
-    for name, problem in (("units.arrow", "no units.arrow"), ("plan.json", "no JSON")):
+    for name, problem in (("units.arrow", r"units\.arrow: the file is missing"), ("plan.json", "no JSON")):
         (plan / name).rename(photos.root / name)
         if name == "plan.json":
             (plan / name).write_text("{")
-        with pytest.raises(LatentpressError, match=problem) as caught:
+        with pytest.raises(DamageError, match=problem) as caught:
             photos.run(encode_text.run)
-        assert "remove that folder" in caught.value.next_step
+        assert "latentpress bucket" in caught.value.next_step
         (photos.root / name).rename(plan / name)
 
 

@@ -198,7 +198,7 @@ def test_what_a_set_names_outside_its_shards_is_not_moved(encoded, path) -> None
     secret = encoded.folder / "secret.arrow"
     secret.write_bytes(b"mine")
     for repair in (False, True):
-        with pytest.raises(DamageError, match=r"shards\.arrow: it names .* no shard below the root"):
+        with pytest.raises(DamageError, match=r"shards\.arrow: .*(no shard below the root|a value of path is missing)"):
             encoded.run(verify.run, repair=repair)
     assert secret.read_bytes() == b"mine" and (encoded.root / "media/photos/media.arrow").exists()
 

@@ -1,0 +1,246 @@
+"""What the values of tables can be: asked of a whole table, column by column, before any of them is followed.
+
+A checksum says that a table is as somebody wrote it. These say that its numbers lie where they point to, so that what
+was made with intent, or by a mistake of ours, ends as damage and not in the wrong crop or a traceback. Each function
+raises ValueError with what is wrong.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache import untrusted
+from cache.layout import UNIT
+from schemas.geometry import Bucket
+from schemas.tables import ACTIVE, EXTRA, INDEX, MEDIA, REJECTS, SAMPLES, SET_SHARDS, SET_TEXTS, TEXTS, UNITS
+
+MANY = 10**6  # of repeats, or as a weight
+SIDE = 1 << 20  # pixels, or frames
+ROLES = ("train", "eval")
+_KINDS = ("image", "video")
+_AT_ONCE = 1 << 20  # ids looked at
+_HEX = np.zeros(256, bool)
+_HEX[np.frombuffer(b"0123456789abcdef", np.uint8)] = True
+
+
+# -- plans --------------------------------------------------------------------------------------------------
+
+
+def samples(table: pa.Table) -> None:
+    _planned(table, SAMPLES)
+    _there(table, "sample_id", "role", "dataset", "path", "media_id", "kind", "geometry", "condition")
+    _ids(table, "sample_id", "media_id", "source_id", "mask_id")
+    _among(table, "role", (*ROLES, "validation"))
+    _among(table, "kind", _KINDS)
+    _among(table, "condition", ("none", "first-frame", "source"))
+    _paths(table, "path", "source_path", "mask_path")
+    for name in ("geometry", "source_geometry", "mask_geometry"):
+        _crops(table, name)
+    _numbers(table, "start", 0, 1e9)
+    _numbers(table, "rate", 1e-9, 1e6)
+
+
+def texts(table: pa.Table) -> None:
+    _planned(table, TEXTS)
+    _there(table, "text_id", "text")
+    _ids(table, "text_id", "image_id")
+    _paths(table, "image_path")
+    _crops(table, "image_geometry")
+
+
+def units(table: pa.Table) -> None:
+    _planned(table, UNITS)
+    _there(table, *UNITS.names)
+    if not pc.all(pc.match_substring_regex(table["unit_id"], f"^{UNIT}$")).as_py() and len(table):
+        raise ValueError("a unit has a name that no unit has")
+    _among(table, "kind", ("text", "latents"))
+    _buckets(table["bucket"], "")
+    _numbers(table, "estimated_bytes", 0, 1 << 62)
+    _lists(table, "members", 1)
+    _hex(pc.list_flatten(table["members"]), "members")
+
+
+def active(table: pa.Table) -> None:
+    _planned(table, ACTIVE)
+    _there(table, "sample_id", "role", "dataset", "path", "bucket", "repeats", "weight", "regularisation", "texts")
+    _ids(table, "sample_id", "null_text")
+    _among(table, "role", (*ROLES, "validation"))
+    _paths(table, "path", "source_path", "mask_path")
+    _buckets(table["bucket"])
+    _drawn(table)
+    _lists(table, "texts", 0)
+    _hex(pc.list_flatten(table["texts"]), "texts")
+
+
+def _planned(table: pa.Table, schema: pa.Schema) -> None:
+    """The columns of a plan's table; those of an older version lack some of the last."""
+    known = [name for name in schema.names if name in table.schema.names]
+    if not known or not table.schema.equals(pa.schema([schema.field(name) for name in known])):
+        raise ValueError(f"it has the columns {untrusted.shown(table.schema.names)}")
+
+
+# -- media and rejects --------------------------------------------------------------------------------------
+
+
+def media(table: pa.Table) -> None:
+    own = [field for field in table.schema if not field.name.startswith(EXTRA)]
+    if not pa.schema(own).equals(MEDIA) or len(set(table.schema.names)) < len(table.schema):
+        raise ValueError(f"it has the columns {untrusted.shown(table.schema.names)}")
+    _there(table, "path", "media_id", "kind")
+    _ids(table, "media_id", "source_id", "mask_id")
+    _among(table, "kind", _KINDS)
+    _paths(table, "path", "source", "mask")
+    for name in ("width", "height", "source_width", "source_height", "mask_width", "mask_height"):
+        _numbers(table, name, 1, 1 << 31)
+    _numbers(table, "frames", 0, 1 << 31)
+    for name in ("rate", "duration"):
+        _numbers(table, name, 0, 1e12)
+    _lists(table, "captions", 0)
+
+
+def rejected(table: pa.Table) -> None:
+    if not table.schema.equals(REJECTS):
+        raise ValueError(f"it has the columns {untrusted.shown(table.schema.names)}")
+    _there(table, "item", "reason", "message", "retry")
+
+
+# -- training sets ------------------------------------------------------------------------------------------
+
+
+def index(table: pa.Table) -> None:
+    _exactly(table, INDEX)
+    _there(table, *(name for name in INDEX.names if name != "null_text"))
+    _among(table, "role", ROLES)
+    _buckets(table["bucket"])
+    _drawn(table)
+    _lists(table, "texts", 1)
+
+
+def set_texts(table: pa.Table) -> None:
+    _exactly(table, SET_TEXTS)
+    _there(table, "text_id")
+
+
+def set_shards(table: pa.Table) -> None:
+    _exactly(table, SET_SHARDS)
+    _there(table, *SET_SHARDS.names)
+
+
+def numbers_of_set(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
+    """That the tables of a set point at each other's rows."""
+    within(pc.list_flatten(index["texts"]), len(texts), "text")
+    within(index["null_text"].drop_null(), len(texts), "text")
+    for table in (index, texts):
+        within(table["shard"].drop_null(), len(shards), "shard")
+        within(table["row"].drop_null(), 1 << 31, "row")
+
+
+# -- columns ------------------------------------------------------------------------------------------------
+
+
+def _exactly(table: pa.Table, schema: pa.Schema) -> None:
+    if not table.schema.equals(schema):
+        raise ValueError(f"it has the columns {untrusted.shown(table.schema.names)}")
+
+
+def _there(table: pa.Table, *names: str) -> None:
+    for name in names:
+        if name in table.schema.names and table[name].null_count:
+            raise ValueError(f"a value of {name} is missing")
+
+
+def _among(table: pa.Table, name: str, values: Collection[str]) -> None:
+    if not set(pc.unique(table[name]).to_pylist()) <= set(values):
+        raise ValueError(f"{name} is none of {', '.join(values)}")
+
+
+def _numbers(table: pa.Table, name: str, low: float, high: float) -> None:
+    """Numbers from `low` to below `high`; null says nothing, NaN is no number."""
+    if name not in table.schema.names:
+        return
+    values = np.asarray(table[name].drop_null())
+    if not ((values >= low) & (values < high)).all():
+        raise ValueError(f"{name} is out of range")
+
+
+def within(numbers: pa.ChunkedArray, count: int, what: str) -> None:
+    """Whole numbers of `count` things."""
+    ends = pc.min_max(numbers).as_py()
+    if numbers.null_count or (ends["min"] is not None and (ends["min"] < 0 or ends["max"] >= count)):
+        raise ValueError(f"{what} {ends['max']} of {count}")
+
+
+def _drawn(table: pa.Table) -> None:
+    """What the order of training computes with."""
+    _numbers(table, "repeats", 0, MANY)
+    _numbers(table, "weight", np.nextafter(0, 1), MANY)
+
+
+def _lists(table: pa.Table, name: str, least: int) -> None:
+    lists = table[name].drop_null()
+    shortest = pc.min(pc.list_value_length(lists)).as_py()
+    if pc.list_flatten(lists).null_count or (shortest is not None and shortest < least):
+        raise ValueError(f"a list of {name} is too short, or lacks a value")
+
+
+def _paths(table: pa.Table, *names: str) -> None:
+    """No system has a file whose name holds a zero byte, and Python's own error about it is none of ours."""
+    for name in names:
+        if name in table.schema.names and pc.any(pc.match_substring(table[name], "\0")).as_py():
+            raise ValueError(f"a {name} holds a zero byte")
+
+
+def _ids(table: pa.Table, *names: str) -> None:
+    for name in names:
+        if name in table.schema.names:
+            _hex(table[name].drop_null(), name)
+
+
+def _hex(ids: pa.ChunkedArray | pa.Array, name: str) -> None:
+    """32 hex digits each."""
+    for start in range(0, len(ids), _AT_ONCE):
+        part = ids.slice(start, _AT_ONCE)
+        part = part.combine_chunks() if isinstance(part, pa.ChunkedArray) else part
+        lengths = pc.min_max(pc.binary_length(part)).as_py()
+        if part.null_count or lengths != {"min": 32, "max": 32} or not _HEX[_bytes(part)].all():
+            raise ValueError(f"a value of {name} is no id of 32 hex digits")
+
+
+def _bytes(ids: pa.StringArray) -> np.ndarray:
+    _, ends, data = ids.buffers()
+    first, last = np.frombuffer(ends, "<i4")[[ids.offset, ids.offset + len(ids)]]
+    return np.frombuffer(data, np.uint8)[first:last]
+
+
+def _buckets(names: pa.ChunkedArray, *other: str) -> list[Bucket]:
+    return [_bucket(name) for name in pc.unique(names).to_pylist() if name not in other]
+
+
+def _bucket(name: Any) -> Bucket:
+    if not isinstance(name, str) or len(name) > untrusted.NAME_LENGTH:
+        raise ValueError("a bucket has no name")
+    bucket = Bucket.parse(name)
+    if max(bucket.width, bucket.height, bucket.frames) > SIDE:
+        raise ValueError(f"bucket {name} is too large")
+    return bucket
+
+
+def _crops(table: pa.Table, name: str) -> None:
+    """A column of schemas.tables.GEOMETRY: what is cut lies within what it is cut from."""
+    if name not in table.schema.names:
+        return
+    column = table[name].drop_null()
+    parts = {field.name: pc.struct_field(column, field.name) for field in column.type}
+    if any(part.null_count for part in parts.values()):
+        raise ValueError(f"a value within {name} is missing")
+    buckets = parts.pop("bucket").combine_chunks().dictionary_encode()
+    sides = np.array([(one.width, one.height) for one in map(_bucket, buckets.dictionary.to_pylist())], np.int64)
+    width, height = sides.reshape(-1, 2)[np.asarray(buckets.indices)].T
+    numbers = {key: np.asarray(part).astype(np.int64) for key, part in parts.items()}
+    fits = (numbers["x"] >= 0) & (numbers["x"] + width <= numbers["resize_w"]) & (numbers["resize_w"] <= SIDE)
+    fits &= (numbers["y"] >= 0) & (numbers["y"] + height <= numbers["resize_h"]) & (numbers["resize_h"] <= SIDE)
+    if not fits.all():
+        raise ValueError(f"a {name} cuts outside of the picture")
