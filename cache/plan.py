@@ -23,7 +23,7 @@ walk gives the row: within an epoch no row has the same pass twice, so its capti
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -80,14 +80,11 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A bucket with fewer draws in an epoch (`count`) than one global batch.
-
-    repeats: the least that would do, were it set for every dataset that the bucket has samples of.
-    """
+    """A bucket of which an epoch draws fewer samples (`count`, each counted once) than one global batch has places, so
+    that every step of it has a sample more than once."""
 
     bucket: str
     count: int
-    repeats: int
 
 
 @dataclass(frozen=True)
@@ -144,12 +141,9 @@ class Plan:
 
     @property
     def shortages(self) -> list[Shortage]:
-        """Buckets smaller than one global batch."""
-        return [
-            Shortage(walk.bucket, walk.draws, _enough_repeats(walk.spans, self.global_batch))
-            for walk in self._walks
-            if walk.draws < self.global_batch
-        ]
+        """Buckets smaller than one global batch. Repeats make none larger: the samples are the same."""
+        found = (Shortage(walk.bucket, int(np.minimum(walk.counts, walk.each).sum())) for walk in self._walks)
+        return [short for short in found if short.count < self.global_batch]
 
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of optimizer step `step` (from 0); the epoch is step // batches_per_epoch."""
@@ -169,7 +163,7 @@ class _Walk:
     """The spans of one bucket as arrays, (S,) each: what `Plan.batch` looks draws up in."""
 
     def __init__(self, bucket: str, spans: Sequence[Span]):
-        self.bucket, self.spans = bucket, spans
+        self.bucket = bucket
         self.starts = np.array([span.start for span in spans], np.int64)
         self.counts = np.array([span.count for span in spans], np.int64)
         self.each = np.array([span.draws for span in spans], np.int64)
@@ -184,19 +178,19 @@ class _Walk:
         return self.starts[span] + position, lap, -(-each // count)
 
 
-def _enough_repeats(spans: Sequence[Span], needed: int) -> int:
-    """The least `repeats` with which these spans are drawn from at least `needed` times in an epoch."""
-
-    def enough(repeats: int) -> bool:
-        return sum(replace(span, repeats=repeats).draws for span in spans) >= needed
-
-    low, high = -1, 1  # not `low`, and perhaps `high`
-    while not enough(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+def remedy(shortages: Sequence[Shortage], batch_size: int, world: int = 1) -> str:
+    """What to do about them. batch_size: of one forward pass; world: processes."""
+    least = min(short.count for short in shortages)
+    if least >= batch_size * world:
+        step = f"train.accumulate: {least // (batch_size * world)}"
+    elif least >= world:
+        step = f"train.accumulate: 1 and train.batch_size: {least // world}"
+    else:
+        step = f"train.accumulate: 1, train.batch_size: 1 and {least} processes"
+    return (
+        f"What helps: smaller steps ({step}); fewer and larger buckets (one `resolution` for all datasets, a lower "
+        "`max_aspect`, or `crop_aspect: square`); more samples. `repeats` does not: it shows the same ones more often"
+    )
 
 
 def caption_number(seed: int, rows: Ints, passes: Ints, alternatives: Ints) -> Ints:

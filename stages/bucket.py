@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from cache import generations, rejects
 from cache.generations import Generation
+from cache.plan import remedy
 from cache.store import Store
 from cache.weights import side_multiple
 from schemas.config import VALIDATION, Config
@@ -173,17 +174,18 @@ def _warn(config: Config, plan: Draft, buckets: list[Row], multiple: int, consol
 
 
 def _warn_small(config: Config, plan: Draft, console: Console) -> None:
-    """Warn of the buckets that hold fewer samples a pass than one global batch on one device."""
+    """Warn of the buckets that hold fewer samples than one optimizer step on one device draws."""
     batch = config.train.batch_size * config.train.accumulate
     epoch = summary.epoch(plan.active, batch)
     small = sorted(epoch.shortages, key=lambda shortage: shortage.count)
     if not small:
         return
-    named = ", ".join(f"{row.bucket} ({row.count}, repeats: {row.repeats} would do)" for row in small[:LISTED])
+    named = ", ".join(f"{row.bucket} ({row.count})" for row in small[:LISTED])
     more = f" and {len(small) - LISTED} more" if len(small) > LISTED else ""
     console.warn(
-        f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples a pass than a global batch of {batch}, so "
-        f"some are drawn twice in a batch: {named}{more}"
+        f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than an optimizer step draws ({batch}: "
+        f"train.batch_size x train.accumulate), so each of its steps shows some more than once: {named}{more}. "
+        + remedy(small, config.train.batch_size)
     )
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from cache import weights
-from cache.plan import Plan
+from cache.plan import Plan, remedy
 from cache.shard import DamageError, rebuild_advice
 from cache.trainset import TrainSet
 from schemas.config import Config
@@ -106,10 +106,12 @@ def describe(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:
 
 def warn(config: Config, data: TrainSet, plan: Plan, state: Mapping[str, Any] | None, console: Console) -> None:
     """Say what is allowed and may not be meant."""
-    for short in plan.shortages:
+    if plan.shortages:
+        small = ", ".join(f"{short.bucket} ({short.count})" for short in plan.shortages)
+        world = plan.global_batch // (config.train.batch_size * config.train.accumulate)
         console.warn(
-            f"bucket {short.bucket} has {short.count} samples (repeats included) for a global batch of "
-            f"{plan.global_batch} and repeats them to fill it; repeats: {short.repeats} would do"
+            f"buckets with fewer samples than an optimizer step draws ({plan.global_batch}), so that each of their "
+            f"steps shows some more than once: {small}. {remedy(plan.shortages, config.train.batch_size, world)}"
         )
     if state and state["step"] > config.train.steps:
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")

@@ -121,15 +121,18 @@ def test_estimated_latents_are_what_is_written(photos):
     assert report.details["disk"][0]["to be encoded"] == round(total / 2**20, 2)
 
 
-def test_a_bucket_smaller_than_a_batch_is_warned_about_with_the_repeats_that_would_do(photos):
+def test_a_bucket_smaller_than_a_step_is_warned_about_with_what_helps(photos):
+    """And what is said to help does; repeats are said not to, and do not."""
     photos.run(discover.run)
-    _, text = said(photos, bucket, "train.batch_size=3", "train.accumulate=2", "datasets.photos.crop_aspect=square")
-    assert "1 of 1 buckets have fewer samples a pass than a global batch of 6" in text
-    assert "64x64@1 (4, repeats: 1 would do)" in text
-    _, text = said(
-        photos, bucket, "train.batch_size=6", "datasets.photos.crop_aspect=square", "datasets.photos.repeats=1"
-    )
-    assert "fewer than" not in text
+    steps = ("train.batch_size=1", "train.accumulate=4")
+    report, text = said(photos, bucket, *steps)
+    counts = [row["samples"] for row in report.details["buckets"]]
+    assert sum(counts) == 4 and len(counts) > 1
+    assert "fewer samples than an optimizer step draws (4:" in text
+    assert f"train.accumulate: {min(counts)}" in text and "`repeats` does not" in text
+    assert "fewer samples than" in said(photos, bucket, *steps, "datasets.photos.repeats=9")[1]
+    assert "fewer samples than" not in said(photos, bucket, "train.batch_size=1", "train.accumulate=1")[1]
+    assert "fewer samples than" not in said(photos, bucket, *steps, "datasets.photos.crop_aspect=square")[1]
 
 
 def test_weights_count_in_the_advice(photos):
@@ -137,7 +140,7 @@ def test_weights_count_in_the_advice(photos):
     light = ("datasets.photos.weight=0.25", "datasets.photos.crop_aspect=square", "train.batch_size=3")
     report, text = said(photos, bucket, *light)
     assert report.details["buckets"][0]["samples a pass"] == 1
-    assert "64x64@1 (1, repeats: 2 would do)" in text
+    assert "64x64@1 (1)" in text and "train.accumulate: 1 and train.batch_size: 1" in text
 
 
 def test_a_lite_video_model_is_warned_with_the_resolution_that_would_do(project):

@@ -482,7 +482,7 @@ def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) 
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
     execute("train", program_run, Options(path, dry_run=True))
     said = capsys.readouterr().err
-    assert "bucket 96x64 has 4 samples" in said and "repeats: 1 would do" in said
+    assert "96x64 (4)" in said and "train.accumulate: 1 and train.batch_size: 4" in said
     assert "validation prompts new are not in set set1" in said and "latentpress run" in said
 
 
