@@ -2,7 +2,8 @@
 
 Each process loads the model once and is given a few units, so that it can read ahead. A process that dies (the
 out-of-memory killer) takes its units with it: each is tried again by a fresh process that has no other, and the one
-that it happens to twice is reported.
+that it happens to twice is reported. One that dies while it loads has touched no unit: it is started again, and where
+it keeps dying, the stage ends.
 """
 
 import multiprocessing
@@ -25,6 +26,7 @@ from stages.stage import Job, Outcome, Worker
 
 Load = Callable[[Job], Worker]
 TRIES = 2  # of a unit whose process died while it had no other
+LOADS = 3  # of a process that dies while it loads
 DEEP = 3  # units of a process: one is written, one encoded, one read
 PATIENCE_S = 30.0  # until a process that was told to end is killed
 
@@ -57,6 +59,7 @@ class _Pool:
         self._next: Unit | None = None  # for which there is no place yet
         self._suspects: deque[Unit] = deque()  # whose process died
         self._deaths: Counter[str] = Counter()
+        self._loads: Counter[int] = Counter()  # by number: processes that died while they loaded, one after the other
 
     def run(self, units: Iterator[Unit]) -> Iterator[Outcome]:
         try:
@@ -118,6 +121,7 @@ class _Pool:
             yield from self._died(pipe)
             return
         self._ready.add(pipe)
+        self._loads.pop(self._numbers[pipe], None)
         if isinstance(message, int):
             self._advance(message)
         elif isinstance(message, LatentpressError):
@@ -127,15 +131,13 @@ class _Pool:
             yield message
 
     def _died(self, pipe: Connection) -> Iterator[Outcome]:
-        process, given, _ = self._processes.pop(pipe), self._given.pop(pipe), self._numbers.pop(pipe)
+        process, given, number = self._processes.pop(pipe), self._given.pop(pipe), self._numbers.pop(pipe)
         process.join()
         pipe.close()
         if pipe not in self._ready:
-            raise LatentpressError(
-                f"a worker process died while it loaded its model (exit code {process.exitcode}); what it said "
-                "stands in the log",
-                "exit code -9 means that memory ran out: use fewer --workers",
-            )
+            self._died_loading(process.exitcode, number)
+            self._suspects.extend(given)  # which it has not touched
+            return
         names = ", ".join(unit.unit_id for unit in given) or "none"
         self._warn(
             f"a worker process died (exit code {process.exitcode}); units it had, which are tried alone: {names}"
@@ -147,6 +149,18 @@ class _Pool:
             else:
                 problem = f"its process died {TRIES} times; what it said stands in the log"
                 yield Outcome(unit.unit_id, None, error=problem)
+
+    def _died_loading(self, code: int | None, number: int) -> None:
+        self._loads[number] += 1
+        if self._loads[number] < LOADS:
+            self._warn(f"a worker process died while it loaded its model (exit code {code}); it is started again")
+            return
+        raise LatentpressError(
+            f"a worker process died while it loaded its model (exit code {code}), {LOADS} times in a row; what it said "
+            "stands in the log",
+            "exit code -9 is a kill from outside, by the system where memory ran out (then use fewer --workers) or by "
+            "somebody; any other is a crash",
+        )
 
     def _stop(self) -> None:
         for pipe in self._processes:

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,17 +125,28 @@ def test_an_error_meant_for_the_user_reaches_the_caller(tmp_path: Path, workers:
         list(run_units(Echo, job(tmp_path, workers), iter(units("error", "u1")), lambda n: None))
 
 
-def die(job: Job) -> Echo:
-    """As where memory runs out while a model is loaded."""
-    with open(Path(job.config.root) / "loads", "a") as file:
+def dies_loading(job: Job, times: int) -> Echo:
+    """Dies while it loads, the first few times; the file has a letter for each load."""
+    loads = Path(job.config.root) / "loads"
+    with open(loads, "a") as file:
         file.write("x")
-    os.kill(os.getpid(), signal.SIGKILL)
+    if loads.stat().st_size <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
     return Echo(job)
 
 
-def test_a_process_that_dies_while_it_loads_its_model_stops_the_stage(tmp_path: Path) -> None:
+def test_a_process_that_dies_while_it_loads_is_started_again_and_no_unit_is_blamed(tmp_path: Path) -> None:
+    names, said = [f"u{number}" for number in range(6)], []
+    load = partial(dies_loading, times=2)  # both of the first, or one and its successor
+    outcomes = list(run_units(load, job(tmp_path, 2), iter(units(*names)), lambda n: None, said.append))
+    assert sorted(outcome.unit for outcome in outcomes if outcome.shard) == names
+    assert len(said) == 2 and all("while it loaded its model (exit code -9)" in line for line in said)
+
+
+def test_where_loading_keeps_failing_the_stage_ends_with_the_facts(tmp_path: Path) -> None:
     names = [f"u{number}" for number in range(6)]
-    with pytest.raises(LatentpressError, match="loaded its model") as caught:
-        list(run_units(die, job(tmp_path, 2), iter(units(*names)), lambda n: None))
-    assert "--workers" in caught.value.next_step
-    assert len((tmp_path / "loads").read_text()) <= 2
+    load = partial(dies_loading, times=100)
+    with pytest.raises(LatentpressError, match=r"exit code -9\), 3 times in a row") as caught:
+        list(run_units(load, job(tmp_path, 2), iter(units(*names)), lambda n: None))
+    assert "kill from outside" in caught.value.next_step and "--workers" in caught.value.next_step
+    assert 3 <= len((tmp_path / "loads").read_text()) <= 6
