@@ -339,13 +339,15 @@ def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
     assert not (home.root / "media/photos/partial").exists() or not list((home.root / "media/photos/partial").iterdir())
 
 
-SLOW = """
+HELD = """
 import time
+from pathlib import Path
 from stages import reading
 
-class Slow(reading.Reader):
+class Held(reading.Reader):
     def __call__(self, task):
-        time.sleep(0.4)
+        while "9.png" in str(task.path) and Path(__file__).exists():
+            time.sleep(0.02)
         return super().__call__(task)
 """
 KILLED = """
@@ -353,12 +355,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[2])
-import slow
+import held
 from schemas.console import Console, Options
 from schemas.loading import load
 from stages import discover, reading
 
-discover.SAVE_S, reading.Reader = 0.0, slow.Slow
+discover.SAVE_S, reading.Reader = 0.0, held.Held
 discover.run(load(Path(sys.argv[1]), ()), Options(), Console())
 """
 
@@ -368,15 +370,16 @@ def test_a_kill_costs_what_was_read_last(project) -> None:
     for number in range(12):
         home.image(f"{number}.png", seed=number)
     home.config()
-    (home.folder / "slow.py").write_text(SLOW)
+    (home.folder / "held.py").write_text(HELD)
     command = [sys.executable, "-c", KILLED, str(home.folder / "pipeline.yaml"), str(home.folder)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     saved = home.root / "media/photos/partial"
-    until = time.monotonic() + 30
-    while not list(saved.glob("0*.arrow")) and time.monotonic() < until:
+    while not list(saved.glob("0*.arrow")):
+        assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    (home.folder / "held.py").unlink()
     report = home.run(discover.run)
     assert 0 < read(report) < 12
     assert report.done + report.skipped == len(rows_of(home)) == 12

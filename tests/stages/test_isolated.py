@@ -45,10 +45,11 @@ def broken() -> Callable[[object], object]:
 
 
 def noting(folder: Path) -> Callable[[object], object]:
-    """Writes its process id down, then hangs."""
+    """Writes its process id and its parent's down, then hangs."""
 
     def hang(item: object) -> object:
         (folder / str(os.getpid())).touch()
+        (folder / str(os.getppid())).touch()
         time.sleep(600)
         return item
 
@@ -83,10 +84,8 @@ def test_what_a_process_dies_of_costs_its_item_alone(item: str, reason: str, wor
 
 
 def test_an_item_that_hangs_is_given_up_and_the_others_go_on() -> None:
-    with isolated(timeout_s=0.5) as apart:
-        began = time.monotonic()
+    with isolated(timeout_s=3) as apart:  # a busy machine takes seconds for none of the others
         results = dict(apart.map(["a", "hang", *range(50)]))
-        assert time.monotonic() - began < 10
     assert isinstance(results["hang"], Lost) and results["hang"].reason == "timed-out"
     assert [item for item, result in results.items() if item != result] == ["hang"]
 
@@ -160,11 +159,10 @@ def alive(process: int) -> bool:
         return False
 
 
-def gone(processes: list[int]) -> bool:
-    until = time.monotonic() + 10
-    while any(map(alive, processes)) and time.monotonic() < until:
+def wait_until_gone(*processes: int) -> None:
+    """For as long as it takes: where one stays, the time of the whole test runs out."""
+    while any(map(alive, processes)):
         time.sleep(0.02)
-    return not any(map(alive, processes))
 
 
 def test_closing_or_forgetting_it_ends_its_processes() -> None:
@@ -174,7 +172,7 @@ def test_closing_or_forgetting_it_ends_its_processes() -> None:
     forgotten = other("pid")
     del other
     gc.collect()
-    assert gone([closed, forgotten])
+    wait_until_gone(closed, forgotten)
 
 
 OWNER = """
@@ -194,18 +192,20 @@ with Isolated(partial(noting, Path({folder!r})), workers=2, timeout_s=4, memory_
 def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> None:
     code = OWNER.format(path=sys.path, module=__name__, folder=str(tmp_path))
     owner = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 30
-    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+    # Of the two processes and their parent the alarm may have ended one by then, which is replaced: how many there
+    # are, and which are alive, says nothing.
+    while len(list(tmp_path.iterdir())) < 3:
+        assert owner.poll() is None
         time.sleep(0.02)
-    processes = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(processes) == 2 and all(map(alive, processes))
-    nursery = [int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]) for process in processes]
     owner.send_signal(number)
-    owner.wait(timeout=30)
-    assert gone([*processes, *nursery])
+    owner.wait()
+    known: set[int] = set()
+    while known != (known := {int(path.name) for path in tmp_path.iterdir()}):  # one may have been starting
+        wait_until_gone(*known)
+    assert len(known) >= 3
 
 
 def test_a_function_with_arguments_is_made_in_each_process(tmp_path: Path) -> None:
-    with Isolated(partial(noting, tmp_path), workers=3, timeout_s=0.5, memory_mib=256) as apart:
+    with Isolated(partial(noting, tmp_path), workers=3, timeout_s=2, memory_mib=256) as apart:
         assert [result.reason for _, result in apart.map(range(3))] == ["timed-out"] * 3
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4  # and their parent
