@@ -74,6 +74,8 @@ def text_settings(config: Config) -> Settings:
     precision, quantization = config.text.precision or model.precision, config.text.quantization
     if quantization == "bf16" and precision == "bfloat16":
         quantization = "no_change"
+    if quantization == "nf4-bnb":
+        quantization += ": matrices of the language model's blocks, multiples of 32x64"
     what = {
         "stage": "encode-text",
         "version": TEXT_VERSION,

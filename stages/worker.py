@@ -75,9 +75,9 @@ class UnitWorker(ABC):
         """Memory that a member of this unit takes when it has been read."""
         return 1
 
-    def remark(self, row: Row) -> str:
+    def remarks(self, row: Row) -> Iterable[str]:
         """What the report counts this row as; nothing for most."""
-        return ""
+        return ()
 
     def members_ahead(self, unit: Unit) -> int:
         """How many members of this unit are read ahead, where the configuration gives no number."""
@@ -236,8 +236,7 @@ class _Shard:
         tokens, kept = row.info.get("tokens", 0), row.info.get("kept", 0)
         if tokens > kept:
             self._meta.truncated.append(Truncated(row.id, tokens, kept))
-        if remark := self._worker.remark(row):
-            self._remarks[remark] += 1
+        self._remarks.update(self._worker.remarks(row))
         self._encoded += 1
         self._bytes += sum(array.nbytes for array in row.tensors.values())
 

@@ -56,6 +56,7 @@ class Encoder:
         self._lock = Lock()
         options = models.Options(attention, quantization, offload)
         gemma = models.load(Gemma2Model, folder / "text_encoder", dtype, device, options)
+        self.unquantized = models.unquantized(gemma) if quantization == "nf4-bnb" else []
         self._instruction = len(self._ids(template.text.split("{}")[0]))
         prefix = constant_ids(self._ids, template, self._instruction - 1) if share_prefix else []
         self._reader = Reader(gemma, prefix, self._tokenizer.pad_token_id or 0, device)

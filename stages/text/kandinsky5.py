@@ -75,6 +75,7 @@ class Encoder:
         options = models.Options(attention, quantization, offload)
         qwen = Qwen2_5_VLForConditionalGeneration
         whole = models.load(qwen, folder / "text_encoder", dtype, device, options, unused)
+        self.unquantized = models.unquantized(whole) if quantization == "nf4-bnb" else []
         self._clip = pretrained(CLIPTextModel, folder / "text_encoder_2", dtype=dtype).to(device).eval()
         self._image_id = whole.config.image_token_id
         self._media_ids = {whole.config.image_token_id, whole.config.video_token_id}

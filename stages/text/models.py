@@ -12,6 +12,9 @@ from cache.weights import pretrained
 from schemas.errors import USAGE, LatentpressError
 
 EXTRA = "pip install -e '.[quant]'"
+#: Rows and columns that bitsandbytes packs 4-bit matrices in on CPUs with AVX512-BF16. One whose sides are no multiples
+#: stays as it is, on every machine.
+PACKED_ROWS, PACKED_COLUMNS = 32, 64
 LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}
 
 
@@ -41,8 +44,8 @@ def load(
     """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
 
     int8-quanto, nf4-bnb: the matrices of the language model's blocks alone; embeddings, norms and the vision model
-    stay. unused: parts that take no memory, since nothing calls them. Raises OptionError, and
-    WeightsError where the weights are pickled.
+    stay, and of nf4-bnb what `unquantized` names. unused: parts that take no memory, since nothing calls them. Raises
+    OptionError, and WeightsError where the weights are pickled.
     """
     _check(model_class, device, options)
     if options.quantization == "bf16":
@@ -51,7 +54,7 @@ def load(
     if options.attention:
         settings["attn_implementation"] = options.attention
     if options.quantization == "nf4-bnb":
-        settings |= {"quantization_config": _nf4(dtype), "device_map": {"": device}}
+        settings |= {"quantization_config": _nf4(model_class, folder, dtype), "device_map": {"": device}}
     model = pretrained(model_class, folder, **settings).eval()
     for part in unused:
         model.set_submodule(part, torch.nn.Identity())
@@ -66,6 +69,12 @@ def blocks(model: Any) -> torch.nn.ModuleList:
     """The language model's layers."""
     inner = getattr(model, "model", model)
     return getattr(inner, "language_model", inner).layers
+
+
+def unquantized(model: Any) -> list[str]:
+    """Matrices of a quantised model's blocks that are as the checkpoint has them, without the blocks' numbers."""
+    parts = (part for block in blocks(model) for part in block.named_modules())
+    return sorted({name for name, part in parts if type(part) is torch.nn.Linear})
 
 
 def _check(model_class: Any, device: torch.device, options: Options) -> None:
@@ -91,14 +100,19 @@ def _check(model_class: Any, device: torch.device, options: Options) -> None:
         raise OptionError(f"text.quantization: {options.quantization} needs {library}", f"install it: {EXTRA}")
 
 
-def _nf4(dtype: torch.dtype) -> Any:
+def _nf4(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
+    with torch.device("meta"):
+        model = model_class(model_class.config_class.from_pretrained(folder))
+    inside = {part for part in blocks(model).modules() if isinstance(part, torch.nn.Linear)}
+    packed = {p for p in inside if p.out_features % PACKED_ROWS == 0 == p.in_features % PACKED_COLUMNS}
+    linear = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=["visual", "lm_head"],
+        llm_int8_skip_modules=[name for name, part in linear if part not in packed],
     )
 
 

@@ -14,6 +14,7 @@ from stages.text.request import CLIP_LENGTH, Prepared, TextRequest
 from stages.worker import UnitWorker
 
 CUT_FOR_CLIP = f"captions cut to CLIP's {CLIP_LENGTH} tokens, as by the pipeline, for the pooled vector alone"
+UNQUANTIZED = "texts encoded with some matrices as they are, since nf4-bnb can't pack their sides"
 BATCHES_AHEAD = 4  # by an estimate of their size: of texts one is being filled while another is encoded
 
 
@@ -74,5 +75,8 @@ class TextWorker(UnitWorker):
                 info["clip_tokens"] = result.clip_tokens
             yield Row(name, tensors, info)
 
-    def remark(self, row: Row) -> str:
-        return CUT_FOR_CLIP if row.info.get("clip_tokens", 0) > CLIP_LENGTH else ""
+    def remarks(self, row: Row) -> Iterator[str]:
+        if row.info.get("clip_tokens", 0) > CLIP_LENGTH:
+            yield CUT_FOR_CLIP
+        if self._encoder.unquantized:
+            yield f"{UNQUANTIZED}: {', '.join(self._encoder.unquantized)}"
