@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -19,6 +18,7 @@ from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, verify
 from stages.discover import read_media
+from stages.media import members
 from stages.sources import objects
 
 
@@ -121,19 +121,29 @@ def test_an_item_that_takes_too_much_memory_is_set_aside_and_the_unit_goes_on(pr
     assert home.run(encode_latents.run, retry_set_aside=True).set_aside == []
 
 
-def test_an_item_that_takes_too_long_is_set_aside_and_the_unit_goes_on(project) -> None:
+def hanging() -> Callable[[members.Wanted], members.Read]:
+    """Reads as ever, but is never done with the slow picture."""
+
+    def read(wanted: members.Wanted) -> members.Read:
+        if "slow.png" in str(wanted.files[0][0]):
+            time.sleep(600)
+        return members.read(wanted)
+
+    return read
+
+
+def test_an_item_that_takes_too_long_is_set_aside_and_the_unit_goes_on(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i", cache={"unit_mib": 0.05})
     home.image("small.png", (64, 64))
-    grain = np.random.default_rng(0).integers(0, 256, (5000, 5000, 3), dtype=np.uint8)
-    Image.fromarray(grain).save(home.media / "slow.png", compress_level=1)
-    (home.media / "slow.txt").write_text("grain")
+    home.image("slow.png", (64, 64), seed=1)
     home.run(discover.run)
     home.run(bucket.run)
-    home.settings["stages"]["item_timeout_s"] = 0.15
+    monkeypatch.setattr(members, "reader", hanging)  # the reading processes import it by its name
+    home.settings["stages"]["item_timeout_s"] = 5.0
     report = home.run(encode_latents.run)
     assert report.done == 1
     assert [row["reason"] for row in report.set_aside] == ["timed-out"]
-    assert "slow.png" in report.set_aside[0]["message"] and "0.15 s" in report.set_aside[0]["message"]
+    assert "slow.png" in report.set_aside[0]["message"] and "5 s" in report.set_aside[0]["message"]
 
 
 @pytest.fixture

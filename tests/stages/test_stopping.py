@@ -19,7 +19,7 @@ import cache.wds
 from schemas.errors import REMAINS
 from stages import bucket, discover, encode_latents, run
 from stages.media import members
-from stages.stopping import parse_time
+from stages.stopping import Stopping, parse_time
 from stages.vae.worker import LatentsWorker
 
 
@@ -84,14 +84,26 @@ def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned,
 def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, format) -> None:
     """The disk is slower than the encoder: told to stop while one shard is written, it has another one encoded."""
     kind = {"arrow": cache.arrow, "webdataset": cache.wds}[format].ShardWriter
-    finish = kind.finish
+    finish, encode, obey = kind.finish, LatentsWorker.encode, Stopping._told
+    encoded, told = [], threading.Event()
+
+    def counted(self, names, batch, limit):
+        yield from encode(self, names, batch, limit)
+        encoded.append(names)
+
+    def noted(self, number, frame):
+        told.set()
+        obey(self, number, frame)
 
     def slow(self):
-        time.sleep(0.5)
+        while len(encoded) < 2:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
+        told.wait()
         return finish(self)
 
+    monkeypatch.setattr(LatentsWorker, "encode", counted)
+    monkeypatch.setattr(Stopping, "_told", noted)
     monkeypatch.setattr(kind, "finish", slow)
     report = planned.run(encode_latents.run, f"cache.format={format}")
     assert len(planned.shards("latents")) == 1 and report.remaining == 7
@@ -153,7 +165,7 @@ def test_a_stage_under_run_is_told_to_stop_and_reports(planned) -> None:
     assert row["stage"] == "encode-latents" and row["remaining"] == report["remaining"]
     assert leftovers(planned.root) == []
     with pytest.raises(ProcessLookupError):
-        for _ in range(1000):  # those that only ever wait for a parent see its end a little later
+        while True:  # those that only ever wait for a parent see its end a little later
             os.killpg(started.pid, 0)
             time.sleep(0.01)
 
