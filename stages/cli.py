@@ -8,6 +8,8 @@ import os
 import sys
 from keyword import iskeyword
 
+from schemas.importpath import keep_working_directory_out
+
 PROGRAMS = {
     "discover": "find media, captions and companions; name files by content",
     "bucket": "divide media into buckets; plan samples, texts and work units",
@@ -50,6 +52,7 @@ def module_of(program: str) -> str:
 
 
 def main() -> None:
+    keep_working_directory_out()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -64,7 +67,7 @@ def main() -> None:
         print(f"error: {name!r} is no program; choose from {', '.join(PROGRAMS)}", file=sys.stderr)
         sys.exit(2)
     if name == "train":
-        os.execv(sys.executable, [sys.executable, "-m", "trainer", *rest])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "trainer", *rest])
     importlib.import_module(module_of(name)).app(args=rest, prog_name=f"latentpress {name}")
 
 

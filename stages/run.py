@@ -91,7 +91,7 @@ class _Processes:
         """Exit code and report; an empty error where it has none, an empty report where it was told to stop before."""
         module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
         words = [word for word in options.argv() if word != "--json"]
-        command = [sys.executable, "-m", module, *words, "--json"]
+        command = [sys.executable, "-P", "-m", module, *words, "--json"]
         if self._stopped:
             return REMAINS, {}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as self._process:

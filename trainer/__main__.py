@@ -28,7 +28,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     if options.shard.total > 1:
         raise WrongUse(
             "training is one job and can't be divided with --shard",
-            "For several GPUs: torchrun --nproc-per-node N -m trainer --config pipeline.yaml",
+            "For several GPUs: torchrun --standalone --nproc-per-node N --no-python latentpress train",
         )
     world, main = launched("WORLD_SIZE", 1), launched("RANK", 0) == 0
     if not main:
@@ -139,4 +139,4 @@ def warn(config: Config, data: TrainSet, plan: Plan, state: Mapping[str, Any] | 
 app = program("train", "Train an adapter or a model on a training set.", run, extra="train")
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="latentpress train")
