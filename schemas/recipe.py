@@ -67,6 +67,10 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
     return what
 
 
+#: What is quantised, where a library's own answer would depend on its version or on the CPU.
+QUANTIZED = {"nf4-bnb": "nf4-bnb: matrices of the language model's blocks, multiples of 32x64"}
+
+
 def text_settings(config: Config) -> Settings:
     """What, beyond the texts and the encoder's weights, determines the bytes of a shard of embeddings. Settings that
     say the same have one name."""
@@ -74,14 +78,12 @@ def text_settings(config: Config) -> Settings:
     precision, quantization = config.text.precision or model.precision, config.text.quantization
     if quantization == "bf16" and precision == "bfloat16":
         quantization = "no_change"
-    if quantization == "nf4-bnb":
-        quantization += ": matrices of the language model's blocks, multiples of 32x64"
     what = {
         "stage": "encode-text",
         "version": TEXT_VERSION,
         "encoder": family.text_encoder,
         "precision": precision,
-        "quantization": quantization,
+        "quantization": QUANTIZED.get(quantization, quantization),
         "attention": config.text.attention or ATTENTION_OF.get(family.text_encoder, ATTENTION),
         "template": {"name": template.name, "text": template.text, "crop": template.crop},
         "max_length": config.text.max_length or template.max_length,
