@@ -19,7 +19,7 @@ from stages.media.errors import MediaError, unreadable
 from stages.media.files import Media, opened, size_of
 from stages.sources.base import add_problems
 from stages.sources.columns import Lookup, captions_of, extras, grouped, require_columns, taken
-from stages.sources.tablefile import MEDIA_COLUMNS, media_column, read_table
+from stages.sources.tablefile import MEDIA_COLUMNS, media_column, read_table, refuse_bytes
 from stages.sources.urls import join, shown, unsigned
 
 #: A text file is a caption up to this many bytes; a book is none.
@@ -203,6 +203,7 @@ class _CaptionTable:
         self._where, self._columns = shown(location), list(dataset.caption_column)
         table = read_table(location, text=[*named, *self._columns, *MEDIA_COLUMNS], kind=strategy)
         self._media = media_column(table, dataset.media_column, location)
+        refuse_bytes(location, self._columns)
         require_columns(table, self._columns, "caption_column", location)
         self._table = table
         keys = [normal_paths(chunk, root) for chunk in table.column(self._media).chunks]

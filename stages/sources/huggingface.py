@@ -27,8 +27,10 @@ from stages.sources.base import CHUNK, add_problems, kinds_of
 from stages.sources.captions import add_captions, captions_in, listed_captions, normal_paths
 from stages.sources.columns import Lookup, extras, plain, require_columns, taken
 from stages.sources.companions import companions_for, complete
+from stages.sources.csvcheck import check_files
 from stages.sources.objects import RemoteFile
 from stages.sources.tablefile import MEDIA_COLUMNS
+from stages.sources.tableproblems import raise_bad_json
 from stages.sources.urls import scrub
 
 _text, _long = pa.string(), pa.int64()
@@ -62,8 +64,10 @@ class Hub:
 
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
         self.ignored.clear()
+        check_files(self._place.root)  # here alone, not in every process that opens an item
         rows, media = load(self._place), self._media
-        require_columns(pa.table(_empty(rows)), [c for c in self._columns.values() if c], "the column of companions")
+        known_columns = pa.table({name: pa.nulls(0) for name in rows.features})
+        require_columns(known_columns, [c for c in self._columns.values() if c], "the column of companions")
         listed = listed_captions(self._dataset)
         paths = self._lookup.keys.combine_chunks()
         for start in range(0, len(rows), CHUNK):
@@ -222,6 +226,8 @@ def _load(datasets: Any, place: Place) -> Any:
 
 
 def _explained(place: Place, error: Exception) -> LatentpressError:
+    if os.path.splitext(place.root)[1].lower() == ".jsonl" and place.is_local:
+        raise_bad_json(place.root)
     said = scrub(f"{type(error).__name__}: {error}").strip().partition("\n")[0]
     name = type(error).__name__
     if place.is_local:
@@ -236,10 +242,6 @@ def _explained(place: Place, error: Exception) -> LatentpressError:
 
 
 # -- columns --------------------------------------------------------------------------------------------------------
-
-
-def _empty(rows: Any) -> dict[str, pa.Array]:
-    return {name: pa.nulls(0) for name in rows.features}
 
 
 def _media_column(features: Any, dataset: Dataset) -> str:

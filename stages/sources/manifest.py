@@ -35,7 +35,7 @@ from stages.sources.columns import Lookup, extras, require_columns, taken
 from stages.sources.companions import ROLES, companions_for, complete
 from stages.sources.folder import existing
 from stages.sources.objects import RemoteFile, explained, filesystem, store_version
-from stages.sources.tablefile import MEDIA_COLUMNS, media_column, read_table
+from stages.sources.tablefile import MEDIA_COLUMNS, media_column, read_table, refuse_bytes
 from stages.sources.urls import shown
 
 #: Requests for sizes and versions that wait for the network at a time.
@@ -110,6 +110,9 @@ class Manifest:
         own = dataset.caption_file is None and dataset.caption_strategy in TABLES
         table = read_table(location, columns, text, dataset.caption_strategy if own else None)
         media = media_column(table, dataset.media_column, location, also=("url",))
+        refuse_bytes(location, list(self._roles.values()), media=True)
+        if columns is None and self._dataset.captions_from in TABLES and self._captions is None:
+            refuse_bytes(location, dataset.caption_column)
         for role, column in self._roles.items():
             require_columns(table, [column], "conditioning_column" if role == "source" else "mask_column", location)
         return table, media

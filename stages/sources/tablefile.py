@@ -5,20 +5,24 @@ nobody asked for. Every text is a `string`, whatever kind of text the file holds
 """
 
 import os
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from io import BytesIO
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.errors import LatentpressError
 from stages.sources.columns import is_flat, plain, require_columns
+from stages.sources.csvcheck import check_csv, delimiter_of, has_quotes
 from stages.sources.tableproblems import (
+    lines_of,
     not_opened,
     open_location,
     raise_bad_json,
     raise_not_utf8,
-    raise_open_quote,
 )
 from stages.sources.urls import scrub, shown
 
@@ -58,6 +62,7 @@ def media_column(table: pa.Table, wanted: str | None, location: str, also: Seque
     """The name of the column that names the media: `wanted`, or the first usual one. Raises LatentpressError."""
     usual = (*MEDIA_COLUMNS, *also)
     name = wanted or next((name for name in usual if name in table.column_names), None)
+    refuse_bytes(location, [wanted] if wanted else usual if name is None else [], media=True)
     if name is None:
         raise LatentpressError(
             f"{shown(location)}: no column is called {', '.join(usual)}; there are: {', '.join(table.column_names)}",
@@ -73,15 +78,54 @@ def media_column(table: pa.Table, wanted: str | None, location: str, also: Seque
     return name
 
 
+def refuse_bytes(location: str, names: Sequence[str], media: bool = False) -> None:
+    """Raise LatentpressError where a Parquet file has one of the columns `names` and it holds bytes, which
+    `read_table` leaves out. media: they would be the media or companions of a row, else its text."""
+    if not names or _kind(location, "") != "parquet":
+        return
+    import pyarrow.parquet as pq
+
+    with open_location(location) as file:
+        held = {field.name: field.type for field in pq.read_schema(file) if _has_bytes(field.type)}
+    for name in names:
+        if name in held and media:
+            raise LatentpressError(
+                f"{shown(location)}: column {name!r} holds the files themselves ({held[name]}), not their names",
+                f"set source: huggingface and media_column: {name}; it reads media out of the table",
+            )
+        if name in held:
+            raise LatentpressError(
+                f"{shown(location)}: column {name!r} holds bytes ({held[name]}), not text", "write it as strings"
+            )
+
+
 # -- one function a format -------------------------------------------------------------------------------------------
 
 
 def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
     """All cells as text first: pyarrow settles a column's type by its first block and stops at what differs later."""
+    delimiter, quotes = delimiter_of(location), has_quotes(location)
+    if quotes:
+        check_csv(location, delimiter)
+    try:
+        table = _parse_csv(location, delimiter, columns)
+    except pa.ArrowInvalid:
+        raise_not_utf8(location)
+        if not quotes:
+            check_csv(location, delimiter)
+        raise
+    keep = table.column_names if columns is None else [name for name in table.column_names if name in columns]
+    found = {name: table.column(name) if name in text else _typed(table.column(name)) for name in keep}
+    return pa.table(found)
+
+
+def _parse_csv(location: str, delimiter: str, columns: Sequence[str] | None) -> pa.Table:
+    """`columns`, or at least one, as text."""
     from pyarrow import csv
 
+    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     with open_location(location) as file:
-        reader = csv.open_csv(file, csv.ReadOptions(block_size=_BLOCK), csv.ParseOptions(newlines_in_values=True))
+        reader = csv.open_csv(file, csv.ReadOptions(block_size=_BLOCK), parse)
         names = reader.schema.names
         reader.close()
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -95,19 +139,8 @@ def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str])
         include_columns=None if columns is None else [name for name in columns if name in names] or names[:1],
         check_utf8=True,
     )
-    parse = csv.ParseOptions(newlines_in_values=True)
-    try:
-        with open_location(location) as file:
-            table = csv.read_csv(file, csv.ReadOptions(block_size=_BLOCK), parse, convert)
-    except pa.ArrowInvalid:
-        raise_not_utf8(location)
-        with open_location(location) as file:  # only one thread says which row it is
-            csv.read_csv(file, csv.ReadOptions(block_size=_BLOCK, use_threads=False), parse, convert)
-        raise
-    raise_open_quote(location, table)
-    keep = table.column_names if columns is None else [name for name in table.column_names if name in columns]
-    found = {name: table.column(name) if name in text else _typed(table.column(name)) for name in keep}
-    return pa.table(found)
+    with open_location(location) as file:
+        return csv.read_csv(file, csv.ReadOptions(block_size=_BLOCK), parse, convert)
 
 
 def _typed(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -131,24 +164,43 @@ def _numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _read_jsonl(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
     try:
-        table = _parse_jsonl(location, None)
-        dates = [field for field in table.schema if _has_dates(field.type)]
-        if dates:  # pyarrow takes text that looks like a date for one, and its spelling would be lost
-            table = _parse_jsonl(location, pa.schema([(field.name, _texts_for(field.type)) for field in dates]))
-        table.validate(full=True)  # the parser does not look whether text is UTF-8
+        with open_location(location) as file:
+            table = _parse_jsonl(file)
     except pa.ArrowInvalid:
-        raise_not_utf8(location)
         raise_bad_json(location)
+        _raise_bad_line(location)
         raise
     return table if columns is None else table.select([name for name in table.column_names if name in columns])
 
 
-def _parse_jsonl(location: str, schema: pa.Schema | None) -> pa.Table:
+def _parse_jsonl(file: BinaryIO) -> pa.Table:
     from pyarrow import json as arrow_json
 
-    options = arrow_json.ParseOptions(explicit_schema=schema)
-    with open_location(location) as file:
-        return arrow_json.read_json(file, arrow_json.ReadOptions(block_size=_BLOCK), options)
+    read = arrow_json.ReadOptions(block_size=_BLOCK)
+    table = arrow_json.read_json(file, read)
+    dates = [field for field in table.schema if _has_dates(field.type)]
+    if dates:  # pyarrow takes text that looks like a date for one, and its spelling would be lost
+        texts = pa.schema([(field.name, _texts_for(field.type)) for field in dates])
+        file.seek(0)
+        table = arrow_json.read_json(file, read, arrow_json.ParseOptions(explicit_schema=texts))
+    table.validate(full=True)  # the parser does not look whether text is UTF-8
+    return table
+
+
+def _raise_bad_line(location: str) -> None:
+    """What pyarrow alone refuses is in the first line without which it reads the lines before."""
+    lines = [line for _, line in lines_of(location)]
+
+    def refusal(count: int) -> str:
+        try:
+            _parse_jsonl(BytesIO(b"".join(lines[:count])))
+        except pa.ArrowInvalid as error:
+            return _said(error)
+        return ""
+
+    number = bisect_left(range(len(lines)), True, lo=1, key=lambda count: bool(refusal(count)))
+    message = f"{shown(location)}, line {number}: can't be read ({refusal(number)})"
+    raise LatentpressError(message, "write each key once, with values of one kind")
 
 
 def _has_dates(kind: pa.DataType) -> bool:

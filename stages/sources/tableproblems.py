@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, BinaryIO
 
-import pyarrow as pa
-
 from schemas.errors import LatentpressError
 from stages.sources.urls import scrub, shown
 
@@ -43,15 +41,25 @@ def not_opened(location: str, error: Exception) -> LatentpressError:
     )
 
 
-def _lines(location: str) -> Iterator[tuple[int, bytes]]:
+def lines_of(location: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, numbered from 1, with their ends and without a byte order mark."""
     with open_location(location) as file:
         lines = io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
         first = lines.readline().removeprefix(_BOM)
         yield from enumerate(chain([first], lines), 1)
 
 
+def refuse_encoding(location: str) -> None:
+    """Raise LatentpressError for a text whose beginning shows that it is not UTF-8."""
+    with open_location(location) as file:
+        data = file.read(1024)
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
+        what = "UTF-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "UTF-16 or no text (it holds zero bytes)"
+        raise LatentpressError(f"{shown(location)}, line 1: is {what}, not UTF-8", "save it as UTF-8")
+
+
 def raise_not_utf8(location: str) -> None:
-    for number, line in _lines(location):
+    for number, line in lines_of(location):
         try:
             line.decode()
         except UnicodeDecodeError as error:
@@ -60,9 +68,11 @@ def raise_not_utf8(location: str) -> None:
 
 
 def raise_bad_json(location: str) -> None:
-    """Name the first line that is no JSON object, or where a column changes its kind."""
+    """Name the first line that is no UTF-8, no JSON object, or where a column changes its kind."""
+    refuse_encoding(location)
+    raise_not_utf8(location)
     kinds: dict[str, tuple[str, int]] = {}
-    for number, line in _lines(location):
+    for number, line in lines_of(location):
         if not line.strip():
             continue
         where = f"{shown(location)}, line {number}"
@@ -84,18 +94,3 @@ def raise_bad_json(location: str) -> None:
 def _json_kind(value: Any) -> str:
     kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return kinds.get(type(value), "null")
-
-
-def raise_open_quote(location: str, table: pa.Table) -> None:
-    """A quote that is never closed takes the rest of the file for one cell, without an error."""
-    last = table.slice(max(0, table.num_rows - 1)).to_pylist()
-    if not last or not any(value and "\n" in value for value in last[0].values()):
-        return
-    quotes = total = start = 0
-    for number, line in _lines(location):
-        if quotes % 2 == 0:
-            start = number
-        quotes, total = quotes + line.count(b'"'), number
-    if quotes % 2:
-        message = f"{shown(location)}, line {start}: a quote is opened and not closed before the end, line {total}"
-        raise LatentpressError(message, 'close it; write a quote within quotes as ""')

@@ -146,6 +146,23 @@ def test_a_table_without_the_column_says_which_there_are(tmp_path: Path) -> None
         listed.of(pa.array(["a.png"]))
 
 
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'file_name,caption\na.png,"open\nb.png,"x"\n', r"line 2: a quote is opened and not closed"),
+        (b'file_name,caption\na.png,"a \\"big\\" cat"\n', r'line 2: CSV knows no \\"'),
+        ("file_name,caption\na.png,x\n".encode("utf-16"), r"line 1: is UTF-16"),
+    ],
+)
+def test_a_table_of_captions_is_checked_like_any_other(tmp_path: Path, data: bytes, says: str) -> None:
+    table = tmp_path / "captions.csv"
+    table.write_bytes(data)
+    listed = listed_captions(dataset(tmp_path, caption_strategy="csv", caption_file=str(table)))
+    assert listed is not None
+    with pytest.raises(LatentpressError, match=r"captions\.csv, " + says):
+        listed.of(pa.array(["a.png", "b.png"]))
+
+
 def test_one_prompt_for_all_and_what_sources_do_themselves(tmp_path: Path) -> None:
     listed = listed_captions(dataset(tmp_path, caption_strategy="instanceprompt", instance_prompt=" sks dog "))
     assert listed is not None

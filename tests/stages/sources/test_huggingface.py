@@ -242,6 +242,26 @@ def test_imagefolder(tmp_path: Path, metadata: str, text: str) -> None:
     assert tree(folder) == before
 
 
+@pytest.mark.parametrize(
+    ("metadata", "text", "says"),
+    [
+        ("metadata.csv", CSV + 'x.png,"open,1\ny.png,"x",2\n', r"metadata\.csv, line 5: a quote is opened"),
+        ("metadata.csv", CSV.replace(",", ";"), r"metadata\.csv, line 1: the cells are separated by ';'"),
+        ("set.csv", "text,n\na,1\nb\n", r"set\.csv, line 3: has 1 cell, and the header has 2"),
+        ("set.jsonl", '{"a": 1}\n{"a" 2}\n', r"set\.jsonl, line 2: is no JSON"),
+    ],
+)
+def test_a_broken_table_is_named_with_its_line(tmp_path: Path, metadata: str, text: str, says: str) -> None:
+    place = tmp_path / "set"
+    if metadata.startswith("set"):
+        place = tmp_path / metadata
+        place.write_text(text)
+    else:
+        image_folder(place, metadata, text)
+    with pytest.raises(LatentpressError, match=says):
+        scan(open_source(dataset(place)))
+
+
 def test_an_image_that_is_added_changes_no_other(tmp_path: Path) -> None:
     folder = image_folder(tmp_path / "set", "metadata.csv", CSV)
     before = {row["path"]: row for row in scan(open_source(dataset(folder)))}

@@ -1,3 +1,4 @@
+import csv
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from schemas.errors import LatentpressError
 from stages.sources.columns import Lookup, captions_of, extras
-from stages.sources.tablefile import media_column, read_table
+from stages.sources.tablefile import media_column, read_table, refuse_bytes
 
 ROWS = [
     {"file_name": "0001", "caption": 'a "quoted", text', "score": 5, "rate": 0.5, "good": True},
@@ -26,8 +27,6 @@ def write(folder: Path, kind: str, rows: list[dict]) -> str:
     elif kind == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        import csv
-
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
@@ -72,7 +71,18 @@ def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [
-        ("t.csv", b"a,b\n1,2\n3\n", r"t\.csv: .*Row #3: Expected 2 columns, got 1"),
+        ("t.csv", b"a,b\n1,2\n3\n", r"t\.csv, line 3: has 1 cell, and the header has 2: 3"),
+        ("t.csv", b'a,b\n"1",2\n\n3,a dog, a cat\n', r"t\.csv, line 4: has 3 cells, and the header has 2"),
+        ("t.csv", b'a,b\n1,"open\n2,"x"\n3,y\n', r"line 2: a quote is opened and not closed before .* in line 3"),
+        ("t.csv", b'a,b\n1.png,"open\n2.png,"\n3.png,y\n', r"line 2: a quoted cell goes on over line 3, a row"),
+        ("t.csv", b'a,b\n1,2\n3,"a \\"big\\" cat"\n', r'line 3: CSV knows no \\": the quote ends the cell'),
+        ("t.csv", b'a,b\n1,"x" y\n', r"line 2: text stands behind a closing quote"),
+        ("t.csv", "a,b\n1,2\n".encode("utf-16"), r"t\.csv, line 1: is UTF-16, not UTF-8"),
+        ("t.csv", "a,b\n1,2\n".encode("utf-16-le"), r"t\.csv, line 1: is UTF-16 or no text"),
+        ("t.csv", b"a;b\n1;2\n3\n", r"t\.csv, line 3: has 1 cell, and the header has 2"),
+        ("t.csv", b"a;b\tc\n1;2\t3\n", r"line 1: the separator can't be told: .* no comma, but ';' and tab"),
+        ("t.csv", b"a,b\r1,2\r3\r", r"t\.csv, line 1: a carriage return"),
+        ("t.jsonl", '{"a": 1}\n'.encode("utf-16"), r"t\.jsonl, line 1: is UTF-16, not UTF-8"),
         ("t.csv", b"a,b\n1,2\n3,caf\xe9\n", r"t\.csv, line 3: is not UTF-8 \(byte 5\)"),
         ("t.csv", b'a,b\n1,2\n3,"open\n4,5\n6,7\n', r"t\.csv, line 3: a quote is opened and not closed"),
         ("t.csv", b"a,a\n1,2\n", "two columns are called 'a'"),
@@ -81,6 +91,9 @@ def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None
         ("t.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', r"line 3: 'a' is text here and a number on line 1"),
         ("t.jsonl", b'{"a": "x"}\n[1]\n', r"line 2: is a list, not an object"),
         ("t.jsonl", b'{"a": "x"}\n{"a": "caf\xe9"}\n', r"line 2: is not UTF-8"),
+        ("t.jsonl", b'{"a": 1}\n{"a": 2, "a": 3}\n', r"line 2: can't be read .*twice"),
+        ("t.jsonl", b'{"a": [1]}\n{"a": [2, "x"]}\n{"a": [3]}\n', r"line 2: can't be read .*changed from number"),
+        ("t.jsonl", b'{"a": "x"}\n\n{"a": "\\ud800"}\n', r"line 3: can't be read .*surrogate"),
         ("t.parquet", b"PAR1 no", r"t\.parquet: can't be read as parquet"),
         ("t.xlsx", b"", r"valid endings: \.csv, \.jsonl, \.parquet"),
     ],
@@ -90,6 +103,42 @@ def test_a_broken_table_is_named_with_its_line(tmp_path: Path, name: str, data: 
     with pytest.raises(LatentpressError, match=says) as caught:
         read_table(str(tmp_path / name))
     assert caught.value.next_step
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_a_separator_that_is_certain_is_taken(tmp_path: Path, delimiter: str) -> None:
+    lines = ["file_name,caption", 'a.png,"one; two\t three | four"', "b.png,five"]
+    (tmp_path / "t.csv").write_text("\n".join([line.replace(",", delimiter) for line in lines]))
+    assert read_table(str(tmp_path / "t.csv")).to_pylist() == [
+        {"file_name": "a.png", "caption": "one; two\t three | four"},
+        {"file_name": "b.png", "caption": "five"},
+    ]
+
+
+def test_a_comma_in_the_header_decides(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("file_name,tags;a\na.png,x;y\n")
+    assert read_table(str(tmp_path / "t.csv")).to_pylist() == [{"file_name": "a.png", "tags;a": "x;y"}]
+
+
+def test_captions_of_several_lines_are_kept(tmp_path: Path) -> None:
+    caption = 'a "big" cat,\nsitting, as in b.png, twice\n\n5" tall\\'
+    path = write(tmp_path, "csv", [{"file_name": "a.png", "caption": caption}])
+    assert read_table(path).to_pylist() == [{"file_name": "a.png", "caption": caption}]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text(alphabet='ab,;"\n\r\\ \t', max_size=40))
+def test_csv_is_read_as_a_strict_reader_does_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.csv"
+    path.write_bytes(b"f,c\n" + text.encode())
+    try:
+        found = read_table(str(path), text=["f", "c"])
+    except LatentpressError as error:
+        assert "any.csv, line " in str(error) and error.next_step
+        return
+    with path.open(newline="") as file:
+        expected = [row for row in csv.reader(file, strict=True) if row][1:]
+    assert [[row["f"] or "", row["c"] or ""] for row in found.to_pylist()] == expected
 
 
 def test_an_absent_table_is_named_and_a_url_without_its_secrets(tmp_path: Path) -> None:
@@ -131,6 +180,21 @@ def test_the_column_of_media_is_the_first_usual_one_or_the_one_named() -> None:
         media_column(pa.table({"id": ["1"]}), None, "t.csv")
     with pytest.raises(LatentpressError, match=r"holds list<.*>, not names of files"):
         media_column(table, "list", "t.csv")
+
+
+def test_a_column_of_bytes_is_named_as_that(tmp_path: Path) -> None:
+    image = pa.array([{"bytes": b"x", "path": "a.png"}])
+    path = str(tmp_path / "t.parquet")
+    pq.write_table(pa.table({"id": ["1"], "image": image, "caption": [b"words"]}), path)
+    table = read_table(path)
+    for wanted in (None, "image"):
+        with pytest.raises(LatentpressError, match=r"column 'image' holds the files themselves \(struct<bytes") as said:
+            media_column(table, wanted, path)
+        assert "source: huggingface" in said.value.next_step
+    with pytest.raises(LatentpressError, match=r"'caption' holds bytes \(binary\), not text"):
+        refuse_bytes(path, ["caption"])
+    pq.write_table(pa.table({"file_name": ["a.png"], "image": image}), path)
+    assert media_column(read_table(path), None, path) == "file_name"
 
 
 def test_captions_come_from_text_and_lists_in_the_order_of_columns() -> None:

@@ -1,0 +1,129 @@
+"""What pyarrow's CSV reader passes over: which separator a file has, and rows that a wrong quote takes into a cell.
+
+Python's own reader is strict and counts lines, and takes about a second for a million rows: it looks at files that
+hold quotes, and at those that pyarrow refused.
+"""
+
+import csv
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from schemas.errors import LatentpressError
+from schemas.report import shortened
+from stages.sources.tableproblems import lines_of, open_location, raise_not_utf8, refuse_encoding
+from stages.sources.urls import scrub, shown
+
+LONGEST_CELL = 1 << 24
+_NAMES = {";": "';'", "\t": "tab", "|": "'|'"}
+_QUOTING = 'close it; write a quote within quotes as ""'
+_ENDING = re.compile(r"\S+(\.[A-Za-z0-9]{2,5})")
+
+
+def delimiter_of(location: str) -> str:
+    """A comma, unless the header has none and one of ; tab | alone. Raises LatentpressError for no UTF-8 text, and for
+    a header from which it can't be told."""
+    refuse_encoding(location)
+    header = next((line for _, line in lines_of(location) if line.strip()), b"")
+    try:
+        text = re.sub(r'"[^"]*("|$)', "", header.decode())
+    except UnicodeDecodeError:
+        raise_not_utf8(location)
+        raise
+    found = [delimiter for delimiter in _NAMES if delimiter in text]
+    if "," in text or not found:
+        return ","
+    if len(found) > 1:
+        named = " and ".join(_NAMES[delimiter] for delimiter in found)
+        raise LatentpressError(
+            f"{shown(location)}, line 1: the separator can't be told: the header has no comma, but {named}",
+            "separate the cells by commas",
+        )
+    return found[0]
+
+
+def has_quotes(location: str) -> bool:
+    with open_location(location) as file:
+        while data := file.read(LONGEST_CELL):
+            if b'"' in data:
+                return True
+    return False
+
+
+def check_files(root: str) -> None:
+    """Check a CSV file, or all in a folder, for a reader that takes commas alone, and rows behind a wrong quote into a
+    cell: pandas, in the `datasets` library."""
+    files = [root] if os.path.isfile(root) else Path(root).rglob("*") if os.path.isdir(root) else []
+    for file in sorted(str(path) for path in files if str(path).lower().endswith(".csv")):
+        if (delimiter := delimiter_of(file)) != ",":
+            step = "separate them by commas, or use source: manifest, which takes the file as it is"
+            raise LatentpressError(f"{file}, line 1: the cells are separated by {_NAMES[delimiter]}", step)
+        check_csv(file, delimiter)
+
+
+def check_csv(location: str, delimiter: str) -> None:
+    """Raise LatentpressError that names the first line whose quotes or number of cells are wrong."""
+    csv.field_size_limit(LONGEST_CELL)
+    reader = csv.reader(_texts(location), delimiter=delimiter, strict=True)
+    start, count = 1, 0
+    try:
+        for row in reader:
+            count = count or len(row)
+            if row and len(row) != count:
+                _raise_ragged(location, start, reader.line_num, len(row), count)
+            if reader.line_num > start and (line := _swallowed(row, delimiter)):
+                _raise(location, start, f"a quoted cell goes on over line {start + line}, a row of its own", _QUOTING)
+            start = reader.line_num + 1
+    except csv.Error as error:
+        _raise_quote(location, start, reader.line_num, str(error))
+
+
+def _texts(location: str) -> Iterator[str]:
+    for _, line in lines_of(location):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError:
+            raise_not_utf8(location)
+
+
+def _swallowed(row: list[str], delimiter: str) -> int:
+    """Which line of a cell with several looks like a row: as many cells, and a file's name where this row has one; 0
+    for none. Two rows that each lack a quote make one row that no reader can object to."""
+    for cell in row:
+        for number, line in enumerate(cell.split("\n")[1:], 1):
+            cells = line.split(delimiter)
+            endings = [(_ENDING.fullmatch(a), _ENDING.fullmatch(b)) for a, b in zip(cells, row, strict=False)]
+            if len(cells) == len(row) and any(a and b and a[1] == b[1] for a, b in endings):
+                return number
+    return 0
+
+
+def _raise_ragged(location: str, start: int, end: int, found: int, count: int) -> NoReturn:
+    cells = f"{found} cell{'' if found == 1 else 's'}"
+    said = scrub(shortened(_raw(location, start, end).strip(), 200))
+    step = "put a cell that holds the separator into quotes, or correct the row"
+    _raise(location, start, f"has {cells}, and the header has {count}: {said}", step)
+
+
+def _raise_quote(location: str, start: int, line: int, said: str) -> NoReturn:
+    if "end of data" in said:
+        _raise(location, start, f"a quote is opened and not closed before the end, line {line}", _QUOTING)
+    if "new-line" in said:
+        _raise(location, start, "a carriage return stands within it", "save it with line ends of one kind")
+    if "field limit" in said:
+        _raise(location, start, "a cell is longer than 16 MiB: a quote is opened and not closed", _QUOTING)
+    if '\\"' in _raw(location, start, line):
+        _raise(location, start, r"CSV knows no \": the quote ends the cell", 'write a quote within quotes as ""')
+    if line > start:
+        _raise(location, start, f"a quote is opened and not closed before the next one, in line {line}", _QUOTING)
+    _raise(location, start, "text stands behind a closing quote", 'write a quote within quotes as ""')
+
+
+def _raw(location: str, start: int, end: int) -> str:
+    return b"".join(line for number, line in lines_of(location) if start <= number <= end).decode(errors="replace")
+
+
+def _raise(location: str, line: int, reason: str, step: str) -> NoReturn:
+    raise LatentpressError(f"{shown(location)}, line {line}: {reason}", step)
