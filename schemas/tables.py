@@ -7,7 +7,7 @@ import pyarrow as pa
 
 #: Of shards (`cache/`), and apart from it, so that a new table makes no shard unreadable, of the tables here.
 FORMAT_VERSION = 1
-TABLES_VERSION = 2
+TABLES_VERSION = 3
 
 _str, _int, _long, _float = pa.string(), pa.int32(), pa.int64(), pa.float64()
 
@@ -19,7 +19,8 @@ GEOMETRY = pa.struct(
 #: media/<dataset>/media.arrow: what discover found, one row an item, sorted by path. A path names an item within
 #: its source, with "/" whatever the system: a file below the folder, "shard-000.tar/000123.jpg", a row of a table.
 #: size in bytes; version changes when the item may have changed (modification time, ETag, ...). width, height:
-#: pixels as shown (orientation applied). frames, rate (frames per second), duration (seconds) are null for images.
+#: pixels as shown (orientation applied). frames, rate (frames per second), duration (seconds), constant_rate (whether
+#: frames follow each other evenly) are null for images.
 #: scenes: seconds at which a new scene begins, null where they were not looked for. source, mask: companions.
 #: Columns of a manifest follow as "extra.<name>", of whatever type they have.
 MEDIA = pa.schema(
@@ -34,6 +35,7 @@ MEDIA = pa.schema(
         ("frames", _int),
         ("rate", _float),
         ("duration", _float),
+        ("constant_rate", pa.bool_()),
         ("scenes", pa.list_(_float)),
         ("captions", pa.list_(_str)),
         ("captions_version", _str),  # of the caption file; null where captions come with the listing

@@ -18,7 +18,7 @@ from schemas.tables import EXTRA, MEDIA, REJECTS
 
 #: Columns of MEDIA by what must be read to know them.
 GROUPS = {
-    "media": ("media_id", "kind", "width", "height", "frames", "rate", "duration", "scenes"),
+    "media": ("media_id", "kind", "width", "height", "frames", "rate", "duration", "constant_rate", "scenes"),
     "captions": ("captions",),
     "source": ("source_id", "source_width", "source_height"),
     "mask": ("mask_id", "mask_kind", "mask_width", "mask_height"),

@@ -32,7 +32,8 @@ def probe_animation(path: Media) -> VideoInfo:
     info = probe_image(path)
     lasting = _durations(path)
     total = sum(lasting)
-    return VideoInfo(info.width, info.height, 0, len(lasting), len(lasting) / total, total, info.format.lower())
+    rate, even = len(lasting) / total, len(set(lasting)) == 1
+    return VideoInfo(info.width, info.height, 0, len(lasting), rate, total, even, info.format.lower())
 
 
 def read_frames(path: Media, times: Sequence[float]) -> Iterator[np.ndarray]:

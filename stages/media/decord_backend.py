@@ -31,8 +31,11 @@ _ADVICE = "use the decoder pyav, or write the file anew"
 
 
 class _Timing(NamedTuple):
-    """Frames per second, seconds by which a timestamp may be off, and whether decord finds its way back to them."""
+    """Frames that are shown, how many a second, seconds by which a timestamp may be off, and whether decord finds its
+    way back to them.
+    """
 
+    frames: int
     rate: float
     tolerance: float
     may_seek: bool
@@ -52,7 +55,7 @@ def read_frames(path: Media, times: Sequence[float], *, threads: int = 1) -> Ite
     info = probe_video(path)
     with open_stream(path) as reader:
         _require_readable(path, info, reader)
-        timing = _Timing(info.rate, time_tolerance(reader.stream), _may_seek(reader))
+        timing = _Timing(info.frames, info.rate, time_tolerance(reader.stream), _may_seek(reader))
     try:
         yield from _chosen(decord, path, times, threads, timing)
     except MemoryError as error:
@@ -115,7 +118,8 @@ def _chosen(
         source = stack.enter_context(opened(path)) if isinstance(path, Blob) else os.path.abspath(path)
         reader = decord.VideoReader(source, ctx=decord.cpu(0), num_threads=threads)
     stamps = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64)
-    starts = stamps[:, 0] - stamps[0, 0]
+    # It counts frames that an edit list leaves out, too, and does not give them.
+    starts = (stamps[:, 0] - stamps[0, 0])[: timing.frames]
     _require_constant_rate(path, starts, timing.rate, timing.tolerance)
     end, at = float(starts[-1]) + 1 / timing.rate, -1
     picture = np.empty(0, np.uint8)

@@ -12,7 +12,8 @@ from stages.media.video import VideoInfo, probe_video
 
 
 def probe(path: Media, kind: str, *, animations: str = "first-frame", scenes: bool = False) -> dict[str, Any]:
-    """Columns of schemas.tables.MEDIA by name: media_id, kind, width, height, frames, rate, duration, scenes.
+    """Columns of schemas.tables.MEDIA by name: media_id, kind, width, height, frames, rate, duration,
+    constant_rate, scenes.
 
     kind: "image" or "video", as the listing has it; an image in motion becomes a video where `animations` is
     "video". frames, rate, duration and scenes are None for images, scenes also where they are not looked for. Raises
@@ -27,7 +28,7 @@ def probe(path: Media, kind: str, *, animations: str = "first-frame", scenes: bo
 
 
 def probe_companion(path: Media, kind: str) -> dict[str, Any]:
-    """Of an i2i source or a mask: id, kind, width, height, frames, rate, duration. Raises MediaError."""
+    """Of an i2i source or a mask: id, kind, width, height, frames, rate, duration, constant_rate. Raises MediaError."""
     found = _probe(path, kind, "first-frame")
     del found["scenes"]
     return {"id": files.media_id(path), **found}
@@ -39,7 +40,7 @@ def _probe(path: Media, kind: str, animations: str) -> dict[str, Any]:
     info = probe_image(path)
     if animations == "video" and info.moving:
         return _of_video(animation.probe_animation(path))
-    columns = dict.fromkeys(("frames", "rate", "duration", "scenes"))
+    columns = dict.fromkeys(("frames", "rate", "duration", "constant_rate", "scenes"))
     return {"kind": "image", "width": info.width, "height": info.height, **columns}
 
 
@@ -51,5 +52,6 @@ def _of_video(info: VideoInfo) -> dict[str, Any]:
         "frames": info.frames,
         "rate": info.rate,
         "duration": info.duration,
+        "constant_rate": info.constant_rate,
         "scenes": None,
     }

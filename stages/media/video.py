@@ -10,13 +10,10 @@ fields, or film spread over them), which no header says, and what it gives at a 
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
-import av
 import numpy as np
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
@@ -29,6 +26,7 @@ from stages.media.errors import MediaError
 from stages.media.files import Media, size_of
 from stages.media.image import MAX_PIXELS
 from stages.media.orientation import Orientation
+from stages.media.timing import timing_of, without_frames
 
 # Decoding the first frames is cheaper than a seek that lands among them.
 _SEEK_BEYOND = 0.5
@@ -44,7 +42,8 @@ class VideoInfo:
 
     width, height: as displayed, after rotation and with square pixels. rotation: degrees counterclockwise
     that turn the stored frame upright (0, 90, 180, 270). frames: those that are shown. rate: average frames per
-    second. duration: seconds from the first frame's beginning to the last one's end. codec: FFmpeg's name.
+    second. duration: seconds from the first frame's beginning to the last one's end. constant_rate: whether frames
+    follow each other evenly, 1 / rate apart but for rounded timestamps. codec: FFmpeg's name.
     mirrored: whether the frame is mirrored left to right before it is turned. wide: whether its primaries are wider
     than sRGB's.
     """
@@ -55,17 +54,10 @@ class VideoInfo:
     frames: int
     rate: float
     duration: float
+    constant_rate: bool
     codec: str
     mirrored: bool = False
     wide: bool = False
-
-
-class Timing(NamedTuple):
-    """Frame count, average rate and duration in seconds."""
-
-    frames: int
-    rate: float
-    duration: float
 
 
 def probe_video(path: Media) -> VideoInfo:
@@ -78,9 +70,8 @@ def probe_video(path: Media) -> VideoInfo:
         if any(entry.pos + entry.size > size for entry in stream.index_entries[-1:]):
             raise MediaError("truncated", path, "is shorter than its own index says", REPLACE)
         _header_tags(reader)
-        timing = _declared_timing(reader)
         turned = orientation.of_header(reader)
-        counted = timing or _counted_timing(reader)
+        timing = timing_of(reader)
         if turned is None or not context.width:
             turned, width, height = _look_at_a_frame(path)
         else:
@@ -92,7 +83,7 @@ def probe_video(path: Media) -> VideoInfo:
             width,
             height,
             turned.rotation,
-            *counted,
+            *timing,
             codec=context.name,
             mirrored=turned.is_mirrored,
             wide=colour.is_wide(context.color_primaries),
@@ -176,65 +167,7 @@ def _keyframe(reader: Reader) -> VideoFrame:
         if frames:
             return frames[0]
         reader.stream.codec_context.flush_buffers()
-    raise _without_frames(reader.path)
-
-
-def _without_frames(path: Media) -> MediaError:
-    return MediaError("zero-frames", path, "has a video stream without a frame", "remove it from the dataset")
-
-
-def _declared_timing(reader: Reader) -> Timing | None:
-    stream = reader.stream
-    if not stream.frames or not stream.duration or not stream.time_base or not stream.average_rate:
-        return None
-    rate, duration = float(stream.average_rate), float(stream.duration * stream.time_base)
-    # An edit list may leave frames out that the header counts.
-    timing = Timing(min(stream.frames, max(1, round(rate * duration))), rate, duration)
-    # FFmpeg takes AVI's frame count from the header and the duration from what is there.
-    if reader.container.format.name == "avi":
-        _require_whole(reader.path, duration, stream.frames / rate)
-    return timing
-
-
-def _counted_timing(reader: Reader) -> Timing:
-    """By walking the packets of a file just opened from the first keyframe."""
-    count, first, end, stream = 0, math.inf, -math.inf, reader.stream
-    for packet in from_keyframe(reader):
-        stamp = packet.dts if packet.pts is None else packet.pts
-        if stamp is None or packet.is_discard:
-            continue
-        count += 1
-        first, end = min(first, stamp), max(end, stamp + (packet.duration or 0))
-    if count == 0:
-        raise _without_frames(reader.path)
-    if end <= first or not stream.time_base:
-        raise MediaError("no-timestamps", reader.path, "doesn't say when its frames are shown", REMUX)
-    duration = (end - first) * float(stream.time_base)
-    _require_whole(reader.path, end * float(stream.time_base), _declared_end(reader))
-    rate = count / duration
-    declared = float(stream.average_rate or 0)
-    # The header's rate is exact where it agrees; counting carries the rounding of the timestamps.
-    return Timing(count, declared if math.isclose(rate, declared, rel_tol=0.01) else rate, duration)
-
-
-def _declared_end(reader: Reader) -> float:
-    """Seconds from the file's zero at which Matroska's header says that this stream ends; 0 where it is
-    silent.
-    """
-    if not reader.container.format.name.startswith("matroska"):
-        return 0.0
-    match = re.fullmatch(r"(\d+):(\d+):(\d+\.\d+)", reader.stream.metadata.get("DURATION", ""))
-    if match is not None:
-        hours, minutes, seconds = map(float, match.groups())
-        return 3600 * hours + 60 * minutes + seconds
-    # With other streams the file may be longer than its pictures by right.
-    return (reader.container.duration or 0) / av.time_base if len(reader.container.streams) == 1 else 0.0
-
-
-def _require_whole(path: Media, found: float, declared: float) -> None:
-    if found < declared - max(0.2, 0.02 * declared):
-        problem = f"holds {found:.1f} s of the {declared:.1f} s that its header declares"
-        raise MediaError("truncated", path, problem, REPLACE)
+    raise without_frames(reader.path)
 
 
 def _display_size(width: int, height: int, reader: Reader, turned: Orientation) -> tuple[int, int]:

@@ -179,7 +179,8 @@ def video(
     pictures = iter(clip() if frames is None else frames)
     first = next(pictures)
     base = Fraction(1, 1000) if stamps else Fraction(1, RATE)
-    with av.open(path if form else str(path), "w", format=form, options=container) as output:
+    target = path if isinstance(path, io.RawIOBase) else str(path)
+    with av.open(target, "w", format=form, options=container) as output:
         stream: Any = output.add_stream(name, rate=RATE, options=options)
         stream.height, stream.width = first.shape[:2]
         stream.pix_fmt = layout
@@ -241,6 +242,22 @@ def edited(path: Path, skip: int) -> None:
         ticks = base.denominator // RATE
     content[place : place + 8] = struct.pack(">Ii", duration * (FRAMES - skip) // FRAMES, start + skip * ticks)
     path.write_bytes(content)
+
+
+def trimmed(path: Path, skip: float) -> None:
+    """Cut `skip` frames behind the beginning without coding it anew, as `ffmpeg -ss ... -i ... -c copy` does: what
+    stands before that moment is in the file and is not shown."""
+    whole = path.with_name(f".{path.name}")
+    video(whole, codec=SLOW, form="mp4")
+    with av.open(str(whole)) as source, av.open(str(path), "w") as output:
+        stream = source.streams.video[0]
+        copy = output.add_stream_from_template(stream)
+        for packet in source.demux(stream):
+            if packet.dts is not None and packet.pts is not None:
+                offset = round(skip / RATE / packet.time_base)
+                packet.pts, packet.dts, packet.stream = packet.pts - offset, packet.dts - offset, copy
+                output.mux(packet)
+    whole.unlink()
 
 
 def damaged(path: Path) -> None:

@@ -163,6 +163,8 @@ def plain(**options: Any) -> Callable[[Path], None]:
 
 
 USUAL = Sample(CLIP, levels=levels(*range(9)))
+#: Of the last eight frames of fourteen, which last eight and a half.
+TRIMMED = Sample("80x48@5", levels=levels(*range(6, 11)))
 #: Of 12 frames a second, the ninth of which lasts longer: shown frames by the times of the clip.
 UNEVEN = [0, 40, 90, 170, 260, 300, 430, 600, 610, 700, 1000, 1100, 1200, 1300]
 BY_TIME = [max(i for i, stamp in enumerate(UNEVEN) if stamp <= 1000 * n / 12 + 1) for n in range(9)]
@@ -180,6 +182,9 @@ VIDEOS: dict[str, Case] = {
     "prores.mov": (plain(codec=odd.PRORES), USUAL),
     "b-frames.mp4": (plain(codec=odd.SLOW), USUAL),
     "edited.mp4": (partial(odd.edited, skip=3), Sample(CLIP, levels=levels(*range(3, 12)))),
+    **{f"trimmed.{ending}": (partial(odd.trimmed, skip=5.5), TRIMMED) for ending in ("mp4", "mov")},
+    "trimmed.mkv": (partial(odd.trimmed, skip=5.5), USUAL),
+    "cut-trimmed.mkv": (then(partial(odd.trimmed, skip=5.5), odd.cut), Reject("discover", "truncated")),
     "late.mkv": (plain(codec=odd.SLOW, stamps=[3000 + round(1000 * n / 12) for n in range(14)]), USUAL),
     "turned-90.mp4": (turned((0, 1, -1, 0), np.rot90), USUAL),
     "turned-180.mov": (turned((-1, 0, 0, -1), lambda p: p[::-1, ::-1]), USUAL),

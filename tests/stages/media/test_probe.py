@@ -48,6 +48,7 @@ def test_an_image_has_no_time(tmp_path):
         "frames": None,
         "rate": None,
         "duration": None,
+        "constant_rate": None,
         "scenes": None,
     }
     assert set(found) <= set(MEDIA.names)
@@ -58,6 +59,7 @@ def test_a_video_has(tmp_path):
     found = probe(path, "video")
     assert (found["kind"], found["width"], found["height"], found["frames"]) == ("video", 64, 32, 20)
     assert (found["rate"], found["duration"]) == (pytest.approx(25), pytest.approx(0.8))
+    assert found["constant_rate"] is True
     assert found["media_id"] == hash_file(path) and found["scenes"] is None
     assert probe(path, "video", scenes=True)["scenes"] == []
 

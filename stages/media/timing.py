@@ -1,0 +1,120 @@
+"""How many frames of a video are shown, how fast, how long: from its header and index, or from its packets.
+
+A header counts what the file holds. What is shown may be less: an edit list leaves out what stands before the moment
+at which a file was cut without coding it anew (`ffmpeg -ss 1.09 -i IN -c copy OUT`), and a moment between two frames
+counts as time before the first one. Where header and index leave a doubt the packets are read, undecoded.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import NamedTuple
+
+import av
+import numpy as np
+
+from schemas.clips import TIME_TOLERANCE
+from stages.media.container import REMUX, REPLACE, Reader, from_keyframe
+from stages.media.errors import MediaError
+from stages.media.files import Media
+
+
+class Timing(NamedTuple):
+    """Frames that are shown, their average rate, seconds from the first one's beginning to the last one's end, and
+    whether they follow each other evenly.
+    """
+
+    frames: int
+    rate: float
+    duration: float
+    constant_rate: bool
+
+
+def timing_of(reader: Reader) -> Timing:
+    """Of a file just opened. Raises MediaError where it is shorter than it declares, or shows nothing."""
+    return _declared(reader) or _counted(reader)
+
+
+def without_frames(path: Media) -> MediaError:
+    return MediaError("zero-frames", path, "has a video stream without a frame", "remove it from the dataset")
+
+
+def _declared(reader: Reader) -> Timing | None:
+    stream = reader.stream
+    if not stream.frames or not stream.duration or not stream.time_base or not stream.average_rate:
+        return None
+    rate, duration = float(stream.average_rate), float(stream.duration * stream.time_base)
+    if reader.container.format.name == "avi":
+        # FFmpeg takes AVI's frame count from the header and the duration from what is there; its rate is constant.
+        _require_whole(reader.path, duration, stream.frames / rate)
+        return Timing(min(stream.frames, max(1, round(rate * duration))), rate, duration, constant_rate=True)
+    if abs(stream.frames - rate * duration) > 0.05 or any(entry.is_discard for entry in stream.index_entries):
+        return None
+    even = _even_rate((entry.timestamp for entry in stream.index_entries), stream.frames, reader)
+    return Timing(stream.frames, even or rate, duration, constant_rate=even is not None)
+
+
+def _counted(reader: Reader) -> Timing:
+    """By walking the packets from the first keyframe. What is shown before that one refers to what is not there."""
+    stamps, end, stream = list[int](), -math.inf, reader.stream
+    first: int | None = None
+    for packet in from_keyframe(reader):
+        stamp = packet.dts if packet.pts is None else packet.pts
+        if stamp is None:
+            continue
+        first = stamp if first is None else first
+        if packet.is_discard or stamp < first:
+            continue
+        stamps.append(stamp)
+        end = max(end, stamp + (packet.duration or 0))
+    if not stamps:
+        raise without_frames(reader.path)
+    if end <= min(stamps) or not stream.time_base:
+        raise MediaError("no-timestamps", reader.path, "doesn't say when its frames are shown", REMUX)
+    duration = (end - min(stamps)) * float(stream.time_base)
+    _require_whole(reader.path, end * float(stream.time_base), _declared_end(reader))
+    even = _even_rate(stamps, len(stamps), reader)
+    rate, declared = len(stamps) / duration, float(stream.average_rate or 0)
+    # The header's rate is exact where it agrees; counting carries the rounding of the timestamps.
+    rate = even or (declared if math.isclose(rate, declared, rel_tol=0.01) else rate)
+    return Timing(len(stamps), rate, duration, constant_rate=even is not None)
+
+
+def _even_rate(stamps: Iterable[int], frames: int, reader: Reader) -> float | None:
+    """The rate at which all of n frames stand within a tick or a millisecond of their even times, if there is one.
+
+    The header's, where that fits, else the one that first and last frame give: timestamps are rounded.
+    """
+    stream = reader.stream
+    ticks = np.sort(np.fromiter(stamps, np.int64))
+    if len(ticks) != frames or frames < 2 or not stream.time_base or ticks[0] == ticks[-1]:
+        return None
+    tick = float(stream.time_base)
+    seconds = (ticks - ticks[0]) * tick
+    measured = Fraction(frames - 1, int(ticks[-1] - ticks[0])) / stream.time_base
+    for rate in map(float, filter(None, (stream.average_rate, stream.base_rate, measured))):
+        off = np.abs(seconds - np.arange(frames) / rate).max()
+        if off <= min(max(tick, TIME_TOLERANCE), 0.25 / rate) + 1e-9:
+            return rate
+    return None
+
+
+def _declared_end(reader: Reader) -> float:
+    """Seconds from the file's zero at which Matroska's header says that this stream ends; 0 where it is
+    silent.
+    """
+    if not reader.container.format.name.startswith("matroska"):
+        return 0.0
+    match = re.fullmatch(r"(\d+):(\d+):(\d+\.\d+)", reader.stream.metadata.get("DURATION", ""))
+    if match is not None:
+        hours, minutes, seconds = map(float, match.groups())
+        return 3600 * hours + 60 * minutes + seconds
+    # With other streams the file may be longer than its pictures by right.
+    return (reader.container.duration or 0) / av.time_base if len(reader.container.streams) == 1 else 0.0
+
+
+def _require_whole(path: Media, found: float, declared: float) -> None:
+    if found < declared - max(0.2, 0.02 * declared):
+        problem = f"holds {found:.1f} s of the {declared:.1f} s that its header declares"
+        raise MediaError("truncated", path, problem, REPLACE)
