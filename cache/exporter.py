@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import generations, shard
+from cache import current, generations, shard
 from cache.damage import DamageError
 from cache.exported import (
     EXPORT_VERSION,
@@ -31,7 +31,7 @@ from cache.exported import (
 )
 from cache.shard import SUFFIXES, Row, ShardMeta, done_units
 from cache.store import Store
-from cache.trainset import TrainSet, pointer
+from cache.trainset import TrainSet
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
 from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS
@@ -235,7 +235,7 @@ def publish(store: Store, record: Mapping[str, Any], tables: Mapping[str, pa.Tab
     for name, table in tables.items():
         store.write_table(f"{folder}/{name}.arrow", table)
     store.publish_json(f"{folder}/set.json", record)
-    store.publish_json(pointer(record["family"], record["task"]), {"id": record["id"]})
+    current.point(store, record)
 
 
 def words_of(data: TrainSet) -> Mapping[str, Mapping[str, Any]]:

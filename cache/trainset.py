@@ -24,13 +24,14 @@ from cache.shard import Readers, Row
 from cache.store import Store
 from cache.tensors import Array
 from cache.untrusted import PLAIN, an_object, shown
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import REMAINS, USAGE, LatentpressError
 from schemas.section import NAME_PATTERN
 from schemas.tables import TABLES_VERSION
 
 TABLES = {"index": checks.index, "texts": checks.set_texts, "shards": checks.set_shards}
 PROMPT_NAME = re.compile(NAME_PATTERN, re.ASCII)  # files are called by it
 AGAIN = "Run `latentpress index`, which makes it anew; an export is to be copied or made again."
+OF_CONFIGURATION = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)  # pointers: cache/current.py
 OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
 
@@ -38,6 +39,12 @@ class SetError(LatentpressError):
     """There is no such training set, or it is of another family, task or format."""
 
     exit_code = USAGE
+
+
+class NoSet(SetError):
+    """The set is still to be made."""
+
+    exit_code = REMAINS
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ class TrainSet:
     def open(cls, store: Store, set_id: str, family: str, task: str) -> "TrainSet":
         """The set `set_id`, or the newest of this family and task for "current". Raises SetError otherwise."""
         if set_id == "current":
-            set_id = _current(store, family, task)
+            set_id = newest_of(store, family, task)
         if not PLAIN.fullmatch(set_id):
             raise SetError(f"{shown(repr(set_id))} is no name that a training set has", "Correct train.set.")
         rel = f"sets/{set_id}/set.json"
@@ -331,19 +338,25 @@ def _runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]
     return runs
 
 
-def _current(store: Store, family: str, task: str) -> str:
+def newest_of(store: Store, family: str, task: str) -> str:
+    """The id of the set that was made last for this family and task, whatever its configuration."""
     rel = pointer(family, task)
     if not store.exists(rel):
         others = sorted(
             name.removeprefix("current-").removesuffix(".json")
             for name in store.names("sets")
-            if name.startswith("current-")
+            if name.startswith("current-") and not OF_CONFIGURATION.fullmatch(f"sets/{name}")
         )
-        raise SetError(
+        raise NoSet(
             f"no training set for {family} {task} under {store.path('sets')}; there are sets for: "
             f"{', '.join(others) or 'none'}",
             "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
         )
+    return pointed_at(store, rel)
+
+
+def pointed_at(store: Store, rel: str) -> str:
+    """The id of the set that a pointer names."""
     named = read_json(store, rel).get("id")
     if not isinstance(named, str) or not PLAIN.fullmatch(named):
         raise SetError(

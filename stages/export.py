@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from cache.current import choose
 from cache.exporter import MIB, Exporter
 from cache.shard import SUFFIXES
 from cache.store import Store
-from cache.trainset import TrainSet
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from stages.stage import refuse_shard
@@ -42,7 +42,7 @@ def run(
     with_captions: Annotated[bool, typer.Option("--with-captions", help="Include the words of captions.")] = False,
 ) -> Report:
     refuse_shard(options, "export")
-    data = TrainSet.find(config.root, config.train.set, config.model.family, config.model.task)
+    data = choose(config, console.warn)
     place = to or f"{config.output}/export/{data.id}"
     exporter = Exporter(data, Store(place), form or config.cache.format, shard_mib, with_captions)
     exporter.refuse_other()

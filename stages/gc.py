@@ -23,7 +23,7 @@ from cache import shard
 from cache.layout import is_ours
 from cache.shard import ENCODERS, DamageError
 from cache.store import Entry, Store, StoreError
-from cache.trainset import read_json
+from cache.trainset import OF_CONFIGURATION, read_json
 from cache.untrusted import shown
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
@@ -174,7 +174,9 @@ class _Sorter:
             return self._unused_list(name, file, entry)
         if top == "damaged":
             return entry.modified < self._use.since
-        if not file or top not in ("sets", "plans", "media"):  # sets/current-*.json, weights/, an export's shards
+        if OF_CONFIGURATION.fullmatch(entry.name):
+            return entry.modified < self._use.since and entry.name not in self._use.pointers
+        if not file or top not in ("sets", "plans", "media"):  # current-sana-t2i.json, weights/, an export's shards
             return False
         used = {"sets": self._use.sets, "plans": self._use.generations, "media": self._use.datasets}[top]
         return old and name not in used
@@ -211,7 +213,7 @@ class _Sorter:
             why = "what no training set holds" if partly and folder not in self._use.caches else why
             return f"{_provenance(self._store, folder)}: {why}"
         return {
-            "sets": "a training set that is not the newest",
+            "sets": "a training set that no configuration given makes, and not the newest of its family and task",
             "plans": "a plan that nothing is made of",
             "rejects": "lists of what was set aside, of caches or datasets that are not used",
             "media": "the media table of a dataset that no configuration given names",

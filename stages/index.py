@@ -10,14 +10,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache import current
 from cache.damage import DamageError
 from cache.generations import Generation
 from cache.shard import Readers
 from cache.store import Store
-from cache.trainset import pointer, set_table
+from cache.trainset import set_table
+from cache.weights import side_multiple
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from schemas.identity import hash_bytes, hash_json
+from schemas.recipe import recipe
 from schemas.report import shortened
 from schemas.tables import TABLES_VERSION
 from stages import encode_latents, encode_text
@@ -48,6 +51,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         "task": config.model.task,
         "template": config.model.template.name,
         "generation": plan.name,
+        "recipe": recipe(config, side_multiple(config.model)),
         "fingerprints": {"text": text_work.fingerprint, "latents": latents_work.fingerprint},
         "provenance": {"text": encode_text.parts(config), "latents": encode_latents.parts(config)},
         "null_text": joined.null_text,
@@ -61,7 +65,9 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report.truncated = told(plan, texts.truncated)
     report.set_aside, report.done = joined.left_out, joined.train + joined.held_out
     if options.dry_run:
-        report.remaining = 0 if _is_whole(store, name, joined.tables, {**record, "id": name}) else report.done
+        record |= {"id": name}
+        done = _is_whole(store, name, joined.tables, record) and current.is_pointed_at(store, record)
+        report.remaining = 0 if done else report.done
         return report
     _publish(store, name, joined.tables, {**record, "id": name}, report)
     return report
@@ -87,17 +93,7 @@ def _publish(store: Store, name: str, tables: dict[str, pa.Table], record: Row, 
         for key, table in tables.items():
             store.write_table(f"sets/{name}/{key}.arrow", table)
         store.publish_json(f"sets/{name}/set.json", record)
-    rel = pointer(record["family"], record["task"])
-    if not _names(store, rel, name):
-        store.publish_json(rel, {"id": name})
-
-
-def _names(store: Store, rel: str, name: str) -> bool:
-    """Whether the pointer at `rel` names the set."""
-    try:
-        return store.read_json(rel) == {"id": name}
-    except (FileNotFoundError, DamageError):
-        return False
+    current.point(store, record)
 
 
 def _is_whole(store: Store, name: str, tables: dict[str, pa.Table], record: Row) -> bool:

@@ -5,7 +5,7 @@ of another shape than its bucket has, or full of NaN. What tensors should be lik
 provenance.json, so caches of every configuration are checked, with none of their weights at hand.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,11 +207,12 @@ def shards_of(store: Store, name: str) -> list[str]:
     return found
 
 
-def current_sets(store: Store) -> list[str]:
-    """Ids of the sets that sets/current-*.json point at. DamageError where one points nowhere below the root."""
+def current_sets(store: Store, but: Container[str] = ()) -> list[str]:
+    """Ids of the sets that sets/current-*.json, save those in `but`, point at. DamageError where one points nowhere
+    below the root."""
     found = set()
     for rel in (f"sets/{name}" for name in store.names("sets") if name.startswith("current-")):
-        if is_ours(rel):
+        if is_ours(rel) and rel not in but:
             id = read_json(store, rel).get("id")
             if not isinstance(id, str) or not PLAIN.fullmatch(id):
                 raise DamageError(store.path(rel), f"it names {shown(repr(id))}, which no training set is called")

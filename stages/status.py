@@ -3,7 +3,6 @@
 What it costs grows with the number of shards, of which names, sizes and times are listed, and a few are opened.
 """
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Annotated, Any
 import pyarrow.compute as pc
 import typer
 
-from cache import rejects
+from cache import current, rejects
 from cache.generations import Generation
 from cache.shard import DamageError, Readers
 from cache.store import Entry, Store
-from cache.trainset import pointer
+from cache.trainset import SetError, read_json
 from schemas.config import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
@@ -141,14 +140,12 @@ def _published(work: Work, entries: Sequence[Entry]) -> list[tuple[float, int]]:
 
 
 def _training_set(store: Store, config: Config, plan: Generation) -> str:
-    """The newest set of this family and task, and whether it is of the plan in force."""
-    rel = pointer(config.model.family, config.model.task)
-    if not store.exists(rel):
-        return "none yet: latentpress index"
-    name = json.loads(store.read_bytes(rel))["id"]
-    if not store.exists(f"sets/{name}/set.json"):
-        return f"sets/{name}, which is not there: latentpress index"
-    made_of = json.loads(store.read_bytes(f"sets/{name}/set.json"))["generation"]
+    """The set that this configuration makes, and whether it is of the plan in force; or why there is none."""
+    try:
+        name = current.find(store, config)
+    except SetError as error:
+        return f"none yet: {error.message}: latentpress index"
+    made_of = read_json(store, f"sets/{name}/set.json")["generation"]
     return f"sets/{name}" + ("" if made_of == plan.name else f", of the older plan {made_of}: latentpress index")
 
 

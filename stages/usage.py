@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import generations
+from cache import current, generations
 from cache.generations import Generation
 from cache.store import Entry, Store
-from cache.trainset import located, read_json
+from cache.trainset import OF_CONFIGURATION, located, read_json
 from cache.untrusted import shown
 from schemas.config import VALIDATION, Config
 from schemas.errors import LatentpressError
@@ -29,8 +29,8 @@ class Use:
     """What is needed. since: what was written at that time (seconds since 1970) or later is in use, whoever wrote it.
 
     caches: `<kind>/<fingerprint>` of the configurations. units: active in their plans. elsewhere: units active in plans
-    of others, whose caches are not known. sets, generations, datasets, reject_lists: by name. shards: paths that the
-    sets name.
+    of others, whose caches are not known. sets, generations, datasets, reject_lists: by name. pointers: files that
+    point at the sets of configurations. shards: paths that the sets name.
     """
 
     since: float
@@ -38,6 +38,7 @@ class Use:
     units: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
     sets: set[str] = field(default_factory=set)
+    pointers: set[str] = field(default_factory=set)
     shards: set[str] = field(default_factory=set)
     generations: set[str] = field(default_factory=set)
     datasets: set[str] = field(default_factory=lambda: {VALIDATION})
@@ -71,7 +72,11 @@ def _units(plan: Generation) -> set[str]:
 def _sets(store: Store, configs: Sequence[Config], written: dict[str, float], found: Use) -> None:
     """The newest sets, those that configurations and their runs train on, and new ones; and what they are made of."""
     names = {name.split("/")[1] for name in written if name.startswith("sets/") and name.endswith("/set.json")}
-    used = {*current_sets(store), *(_id(config.train.set) for config in configs)}
+    every = {name for name in written if OF_CONFIGURATION.fullmatch(name)}
+    found.pointers = {name for name in every if written[name] >= found.since}
+    for config in configs:
+        found.pointers |= set(current.pointers(store, config))
+    used = {*current_sets(store, every - found.pointers), *(_id(config.train.set) for config in configs)}
     for config in configs:
         used |= _sets_of_runs(Path(config.output), found.since)
     used |= {name for name in names if written[f"sets/{name}/set.json"] >= found.since}

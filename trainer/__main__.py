@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from cache import weights
+from cache.current import choose
 from cache.plan import Plan, remedy
 from cache.shard import DamageError, rebuild_advice
 from cache.trainset import TrainSet
@@ -37,7 +38,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report = Report("train", dry_run=options.dry_run)
     try:
         weights.require_task(config.model)
-        data = TrainSet.find(config.root, config.train.set, config.model.family, config.model.task)
+        data = choose(config, console.warn)
         plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate * world)
         report.details = describe(config, data, plan)
         state = begun(config, data, plan)

@@ -43,7 +43,7 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     for folder in (encoded.root / "sets").iterdir():
         if folder.is_dir():
             shutil.rmtree(folder)
-    assert "which is not there: latentpress index" in encoded.run(status.run).details["training set"]
+    assert "is not there: latentpress index" in encoded.run(status.run).details["training set"]
 
     # Watched, it ends at once where nothing remains, and of what remains it says so.
     assert encoded.run(status.run, watch=True, every=0.1).exit_code == 0

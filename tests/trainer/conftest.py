@@ -11,11 +11,14 @@ import pyarrow as pa
 import pytest
 import torch
 
+from cache import current
 from cache.shard import Row, ShardMeta, writer
 from cache.store import Store
 from cache.tensors import Array
+from cache.weights import side_multiple
 from schemas.catalogue import FAMILIES
 from schemas.config import Config
+from schemas.recipe import recipe
 from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS, TABLES_VERSION
 
 Tensors = dict[str, np.ndarray]
@@ -127,8 +130,11 @@ def write_set(
     meta = {"format_version": TABLES_VERSION, "id": name, "family": family, "task": task, "null_text": 0}
     meta |= {"flavour": config.model.chosen.name, "template": "made", "generation": "none"}
     meta |= {"validation": validation, "counts": {"samples": len(items), "texts": len(texts)}}
+    made = recipe(config, side_multiple(config.model))
+    weights = {"weights": {"content": "those of encoders that are not here"}}
+    meta |= {"recipe": made, "provenance": {kind: made[kind] | weights for kind in ("text", "latents")}}
     out.store.publish_bytes(f"sets/{name}/set.json", json.dumps(meta).encode())
-    out.store.publish_bytes(f"sets/current-{family}-{task}.json", json.dumps({"id": name}).encode())
+    current.point(out.store, meta)
     return root
 
 

@@ -1,0 +1,125 @@
+"""A root that several configurations share: each trains on the set that it makes, and on no other."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cache.store import Store
+from cache.trainset import NoSet, TrainSet
+from schemas.errors import REMAINS, USAGE
+from stages import bucket, discover, encode_latents, encode_text, export, index, status
+from trainer.__main__ import run as train
+
+STAGES = (discover, bucket, encode_text, encode_latents, index)
+
+
+def made(home, *overrides: str) -> str:
+    """Every stage before training; the set's id."""
+    for program in STAGES:
+        report = home.run(program.run, *overrides)
+    return report.details["set"].removeprefix("sets/")
+
+
+def trained_on(home, *overrides: str) -> str:
+    return home.run(train, *overrides, dry_run=True).details["set"].removeprefix("sets/")
+
+
+@pytest.fixture
+def photos(project):
+    home = project("sana")
+    for number in range(2):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    return home
+
+
+def test_configurations_of_one_root_train_on_the_sets_that_they_make(photos) -> None:
+    photos.image("../other/a.png", (64, 64), "quite another picture", 7)
+    other = "datasets=[{id: others, instance_data_dir: other, resolution: 64, allow_upscale: true}]"
+    first, second = made(photos), made(photos, other)
+    assert first != second
+    assert (trained_on(photos), trained_on(photos, other)) == (first, second)
+    for overrides, own in (((), first), ((other,), second)):
+        assert photos.run(status.run, *overrides).details["training set"] == f"sets/{own}"
+        assert photos.run(export.run, *overrides, to=str(photos.folder / own)).details["set"] == f"sets/{own}"
+
+
+def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, tiny, tmp_path: Path) -> None:
+    """Latents of the two differ by that factor; the transformer is the same."""
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny("sana"), copy)
+    settings = json.loads((copy / "vae/config.json").read_text())
+    (copy / "vae/config.json").write_text(json.dumps(settings | {"scaling_factor": 2 * settings["scaling_factor"]}))
+    first, second = made(photos), made(photos, f"model.path={copy}")
+    assert (trained_on(photos), trained_on(photos, f"model.path={copy}")) == (first, second)
+
+    # Where the autoencoder is not at hand, both fit, and one has to be named.
+    alone = tmp_path / "alone"
+    for part in ("transformer", "scheduler"):
+        shutil.copytree(copy / part, alone / part)
+    with pytest.raises(Exception, match=f"{first}.*{second}|{second}.*{first}") as caught:
+        trained_on(photos, f"model.path={alone}")
+    assert "train.set" in caught.value.next_step
+    assert trained_on(photos, f"model.path={alone}", f"train.set={second}") == second
+
+    # Named, the set of the other autoencoder is refused where the checkpoint shows that it is another.
+    with pytest.raises(Exception, match="another autoencoder") as caught:
+        trained_on(photos, f"train.set={second}")
+    assert caught.value.exit_code == USAGE
+
+
+def test_a_changed_configuration_has_no_set_until_it_is_made(photos) -> None:
+    first = made(photos)
+    changes = ["datasets.photos.prepend=new", "text.max_length=64", "datasets.photos.resolution=96"]
+    with pytest.raises(NoSet) as caught:
+        photos.run(train, *changes)
+    assert caught.value.exit_code == REMAINS
+    assert "datasets.photos.resolution is 64.0 in the set and 96.0 in the configuration" in caught.value.message
+    assert 'datasets.photos.prepend is "" in the set and "new" in the configuration' in caught.value.message
+    assert "text.max_length is 300 in the set and 64 in the configuration" in caught.value.message
+    assert "latentpress run" in caught.value.next_step and f"train.set: {first}" in caught.value.next_step
+    assert not (photos.folder / "output").exists()
+    assert "latentpress index" in photos.run(status.run, "text.max_length=64").details["training set"]
+    assert trained_on(photos) == first
+    assert made(photos, *changes) == trained_on(photos, *changes) != first
+
+
+def test_a_set_that_is_named_is_used_and_what_differs_is_said(photos) -> None:
+    first = made(photos)
+    for name in (first, str(photos.root), f"{photos.root}/sets/{first}"):
+        assert trained_on(photos, f"train.set={name}", "datasets.photos.prepend=x") == first
+        assert 'datasets.photos.prepend is "" in the set and "x" in the configuration' in photos.said
+        assert trained_on(photos, f"train.set={name}") == first
+        assert "in the configuration" not in photos.said
+    with pytest.raises(Exception, match="was made for sana t2i"):
+        photos.run(
+            train, f"train.set={first}", "model.family=kandinsky5-image", "model.path=null", "model.flavour=null"
+        )
+
+
+def test_the_trainer_needs_neither_media_nor_datasets_nor_encoders(photos, tiny, tmp_path: Path) -> None:
+    first = made(photos)
+    alone = tmp_path / "alone"
+    shutil.copytree(tiny("sana") / "transformer", alone / "transformer")
+    shutil.rmtree(photos.media)
+    assert trained_on(photos, f"model.path={alone}") == first
+    where = str(tmp_path / "export")
+    photos.run(export.run, to=where)
+    del photos.settings["datasets"], photos.settings["root"]
+    assert trained_on(photos, f"train.set={where}", f"model.path={alone}") == first
+    assert "is used as it was made" not in photos.said
+
+
+def test_sets_of_older_releases_are_indexed_again(photos) -> None:
+    first = made(photos)
+    rel = photos.root / "sets" / first / "set.json"
+    record = json.loads(rel.read_text())
+    rel.write_text(json.dumps({key: value for key, value in record.items() if key not in ("recipe", "checksum")}))
+    for pointer in (photos.root / "sets").glob("current-*-*.json"):
+        if "sana" not in pointer.name:
+            pointer.unlink()
+    with pytest.raises(NoSet, match="older release"):
+        trained_on(photos)
+    assert TrainSet.open(Store(photos.root), first, "sana", "t2i").id == first
+    assert trained_on(photos, f"train.set={first}") == first
