@@ -8,7 +8,7 @@ import pytest
 
 from cache.store import Store
 from cache.trainset import TrainSet
-from schemas.console import USAGE, Options, execute
+from schemas.console import REMAINS, USAGE, Options, execute
 from stages import bucket, discover, encode_latents, encode_text, export, import_, index, verify
 from stages.stage import WrongUse
 
@@ -74,7 +74,7 @@ def test_without_a_set_it_says_what_makes_one(project, capsys) -> None:
     home = project()
     home.config()
     code, report = command(home, capsys, export)
-    assert code == USAGE and "no training set" in report["error"]["message"]
+    assert code == REMAINS and "no training set" in report["error"]["message"]
     assert "latentpress index" in report["error"]["next_step"]
 
 

@@ -21,7 +21,7 @@ from cache.plan import Plan
 from cache.shard import DamageError
 from cache.store import Store
 from cache.trainset import TrainSet
-from schemas.console import DAMAGE, OK, USAGE, Console, Options, execute
+from schemas.console import DAMAGE, OK, REMAINS, USAGE, Console, Options, execute
 from trainer import metrics, validate
 from trainer import train as loop
 from trainer.__main__ import run as program_run
@@ -472,7 +472,7 @@ def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys)
     assert program(config, tmp_path, capsys)[1]["skipped"] == 2
     missing = make_config("sana", name="work")
     code, report = program(missing, tmp_path, capsys)
-    assert code == USAGE and "no training set for sana t2i" in report["error"]["message"]
+    assert code == REMAINS and "no training set for sana t2i" in report["error"]["message"]
 
 
 def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) -> None:
@@ -492,8 +492,8 @@ def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) 
 )
 def test_a_wrong_model_or_target_is_explained(make_config, make_set, tmp_path, capsys, change, said) -> None:
     config = make_config("t2i", **{key: value for key, value in change.items() if key != "path"})
+    make_set(config)
     if "path" in change:
         config = config.model_copy(update={"model": config.model.model_copy(update=change)})
-    make_set(config)
     code, report = program(config, tmp_path, capsys)
     assert code == USAGE and said in report["error"]["message"]
