@@ -89,7 +89,7 @@ def text_settings(config: Config) -> Settings:
         "max_length": config.text.max_length or template.max_length,
     }
     if template.with_image:
-        what |= {"resize": preprocessing.RESIZE, "colour": preprocessing.COLOUR}
+        what |= {"resize": preprocessing.RESIZE, "colour": preprocessing.COLOUR, "image": preprocessing.IN_PROMPT}
     return what
 
 

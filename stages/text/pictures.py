@@ -1,8 +1,4 @@
-"""Images inside prompts: Qwen2.5-VL's vision features, once for each distinct image, and its positions.
-
-Qwen2VLImageProcessorPil is loaded by itself: Qwen2VLProcessor, which the pipelines call, also holds a video processor
-and can't be made without torchvision.
-"""
+"""Images inside prompts: Qwen2.5-VL's vision features, once for each distinct image, and its positions."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -44,9 +40,9 @@ class Processor:
     """Pillow images to pictures; the last few are kept, since a source has several captions and a null prompt."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+        from stages.text.qwenimages import ImageProcessor
 
-        self._images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self._images = ImageProcessor.from_pretrained(folder)
         self._kept: OrderedDict[bytes, Picture] = OrderedDict()
         self._lock = Lock()
 

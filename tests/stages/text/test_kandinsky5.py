@@ -7,13 +7,13 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from cache.weights import WeightsError
 from schemas.catalogue import FAMILIES, Template
 from schemas.prompts import clean
 from stages.text.kandinsky5 import Encoder
+from stages.text.qwenimages import ImageProcessor
 from stages.text.request import RequestError, TextRequest
 
 KINDS = {
@@ -40,7 +40,7 @@ class Processor(Qwen2VLProcessor):
 
     def __init__(self, folder):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self.image_processor = ImageProcessor.from_pretrained(folder)  # equal to the installed one: test_qwenimages.py
         self.video_processor, self.chat_template = None, None
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
         self.image_token_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
