@@ -130,6 +130,13 @@ class ExportedSet(TrainSet):
         ids = {name: self.text_id(entry[name]) for name in ("text", "negative")}
         return self._named(parts, ids, shard, number)
 
+    def _place(self, row: int, name: str) -> tuple[int, int]:
+        entry = self._entry(self._index, row)
+        return entry["shard"], entry["row"]
+
+    def _prompt_place(self, number: int, name: str) -> tuple[int, int]:
+        return self._shards.num_rows - 1, number
+
     def _apart(self, row: Row, shard: int, at: int, names: Collection[str], verify: bool) -> dict[str, Row]:
         try:
             parts = apart(row, verify)

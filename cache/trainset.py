@@ -8,7 +8,7 @@ the identity that the index expects there.
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from cache.checks import ROLES
 from cache.damage import DamageError, attempt
 from cache.plan import Ints, Span
 from cache.shard import Readers, Row
+from cache.sound import part_problem
 from cache.store import Store
 from cache.tensors import Array
 from cache.untrusted import PLAIN, an_object, shown
@@ -80,6 +81,9 @@ class TrainSet:
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         self.store, self.id, self.meta = store, set_id, meta
+        #: Of texts, as the transformer reads them. Once they are given, `sample` and `validation` check that what they
+        #: give can be trained on.
+        self.widths: dict[str, int] | None = None
         self._index, self._texts, self._shards = (set_table(store, set_id, name) for name in TABLES)
         self._attempt("index.arrow", lambda: checks.numbers_of_set(self._index, self._texts, self._shards))
         self._attempt("set.json", lambda: check_description(meta, self._texts.num_rows, self._shards.num_rows))
@@ -181,10 +185,36 @@ class TrainSet:
         """Row `row` with its caption number `caption`, or with the null prompt where it is `dropped`."""
         text = "null" if dropped else f"text{caption}"
         parts = self.parts(row, ("sample", text))
+        for name, part in parts.items():
+            self._check(name, part, self._index.column("bucket")[row].as_py(), partial(self._place, row, name))
         stored = parts["sample"]
         regularisation = self._index.column("regularisation")[row].as_py()
         tensors, words = stored.tensors, parts[text].tensors
         return Sample(stored.id, tensors["latent"], tensors.get("condition"), words, regularisation)
+
+    def _check(self, name: str, part: Row, bucket: str, place: Callable[[], tuple[int, int]]) -> None:
+        """DamageError where a part can't be trained on, once `widths` are given. place: its shard and row."""
+        found = "" if self.widths is None else part_problem(name, part, bucket, self.meta, self.widths)
+        if found:
+            shard, row = place()
+            raise DamageError(self.store.path(self._shards.column("path")[shard].as_py()), found, row, part.id)
+
+    def _place(self, row: int, name: str) -> tuple[int, int]:
+        """Shard and row of a part of row `row`."""
+        entry = self._entry(self._index, row)
+        if name == "sample":
+            return entry["shard"], entry["row"]
+        return self._text_place(self._null_text(entry) if name == "null" else entry["texts"][int(name[4:])])
+
+    def _prompt_place(self, number: int, name: str) -> tuple[int, int]:
+        """Shard and row of a part of validation prompt `number`."""
+        entry = self.meta["validation"][number]
+        if name == "condition":
+            return entry["condition"]["shard"], entry["condition"]["row"]
+        return self._text_place(entry[name])
+
+    def _text_place(self, number: int) -> tuple[int, int]:
+        return self._texts.column("shard")[number].as_py(), self._texts.column("row")[number].as_py()
 
     @property
     def validation(self) -> list[ValidationPrompt]:
@@ -192,6 +222,8 @@ class TrainSet:
         prompts = []
         for number, entry in enumerate(self.meta["validation"]):
             parts = self.prompt(number)
+            for name, part in parts.items():
+                self._check(name, part, entry["bucket"], partial(self._prompt_place, number, name))
             condition = parts["condition"].tensors["latent"] if "condition" in parts else None
             names = (entry["name"], entry["prompt"], entry["negative_prompt"], entry["bucket"])
             prompts.append(ValidationPrompt(*names, parts["text"].tensors, parts["negative"].tensors, condition))

@@ -97,6 +97,23 @@ def require_transformer(model: Model) -> None:
             )
 
 
+def require_autoencoder(model: Model) -> None:
+    """OtherCheckpoint where the autoencoder gives latents that the family's transformer can't read."""
+    require_model(model, "vae")
+    config = config_of(model.source, model.revision, "vae")
+    for key, wanted in model.spec.autoencoder_config.items():
+        found = config.get(key, wanted)
+        found = len(found) if isinstance(found, list) else found
+        if found != wanted:
+            what = f"{shown(found)} entries of {key}" if isinstance(config[key], list) else f"{key} = {shown(found)}"
+            raise OtherCheckpoint(
+                f"{model.source}: vae/config.json has {what}, and the transformer of {model.family} reads latents of "
+                f"an autoencoder with {wanted}: nothing that it encodes could be trained on",
+                f"take vae/ from the repository that the transformer is from ({model.chosen.repo}), or correct "
+                "model.path, model.family and model.flavour",
+            )
+
+
 def require_model(model: Model, part: str) -> None:
     """OtherCheckpoint where the part holds another kind of model than the family's."""
     config = config_of(model.source, model.revision, part)

@@ -55,8 +55,9 @@ class Family:
     is asked for (None: as the model). tile: side of the spatial tiles of `latents.tiling` and the distance between
     their beginnings (pixels). models: what the config of a sub-folder calls its model, so that
     another family's checkpoint is refused by name. transformer_config: task -> what the transformer's config has in
-    a checkpoint made for it, as far as that tells tasks apart. pipelines: task -> the pipeline of a checkpoint made
-    for it.
+    a checkpoint made for it, as far as that tells tasks apart. autoencoder_config: likewise of the autoencoder's; of a
+    list, its length. text_widths: tensor of a text -> what the transformer's config calls its width. pipelines: task
+    -> the pipeline of a checkpoint made for it.
     nabla: whether a checkpoint's config may ask for NABLA attention. posterior: whether the autoencoder gives a
     distribution to sample from.
     """
@@ -77,6 +78,8 @@ class Family:
     latent_parts: tuple[str, ...]
     models: dict[str, str]
     transformer_config: dict[Task, dict[str, int | bool]]
+    autoencoder_config: dict[str, int]
+    text_widths: dict[str, str]
     pipelines: dict[Task, str]
     video: bool
     nabla: bool
@@ -181,6 +184,7 @@ _VIDEO_NEGATIVE = (
 )
 
 _QWEN_CLIP = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+_TEXT_WIDTHS = {"embeds": "in_text_dim", "pooled": "in_text_dim2"}
 _QWEN_MODELS = {"transformer": "Kandinsky5Transformer3DModel", "text_encoder": "qwen2_5_vl"}
 
 FAMILIES: dict[str, Family] = {
@@ -205,6 +209,8 @@ FAMILIES: dict[str, Family] = {
             "t2i": {"in_visual_dim": 16, "visual_cond": False},
             "i2i": {"in_visual_dim": 16, "visual_cond": True},
         },
+        autoencoder_config={"latent_channels": 16, "block_out_channels": 4},
+        text_widths=_TEXT_WIDTHS,
         pipelines={"t2i": "Kandinsky5T2IPipeline", "i2i": "Kandinsky5I2IPipeline"},
         latent_settings={"tiling": False},
         video=False,
@@ -243,6 +249,12 @@ FAMILIES: dict[str, Family] = {
         latent_parts=("vae",),
         models={**_QWEN_MODELS, "vae": "AutoencoderKLHunyuanVideo"},
         transformer_config={"t2v": {"in_visual_dim": 16}, "i2v": {"in_visual_dim": 16}},
+        autoencoder_config={
+            "latent_channels": 16,
+            "spatial_compression_ratio": 8,
+            "temporal_compression_ratio": 4,
+        },
+        text_widths=_TEXT_WIDTHS,
         pipelines={"t2v": "Kandinsky5T2VPipeline", "i2v": "Kandinsky5I2VPipeline"},
         latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},
         tile=(256, 192),
@@ -280,6 +292,8 @@ FAMILIES: dict[str, Family] = {
         latent_parts=("vae",),
         models={"transformer": "SanaTransformer2DModel", "text_encoder": "gemma2", "vae": "AutoencoderDC"},
         transformer_config={"t2i": {"in_channels": 32}},
+        autoencoder_config={"latent_channels": 32, "encoder_block_out_channels": 6},
+        text_widths={"embeds": "caption_channels"},
         pipelines={"t2i": "SanaPipeline"},
         latent_settings={"tiling": False},
         latent_precision="float32",

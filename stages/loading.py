@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from cache.tensors import Array
-from cache.weights import WeightsError, require_model
+from cache.weights import WeightsError, require_autoencoder, require_model
 from schemas.config import Config, Model, Resources
 from schemas.errors import LatentpressError
 from stages.vae.base import Levers
@@ -61,6 +61,7 @@ def autoencoder(config: Config, where: torch.device) -> Any:
     module = importlib.import_module(f"stages.vae.{family.autoencoder}")
     dtype = getattr(torch, config.latents.precision or config.model.precision)
     levers = Levers.of(config.latents, family)
+    require_autoencoder(config.model)
     with explained(config.model, "vae"):
         loaded = module.Autoencoder(config.model.source, config.model.revision, dtype, where, levers)
     expected = config.latents.settings(family)

@@ -16,6 +16,7 @@ from cache import generations, shard
 from cache.generations import Unit
 from cache.layout import is_ours, is_shard
 from cache.shard import DamageError, Row, ShardMeta
+from cache.sound import shape_problem
 from cache.store import Store, StoreError, explained
 from cache.tensors import INFINITY
 from cache.trainset import read_json, set_table
@@ -142,8 +143,6 @@ class Tensors:
 
     def _shape(self, name: str, shape: tuple[int, ...]) -> str:
         """What is wrong with the shape of a tensor; nothing of one whose name is not known."""
-        if name == "embeds" and (len(shape) != 2 or not shape[0]):
-            return f"is of shape {shape}, and should be (tokens, width)"
         if name == "vision" and self._made.vision is not None:
             size, temporal, side = self._made.vision
             bucket = Bucket.parse(self.bucket)
@@ -151,17 +150,9 @@ class Tensors:
             return (
                 "" if shape[:-1] == cells else f"is of shape {shape}, and of bucket {self.bucket} {(*cells, 'width')}"
             )
-        if name not in ("latent", "condition", "mask") or self._made.strides is None:
+        if self._made.strides is None and name in ("latent", "condition", "mask"):
             return ""
-        frames, height, width = Bucket.parse(self.bucket).latent_shape(*self._made.strides)
-        if name == "mask":
-            wanted = (frames, height, width)
-            return "" if shape == wanted else f"is of shape {shape}, and of bucket {self.bucket} it is {wanted}"
-        wanted = (1 if name == "condition" else frames, height, width)
-        channels = (self._made.channels, 2 * self._made.channels)  # the latter are mean and log-variance
-        if len(shape) == 4 and shape[1:] == wanted and shape[0] in channels:
-            return ""
-        return f"is of shape {shape}, and of bucket {self.bucket} it is {(channels[0], *wanted)}"
+        return shape_problem(name, shape, self.bucket, self._made.strides or (1, 1), self._made.channels)
 
     def _alike(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
         """What tells a tensor from the one of that name in earlier rows, or in provenance.json."""

@@ -18,6 +18,8 @@ from trainer import stopped
 from trainer.alone import alone
 from trainer.terms import begun, finished, precision, result, run_folder
 
+FULL_RATE = 5e-5  # the highest learning rate at which full-rank training is not warned about
+
 
 class WrongUse(LatentpressError):
     """An option that training has no use for."""
@@ -113,6 +115,12 @@ def warn(config: Config, data: TrainSet, plan: Plan, state: Mapping[str, Any] | 
         console.warn(
             f"buckets with fewer samples than an optimizer step draws ({plan.global_batch}), so that each of their "
             f"steps shows some more than once: {small}. {remedy(plan.shortages, config.train.batch_size, world)}"
+        )
+    rate = config.train.optimizer.lr
+    if config.train.adapter.type == "full" and rate > FULL_RATE:
+        console.warn(
+            f"train.optimizer.lr is {rate:g}, a LoRA's: training every weight (train.adapter.type: full) is stable "
+            "near 1e-05 and may diverge with this"
         )
     if state and state["step"] > config.train.steps:
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")

@@ -12,7 +12,8 @@ import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import save_file
+
+from trainer.files import write_tensors
 
 ADAPTER = "default"
 Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no types to check
@@ -103,7 +104,7 @@ def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str,
     final = directory / LORA_WEIGHT_NAME_SAFE
     temp = directory / f".{final.name}.{secrets.token_hex(8)}.tmp"
     try:
-        save_file(tensors, temp, metadata=header)
+        write_tensors(tensors, temp, header)
         os.replace(temp, final)
     finally:
         temp.unlink(missing_ok=True)
@@ -123,4 +124,7 @@ def _configuration(model: Model) -> dict[str, Any]:
 def save_full(model: Model, directory: Path) -> Path:
     """Write the whole transformer as `directory`, in diffusers' layout, for its class's `from_pretrained`."""
     model.save_pretrained(directory)
+    mode = (directory / "config.json").stat().st_mode & 0o777  # of weights it is the owner's alone
+    for path in directory.glob("*.safetensors"):
+        path.chmod(mode)
     return directory

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from trainer.files import write_tensors
 from trainer.resume import (
     FORMAT_VERSION,
     NEW_RUN,
@@ -51,8 +52,8 @@ def save(
     temp = folder / f".{final.name}.{secrets.token_hex(8)}.tmp"
     temp.mkdir()
     try:
-        save_file({name: value.detach().contiguous().cpu() for name, value in trainable.items()}, temp / TRAINABLE)
-        save_file(_optimizer_tensors(trainable, optimizer), temp / OPTIMIZER)
+        write_tensors({name: value.detach().contiguous().cpu() for name, value in trainable.items()}, temp / TRAINABLE)
+        write_tensors(_optimizer_tensors(trainable, optimizer), temp / OPTIMIZER)
         files = {name: file_checksum(temp / name) for name in (TRAINABLE, OPTIMIZER)}
         state = {"format_version": FORMAT_VERSION, "step": step, "terms": dict(terms), "files": files, **extra}
         (temp / STATE).write_text(json.dumps(state, indent=1))

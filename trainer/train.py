@@ -140,6 +140,7 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     torch.manual_seed(seed_of(str(settings.seed), "adapter"))
     try:
         model = family.load(config.model.source, config.model.revision, dtype, accelerator.device)
+        data.widths = {name: model.config[key] for name, key in config.model.spec.text_widths.items()}
         base = fingerprint(model)
         trainable = make_trainable(model, family, config)
     except (ValueError, OSError) as error:  # how diffusers and the family refuse a source, and the adapter a target

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from cache.tensors import Array
 from cache.trainset import Sample, TrainSet, ValidationPrompt
@@ -25,6 +24,7 @@ from schemas.identity import seed_of
 from trainer import flow
 from trainer.batch import Batch
 from trainer.data import collate
+from trainer.files import write_tensors
 from trainer.sampling import denoise, load_scheduler
 
 #: (noisy_BCTHW, sigma_B, batch) -> velocity_BCTHW
@@ -109,7 +109,7 @@ def write_samples(
             latent = _denoised(model, family, config, prompt, scheduler, device)
         about = _about(config, prompt, data.id)
         temp = folder / f".{prompt.name}.{os.getpid()}.tmp"
-        save_file({"latent": latent.contiguous()}, temp, metadata={"latentpress": json.dumps(about)})
+        write_tensors({"latent": latent.contiguous()}, temp, {"latentpress": json.dumps(about)})
         temp.replace(folder / f"{prompt.name}.safetensors")
     return len(prompts)
 

@@ -17,7 +17,7 @@ from schemas.catalogue import Template
 from schemas.prompts import render
 from stages.text import models
 from stages.text.prefix import Reader, constant_ids
-from stages.text.request import Prepared, Stats, TextRequest, TextResult
+from stages.text.request import Prepared, Stats, TextRequest, TextResult, refuse
 
 PARTS = ("text_encoder", "tokenizer")
 
@@ -72,6 +72,9 @@ class Encoder:
             ids = self._ids(render(request.text, self.template, negative=request.negative))
         limit = self.max_length if request.negative else self._instruction + self.max_length - 2
         kept = ids[:limit]
+        if not kept or (not request.negative and len(kept) < self._instruction):
+            problem = f"it has {len(kept)} tokens, and the instruction before it {self._instruction}"
+            raise refuse("no-tokens", request, problem, "take the tokenizer of the checkpoint's own repository")
         return Prompt(kept, self._reader.known(kept), len(ids), request.negative)
 
     def encode(self, batch: Sequence[Prompt]) -> list[TextResult]:

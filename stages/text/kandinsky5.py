@@ -11,7 +11,7 @@ from threading import Lock
 import torch
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from cache.weights import pretrained, resolve
+from cache.weights import WeightsError, pretrained, resolve
 from schemas.catalogue import Template
 from schemas.prompts import render
 from stages.text import models
@@ -68,6 +68,8 @@ class Encoder:
         self._lock = Lock()
         self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
         self._clip_tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
+        if not template.with_image:
+            self._refuse_short_template(source)
         self._images = Processor(folder / "tokenizer") if template.with_image else None
         # Loaded whole, as by the pipeline, so that the weights' names are understood alike in any checkpoint;
         # then used without lm_head, whose output for every token would be far larger than what is kept.
@@ -87,6 +89,16 @@ class Encoder:
         else:
             self._reader = Reader(whole.model.language_model, prefix, pad_id, device)
 
+    def _refuse_short_template(self, source: str) -> None:
+        """WeightsError where cutting the template's tokens off would cut captions too."""
+        tokens = len(self._ids(render("", self.template)))
+        if tokens <= self.crop:
+            raise WeightsError(
+                f"{source}: its tokenizer makes {tokens} tokens of the template {self.template.name} with an empty "
+                f"caption, and the pipeline cuts the first {self.crop} off: no token of a short caption would be left",
+                "take tokenizer/ from the repository that the text encoder is from",
+            )
+
     @property
     def stats(self) -> Stats:
         return self._reader.stats
@@ -96,6 +108,9 @@ class Encoder:
         with self._lock:
             tokens = self._tokens(request)
             clip_ids = self._clip_tokenizer(request.text, verbose=False)["input_ids"]
+        if len(tokens.ids) <= self.crop:
+            problem = f"it has {len(tokens.ids)} tokens with its template, of which the first {self.crop} are cut off"
+            raise refuse("no-tokens", request, problem, "take the tokenizer of the checkpoint's own repository")
         shared = self._reader.known(tokens.ids)
         picture, positions = self._picture(request, tokens.ids, shared)
         # As the pipeline cuts: a caption's first tokens, then the end that every caption has.

@@ -270,3 +270,38 @@ def test_a_damaged_note_of_the_result_is_written_anew(make_config, make_set, tmp
     code, report, _ = program(config, tmp_path, capsys)
     assert (code, report["done"], report["skipped"]) == (OK, 0, 1)
     assert json.loads(path.read_text())["step"] == 1
+
+
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), ("sana", {"type": "full"})])
+def test_files_have_the_permissions_of_the_umask(make_config, make_set, tmp_path, capsys, kind, adapter) -> None:
+    """Weights too: adapters, whole models, checkpoints, validation latents."""
+    config = make_config(kind, steps=1, adapter=adapter)
+    make_set(config)
+    before = os.umask(0o027)
+    try:
+        assert program(config, tmp_path, capsys)[0] == OK
+    finally:
+        os.umask(before)
+    files = [path for path in run_of(config).rglob("*") if path.is_file()]
+    assert len([path for path in files if path.suffix == ".safetensors"]) >= 4
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == dict.fromkeys(
+        (path.name for path in files), "0o640"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "rate", "warned"),
+    [
+        ("sana", "full", 1e-4, True),
+        ("t2i", "full", 6e-5, True),
+        ("sana", "full", 5e-5, False),
+        ("sana", "lora", 1e-4, False),
+    ],
+)
+def test_a_loras_learning_rate_for_every_weight_is_warned_of(
+    make_config, make_set, tmp_path, capsys, kind, adapter, rate, warned
+) -> None:
+    config = make_config(kind, adapter={"type": adapter}, optimizer={"lr": rate})
+    make_set(config)
+    code, _, said = program(config, tmp_path, capsys, dry_run=True)
+    assert code == OK and (f"train.optimizer.lr is {rate:g}" in said and "1e-05" in said) == warned

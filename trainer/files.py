@@ -1,0 +1,16 @@
+"""Weights as files, readable to whoever may read the files beside them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """`path` in safetensors' format, with the permissions that the umask leaves to any new file: the library's own are
+    for the owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    path.chmod(mode & 0o777)
