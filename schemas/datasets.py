@@ -7,7 +7,7 @@ example.
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from schemas.section import Incoherent, Name, Problem, Section, Share
 
@@ -178,6 +178,13 @@ class Dataset(Section):
         "first-frame", description="how a GIF, WebP or APNG in motion is taken"
     )
     video: Video = Video()
+
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def written(self, key: str) -> str | None:
+        """A place by the name that it has on every machine: relative to the configuration's folder where it is written
+        so, or lies below it. `schemas/loading.py` notes it; without a file it is the place itself."""
+        return self._written.get(key, getattr(self, key))
 
     @property
     def root(self) -> str:

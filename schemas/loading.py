@@ -27,6 +27,9 @@ from schemas.yamlfile import MAX_CHARACTERS, Document, Key, YamlErrors, parse
 MOST_ERRORS = 100  # that are explained: near misses of a key take a millisecond each
 
 
+WRITTEN = ("instance_data_dir", "caption_file")  # places that a dataset is known by
+
+
 class ConfigError(LatentpressError, ValueError):
     """The configuration cannot be used; `errors` has one line for each thing that is wrong with it."""
 
@@ -53,6 +56,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError([f"{path}:1: expected keys and values; valid keys: {', '.join(fields_of(Config))}"])
     set_paths, errors = _override(document.value, overrides)
     _drop_empty(document.value, Config)
+    written = [_written(dataset, path.absolute().parent) for dataset in _items(document.value, "datasets")]
     _resolve_paths(document.value, path.absolute().parent)
     try:
         config = Config.model_validate(document.value)
@@ -64,6 +68,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             errors.append(f"{path}: and {len(found) - MOST_ERRORS} more")
     if errors:
         raise ConfigError(errors)
+    for dataset, places in zip(config.datasets, written, strict=True):
+        dataset._written.update(places)
     return config
 
 
@@ -169,6 +175,20 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
         _change(dataset, ("media_root", "caption_file", "conditioning_data", "mask_data"), absolute)
     for prompt in _items(config.get("validation"), "prompts"):
         _change(prompt, ("image",), absolute)
+
+
+def _written(dataset: Any, folder: Path) -> dict[str, str]:
+    """What names a dataset's places on every machine, so that a project can be moved: paths from the folder of the
+    configuration, where they are written so or lie below it. What follows "?" in a URL may be a signature."""
+    found = dict[str, str]()
+    for key in WRITTEN:
+        text = dataset.get(key) if isinstance(dataset, dict) else None
+        if isinstance(text, str) and text:
+            text = text.removeprefix("file://")
+            path = Path(text).expanduser() if "://" not in text else Path()
+            inside = path.relative_to(folder) if path.is_relative_to(folder) else path
+            found[key] = text.partition("?")[0] if "://" in text else os.path.normpath(inside)
+    return found
 
 
 def _items(section: Any, key: str) -> list[Any]:

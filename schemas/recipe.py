@@ -10,6 +10,7 @@ from typing import Any
 
 from schemas import preprocessing
 from schemas.config import Config
+from schemas.datasets import Dataset
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
@@ -17,10 +18,14 @@ TEXT_VERSION = 3  # of what encode-text does to bytes; raise it with any change 
 LATENTS_VERSION = 2  # of what encode-latents does to bytes; the same
 #: What encoders compute attention with where text.attention says nothing: as transformers, and so the pipelines, do.
 ATTENTION, ATTENTION_OF = "sdpa", {"gemma": "eager"}
-#: Where media lies and how it is found shape no plan: the media table says what was found.
-_ELSEWHERE = frozenset(
-    ("instance_data_dir", "media_root", "conditioning_data", "mask_data", "caption_file", "follow_links", "identity")
-) | {"skip_file_discovery", "disabled", "source"}
+#: Options of a dataset that shape no plan: where the media lies on this machine, and whether it is looked at again.
+ELSEWHERE = frozenset(("media_root", "skip_file_discovery", "disabled"))
+#: Those that shape its media table: what is listed, and what is read of an item.
+DISCOVERED = (
+    *("instance_data_dir", "source", "dataset_type", "split", "media_column", "follow_links", "identity", "animations"),
+    *("caption_strategy", "caption_file", "caption_column", "instance_prompt"),
+    *("conditioning_data", "conditioning_column", "mask_data", "mask_column"),
+)
 
 Settings = dict[str, Any]
 
@@ -43,10 +48,8 @@ def plan_key(config: Config, side_multiple: int) -> str:
 
 
 def plan_settings(config: Config, side_multiple: int) -> Settings:
-    """Every setting that shapes a plan; where media lies and how it is encoded are no part of it."""
-    datasets = [
-        dataset.model_dump(exclude=set(_ELSEWHERE), mode="json") for dataset in config.datasets if not dataset.disabled
-    ]
+    """Every setting that shapes a plan; where media lies on this machine and how it is encoded are no part of it."""
+    datasets = [dataset_settings(dataset) for dataset in config.datasets if not dataset.disabled]
     # An image by its name alone: its folder may lie elsewhere on another machine, and its content is checked.
     shown = [
         prompt.model_dump(exclude={"image"}, mode="json") | {"image": prompt.image and PurePath(prompt.image).name}
@@ -65,6 +68,25 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
     if config.model.task == "i2i":
         what["sources"] = "as their targets"  # how they are cut; plans without it are made anew
     return what
+
+
+def dataset_settings(dataset: Dataset) -> Settings:
+    """A dataset's part of it. Places are named as the configuration names them. Those of companions may differ from
+    machine to machine, so of them it counts whether there are any."""
+    return dataset.model_dump(exclude=set(ELSEWHERE), mode="json") | {
+        "instance_data_dir": dataset.written("instance_data_dir"),
+        "source": dataset.source_name,
+        "caption_strategy": dataset.captions_from,
+        "caption_file": dataset.written("caption_file"),
+        "conditioning_data": dataset.conditioning_data is not None,
+        "mask_data": dataset.mask_data is not None,
+    }
+
+
+def discovery_settings(dataset: Dataset) -> Settings:
+    """What shapes a dataset's media table, beyond the media."""
+    made = dataset_settings(dataset)
+    return {name: made[name] for name in DISCOVERED} | {"video.scenes": dataset.video.scenes}
 
 
 #: What is quantised, where a library's own answer would depend on its version or on the CPU.

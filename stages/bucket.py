@@ -21,7 +21,7 @@ from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
 from schemas.tables import ACTIVE
 from stages.media.errors import MediaError
-from stages.mediatable import read_media
+from stages.mediatable import media_of
 from stages.planning import summary, units
 from stages.planning.draft import Draft, draft
 from stages.planning.validation import Found, add_validation
@@ -38,7 +38,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     store = Store(config.root)
     multiple = side_multiple(config.model)
     used = [dataset for dataset in config.datasets if not dataset.disabled]
-    plan = draft(config, {dataset.id: read_media(store, dataset.id) for dataset in used}, multiple)
+    plan = draft(config, {dataset.id: media_of(store, dataset) for dataset in used}, multiple)
     add_validation(plan, config, multiple, look)
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training(plan)

@@ -47,7 +47,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         if dataset.disabled:
             console.log(f"{dataset.id}: disabled, left alone")
         elif dataset.skip_file_discovery:
-            kept = len(read_media(store, dataset.id))
+            kept = len(mediatable.media_of(store, dataset))
             report.skipped += kept
             console.log(f"{dataset.id}: skip_file_discovery, its {kept} items are taken as they are")
         else:

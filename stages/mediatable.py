@@ -20,11 +20,14 @@ from cache.store import Store, explained
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json, id_bytes
+from schemas.recipe import discovery_settings
+from schemas.report import visible
 from schemas.tables import MEDIA, TABLES_VERSION
 from stages.listing import SLICE, Known, Rows, equal, slices
 
 NO_NEWS = {"came": 0, "went": 0, "changed": 0, "files whose captions changed": 0}
 _NO_ANIMATION = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
+_PLACE = ("instance_data_dir", "source", "split", "media_column")  # another file may have the same path, size and time
 _VERSION, _SETTINGS = b"tables_version", b"discovered_with"
 
 
@@ -35,11 +38,12 @@ class Settings:
     captions: str
     identity: str
     animations: str
+    options: dict[str, Any]  # all that shaped it
 
     @classmethod
     def of(cls, dataset: Dataset) -> "Settings":
         captions = hash_json([dataset.captions_from, list(dataset.caption_column)])
-        return cls(captions, dataset.identity, dataset.animations)
+        return cls(captions, dataset.identity, dataset.animations, discovery_settings(dataset))
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -58,6 +62,24 @@ def read_media(store: Store, dataset: str) -> pa.Table:
         raise LatentpressError(f"dataset {dataset} has not been discovered yet", step) from error
     if not _is_current(table):
         raise LatentpressError(f"{store.path(media_path(dataset))} was written by another version", step)
+    return table
+
+
+def media_of(store: Store, dataset: Dataset) -> pa.Table:
+    """The media table of a dataset as it is configured; LatentpressError where it was discovered otherwise."""
+    table, mine = read_media(store, dataset.id), discovery_settings(dataset)
+    made = json.loads((table.schema.metadata or {}).get(_SETTINGS, b"{}")).get("options", {})
+    differ = [
+        f"{name} was {made.get(name)!r} and is {value!r}"
+        for name, value in mine.items()
+        if made.get(name, ...) != value
+    ]
+    if differ:
+        how = "set skip_file_discovery: false for it, and run" if dataset.skip_file_discovery else "run"
+        raise LatentpressError(
+            f"dataset {dataset.id} was discovered with other settings: {visible('; '.join(differ))}",
+            f"{how} `latentpress discover`, then `latentpress bucket`",
+        )
     return table
 
 
@@ -117,6 +139,11 @@ def _forget(table: pa.Table, settings: Settings) -> pa.Table:
     """`table` without the versions of what other settings would have made otherwise."""
     before = json.loads((table.schema.metadata or {}).get(_SETTINGS, b"{}"))
     table = table.replace_schema_metadata(None)
+    options = before.get("options", {})
+    if any(options.get(name, settings.options[name]) != settings.options[name] for name in _PLACE):
+        for name in ("version", "captions_version", "source_version", "mask_version"):
+            table = _without(table, name, None)
+        return table
     if before.get("captions") != settings.captions:
         table = _without(table, "captions_version", None)
     if before.get("identity") != settings.identity:
