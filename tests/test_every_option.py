@@ -1,0 +1,288 @@
+"""Every option of the configuration, changed after everything was made: refused, to be made again, or without effect.
+
+The options are taken from the schema, so a new one fails here until the table says what becomes of a change. Nothing is
+encoded a second time: programs are asked by --dry-run.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import pytest
+
+from cache.trainset import NoSet
+from schemas.config import Config
+from schemas.errors import LatentpressError
+from schemas.explain import fields_of, is_section
+from schemas.loading import ConfigError
+from schemas.section import Section
+from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index, status
+from tests.stages.conftest import Project, project  # noqa: F401 (a fixture)
+from trainer.__main__ import run as train
+
+SOURCES = Path(__file__).resolve().parent.parent
+ITEMS = {"datasets": "clips", "prompts": "one"}
+
+
+class Kind(NamedTuple):
+    """What becomes of a change. plan: what has to run first. again: stages with work to do. trains: whether training
+    takes the same set."""
+
+    plan: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    trains: bool = True
+
+
+REFUSED = Kind(trains=False)  # no valid value but the one in use, or it does not go with the rest
+MEDIA = Kind(("discover", "bucket"), trains=False)  # shapes the media table: looked at anew, then planned
+PLAN = Kind(("bucket",), trains=False)
+TEXT = Kind(again=("encode-text",), trains=False)
+LATENTS = Kind(again=("encode-latents",), trains=False)
+PIXELS = Kind(again=("encode-latents", "encode-vision"), trains=False)
+WEIGHTS = Kind(again=("encode-text", "encode-latents"), trains=False)
+ENCODERS = Kind(again=("encode-text", "encode-latents", "encode-vision"), trains=False)
+JOIN = Kind(again=("index",), trains=False)
+VISION = Kind(again=("encode-vision",))  # which training does not use yet
+MACHINE = Kind()  # where and how fast, not what: places and resources of this machine, sizes of what is still to come
+RUN = Kind()  # of training, validation and decoding: in force at the next run, on the same set
+
+TABLE: dict[str, tuple[Kind, str]] = {
+    "root": (MEDIA, "root=elsewhere"),
+    "output": (MACHINE, "output=elsewhere"),
+    "cache.format": (MACHINE, "cache.format=webdataset"),  # of shards that are still to be made; both count as done
+    "cache.unit_mib": (MACHINE, "cache.unit_mib=3"),  # of units that are still to be planned
+    "model.family": (REFUSED, "model.family=sana"),
+    "model.flavour": (JOIN, "model.flavour=i2v-pro-sft-5s"),  # the checkpoint at model.path stays the same
+    "model.path": (WEIGHTS, "model.path=COPY"),
+    "model.revision": (MACHINE, "model.revision=main"),  # of a repository; a folder has none
+    "model.precision": (ENCODERS, "model.precision=bfloat16"),
+    "datasets.clips.id": (MEDIA, "datasets.0.id=others"),
+    "datasets.clips.dataset_type": (REFUSED, "datasets.clips.dataset_type=image"),
+    "datasets.clips.disabled": (REFUSED, "datasets.clips.disabled=true"),
+    "datasets.clips.source": (MEDIA, "datasets.clips.source=remote"),
+    "datasets.clips.instance_data_dir": (MEDIA, "datasets.clips.instance_data_dir=other"),
+    "datasets.clips.media_root": (MACHINE, "datasets.clips.media_root=other"),
+    "datasets.clips.split": (MEDIA, "datasets.clips.split=test"),
+    "datasets.clips.media_column": (MEDIA, "datasets.clips.media_column=url"),
+    "datasets.clips.follow_links": (MEDIA, "datasets.clips.follow_links=true"),
+    "datasets.clips.identity": (MEDIA, "datasets.clips.identity=store"),
+    "datasets.clips.skip_file_discovery": (MACHINE, "datasets.clips.skip_file_discovery=true"),
+    "datasets.clips.caption_strategy": (MEDIA, "datasets.clips.caption_strategy=filename"),
+    "datasets.clips.caption_file": (MEDIA, "datasets.clips.caption_file=captions.csv"),
+    "datasets.clips.caption_column": (MEDIA, "datasets.clips.caption_column=[words]"),
+    "datasets.clips.instance_prompt": (MEDIA, "datasets.clips.instance_prompt=a clip of it"),
+    "datasets.clips.prepend": (PLAN, "datasets.clips.prepend=look"),
+    "datasets.clips.append": (PLAN, "datasets.clips.append=look"),
+    "datasets.clips.tag_shuffle.variants": (PLAN, "datasets.clips.tag_shuffle={variants: 2}"),
+    "datasets.clips.tag_shuffle.delimiter": (PLAN, "datasets.clips.tag_shuffle={delimiter: ;}"),
+    "datasets.clips.tag_shuffle.keep": (PLAN, "datasets.clips.tag_shuffle={keep: 1}"),
+    "datasets.clips.caption_filter": (PLAN, "datasets.clips.caption_filter=[clip]"),
+    "datasets.clips.conditioning_data": (MEDIA, "datasets.clips.conditioning_data=other"),
+    "datasets.clips.conditioning_column": (MEDIA, "datasets.clips.conditioning_column=source"),
+    "datasets.clips.mask_data": (MEDIA, "datasets.clips.mask_data=other"),
+    "datasets.clips.mask_column": (MEDIA, "datasets.clips.mask_column=mask"),
+    "datasets.clips.where": (PLAN, "datasets.clips.where=score > 5"),
+    "datasets.clips.repeats": (PLAN, "datasets.clips.repeats=2"),
+    "datasets.clips.weight": (PLAN, "datasets.clips.weight=0.5"),
+    "datasets.clips.is_regularisation_data": (PLAN, "datasets.clips.is_regularisation_data=true"),
+    "datasets.clips.eval": (PLAN, "datasets.clips.eval=true"),
+    "datasets.clips.eval_fraction": (PLAN, "datasets.clips.eval_fraction=0.1"),
+    "datasets.clips.resolution": (PLAN, "datasets.clips.resolution=96"),
+    "datasets.clips.resolution_type": (PLAN, "datasets.clips.resolution_type=pixel"),
+    "datasets.clips.buckets": (PLAN, "datasets.clips.buckets=family"),
+    "datasets.clips.max_aspect": (PLAN, "datasets.clips.max_aspect=2"),
+    "datasets.clips.crop": (PLAN, "datasets.clips.crop=false"),
+    "datasets.clips.crop_aspect": (PLAN, "datasets.clips.crop_aspect=square"),
+    "datasets.clips.crop_aspect_buckets": (PLAN, "datasets.clips.crop_aspect_buckets=[1.0]"),
+    "datasets.clips.crop_style": (PLAN, "datasets.clips.crop_style=corner"),
+    "datasets.clips.minimum_image_size": (PLAN, "datasets.clips.minimum_image_size=8"),
+    "datasets.clips.maximum_image_size": (PLAN, "datasets.clips.maximum_image_size=512"),
+    "datasets.clips.target_downsample_size": (
+        PLAN,
+        "datasets.clips.maximum_image_size=512 datasets.clips.target_downsample_size=256",
+    ),
+    "datasets.clips.allow_upscale": (PLAN, "datasets.clips.allow_upscale=false"),
+    "datasets.clips.max_distortion": (PLAN, "datasets.clips.max_distortion=0.5"),
+    "datasets.clips.max_cropped": (PLAN, "datasets.clips.max_cropped=0.9"),
+    "datasets.clips.animations": (MEDIA, "datasets.clips.animations=video"),
+    "datasets.clips.video.num_frames": (PLAN, "datasets.clips.video.num_frames=5"),
+    "datasets.clips.video.min_frames": (PLAN, "datasets.clips.video.min_frames=1"),
+    "datasets.clips.video.max_frames": (PLAN, "datasets.clips.video.max_frames=1000"),
+    "datasets.clips.video.frame_rate": (PLAN, "datasets.clips.video.frame_rate=6"),
+    "datasets.clips.video.bucket_strategy": (PLAN, "datasets.clips.video.bucket_strategy=aspect_ratio"),
+    "datasets.clips.video.frame_interval": (PLAN, "datasets.clips.video.frame_interval=8"),
+    "datasets.clips.video.clip": (PLAN, "datasets.clips.video.clip=middle"),
+    "datasets.clips.video.clips": (PLAN, "datasets.clips.video.clip=random datasets.clips.video.clips=2"),
+    "datasets.clips.video.clip_stride": (PLAN, "datasets.clips.video.clip=slide datasets.clips.video.clip_stride=8"),
+    "datasets.clips.video.scenes": (MEDIA, "datasets.clips.video.scenes=true"),
+    "datasets.clips.video.max_repeated_frames": (PLAN, "datasets.clips.video.max_repeated_frames=0.5"),
+    "text.max_length": (TEXT, "text.max_length=64"),
+    "text.batch_tokens": (MACHINE, "text.batch_tokens=128"),
+    "text.precision": (TEXT, "text.precision=bfloat16"),
+    "text.quantization": (TEXT, "text.quantization=int8-quanto"),
+    "text.attention": (TEXT, "text.attention=eager"),
+    "text.offload": (MACHINE, "text.offload=blocks"),  # the same numbers
+    "latents.posterior": (LATENTS, "latents.posterior=mode"),
+    "latents.batch_pixels": (MACHINE, "latents.batch_pixels=4096"),
+    "latents.precision": (LATENTS, "latents.precision=bfloat16"),
+    "latents.decoder": (PIXELS, "latents.decoder=decord"),
+    "latents.chunk_frames": (LATENTS, "latents.chunk_frames=4"),
+    "latents.slicing": (MACHINE, "latents.slicing=true"),
+    "latents.tiling": (LATENTS, "latents.tiling=true"),
+    "vision.model": (VISION, "vision.model=DINO"),
+    "vision.revision": (MACHINE, "vision.revision=main"),  # of a repository; a folder has none
+    "vision.size": (VISION, "vision.size=28"),
+    "vision.batch_size": (MACHINE, "vision.batch_size=1"),
+    "vision.precision": (VISION, "vision.precision=bfloat16"),
+    "stages.order": (MACHINE, "stages.order=[discover]"),
+    "stages.engine": (REFUSED, "stages.engine=ray"),
+    "stages.max_reject_fraction": (MACHINE, "stages.max_reject_fraction=0.5"),
+    "stages.item_timeout_s": (MACHINE, "stages.item_timeout_s=5"),
+    "stages.item_memory_mib": (MACHINE, "stages.item_memory_mib=4096"),
+    **{
+        f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}={value}")
+        for stage in ("discover", "encode-text", "encode-latents", "encode-vision", "decode")
+        for option, value in (("workers", 2), ("threads", 3), ("device", "cpu"))
+    },
+    **{
+        f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}=2")
+        for stage in ("encode-text", "encode-latents", "encode-vision")
+        for option in ("readers", "prefetch")
+    },
+    "train.run": (RUN, "train.run=other"),
+    "train.set": (REFUSED, "train.set=0123456789abcdef"),
+    "train.optimizer.name": (REFUSED, "train.optimizer.name=lion"),
+    "train.optimizer.betas": (RUN, "train.optimizer.betas=[0.8, 0.9]"),
+    "train.optimizer.schedule": (RUN, "train.optimizer.schedule=cosine"),
+    "train.adapter.type": (RUN, "train.adapter.type=full"),
+    "train.adapter.targets": (RUN, "train.adapter.targets=[to_q]"),
+    "train.precision": (RUN, "train.precision=bfloat16"),
+    "train.device": (RUN, "train.device=cpu"),
+    **{f"train.{name}": (RUN, f"train.{name}=2") for name in ("steps", "batch_size", "accumulate", "seed", "shift")},
+    **{f"train.{name}": (RUN, f"train.{name}=false") for name in ("gradient_checkpointing", "resume")},
+    **{f"train.{name}": (RUN, f"train.{name}=7") for name in ("checkpoint_every", "keep_checkpoints", "log_every")},
+    **{f"train.{name}": (RUN, f"train.{name}=3") for name in ("threads", "max_bad_steps", "adapter.rank")},
+    **{f"train.{name}": (RUN, f"train.{name}=0.5") for name in ("caption_dropout", "adapter.alpha", "adapter.dropout")},
+    **{
+        f"train.optimizer.{name}": (RUN, f"train.optimizer.{name}={value}")
+        for name, value in (("lr", 0.1), ("weight_decay", 0.1), ("eps", 0.1), ("warmup", 3), ("max_grad_norm", 0.5))
+    },
+    "validation.prompts.one.name": (PLAN, "validation.prompts.0.name=two"),
+    "validation.prompts.one.prompt": (PLAN, "validation.prompts.one.prompt=something else"),
+    "validation.prompts.one.negative_prompt": (PLAN, "validation.prompts.one.negative_prompt=ugly"),
+    "validation.prompts.one.image": (PLAN, "validation.prompts.one.image=second.png"),
+    "validation.size": (PLAN, "validation.size=64x64@5"),
+    "validation.eval_sigmas": (RUN, "validation.eval_sigmas=[0.3]"),
+    **{
+        f"validation.{name}": (RUN, f"validation.{name}=3")
+        for name in ("every", "steps", "guidance", "shift", "seed", "eval_samples", "fps")
+    },
+}
+
+
+def options(section: type[Section] = Config, above: str = "") -> Iterator[str]:
+    """The dotted names of all options; of a list those of one item."""
+    for name, kind in fields_of(section).items():
+        inner = [part for part in (kind, *get_args(kind)) if is_section(part)]
+        if inner:
+            yield from options(inner[0], f"{above}{name}.{ITEMS[name] + '.' if name in ITEMS else ''}")
+        else:
+            yield above + name
+
+
+def test_the_table_names_every_option_and_no_other() -> None:
+    assert sorted(TABLE) == sorted(options())
+
+
+def test_no_option_is_one_that_nothing_reads() -> None:
+    text = "\n".join(
+        path.read_text() for top in ("stages", "trainer", "cache", "schemas") for path in SOURCES.glob(f"{top}/**/*.py")
+    )
+    read = {name: re.search(rf"""[."]{name.rpartition(".")[2].replace("-", "_")}\b""", text) for name in TABLE}
+    assert [name for name, found in read.items() if not found] == ["stages.engine"]  # which has one value
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> tuple[Project, str]:
+    """A clip, everything made of it, and the id of its set."""
+    folder = tmp_path_factory.mktemp("options")
+    dataset: dict[str, Any] = {"id": "clips", "instance_data_dir": "media", "dataset_type": "video", "resolution": 64}
+    dataset |= {"allow_upscale": True, "video": {"num_frames": 9, "frame_rate": 12.0}}
+    prompt = {"name": "one", "prompt": "a try", "image": "first.png"}
+    settings = {
+        "root": "work",
+        "cache": {"unit_mib": 0.02},
+        "model": {"family": "kandinsky5-video", "flavour": "i2v-lite-5s", "precision": "float32"},
+        "datasets": [dataset],
+        "vision": {"model": str(tiny("dinov2")), "size": 56},
+        "validation": {"size": "64x64@9", "prompts": [prompt]},
+    }
+    settings["model"]["path"] = str(tiny("kandinsky5-video-i2v"))  # type: ignore[index]
+    home = Project(folder, settings)
+    home.video("a.mp4")
+    home.video("../other/a.mp4")
+    for name in ("first", "second"):
+        home.image(f"../{name}.png", caption="", seed=len(name))
+    shutil.copytree(tiny("kandinsky5-video-i2v"), folder / "copy")
+    shutil.copytree(tiny("dinov2"), folder / "dino")
+    for weights in (*(folder / "copy").glob("*/*.safetensors"), *(folder / "dino").glob("*.safetensors")):
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    for program in (discover, bucket, encode_text, encode_latents, encode_vision, index):
+        report = home.run(program.run)
+        assert report.exit_code == 0
+    return home, report.details["set"]
+
+
+STAGES = {"encode-text": encode_text, "encode-latents": encode_latents, "encode-vision": encode_vision, "index": index}
+
+
+@pytest.mark.parametrize("option", [*options()])
+def test_a_change_is_refused_made_again_or_without_effect(made: tuple[Project, str], option: str) -> None:
+    home, name = made
+    kind, given = TABLE[option]
+    places = {"COPY": str(home.folder / "copy"), "DINO": str(home.folder / "dino")}
+    values = [re.sub("COPY|DINO", lambda found: places[found[0]], part) for part in re.split(r" (?=datasets\.)", given)]
+    if kind is REFUSED:
+        with pytest.raises((ConfigError, LatentpressError)):
+            home.run(train, *values, dry_run=True)
+        return
+    if kind.trains:
+        assert home.run(train, *values, dry_run=True).details["set"] == name
+        assert home.run(export.run, *values, dry_run=True, to=str(home.folder / "out")).details["set"] == name
+    else:
+        for program, more in ((train, {}), (export.run, {"to": str(home.folder / "out")})):
+            with pytest.raises(NoSet) as caught:
+                home.run(program, *values, dry_run=True, **more)
+            assert caught.value.exit_code == 3 and "latentpress" in caught.value.next_step
+    if kind.plan:
+        _refused_without_a_plan(home, kind, values)
+    else:
+        _made_again(home, kind, values)
+
+
+def _refused_without_a_plan(home: Project, kind: Kind, values: list[str]) -> None:
+    for program in STAGES.values():
+        with pytest.raises(LatentpressError, match="no plan for this configuration") as caught:
+            home.run(program.run, *values, dry_run=True)
+        assert caught.value.exit_code == 3 and "latentpress bucket" in caught.value.next_step
+    assert home.run(status.run, *values).exit_code == 3
+    if "discover" in kind.plan:
+        with pytest.raises(LatentpressError, match="discovered") as caught:
+            home.run(bucket.run, *values, dry_run=True)
+        assert "latentpress discover" in caught.value.next_step
+    else:
+        try:
+            assert home.run(bucket.run, *values, dry_run=True).details["buckets"]
+        except LatentpressError as error:  # it looked at the option, and nothing is left to train on
+            assert "discovered" not in error.message
+
+
+def _made_again(home: Project, kind: Kind, values: list[str]) -> None:
+    remaining = {stage: home.run(program.run, *values, dry_run=True).remaining for stage, program in STAGES.items()}
+    again = {stage for stage, count in remaining.items() if count}
+    assert again == {*kind.again} | ({"index"} if not kind.trains else set())
+    assert home.run(bucket.run, *values, dry_run=True).remaining == 0
+    stages = {row["stage"]: row["remaining"] for row in home.run(status.run, *values).details["stages"]}
+    assert {stage for stage, count in stages.items() if count} == set(kind.again) - {"index"}
