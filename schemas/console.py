@@ -114,6 +114,7 @@ class Console:
         stderr: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         interval: float = SECONDS_BETWEEN_LINES,
+        completed: Callable[[str], str] = str,
     ) -> None:
         from rich.console import Console as RichConsole
 
@@ -125,12 +126,13 @@ class Console:
                 stream.reconfigure(errors="backslashreplace")
         self._rich = RichConsole(file=stderr or sys.stderr, **plainly)
         self._clock, self._interval = clock, interval
+        self._completed = completed  # commands in what is said, with the options that this program was given
 
     def log(self, message: str) -> None:
         self._rich.print(_lines(message))
 
     def warn(self, message: str) -> None:
-        self._rich.print(f"warning: {_lines(message)}", style="yellow")
+        self._rich.print(f"warning: {_lines(self._completed(message))}", style="yellow")
 
     def error(self, message: str) -> None:
         self._rich.print(f"error: {_lines(message)}", style="bold red")
@@ -255,13 +257,15 @@ def execute(name: str, run: Run, options: Options, own: Mapping[str, Any] | None
     """Load the configuration, run, print the report or the error, and give the exit code."""
     from schemas.loading import load
 
-    console = Console(json=options.json)
+    console = Console(json=options.json, completed=options.completed)
     try:
         config = load(options.config, options.overrides)
         report = run(config, options, console, **(own or {}))
-        steps = [options.completed(step) for step in report.next_steps]
-        return console.finish(replace(report, dry_run=options.dry_run, next_steps=steps))
+        steps, said = [options.completed(step) for step in report.next_steps], report.details
+        details = {key: options.completed(text) if isinstance(text, str) else text for key, text in said.items()}
+        return console.finish(replace(report, dry_run=options.dry_run, next_steps=steps, details=details))
     except LatentpressError as error:
+        error.next_step = options.completed(error.next_step)
         return console.fail(name, error)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

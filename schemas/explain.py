@@ -8,6 +8,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
+from schemas import foreign
 from schemas.config import PATTERNS, Config
 from schemas.report import shortened
 from schemas.section import Incoherent, Problem, Section
@@ -116,6 +117,8 @@ def _unquoted(text: str) -> Any:
 def _unknown_key(path: Key) -> str:
     key = str(path[-1])
     valid = list(fields_of(type_at(path[:-1])))
+    if said := foreign.hint(path):  # before near misses: type is not the crop_style that it looks like
+        return f"unknown key; {said}"
     hint = _nearest(key, valid)
     if not hint and (places := list(places_of(key))):
         hint = f"; it belongs to {' or '.join(places)}"

@@ -12,6 +12,8 @@ import typer
 from schemas.config import MOST_PROCESSES, Config, Resources
 
 T = TypeVar("T")
+#: "latentpress PROGRAM" as a whole step, between backticks, or behind a colon at the end of a text.
+_COMMAND = re.compile(r"(^latentpress [a-z][a-z-]*|(?<=`)latentpress [a-z][a-z-]*|(?<=: )latentpress [a-z][a-z-]*$)")
 
 
 class Shard(NamedTuple):
@@ -103,14 +105,15 @@ class Options:
         update = {key: value for key, value in given.items() if value is not None}
         return config.stages.resources(stage).model_copy(update=update)
 
-    def completed(self, step: str) -> str:
-        """A command "latentpress PROGRAM ..." with the configuration and overrides that this one was given."""
-        words = step.split(" ", 2)
-        if words[0] != "latentpress" or len(words) < 2:
-            return step
+    def completed(self, text: str) -> str:
+        """A command "latentpress PROGRAM ...", or a text with such commands between backticks or at its end, with the
+        configuration and overrides that this one was given. What has been given some stays."""
         given = ["--config", str(self.config)] if self.config != Options.config else []
         given += [word for override in self.overrides for word in ("--set", override)]
-        return " ".join([*words[:2], *map(shlex.quote, given), *words[2:]])
+        if not given or " --config " in text or " --set " in text:
+            return text
+        words = " ".join(map(shlex.quote, given))
+        return _COMMAND.sub(lambda found: f"{found[0]} {words}", text)
 
     def argv(self) -> list[str]:
         """These options as another program of the project takes them."""

@@ -35,6 +35,7 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
     rejects: str = ""
     dry_run: bool = False
+    what: str = ""  # that is counted, where it does not go without saying
 
     @property
     def exit_code(self) -> int:
@@ -57,7 +58,7 @@ class Report:
             "set aside": len(self.set_aside) + self.more_set_aside,
         }
         counts |= {"truncated": len(self.truncated), "failed": len(self.failed), "damaged": len(self.damage)}
-        words = [f"{self.done} done", f"{self.skipped} skipped"]
+        words = [f"{self.done} {self.what} done".replace("  ", " "), f"{self.skipped} skipped"]
         words += [f"{count} {what}" for what, count in counts.items() if count]
         lines = [f"{self.program}{' (dry run)' if self.dry_run else ''}: {', '.join(words)}"]
         for key, value in self.details.items():

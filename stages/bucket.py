@@ -20,6 +20,7 @@ from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
 from schemas.tables import ACTIVE
+from schemas.unused import not_used_yet
 from stages.media.errors import MediaError
 from stages.mediatable import media_of
 from stages.planning import summary, units
@@ -58,6 +59,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     _list_excluded(report, plan.out)
     if options.dry_run:
         report.remaining = new_samples.num_rows + new_texts.num_rows
+        report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.remaining
         return report
     made = pa.concat_tables([units.sample_units(config, new_samples), units.text_units(config, new_texts)])
     before = generations.names(store)
@@ -167,9 +169,8 @@ def _warn(config: Config, plan: Draft, buckets: list[Row], multiple: int, consol
                 f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {notes.planned} items, since "
                 "each is chosen by its content alone; raise it, or set eval: true on a dataset of its own"
             )
-    masked = plan.samples.num_rows - plan.samples.column("mask_id").null_count
-    if masked:
-        console.warn(f"{masked} samples have masks, which are encoded, and which training does not use yet")
+    for text in not_used_yet(config, "masks", "regularisation", "vision"):
+        console.warn(text)
     _warn_scale(config, buckets, multiple, console)
 
 

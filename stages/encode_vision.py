@@ -61,7 +61,12 @@ def size(config: Config, unit: Unit) -> int:
 
 STAGE = EncodingStage("encode-vision", "vision", parts, load, units="latents", size=size)
 run = STAGE.run
-app = program("encode-vision", "Encode images and clips with DINOv2, for CREPA.", run, extra="encode")
+app = program(
+    "encode-vision",
+    "Encode images and clips with DINOv2, for CREPA, which training does not use yet.",
+    run,
+    extra="encode",
+)
 
 if __name__ == "__main__":
     app()

@@ -50,6 +50,7 @@ def run(
     report.details = {"set": f"sets/{data.id}", "to": place, "shards": len(exporter.pieces)} | _sizes(exporter)
     if options.dry_run:
         report.remaining = sum(piece.stop - piece.start for piece in exporter.unmade)
+        report.skipped = sum(piece.stop - piece.start for piece in exporter.pieces) - report.remaining
         return report
     written, total = 0, len(data.tables["index"])
     with console.progress(total, "export", "samples") as progress:

@@ -67,7 +67,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
     if options.dry_run:
         record |= {"id": name}
         done = _is_whole(store, name, joined.tables, record) and current.is_pointed_at(store, record)
-        report.remaining = 0 if done else report.done
+        total, report.done = report.done, 0
+        report.skipped, report.remaining = (total, 0) if done else (0, total)
         return report
     _publish(store, name, joined.tables, {**record, "id": name}, report)
     return report

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from schemas.config import Config, StageName
 from schemas.console import Console, Options, Report, program
@@ -29,7 +30,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
 
 
 def _in_order(config: Config, options: Options, console: Console, stages: "_Processes", stopping: Stopping) -> Report:
-    report = Report(program="run", dry_run=options.dry_run)
+    report = Report(program="run", what="stages", dry_run=options.dry_run)
     rows: list[dict] = []
     report.details["stages"] = rows
     for stage in config.stages.order:
@@ -45,14 +46,16 @@ def _in_order(config: Config, options: Options, console: Console, stages: "_Proc
             raise StageFailed(stage, code, document)
         rows.append({"stage": stage, "seconds": seconds} | {key: document[key] for key in COUNTS})
         rows[-1]["set aside"] = len(document["set_aside"]) + document["more_set_aside"]
-        report.done += document["done"]
-        report.skipped += document["skipped"]
-        report.remaining += document["remaining"]
+        report.remaining += bool(document["remaining"])
+        report.done += bool(document["done"]) and not document["remaining"]
+        report.skipped += not document["done"] and not document["remaining"]
         report.set_aside += document["set_aside"]
         report.more_set_aside += document["more_set_aside"]
         report.truncated = document["truncated"] or report.truncated  # index lists all, encode-text what is new
         report.failed += document["failed"]
         report.damage += document["damage"]
+        if not options.dry_run:
+            report.details |= _results(config, stage, document["details"])
         if code != OK:
             report.next_steps += document["next_steps"]
         if code != OK or stopping.reason:
@@ -64,6 +67,18 @@ def _in_order(config: Config, options: Options, console: Console, stages: "_Proc
 
 
 COUNTS = ("done", "skipped", "remaining")
+
+
+def _results(config: Config, stage: StageName, said: dict) -> dict[str, str]:
+    """Where lies what somebody wanted of it all."""
+    if stage == "train" and "saved" in said:
+        names = {"metrics.jsonl": "numbers", "tensorboard": "TensorBoard"}
+        folder = Path(said["run"])
+        result = "adapter" if config.train.adapter.type == "lora" else "model"
+        return {result: said["saved"]} | {what: str(folder / name) for name, what in names.items()}
+    if stage == "decode" and "contact sheet" in said:
+        return {"pictures": said["samples"], "contact sheet": said["contact sheet"]}
+    return {}
 
 
 class StageFailed(LatentpressError):

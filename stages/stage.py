@@ -26,6 +26,7 @@ from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
 from schemas.report import shortened, visible
+from schemas.unused import Topic, not_used_yet
 from stages.media import presence
 from stages.media.places import Places
 from stages.plan import current_plan
@@ -151,6 +152,9 @@ class EncodingStage:
             "units": f"{len(work.units)}, {before} done before, {len(mine)} in this run",
             "MiB to come": round(sum(self.size(config, unit) for unit in mine) / 2**20, 2),
         }
+        topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks", "regularisation"), "vision": ("vision",)}
+        for text in not_used_yet(config, *topics.get(self.kind, ())):
+            console.warn(text)
         if options.dry_run:
             report.remaining = _members(mine)
             _list_set_aside(store, self, work, report)

@@ -19,13 +19,15 @@ from cache.trainset import SetError, read_json
 from schemas.config import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
-from stages import encoders, watching
+from stages import encoders, rejected, watching
 from stages.mediatable import whole_table
 from stages.plan import current_plan
 from stages.stage import EncodingStage, Work, refuse_shard
 
 OPENED = 32  # shards of each stage of which the libraries are looked up
 SHOWN = ("media", "plans", *encoders.KINDS, "sets", "damaged")
+
+OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")  # what the trainer writes before anything else
 
 Row = dict[str, Any]
 
@@ -41,8 +43,13 @@ def run(
     every: Annotated[
         float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="Between two looks of --watch.")
     ] = 5.0,
+    rejects_too: Annotated[
+        bool, typer.Option("--rejects", help="List every item that was set aside instead, with reason and remedy.")
+    ] = False,
 ) -> Report:
     refuse_shard(options, "status")
+    if rejects_too:
+        return rejected.report(config, options)
     if watch and not options.dry_run:
         return watching.until_done(lambda: look(config, options), console, every)
     return look(config, options)
@@ -202,14 +209,16 @@ def _spread(paths: Sequence[str]) -> list[str]:
 
 def _runs(config: Config) -> list[str]:
     output = Path(config.output)
-    return sorted(path.name for path in output.iterdir() if path.is_dir()) if output.is_dir() else []
+    if not output.is_dir():
+        return []
+    return sorted(path.name for path in output.iterdir() if any((path / name).exists() for name in OF_RUNS))
 
 
 def _mib(entries: Sequence[Entry]) -> float:
     return round(sum(entry.size for entry in entries) / 2**20, 2)
 
 
-app = program("status", "Per stage: done, remaining, set aside, bytes.", run, examples=["--watch"])
+app = program("status", "Per stage: done, remaining, set aside, bytes.", run, examples=["--watch", "--rejects"])
 
 if __name__ == "__main__":
     app()

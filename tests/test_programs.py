@@ -99,6 +99,17 @@ def test_an_unknown_program_is_answered_with_the_list() -> None:
     assert all(program in done.stderr for program in PROGRAMS)
 
 
+def test_a_next_step_has_the_configuration_that_was_given(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "root: work\nmodel: {family: sana, path: org/name}\ndatasets: [{id: a, instance_data_dir: absent}]\n"
+    )
+    given = "--config mine.yaml --set train.steps=5"
+    for program in ("status", "index"):
+        done = python("-m", f"stages.{program}", *given.split(), cwd=tmp_path)
+        assert done.returncode == 3, done.stderr
+        assert f"`latentpress discover {given}`, then `latentpress bucket {given}`" in done.stdout + done.stderr
+
+
 def test_an_error_is_one_json_document_on_standard_output(tmp_path: Path) -> None:
     (tmp_path / "pipeline.yaml").write_text(
         "root: work\nmodel: {family: sana, path: nowhere}\ndatasets: [{id: a, instance_data_dir: absent}]\n"

@@ -14,6 +14,7 @@ from cache.trainset import TrainSet
 from schemas.config import Config
 from schemas.console import USAGE, Console, Options, Report, program
 from schemas.errors import LatentpressError
+from schemas.unused import not_used_yet
 from trainer import stopped
 from trainer.alone import alone
 from trainer.terms import begun, finished, precision, result, run_folder
@@ -124,6 +125,8 @@ def warn(config: Config, data: TrainSet, plan: Plan, state: Mapping[str, Any] | 
         )
     if state and state["step"] > config.train.steps:
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")
+    for text in not_used_yet(config, "masks", "vision"):
+        console.warn(text)
     newer = data.newer_generation()
     if newer is not None:
         console.warn(

@@ -352,3 +352,20 @@ def test_a_program_as_a_process(here):
     result = python("-m", "probe", "--config", "nowhere.yaml", cwd=here)
     assert (result.returncode, result.stdout) == (USAGE, "")
     assert "nowhere.yaml: no such file" in result.stderr
+
+
+def test_commands_in_texts_get_the_options_that_were_given(tmp_path) -> None:
+    options = Options(tmp_path / "a b.yaml", ("x=1",))
+    given = f"--config '{tmp_path}/a b.yaml' --set x=1"
+    cases = {
+        "latentpress index": f"latentpress index {given}",
+        "latentpress gc --yes": f"latentpress gc {given} --yes",
+        "run `latentpress discover`, then `latentpress bucket --dry-run`": (
+            f"run `latentpress discover {given}`, then `latentpress bucket {given} --dry-run`"
+        ),
+        "none yet: latentpress index": f"none yet: latentpress index {given}",
+        f"latentpress index {given}": f"latentpress index {given}",
+        "a latentpress of mine": "a latentpress of mine",
+    }
+    assert {text: options.completed(text) for text in cases} == cases
+    assert Options().completed("run `latentpress index`") == "run `latentpress index`"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from schemas.config import Config
 from schemas.datasets import TagShuffle
 from schemas.explain import fields_of, is_section, type_at
+from schemas.foreign import HINTS
 from schemas.loading import ConfigError, json_schema, load, resolved_yaml
 from schemas.overrides import put, split
 
@@ -396,3 +397,34 @@ def test_types_are_found_by_path():
 def test_a_file_url_is_a_path_like_any_other(write, tmp_path):
     config = load(write(), ["root=file://work", f"output=file://{tmp_path}/out"])
     assert (config.root, config.output) == (str(tmp_path / "work"), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("datasets.photos.type=local", "datasets.photos.type: unknown key; here source: folder (its local)"),
+        ("datasets.photos.metadata_backend=discovery", "unknown key; not needed: discover reads sizes"),
+        ("datasets.photos.cache_dir_vae=x", "unknown key; not needed: caches lie under root"),
+        ("datasets.photos.num_repeats=1", "unknown key; here repeats: extra passes"),
+        ("datasets.photos.probability=1", "unknown key; here weight"),
+        ("train_batch_size=1", "--set train_batch_size: unknown key; here train.batch_size"),
+        ("model.model_family=sana", "unknown key; here model.family"),
+        ("write_batch_size=1", "unknown key; not needed: cache.unit_mib"),
+        ("train.learning_rate=1e-4", "unknown key; here train.optimizer.lr"),
+        ("instance_data_dir=x", "unknown key; it belongs to datasets.N; valid: root, "),
+        ("type=lora", "unknown key; it belongs to train.adapter"),
+    ],
+)
+def test_a_key_of_another_trainer_is_told_what_it_is_called_here(write, place, expected):
+    (error,) = errors(write(), place)
+    assert expected in error
+
+
+def test_hints_are_for_keys_that_are_unknown_and_name_keys_that_exist():
+    known = {key for _, key in every_key(Config)}
+    assert [key for key in HINTS if key in known] == []
+    for text in HINTS.values():
+        named = re.match(r"here ((?:train|model|text|latents|validation|video|cache|stages)\.[a-z_.]+)", text)
+        if named:
+            path = ("datasets", 0, *named[1].split(".")) if named[1].startswith("video") else tuple(named[1].split("."))
+            assert type_at(path) is not None, text

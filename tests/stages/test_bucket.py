@@ -230,3 +230,24 @@ def test_rows_are_found_by_their_id_and_the_first_of_equal_ones_counts():
     rows = Rows(table, "id")
     assert [rows[name]["n"] for name in (*names, *same_head)] == list(range(202))
     assert len(rows) == 203 and names[0] in rows and "f" * 32 not in rows
+
+
+def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) -> None:
+    """By bucket, by the stage that encodes it, and (tests/trainer/test_main.py) by train."""
+    home = project("sana")
+    for number in range(2):
+        home.image(f"{number}.png", (64, 64), "a picture", number)
+        home.image(f"../masks/{number}.png", (64, 64), seed=number)
+    home.run(discover.run)
+    home.run(bucket.run)
+    assert "does not use" not in home.said
+    home.settings["datasets"][0] |= {"mask_data": "masks", "is_regularisation_data": True}
+    home.settings["vision"] = {"model": "dinov2_vits14"}
+    home.run(discover.run)
+    home.run(bucket.run)
+    said = " ".join(home.said.split())
+    assert "photos: masks are encoded, but training does not use them yet" in said
+    assert "photos: is_regularisation_data is kept with the samples, but training does not use it yet" in said
+    assert "vision.model dinov2_vits14: features are encoded, but training does not use them yet (no CREPA)" in said
+    home.run(encode_latents.run, dry_run=True)
+    assert "masks are encoded, but" in home.said and "is_regularisation_data is" in home.said

@@ -247,3 +247,11 @@ def test_where_one_frame_does_not_fit_the_message_names_the_option(make, monkeyp
     with pytest.raises(LatentpressError, match="20 MiB") as caught:
         home.run(encode_vision.run)
     assert "vision.size" in caught.value.next_step
+
+
+def test_it_says_that_training_does_not_use_features_yet(make) -> None:
+    home = make("sana")
+    home.image("a.png")
+    prepare(home)
+    home.run(encode_vision.run, dry_run=True)
+    assert "features are encoded, but training does not use them yet (no CREPA)" in " ".join(home.said.split())

@@ -131,3 +131,25 @@ def test_of_many_shards_some_are_opened() -> None:
     steps = [int(b) - int(a) for a, b in itertools.pairwise(chosen)]
     assert max(steps) - min(steps) <= 1
     assert status._spread(paths[:5]) == paths[:5]
+
+
+def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
+    home = project("sana")
+    for number in range(12):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    assert home.run(status.run, rejects_too=True).details["rejects"] == "nothing was set aside"
+    (home.media / "0.txt").unlink()
+    home.image("small.png", (32, 32), "small")
+    for program in (discover, bucket):
+        home.run(program.run, "datasets.photos.allow_upscale=false")
+    report = home.run(status.run, "datasets.photos.allow_upscale=false", rejects_too=True)
+    rows = {row["path"]: row for row in report.details["rejects"]}
+    assert {path: (row["stage"], row["reason"]) for path, row in rows.items()} == {
+        "0.png": ("discover", "no-caption"),
+        "small.png": ("bucket", "needs-upscale"),
+    }
+    assert rows["small.png"]["message"] == "is 32x32, smaller than its bucket 64x64"
+    assert "set allow_upscale: true" in rows["small.png"]["to mend"] and rows["0.png"]["to mend"]
+    text = report.summary()
+    assert all(row[key] in text for row in rows.values() for key in ("item", "reason", "message", "to mend"))
+    assert any(step.startswith("latentpress discover ") for step in report.next_steps) and report.exit_code == 0

@@ -305,3 +305,15 @@ def test_a_loras_learning_rate_for_every_weight_is_warned_of(
     make_set(config)
     code, _, said = program(config, tmp_path, capsys, dry_run=True)
     assert code == OK and (f"train.optimizer.lr is {rate:g}" in said and "1e-05" in said) == warned
+
+
+def test_what_is_asked_for_and_not_used_yet_is_said_before_training(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i")
+    make_set(config)
+    masked = config.datasets[0].model_copy(update={"mask_data": str(tmp_path)})
+    vision = config.vision.model_copy(update={"model": "dinov2_vits14"})
+    asked = config.model_copy(update={"datasets": (masked, *config.datasets[1:]), "vision": vision})
+    for told, given in ((False, config), (True, asked)):
+        _, _, said = program(given, tmp_path, capsys, dry_run=True)
+        assert (f"{masked.id}: masks are encoded, but training does not use them yet" in " ".join(said.split())) == told
+        assert ("features are encoded, but training does not use them yet" in " ".join(said.split())) == told
