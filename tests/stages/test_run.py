@@ -49,6 +49,7 @@ def test_a_run_counts_stages_and_a_dry_run_of_what_is_done_does_nothing(small) -
     assert (report.done, report.skipped, report.remaining) == (0, 1, 1)  # what follows bucket depends on its result
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_says_where_the_results_are(small) -> None:
     small.config()
     code, output = by_hand(small, "run", "--json")
