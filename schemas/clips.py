@@ -1,8 +1,9 @@
 """Frame times and the clips of videos: pure functions of numbers, or of whole columns of them at once.
 
 Times are in seconds. A clip's frames are at start, start + 1/rate, start + 2/rate …, and its start is itself a
-multiple of 1/rate behind the beginning of its segment: a whole video, or a scene of one. Everything here depends on
-its arguments alone, and a segment's clips on nothing of the other segments.
+multiple of 1/rate behind the beginning of its segment: a whole video, or a scene of one. The rate is the one asked for,
+or that of a video which nearly has it (or a multiple), as film of 23.976 frames per second beside 24. Everything here
+depends on its arguments alone, and a segment's clips on nothing of the other segments.
 """
 
 import math
@@ -20,6 +21,7 @@ Selection = Literal["head", "middle", "random", "uniform", "chunks", "slide"]
 
 # Containers round timestamps (Matroska to milliseconds), so times this close, in seconds, are the same time.
 TIME_TOLERANCE = 0.001
+RATE_TOLERANCE = 0.005  # relative difference up to which a video's rate stands for the one asked for
 MOST_FRAMES = 2**53  # no segment is counted to have more: integers up to here are exact in floating point
 MOST_CLIPS = 50_000_000  # what a table of clips can hold with a few gigabytes of memory
 GAMMA = 0x9E3779B97F4A7C15  # the step of splitmix64 from one number to the next (Steele, Lea, Flood 2014)
@@ -52,21 +54,21 @@ def largest_valid_frames(frames: Any, temporal_stride: int = 4, *others: int) ->
 @overload
 def frames_available(duration: float, rate: float) -> int: ...
 @overload
-def frames_available(duration: Floats, rate: float) -> Ints: ...
-def frames_available(duration: Any, rate: float) -> Any:
+def frames_available(duration: Floats, rate: float | Floats) -> Ints: ...
+def frames_available(duration: Any, rate: Any) -> Any:
     """How many of the times 0, 1/rate, 2/rate … lie within a clip of `duration` seconds.
 
     A time that reaches the end of the clip to within a millisecond (or a quarter of 1/rate, if that is less) is
     outside it: durations carry the rounding of their container. There are none where the duration is not positive,
     not known (NaN) or infinite, and never more than MOST_FRAMES.
     """
-    if rate <= 0 or not math.isfinite(rate):
+    if not np.all(np.isfinite(rate) & (np.asarray(rate) > 0)):
         raise ValueError(f"rate {rate}: give frames per second, more than 0")
     seconds = np.asarray(duration, np.float64)
     known = np.isfinite(seconds) & (seconds > 0)
     # The limit comes before the product, which would overflow.
     seconds = np.where(known, np.minimum(seconds, MOST_FRAMES / rate), 0.0)
-    within = np.ceil((seconds - min(TIME_TOLERANCE, 0.25 / rate)) * rate)
+    within = np.ceil((seconds - np.minimum(TIME_TOLERANCE, 0.25 / np.asarray(rate))) * rate)
     return plain(np.where(known, np.clip(within, 1, MOST_FRAMES), 0).astype(np.int64))
 
 
@@ -77,11 +79,33 @@ def clip_times(start: float, rate: float, frames: int) -> list[float]:
     return [start + index / rate for index in range(frames)]
 
 
+def own_rates(source: Floats, rate: float) -> Floats:
+    """(n,) rates at which every k-th frame of videos of `source` frames per second is chosen, k = 1, 2 …, where that is
+    within RATE_TOLERANCE of `rate`; else, and where source is NaN, `rate`.
+    """
+    every = np.maximum(np.rint(np.nan_to_num(source, nan=rate) / rate), 1.0)
+    return np.where(np.abs(source / every - rate) <= RATE_TOLERANCE * rate, source / every, rate)
+
+
+def takes_evenly(start: Floats, frames: Ints, source: Floats, rate: float) -> NDArray[np.bool_]:
+    """(n,) whether clips chosen at `rate` take every k-th frame of their videos of `source` frames per second, k being
+    the nearest whole number, so that none repeats and none is left out; timestamps may be off by TIME_TOLERANCE.
+
+    start: seconds behind the first frame.
+    """
+    tolerance = np.minimum(TIME_TOLERANCE, 0.25 / source)
+    # Where within a source frame the first time of a clip falls, and how far the last one moves from there.
+    phase = ((start + tolerance) * source) % 1.0
+    drift = (frames - 1) * (source / rate - np.rint(source / rate))
+    margin = tolerance * source
+    return (phase + np.minimum(drift, 0) >= margin / 2) & (phase + np.maximum(drift, 0) <= 1 - 2 * margin)
+
+
 def select_clips(
     duration: Floats,
     seeds: NDArray[np.uint64],
     *,
-    rate: float,
+    rate: float | Floats,
     num_frames: int,
     min_frames: int,
     strides: tuple[int, ...],
@@ -90,7 +114,7 @@ def select_clips(
     clips: int = 1,
     clip_stride: int | None = None,
 ) -> Clips:
-    """The clips of n segments of `duration` seconds (n,).
+    """The clips of n segments of `duration` seconds (n,), at one rate or each at its own (n,).
 
     A clip has the largest number of frames, up to num_frames, that is 1 more than a multiple of every stride. Where
     it is not `fixed`, a segment that is shorter yields the largest such number that it has; where it is, nothing.
@@ -107,7 +131,8 @@ def select_clips(
     """
     if min(num_frames, min_frames, clips, clip_stride or 1, *strides) < 1:
         raise ValueError("num_frames, min_frames, clips, clip_stride and strides must be 1 or more")
-    available = frames_available(np.asarray(duration, np.float64), rate)
+    rates = np.broadcast_to(np.asarray(rate, np.float64), np.shape(duration))
+    available = frames_available(np.asarray(duration, np.float64), rates)
     assert available.shape == seeds.shape == (len(seeds),), "one seed for each segment"
     stride = math.lcm(*strides)
     frames = _clip_frames(available, num_frames, stride, fixed)
@@ -123,7 +148,7 @@ def select_clips(
         row, start = _uniform(free, clips)
     elif clip == "chunks":
         row, start, frames = _chunks(available, frames, 0 if fixed else stride, min_frames)
-        return Clips(segment[row], start / rate, frames)
+        return Clips(segment[row], start / rates[segment[row]], frames)
     elif clip == "slide":
         if clip_stride is None:
             raise ValueError("clip: slide needs clip_stride, the frames between the starts of clips")
@@ -131,7 +156,7 @@ def select_clips(
         start = place * clip_stride
     else:
         raise ValueError(f"clip {clip!r}: choose one of {', '.join(get_args(Selection))}")
-    return Clips(segment[row], start / rate, frames[row])
+    return Clips(segment[row], start / rates[segment[row]], frames[row])
 
 
 def plain(values: Any) -> Any:

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.catalogue import Family
-from schemas.clips import frames_available, select_clips
+from schemas.clips import Clips, frames_available, own_rates, select_clips, takes_evenly
 from schemas.datasets import Dataset, Video
 from schemas.identity import seeds_of
 from schemas.randomness import mix
@@ -16,10 +16,12 @@ from stages.planning.items import Items, words
 
 @dataclass(frozen=True)
 class Chosen:
-    """(m,) clips and images, in the items' order. item: row of the media. start: seconds, NaN for an image."""
+    """(m,) clips and images, in the items' order. item: row of the media. start: seconds, and rate: frames per second,
+    NaN for an image."""
 
     item: np.ndarray
     start: np.ndarray
+    rate: np.ndarray
     frames: np.ndarray
     rounded: int  # clips that lost frames to (frames - 1) % stride == 0
     repeating: int  # clips that show a frame twice, their source being slower than the target rate
@@ -70,7 +72,7 @@ def drop_unfit(family: Family, dataset: Dataset, task: str, items: Items) -> Non
             ),
         )
     yields = np.zeros(len(items), bool)
-    yields[_select(family, dataset, items)[0]] = True
+    yields[_select(family, dataset, items).item] = True
     least = video.num_frames if video.bucket_strategy == "aspect_ratio" else video.min_frames
     items.drop(
         items.videos & ~yields,
@@ -79,7 +81,7 @@ def drop_unfit(family: Family, dataset: Dataset, task: str, items: Items) -> Non
             "lasts ",
             gone.column("duration"),
             " s, which is ",
-            frames_available(gone.numbers("duration"), rate),
+            frames_available(gone.numbers("duration"), _own_rates(gone, rate)),
             f" frames at {rate:g} per second{' and less in a scene' if video.scenes else ''}; a clip needs {least}",
         ),
     )
@@ -87,36 +89,77 @@ def drop_unfit(family: Family, dataset: Dataset, task: str, items: Items) -> Non
 
 def choose(family: Family, dataset: Dataset, items: Items) -> Chosen:
     """The images and clips of items of which each yields at least one."""
-    item, start, frames, segment = _select(family, dataset, items)
+    found = _select(family, dataset, items)
     stills = np.flatnonzero(~items.videos)
-    every = np.concatenate([item, stills])
+    every = np.concatenate([found.item, stills])
     order = np.argsort(every, kind="stable")
-    wanted = np.minimum(frames_available(segment, dataset.video.frame_rate), dataset.video.num_frames)
+    wanted = np.minimum(frames_available(found.segment, found.rate), dataset.video.num_frames)
+    nothing = np.full(len(stills), np.nan)
     return Chosen(
         every[order],
-        np.concatenate([start, np.full(len(stills), np.nan)])[order],
-        np.concatenate([frames, np.ones(len(stills), np.int64)])[order],
-        rounded=int((frames < wanted).sum()),
-        repeating=int((_repeated(items, dataset.video.frame_rate)[item] > 0).sum()),
+        np.concatenate([found.start, nothing])[order],
+        np.concatenate([found.rate, nothing])[order],
+        np.concatenate([found.frames, np.ones(len(stills), np.int64)])[order],
+        rounded=int((found.frames < wanted).sum()),
+        repeating=int((_repeated(items, dataset.video.frame_rate)[found.item] > 0).sum()),
     )
+
+
+def _source_rates(items: Items) -> np.ndarray:
+    """Frames per second of videos of constant rate, NaN for others."""
+    constant = pc.fill_null(items.column("constant_rate"), False).to_numpy(zero_copy_only=False)
+    return np.where(constant, items.numbers("rate"), np.nan)
+
+
+def _own_rates(items: Items, rate: float) -> np.ndarray:
+    return own_rates(_source_rates(items), rate)
 
 
 def _repeated(items: Items, rate: float) -> np.ndarray:
     """Share of a clip's frames that repeat the one before; 0 for an image."""
-    return np.where(items.videos, np.maximum(0.0, 1 - items.numbers("rate") / rate), 0.0)
+    share = 1 - items.numbers("rate") / _own_rates(items, rate)
+    return np.where(items.videos, np.maximum(0.0, share), 0.0)
 
 
-def _select(family: Family, dataset: Dataset, items: Items) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(item, start, frames, length of its segment) of every clip of the videos, in order."""
+@dataclass(frozen=True)
+class _Found:
+    """(m,) clips of videos, in order. segment: seconds of the stretch that each lies in."""
+
+    item: np.ndarray
+    start: np.ndarray
+    rate: np.ndarray
+    frames: np.ndarray
+    segment: np.ndarray
+
+
+def _select(family: Family, dataset: Dataset, items: Items) -> _Found:
+    """All at the rate asked for, where that takes frames evenly; a video of nearly that rate in which a clip would show
+    a frame twice or leave one out has all its clips at its own, so that an even one stays what it is.
+    """
     video = dataset.video
     owner, begin, end = _segments(items, video.scenes)
     seeds = seeds_of(items.column("media_id"), "clips")[owner] if len(owner) else np.zeros(0, np.uint64)
     # Each scene of a video draws for itself; a video of one scene draws as one without.
     seeds = np.where(begin > 0, mix(seeds ^ begin.view(np.uint64)), seeds)
-    clips = select_clips(
-        end - begin,
+    rate = np.full(len(owner), video.frame_rate)
+    clips = _clips(family, video, end - begin, seeds, rate)
+    own = _own_rates(items, video.frame_rate)[owner]
+    near = own[clips.segment] != video.frame_rate
+    if near.any():
+        of = clips.segment[near]
+        source, start = _source_rates(items)[owner[of]], begin[of] + clips.start[near]
+        uneven = owner[of[~takes_evenly(start, clips.frames[near], source, video.frame_rate)]]
+        rate = np.where(np.isin(owner, uneven), own, rate)
+        clips = _clips(family, video, end - begin, seeds, rate)
+    of = clips.segment
+    return _Found(owner[of], begin[of] + clips.start, rate[of], clips.frames, (end - begin)[of])
+
+
+def _clips(family: Family, video: Video, seconds: np.ndarray, seeds: np.ndarray, rate: np.ndarray) -> Clips:
+    return select_clips(
+        seconds,
         seeds,
-        rate=video.frame_rate,
+        rate=rate,
         num_frames=video.num_frames,
         min_frames=video.min_frames,
         strides=strides(family, video),
@@ -125,8 +168,6 @@ def _select(family: Family, dataset: Dataset, items: Items) -> tuple[np.ndarray,
         clips=video.clips,
         clip_stride=video.clip_stride,
     )
-    of = clips.segment
-    return owner[of], begin[of] + clips.start, clips.frames, (end - begin)[of]
 
 
 def _segments(items: Items, scenes: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -40,10 +40,8 @@ def held_out(dataset: Dataset, media_ids: pa.Array) -> np.ndarray:
 def make(dataset: Dataset, task: str, items: Items, cuts: Cuts, chosen: Chosen, eval_: np.ndarray) -> Made:
     """One sample for each image or clip."""
     of, condition = chosen.item, CONDITION[task]
-    video = items.videos[of]
     buckets = _buckets(cuts, of, chosen.frames)
     still = _buckets(cuts, of, np.ones_like(chosen.frames))
-    rate = np.where(video, dataset.video.frame_rate, np.nan)
 
     def taken(name: str) -> pa.Array:
         return items.column(name).take(pa.array(of))
@@ -51,7 +49,7 @@ def make(dataset: Dataset, task: str, items: Items, cuts: Cuts, chosen: Chosen, 
     record = np.zeros(len(of), identity.SAMPLE)
     record["media"] = identity.id_bytes(items.column("media_id"))[of]
     record["geometry"] = _numbers(cuts, cuts.crop, of, chosen.frames)
-    record["start"], record["rate"] = np.nan_to_num(chosen.start), np.nan_to_num(rate)
+    record["start"], record["rate"] = np.nan_to_num(chosen.start), np.nan_to_num(chosen.rate)
     record["condition"] = _CODES[condition]
     columns = {
         "role": pc.if_else(pa.array(eval_[of]), "eval", "train"),
@@ -61,7 +59,7 @@ def make(dataset: Dataset, task: str, items: Items, cuts: Cuts, chosen: Chosen, 
         "kind": taken("kind"),
         "geometry": geometry_columns(cuts.crop, buckets, of),
         "start": pa.array(chosen.start, from_pandas=True),
-        "rate": pa.array(rate, from_pandas=True),
+        "rate": pa.array(chosen.rate, from_pandas=True),
         "condition": pa.repeat(condition, len(of)),
     }
     if condition == "source":

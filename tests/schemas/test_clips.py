@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.clips import MOST_FRAMES, clip_times, frames_available, largest_valid_frames, select_clips
+from schemas.clips import (
+    MOST_FRAMES,
+    clip_times,
+    frames_available,
+    largest_valid_frames,
+    own_rates,
+    select_clips,
+    takes_evenly,
+)
 
 SELECTIONS = ("head", "middle", "random", "uniform", "chunks", "slide")
 rates = st.sampled_from([0.5, 8.0, 12.0, 23.976, 24.0, 25.0, 30000 / 1001, 50.0, 60.0, 240.0])
@@ -230,6 +238,70 @@ def test_available_times_lie_inside_the_clip(durations, rate):
         assert len(times) == count and times[0] == 0.0
         assert times[-1] < duration
         assert count / rate >= duration - 0.001 - 1e-9
+
+
+asked = st.sampled_from([12.0, 23.976, 24000 / 1001, 24.0, 25.0, 29.97, 30.0])
+near = st.one_of(
+    st.tuples(asked, st.integers(1, 5), st.floats(-0.0049, 0.0049)).map(lambda t: (t[0], t[0] * t[1] * (1 + t[2]))),
+    st.sampled_from(
+        [(24.0, 24000 / 1001), (24000 / 1001, 24.0), (30.0, 30000 / 1001), (30.0, 60000 / 1001), (25.0, 25.02)]
+    ),
+)
+ticks = st.sampled_from([1e-3, 1 / 600, 1 / 12800, 1 / 90000])
+
+
+def taken(start, frames, rate, source, tick):
+    """Frames that a reader picks by the timestamps of a file: the last one at or before each time."""
+    stamps = np.rint(np.arange(int((start + frames / rate) * source) + 9) / source / tick) * tick
+    tolerance = min(max(tick, 0.001), 0.25 / source)
+    return [
+        max(k for k, stamp in enumerate(stamps) if stamp <= time + tolerance)
+        for time in clip_times(start, rate, frames)
+    ]
+
+
+@given(near, ticks, st.integers(0, 400), st.integers(1, 130))
+def test_a_video_of_nearly_the_rate_neither_repeats_nor_skips_at_its_own(pair, tick, first, frames):
+    rate, source = pair
+    every = round(source / rate)
+    [own] = own_rates(np.array([source]), rate).tolist()
+    assert own == source / every and abs(own / rate - 1) <= 0.005
+    assert taken(first / own, frames, own, source, tick) == [every * (first + k) for k in range(frames)]
+
+
+@given(near, ticks, st.floats(0, 20), st.integers(1, 130))
+def test_a_clip_that_is_called_even_neither_repeats_nor_skips_at_the_rate_asked_for(pair, tick, start, frames):
+    rate, source = pair
+    if takes_evenly(np.array([start]), np.array([frames]), np.array([source]), rate)[0]:
+        assert set(np.diff(taken(start, frames, rate, source, tick))) <= {round(source / rate)}
+
+
+def test_what_is_even_and_what_is_not():
+    def even(source, rate, frames, start=0.0):
+        return bool(takes_evenly(np.array([start]), np.array([frames]), np.array([source]), rate)[0])
+
+    film = 24000 / 1001
+    assert even(24.0, 24.0, 10_000) and even(48.0, 24.0, 10_000) and even(25.0, 25.0, 97, 3.2)
+    assert even(film, 24.0, 9) and not even(film, 24.0, 61) and not even(film, 24.0, 121)
+    assert even(24.0, film, 121) and not even(24.0, film, 1200)
+    assert taken(0.0, 61, 24.0, film, 1 / 24000).count(24) == 2  # the frame that used to come twice
+
+
+def test_other_rates_stay_what_was_asked_for():
+    sources = np.array([math.nan, 25.0, 30.0, 24.13, 23.87, 24.0, 48.0, 12.0, 5.0, 60.0])
+    assert own_rates(sources, 24.0).tolist() == [24.0] * len(sources)
+    assert own_rates(np.array([24.1, 48.1, 23.9]), 24.0).tolist() == [24.1, 48.1 / 2, 23.9]
+
+
+@given(st.lists(st.tuples(durations, rates), max_size=8), settings)
+def test_each_segment_at_its_own_rate_has_the_clips_that_it_has_alone(segments, chosen):
+    seconds, own, seeds = [s for s, _ in segments], np.array([r for _, r in segments]), seeds_for(len(segments))
+    found = select(seconds, seeds, **{**chosen, "rate": own})
+    for number, (duration, rate) in enumerate(segments):
+        alone = select([duration], seeds[number : number + 1], **{**chosen, "rate": rate})
+        mine = found.segment == number
+        assert found.start[mine].tolist() == alone.start.tolist()
+        assert found.frames[mine].tolist() == alone.frames.tolist()
 
 
 def test_odd_clips():

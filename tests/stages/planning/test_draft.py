@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas import identity
+from schemas.clips import clip_times
 from schemas.config import Config, Prompt, Validation
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
@@ -266,6 +267,78 @@ def test_a_video_is_cut_to_one_plus_a_multiple_of_four_frames():
     assert starts(plan) == [(0.0, 37)]  # 40 times fit into 4 s; 37 = 1 + 36
     assert plan.samples.to_pylist()[0]["rate"] == 10.0
     assert plan.notes["a"].rounded == 1
+
+
+FILM = 24000 / 1001
+
+
+def at_24(rate: float, constant: bool | None = True, duration: float = 20.0, **video: Any) -> Draft:
+    settings_ = videos(frame_rate=24.0, **{"num_frames": 61, **video})
+    return planned(settings_, [clip(1, duration, rate=rate, constant_rate=constant)])
+
+
+SELECTIONS = [
+    {"clip": "head"},
+    {"clip": "middle"},
+    {"clip": "random", "clips": 3},
+    {"clip": "uniform", "clips": 3},
+    {"clip": "chunks"},
+    {"clip": "slide", "clip_stride": 50},
+]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=lambda selection: selection["clip"])
+@pytest.mark.parametrize(("rate", "own"), [(FILM, FILM), (2 * FILM, 2 * FILM / 2), (24.1, 24.1), (96.2, 96.2 / 4)])
+def test_a_video_of_nearly_the_rate_has_clips_of_its_own_frames(selection, rate, own):
+    """All clips at its own rate, or all at 24 where none of them repeats or skips a frame, which are what they were."""
+    plan = at_24(rate, num_frames=245, **selection)
+    found = plan.samples.to_pylist()
+    assert found and plan.notes["a"].repeating == 0
+    assert {sample["rate"] for sample in found} in ({24.0}, {own}) and (found[0]["start"] or found[0]["rate"] == own)
+    for sample in found:
+        times = clip_times(sample["start"], sample["rate"], Bucket.parse(sample["geometry"]["bucket"]).frames)
+        taken = np.floor((np.array(times) + 0.001) * rate)  # with the tolerance of the reader
+        assert set(np.diff(taken)) == {round(rate / own)}
+        if sample["rate"] == own:
+            place = sample["start"] * own
+            assert place == pytest.approx(round(place), abs=1e-6)  # at one of its frames
+
+
+@pytest.mark.parametrize(
+    ("rate", "constant", "video"),
+    [
+        (24.0, True, {}),
+        (25.0, True, {}),
+        (30.0, True, {}),
+        (48.0, True, {}),
+        (FILM, False, {}),  # a variable rate of that average
+        (FILM, None, {}),
+        (24.13, True, {}),
+        (FILM, True, {"num_frames": 13}),  # even as it is
+        (24.001, True, {"clip": "chunks"}),
+    ],
+)
+def test_other_samples_keep_their_ids(rate, constant, video):
+    """Against the record that is documented, with the rate asked for and starts on its grid."""
+    plan = at_24(rate, constant, **video)
+    assert plan.samples.num_rows
+    for number, sample in enumerate(plan.samples.to_pylist()):
+        bucket, cut = Bucket.parse(sample["geometry"]["bucket"]), sample["geometry"]
+        record = np.zeros(1, identity.SAMPLE)
+        record["media"] = np.frombuffer(bytes.fromhex(sample["media_id"]), "V16")
+        frames = bucket.frames
+        record["geometry"] = [bucket.width, bucket.height, frames, cut["resize_w"], cut["resize_h"], cut["x"], cut["y"]]
+        record["rate"], record["start"] = 24.0, number * 61 / 24.0
+        assert sample["sample_id"] == identity.xxhash.xxh3_128_hexdigest(record.tobytes())
+
+
+def test_a_video_of_nearly_the_rate_repeats_nothing():
+    assert reasons(at_24(FILM, max_repeated_frames=0.0)) == {}
+    assert reasons(at_24(FILM, constant=False, max_repeated_frames=0.0)) == {"001.jpg": "repeats-frames"}
+    assert reasons(at_24(23.0, max_repeated_frames=0.0)) == {"001.jpg": "repeats-frames"}
+    # 60 frames are no clip of 61, though they last 61 twenty-fourths of a second.
+    short = at_24(FILM * 0.9965, duration=60 / (FILM * 0.9965), bucket_strategy="aspect_ratio")
+    assert reasons(short) == {"001.jpg": "too-short"} and "is 60 frames" in short.out["message"][0].as_py()
 
 
 def test_frame_interval_and_the_stride_hold_together():

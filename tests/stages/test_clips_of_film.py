@@ -1,0 +1,88 @@
+"""Videos of nearly the rate asked for, through discover and bucket: the frames that a sample's readers take."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from cache.store import Store
+from stages import bucket, discover
+from stages.media.samples import read_frames
+from stages.plan import current_plan
+
+BITS = 8
+
+
+def film(path: Path, rate: Fraction, frames: int, stamps: list[int] | None = None) -> None:
+    """Frames that carry their numbers as eight black or white bars. stamps: milliseconds, where the rate varies."""
+    base = Fraction(1, 1000) if stamps else 1 / rate
+    with av.open(str(path), "w") as output:
+        stream = output.add_stream("libx264", rate=rate, options={"preset": "ultrafast", "g": "24"})
+        stream.width, stream.height, stream.pix_fmt = 128, 64, "yuv420p"
+        stream.codec_context.time_base = base
+        for number in range(frames):
+            bars = np.array([255 * (number >> bit & 1) for bit in range(BITS)], np.uint8).repeat(16)
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.broadcast_to(bars[None, :, None], (64, 128, 3))))
+            frame.pts, frame.time_base = stamps[number] if stamps else number, base
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    path.with_suffix(".txt").write_text("film")
+
+
+def number_of(frame: np.ndarray) -> int:
+    side = frame.shape[1] // BITS
+    return sum(int(frame[:, bit * side + 2 : (bit + 1) * side - 2].mean() > 128) << bit for bit in range(BITS))
+
+
+def taken(home, decoder: str) -> dict[str, list[list[int]]]:
+    """path -> the frames of each of its clips."""
+    plan, found = current_plan(Store(home.config().root), home.config()), dict[str, list[list[int]]]()
+    for sample in plan.sample_table.sort_by([("path", "ascending"), ("start", "ascending")]).to_pylist():
+        frames = read_frames(home.media / sample["path"], sample, decoder)
+        found.setdefault(sample["path"], []).append([number_of(frame) for frame in frames])
+    return found
+
+
+@pytest.mark.parametrize("decoder", ["pyav", "decord"])
+def test_frames_neither_repeat_nor_are_left_out(project, decoder) -> None:
+    if decoder == "decord":
+        pytest.importorskip("decord")
+    home = project("kandinsky5-video-t2v")
+    home.settings["datasets"][0] |= {
+        "video": {"num_frames": 61, "frame_rate": 24.0, "clip": "chunks"},
+        "resolution": 96,
+    }
+    slow = Fraction(24000, 1001)
+    for suffix in ("mp4", "mkv"):
+        film(home.media / f"film.{suffix}", slow, 127)
+        film(home.media / f"twice.{suffix}", 2 * slow, 254)
+        film(home.media / f"exact.{suffix}", Fraction(24), 127)
+        film(home.media / f"faster.{suffix}", Fraction(241, 10), 250)
+    home.run(discover.run)
+    report = home.run(bucket.run)
+    assert "repeat" not in home.said and report.set_aside == []
+    found = taken(home, decoder)
+    assert len(found) == 8
+    for path, clips in found.items():
+        step = 2 if path.startswith("twice") else 1
+        assert len(clips[0]) == 61 and len(clips) == (5 if path.startswith("faster") else 3), path
+        first = [clip[0] for clip in clips]
+        assert first == [61 * step * number for number in range(len(clips))], path
+        for clip in clips:
+            assert clip == list(range(clip[0], clip[0] + step * len(clip), step)), path
+
+
+def test_a_variable_rate_of_that_average_is_followed_by_time_at_the_rate_asked_for(project) -> None:
+    home = project("kandinsky5-video-t2v")
+    home.settings["datasets"][0] |= {"video": {"num_frames": 61, "frame_rate": 24.0}, "resolution": 96}
+    stamps = [0] + [round(1001 * number / 24) + (3, 2, 9, 2)[number % 4] for number in range(1, 90)]
+    film(home.media / "varies.mkv", Fraction(24000, 1001), 90, stamps)
+    home.run(discover.run)
+    home.run(bucket.run)
+    assert "1 clips repeat frames" in home.said
+    [sample] = current_plan(Store(home.config().root), home.config()).sample_table.to_pylist()
+    assert sample["rate"] == 24.0
+    expected = [max(n for n, stamp in enumerate(stamps) if stamp <= 1000 * time / 24 + 1) for time in range(61)]
+    assert taken(home, "pyav") == {"varies.mkv": [expected]}
