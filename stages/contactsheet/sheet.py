@@ -37,7 +37,7 @@ class Sheet:
     @classmethod
     def of(cls, store: Store, config: Config, plan: Generation) -> "Sheet":
         active = plan.active.filter(pc.not_equal(plan.active.column("role"), VALIDATION)).combine_chunks()
-        samples = plan.sample_table.select(["sample_id", "media_id", "geometry", "condition"])
+        samples = plan.sample_table.select(["sample_id", "media_id", "geometry", "condition", "mask_id"])
         row = pc.index_in(active.column("sample_id"), value_set=samples.column("sample_id").combine_chunks())
         if row.null_count:
             raise LatentpressError(
