@@ -25,6 +25,7 @@ from schemas.identity import hash_bytes, hash_json
 from schemas.tables import ACTIVE, SAMPLES, TABLES_VERSION, TEXTS, UNITS
 
 _SCHEMAS = {"samples": SAMPLES, "texts": TEXTS, "units": UNITS, "active": ACTIVE}
+TABLES = tuple(_SCHEMAS)
 _CHECKS = {"samples": checks.samples, "texts": checks.texts, "units": checks.units, "active": checks.active}
 
 
@@ -50,7 +51,7 @@ class Generation:
     @cached_property
     def active(self) -> pa.Table:
         """Table of schemas.tables.ACTIVE, in the order of role, dataset and path."""
-        return _table(self.store, self.name, "active")
+        return table(self.store, self.name, "active")
 
     @cached_property
     def active_samples(self) -> pa.Array:
@@ -71,12 +72,12 @@ class Generation:
         wanted = self.active_texts if kind == "text" else self.active_samples
         units = []
         for name in _up_to(self.store, self.name):
-            table = _of_kind(_table(self.store, name, "units"), kind)
-            needed = np.zeros(table.num_rows, bool)
-            members = table.column("members").combine_chunks()
+            mine = _of_kind(table(self.store, name, "units"), kind)
+            needed = np.zeros(mine.num_rows, bool)
+            members = mine.column("members").combine_chunks()
             parents = np.asarray(pc.list_parent_indices(members))
             needed[parents[np.asarray(pc.is_in(members.flatten(), value_set=wanted))]] = True
-            for row in table.filter(pa.array(needed)).to_pylist():
+            for row in mine.filter(pa.array(needed)).to_pylist():
                 units.append(Unit(**{**row, "members": tuple(row["members"])}))
         return units
 
@@ -105,13 +106,25 @@ class Generation:
         """sample_id -> row of schemas.tables.ACTIVE: where the sample's files lie as of this plan."""
         return Rows(self.active, "sample_id")
 
-    def own(self, table: str) -> pa.Table:
+    def own(self, what: str) -> pa.Table:
         """Its own "samples", "texts", "units" or "active", without those of earlier generations."""
-        return _table(self.store, self.name, table)
+        return table(self.store, self.name, what)
 
-    def _all(self, table: str) -> pa.Table:
+    @property
+    def is_whole(self) -> bool:
+        """Whether it and earlier generations hold all that is active in it: not where one of those is gone."""
+        units = self._all("units")
+        held = (
+            (self.active_samples, self._all("samples").column("sample_id")),
+            (self.active_texts, self._all("texts").column("text_id")),
+            (self.active_samples, pc.list_flatten(_of_kind(units, "latents").column("members"))),
+            (self.active_texts, pc.list_flatten(_of_kind(units, "text").column("members"))),
+        )
+        return all(not len(ids) or pc.all(pc.is_in(ids, value_set=pa.array(there))).as_py() for ids, there in held)
+
+    def _all(self, what: str) -> pa.Table:
         # Generations of an older TABLES_VERSION lack columns; none of their ids is asked for.
-        tables = [_table(self.store, name, table) for name in _up_to(self.store, self.name)]
+        tables = [table(self.store, name, what) for name in _up_to(self.store, self.name)]
         return pa.concat_tables(tables, promote_options="default")
 
 
@@ -125,12 +138,37 @@ def _of_kind(units: pa.Table, kind: str) -> pa.Table:
     return units.filter(pc.equal(units.column("kind"), kind))
 
 
-def _table(store: Store, name: str, table: str) -> pa.Table:
-    rel = f"plans/{name}/{table}.arrow"
+def table(store: Store, name: str, what: str) -> pa.Table:
+    """The table `what` of generation `name`: one of TABLES. DamageError where it is not as it was written."""
+    rel = f"plans/{name}/{what}.arrow"
     try:
-        return store.read_table(rel, _CHECKS[table])
+        return store.read_table(rel, _CHECKS[what])
     except FileNotFoundError as error:
         raise DamageError(store.path(rel), "the file is missing") from error
+
+
+def damage(store: Store, name: str) -> DamageError | None:
+    """What is wrong with generation `name`, the first thing that is found."""
+    try:
+        load(store, name)
+        for what in TABLES:
+            table(store, name, what)
+    except DamageError as found:
+        return found
+    return None
+
+
+def put_away(store: Store, name: str) -> str:
+    """Move a generation, the file that makes it exist first, to damaged/plans/; where it lies then."""
+    taken, number = {kept.partition("/")[0] for kept in store.names("damaged/plans")}, 1
+    while f"{name}.{number}" in taken:
+        number += 1
+    kept = f"damaged/plans/{name}.{number}"
+    for file in sorted(store.names(f"plans/{name}"), key=lambda file: file != "plan.json"):
+        if is_ours(f"plans/{name}/{file}"):
+            store.move(f"plans/{name}/{file}", f"{kept}/{file}")
+    store.prune(f"plans/{name}")
+    return kept
 
 
 def _up_to(store: Store, name: str) -> list[str]:
@@ -168,8 +206,9 @@ def newest(store: Store, key: str) -> Generation | None:
 
 
 def every_unit(store: Store) -> pa.Table:
-    """Table of schemas.tables.UNITS: the units of all generations, whatever settings made them."""
-    tables = [UNITS.empty_table(), *(_table(store, name, "units") for name in names(store))]
+    """Table of schemas.tables.UNITS: the units of all sound generations, whatever settings made them."""
+    sound = [name for name in names(store) if damage(store, name) is None]
+    tables = [UNITS.empty_table(), *(table(store, name, "units") for name in sound)]
     return pa.concat_tables(tables, promote_options="default")
 
 
@@ -177,7 +216,7 @@ def planned(store: Store, kind: str) -> pa.Array:
     """Ids of every text or sample that some unit of some generation holds."""
     found = []
     for name in names(store):
-        found += pc.list_flatten(_of_kind(_table(store, name, "units"), kind).column("members")).chunks
+        found += pc.list_flatten(_of_kind(table(store, name, "units"), kind).column("members")).chunks
     return pc.unique(pa.chunked_array(found, pa.string()))
 
 
@@ -202,7 +241,7 @@ def publish(
     tables["active"] = tables["active"].combine_chunks()  # it is compared and hashed
     if current is not None and not (samples.num_rows or texts.num_rows or units.num_rows):
         same = all(current.info[name] == plain for name, plain in json.loads(json.dumps(info)).items())
-        if same and current.active.equals(tables["active"]):
+        if same and current.active.equals(tables["active"]) and current.is_whole:
             return current
     existing = names(store)
     parent = existing[-1] if existing else None

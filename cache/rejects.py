@@ -38,6 +38,14 @@ def _says(store: Store, rel: str, table: pa.Table) -> bool:
         return False
 
 
+def to_replace(store: Store, stage: str, name: str) -> list[dict]:
+    """The rows of a list that is about to be replaced: none of one that is damaged."""
+    try:
+        return read_one(store, stage, name).to_pylist()
+    except DamageError:
+        return []
+
+
 def _table(store: Store, rel: str) -> pa.Table:
     return store.read_table(rel, checks.rejected)
 
@@ -48,7 +56,16 @@ def read_one(store: Store, stage: str, name: str) -> pa.Table:
     return _table(store, rel) if store.exists(rel) else REJECTS.empty_table()
 
 
-def read(store: Store, stage: str) -> dict[str, list[dict]]:
-    """name -> rows, of everything that `stage` set aside."""
-    found = [name for name in store.names(f"rejects/{stage}") if name.endswith(".arrow")]
-    return {name.removesuffix(".arrow"): _table(store, f"rejects/{stage}/{name}").to_pylist() for name in found}
+def read(store: Store, stage: str, damaged: dict[str, DamageError] | None = None) -> dict[str, list[dict]]:
+    """name -> rows, of everything that `stage` set aside. damaged: takes the lists that are; else they are errors."""
+    found = {}
+    for file in store.names(f"rejects/{stage}"):
+        if file.endswith(".arrow"):
+            name = file.removesuffix(".arrow")
+            try:
+                found[name] = _table(store, f"rejects/{stage}/{file}").to_pylist()
+            except DamageError as damage:
+                if damaged is None:
+                    raise
+                damaged[name] = damage
+    return found

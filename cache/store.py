@@ -180,6 +180,10 @@ class Store:
         """The full name of `rel`, for messages and for the file system."""
         return f"{self.base}/{rel}" if rel else self.base
 
+    def relative(self, path: str) -> str:
+        """The inverse of `path`."""
+        return path.removeprefix(f"{self.base}/")
+
     def local(self, rel: str) -> Path | None:
         """Where `rel` lies on this machine's disk; None on an object store."""
         return None if self.root is None else self.root / rel

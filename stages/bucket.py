@@ -43,6 +43,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     add_validation(plan, config, multiple, look)
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training(plan)
+    _set_damaged_aside(store, options, console)
     new_samples = _new(plan.samples, "sample_id", generations.planned(store, "latents"))
     new_texts = _new(plan.texts, "text_id", generations.planned(store, "text"))
     key = plan_key(config, multiple)
@@ -74,6 +75,18 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report.details["new units"] = {kind: _count(made, "kind", kind) for kind in ("latents", "text")}
     report.details["generation"] = generation.name + ("" if generation.name not in before else " (unchanged)")
     return report
+
+
+def _set_damaged_aside(store: Store, options: Options, console: Console) -> None:
+    """Plans that are not as they were written make way: what they held is planned again. Units are called by their
+    members, so that the shards of those that are planned as before are found again."""
+    for name in generations.names(store):
+        damage = generations.damage(store, name)
+        if damage is None:
+            continue
+        if options.dry_run:
+            raise damage
+        console.warn(f"{damage.message}; this plan is kept as {generations.put_away(store, name)} and planned again")
 
 
 def look(path: Path) -> Found:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache import rejects
+from cache.damage import DamageError
 from cache.store import Store
 from schemas.config import Config, Dataset
 from schemas.console import Console, Options, Progress, Report, program
@@ -69,8 +70,8 @@ class _Discovery:
 
     def run(self, report: Report) -> None:
         self.settings = Settings.of(self.dataset)
-        self.before = mediatable.whole_table(self.store, self.dataset.id)
-        self.known = mediatable.known_rows(self.store, self.dataset.id, self.before, self.settings)
+        self.before = self._whole_before()
+        self.known = mediatable.known_rows(self.store, self.dataset.id, self.before, self.settings, self._say_damaged)
         self.stay = np.zeros(len(self.known.table) if self.known else 0, bool)  # known rows that are as they were
         self.rows = Spill(self.store, media_path(self.dataset.id))  # the other rows of the table to come
         source = open_source(self.dataset)
@@ -89,6 +90,16 @@ class _Discovery:
         if len(aside):
             report.rejects = self.store.path("rejects/discover")
         report.details[self.dataset.id] = self._counts(table, news, aside, source) | {"files read": read}
+
+    def _whole_before(self) -> pa.Table | None:
+        try:
+            return mediatable.whole_table(self.store, self.dataset.id)
+        except DamageError as damage:
+            self._say_damaged(damage)
+            return None
+
+    def _say_damaged(self, damage: DamageError) -> None:
+        self.console.warn(f"{damage.message}; what it said is read again")
 
     # -- listing -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ discovery and nothing to anyone else.
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache import checks
+from cache.damage import DamageError
 from cache.store import Store, explained
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
@@ -97,17 +98,29 @@ def _is_current(table: pa.Table) -> bool:
 
 def whole_table(store: Store, dataset: str) -> pa.Table | None:
     """The media table as it is; None where there is none of this version."""
-    if not store.exists(media_path(dataset)):
+    try:
+        table = store.read_table(media_path(dataset), sound)
+    except FileNotFoundError:
         return None
-    table = store.read_table(media_path(dataset), sound)
     return table if _is_current(table) else None
 
 
-def known_rows(store: Store, dataset: str, whole: pa.Table | None, settings: Settings) -> Known | None:
-    """All rows that are known, first those of the whole table, without what other settings made of them."""
+def known_rows(
+    store: Store,
+    dataset: str,
+    whole: pa.Table | None,
+    settings: Settings,
+    damaged: Callable[[DamageError], object],
+) -> Known | None:
+    """All rows that are known, first those of the whole table, without what other settings made of them. damaged: told
+    of each piece that is, whose rows are not known then."""
     found = [whole] if whole is not None else []
     for name in partial_names(store, dataset):
-        table = store.read_table(name, sound)
+        try:
+            table = store.read_table(name, sound)
+        except DamageError as damage:
+            damaged(damage)
+            continue
         found += [table] if _is_current(table) else []
     if not found:
         return None

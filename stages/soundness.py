@@ -6,6 +6,7 @@ provenance.json, so caches of every configuration are checked, with none of thei
 """
 
 from collections.abc import Container, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,13 +178,16 @@ def shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
 
 
 def missing(store: Store, present: dict[str, int]) -> dict[str, str]:
-    """Path -> set, of the shards that a set in use names and that are not there."""
+    """Path -> set, of the shards that a set in use names and that are not there. Sets and pointers that are damaged say
+    nothing: stages/tablecheck.py names them."""
     lost: dict[str, str] = {}
-    for name in current_sets(store):
-        if store.exists(f"sets/{name}/set.json"):
-            for rel in shards_of(store, name):
-                if rel not in present:
-                    lost.setdefault(rel, name)
+    for rel in pointers(store):
+        with suppress(DamageError, FileNotFoundError):
+            name = pointed(store, rel)
+            if store.exists(f"sets/{name}/set.json"):
+                for path in shards_of(store, name):
+                    if path not in present:
+                        lost.setdefault(path, name)
     return lost
 
 
@@ -201,14 +205,21 @@ def shards_of(store: Store, name: str) -> list[str]:
 def current_sets(store: Store, but: Container[str] = ()) -> list[str]:
     """Ids of the sets that sets/current-*.json, save those in `but`, point at. DamageError where one points nowhere
     below the root."""
-    found = set()
-    for rel in (f"sets/{name}" for name in store.names("sets") if name.startswith("current-")):
-        if is_ours(rel) and rel not in but:
-            id = read_json(store, rel).get("id")
-            if not isinstance(id, str) or not PLAIN.fullmatch(id):
-                raise DamageError(store.path(rel), f"it names {shown(repr(id))}, which no training set is called")
-            found.add(id)
-    return sorted(found)
+    return sorted({pointed(store, rel) for rel in pointers(store) if rel not in but})
+
+
+def pointers(store: Store) -> list[str]:
+    """The files that name the set in use of each family and task."""
+    named = (f"sets/{name}" for name in store.names("sets") if name.startswith("current-"))
+    return [rel for rel in named if is_ours(rel)]
+
+
+def pointed(store: Store, rel: str) -> str:
+    """The set that a pointer names. DamageError where that is the name of none."""
+    id = read_json(store, rel).get("id")
+    if not isinstance(id, str) or not PLAIN.fullmatch(id):
+        raise DamageError(store.path(rel), f"it names {shown(repr(id))}, which no training set is called")
+    return id
 
 
 def put_away(store: Store, rel: str) -> str:

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import typer
 
 from cache import rejects
+from cache.damage import DamageError
 from cache.generations import Generation, Unit
 from cache.shard import Truncated, done_units
 from cache.store import Store
@@ -113,7 +114,8 @@ class EncodingStage:
         name = self.fingerprint(config)
         wanted = plan.active_texts if self.of == "text" else plan.active_samples
         done = done_units(store, f"{self.kind}/{name}")
-        lists = _of_items(rejects.read(store, reject_folder(self.name, name)), wanted)
+        damaged: dict[str, DamageError] = {}
+        lists = _of_items(rejects.read(store, reject_folder(self.name, name), damaged), wanted)
         places = Places(config, plan)
         again = {
             unit
@@ -128,7 +130,8 @@ class EncodingStage:
                 f"plan {plan.name} wants {lost} items that no unit holds: an older plan was removed",
                 "run `latentpress bucket`, which plans them again",
             )
-        return Work(plan, name, units, wanted, _counts(units, held, wanted), done, again & set(done), lists)
+        again = (again | damaged.keys()) & done.keys()
+        return Work(plan, name, units, wanted, _counts(units, held, wanted), done, again, lists, damaged)
 
     def run(
         self,
@@ -145,6 +148,8 @@ class EncodingStage:
         stopping, store = Stopping(max_time), Store(config.root)
         work = self.work(store, config, current_plan(store, config), retry_set_aside)
         mine = work.part(options.shard)
+        for damage in work.damaged.values():
+            console.warn(f"{damage.message}; its unit is done again")
         before = len(work.units) - len(work.todo)
         report = Report(program=self.name, skipped=_members(work.units) - _members(work.todo))
         report.details = {
@@ -190,6 +195,7 @@ class Work:
     done: dict[str, str]  # unit id -> shard path
     again: set[str]  # units whose shard lacks a wanted member that may work now
     lists: dict[str, list[dict]]  # unit id -> what was set aside of it and is wanted
+    damaged: dict[str, DamageError] = field(default_factory=dict)  # unit id -> what is wrong with that list
 
     @property
     def todo(self) -> list[Unit]:

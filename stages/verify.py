@@ -1,4 +1,5 @@
-"""verify: read every shard whole, compare it with its checksums and its plan, and have what is damaged made again.
+"""verify: read every shard and table whole, compare it with its checksums and its plan, and have what is damaged made
+again.
 
 Several shards at once, in threads: reading, hashing and looking for NaN all release Python's lock.
 """
@@ -20,7 +21,7 @@ from cache.store import Store, StoreError
 from schemas.config import Config
 from schemas.console import Console, Options, Progress, Report, program
 from schemas.errors import LatentpressError
-from stages import encoders, soundness
+from stages import encoders, soundness, tablecheck
 from stages.plan import current_plan
 from stages.soundness import Expectations, Whole
 from stages.stage import EncodingStage, Work, refuse_shard
@@ -42,8 +43,8 @@ def run(
         bool,
         typer.Option(
             "--repair",
-            help="Move damaged shards to damaged/ under the root, and encode their units again where this "
-            "configuration needs them.",
+            help="Move damaged shards and plans to damaged/ under the root, and make them and damaged sets again where "
+            "this configuration needs them.",
         ),
     ] = False,
 ) -> Report:
@@ -58,6 +59,9 @@ def run(
     swept = store.sweep(STALE)
     if swept:
         console.log(f"removed {len(swept)} temporary files that killed processes left")
+    report.details["tables"], bad = tablecheck.damaged(store)
+    if bad and repair:  # plans before shards, which are looked at by them
+        tablecheck.repair(store, config, options, console, bad, "plans")
     found = examine(store, present, options.workers, console)
     found.damage |= {
         rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
@@ -67,9 +71,16 @@ def run(
     report.done = len(present) - len(found.unread) - sum(rel in present for rel in found.damage)
     if found.damage and repair:
         _repair(store, config, options, console, found, report)
-    report.damage = [_row(rel, damage) for rel in sorted(found.damage) for damage in found.damage[rel]]
-    if report.damage and not repair:
-        report.next_steps = _advice(store, found.damage, ["latentpress verify --repair", "latentpress index"])
+    if bad and repair:
+        tablecheck.repair(store, config, options, console, bad, "sets")
+        report.details["damaged tables"], (_, bad) = sorted(bad), tablecheck.damaged(store)
+    every = found.damage | bad
+    report.damage = [_row(rel, damage) for rel in sorted(every) for damage in every[rel]]
+    again = tablecheck.commands(bad)
+    if found.damage and not repair:
+        again = [line for line in again if line != "latentpress index"]
+        again += _advice(store, found.damage, ["latentpress verify --repair", "latentpress index"])
+    report.next_steps += [line for line in again if line not in report.next_steps]
     return report
 
 
@@ -235,7 +246,7 @@ def _words(damage: DamageError) -> str:
 
 app = program(
     "verify",
-    "Read every shard: structure, checksums, agreement with the plan, NaN.\n\n"
+    "Read every shard and table: structure, checksums, agreement with the plan, NaN.\n\n"
     "With --repair exit code 4 means that some damage could not be mended: shards of another configuration are only "
     "set aside.",
     run,

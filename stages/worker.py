@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from cache import generations
 from cache.generations import Unit
-from cache.rejects import read_one, reject, write
+from cache.rejects import reject, to_replace, write
 from cache.shard import Row, SetAside, ShardMeta, ShardWriter, Truncated, writer
 from cache.store import Store
 from schemas.errors import LatentpressError
@@ -255,7 +255,7 @@ class _Shard:
                 self._writer.set_aside(SetAside(member["item"], member["reason"], member["message"]))
             folder = reject_folder(worker.stage, worker.job.fingerprint)
             again = {member["item"] for member in self._aside}
-            before = read_one(worker.store, folder, unit).to_pylist()
+            before = to_replace(worker.store, folder, unit)
             if again:
                 # Before the shard, which says "done", and with what stood there, some of which may be mended now:
                 # killed in between, nothing has left the lists.

@@ -1,0 +1,95 @@
+"""Every table under a root, and every JSON file beside one: read whole, compared with its checksum, its values checked.
+
+What is damaged is made again by the program that wrote it, from what that was made of: a plan from the media tables, a
+set from plan and shards, a list of what was set aside by its stage. `repair` does so for plans and sets.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from cache import checks, generations
+from cache.damage import DamageError, rebuild_command
+from cache.exported import ExportedSet
+from cache.layout import is_ours
+from cache.store import Store
+from cache.trainset import TABLES, TrainSet, set_table
+from schemas.config import Config
+from schemas.console import Console, Options
+from schemas.errors import LatentpressError
+from stages import bucket, index, mediatable
+from stages.soundness import pointed, shards_of
+
+Damaged = dict[str, list[DamageError]]  # by path
+
+
+def damaged(store: Store) -> tuple[int, Damaged]:
+    """How many files were looked at, and what is wrong with them. What is removed meanwhile is not looked at."""
+    found = Damaged()
+    names = [name for top in ("media", "plans", "sets", "rejects") for name in _names(store, top)]
+    for name in names:
+        look = _look(store, name)
+        try:
+            look()
+        except FileNotFoundError:
+            continue
+        except DamageError as damage:
+            found.setdefault(store.relative(damage.path), []).append(damage)
+    return len(names), found
+
+
+def _names(store: Store, top: str) -> list[str]:
+    """Of tables and the JSON files that make them exist; then what such a file says is there and is not."""
+    names = [f"{top}/{name}" for name in store.names(top) if is_ours(f"{top}/{name}")]
+    folders = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
+    wanted = {"plans": generations.TABLES, "sets": TABLES}.get(top, ())
+    making = [name for name in names if top in ("plans", "sets") and name.count("/") == 2]
+    kept = [name for name in names if name not in making or name.rpartition("/")[0] in folders]
+    return sorted({*kept, *(f"{folder}/{table}.arrow" for folder in folders for table in wanted)})
+
+
+def _look(store: Store, rel: str) -> Callable[[], object]:
+    """What reads the file at `rel` as the programs do."""
+    top, name, file = f"{rel}//".split("/")[:3]
+    table = file.removesuffix(".arrow")
+    if top == "media":
+        return lambda: store.read_table(rel, mediatable.sound)
+    if top == "rejects":
+        return lambda: store.read_table(rel, checks.rejected)
+    if top == "plans":
+        known = table in generations.TABLES
+        return lambda: generations.table(store, name, table) if known else generations.load(store, name)
+    if not file:
+        return lambda: pointed(store, rel)
+    return lambda: set_table(store, name, table) if table in TABLES else _check_set(store, name)
+
+
+def _check_set(store: Store, name: str) -> None:
+    """That its description and its tables, where each by itself is sound, go together."""
+    meta = store.read_json(f"sets/{name}/set.json")
+    for table in TABLES:
+        try:
+            set_table(store, name, table)
+        except DamageError:
+            return
+    shards_of(store, name)
+    (ExportedSet if "export" in meta else TrainSet)(store, name, meta).close()
+
+
+def commands(paths: Damaged) -> list[str]:
+    """What makes these files again, in the order in which it is to be run."""
+    order = ["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index"]
+    programs = {rebuild_command(path) for path in paths}
+    known = [f"latentpress {name}" for name in order if name in programs]
+    return known + [f"latentpress {name}" for name in sorted(programs - {*order})]
+
+
+def repair(store: Store, config: Config, options: Options, console: Console, bad: Damaged, top: str) -> None:
+    """Have the program that writes what lies under `top`, "plans" or "sets", make again what is damaged there, as far
+    as this configuration makes it."""
+    program = {"plans": bucket.run, "sets": index.run}[top]
+    if not any(path.startswith(f"{top}/") for path in bad):
+        return
+    try:
+        program(config, replace(options, workers=None), console)
+    except LatentpressError as error:
+        console.warn(f"{top} can't be made again: {error.message}")

@@ -1,0 +1,321 @@
+"""Tables that a disk, or somebody, has changed: what is read is what was written, or DamageError that names the file
+and the command. Never another value, a raw exception, or a signal: the readers run in a forked process."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+
+from cache import checks, generations, ipc, rejects, tables
+from cache.damage import UNREADABLE, DamageError
+from cache.store import Store
+from cache.trainset import TABLES as SET_TABLES
+from cache.trainset import TrainSet, pointer, set_table
+from schemas.identity import hash_bytes
+from schemas.tables import ACTIVE, INDEX, MEDIA, SAMPLES, SET_SHARDS, SET_TEXTS, TABLES_VERSION, TEXTS, UNITS
+from stages import mediatable, tablecheck
+from stages.mediatable import Settings
+
+MEMORY = 512 << 20
+COUNT = 5
+
+
+def id_of(number: int) -> str:
+    return hash_bytes(b"%d" % number)
+
+
+def table(schema: pa.Schema, **values: object) -> pa.Table:
+    """COUNT rows; a column is what a function of the row's number gives, one value for all, or null."""
+    rows = [
+        {name: value(number) if callable(value) else value for name, value in values.items()} for number in range(COUNT)
+    ]
+    return pa.Table.from_pylist(rows, schema)
+
+
+CUT = {"bucket": "64x32@1", "resize_w": 80, "resize_h": 32, "x": 16, "y": 0}
+PROMPT = {"name": "one", "prompt": "a cat", "negative_prompt": "", "bucket": "64x32@1"}
+
+
+def make(root: Path) -> Store:
+    """A root with one of each kind of table."""
+    store, names = Store(root), {"path": lambda n: f"{n}.png", "dataset": "photos"}
+    shared = {"sample_id": id_of, "role": "train", **names}
+    samples = table(SAMPLES, **shared, media_id=id_of, kind="image", geometry=CUT, condition="none")
+    texts = table(TEXTS, text_id=id_of, template="t", text=lambda n: f"picture {n}", negative=False)
+    active = table(
+        ACTIVE, **shared, bucket="64x32@1", repeats=2, weight=0.5, regularisation=False, texts=lambda n: [id_of(n)]
+    )
+    members = [id_of(n) for n in range(COUNT)]
+    units = [
+        {"unit_id": f"{kind}-0", "kind": kind, "bucket": size, "members": members, "estimated_bytes": 7}
+        for kind, size in (("text", ""), ("latents", "64x32@1"))
+    ]
+    prompt = {**PROMPT, "text": id_of(0), "negative": id_of(1), "condition": None}
+    info = {"family": "kandinsky5-image", "task": "t2i", "null_text": id_of(1), "validation": [prompt]}
+    planned = {"samples": samples, "texts": texts, "units": pa.Table.from_pylist(units, UNITS), "active": active}
+    plan = generations.publish(store, key="k", info=info, **planned)
+    media = table(MEDIA, path=lambda n: f"{n}.png", media_id=id_of, kind="image", width=80, height=32, captions=["a"])
+    settings = Settings("c", "content", "image")
+    mediatable.write_whole(store, "photos", None, media, np.ones(COUNT, bool), settings)
+    mediatable.save_partial(store, "photos", [media], settings)
+    rejects.write(store, "discover", "photos", [rejects.reject("discover", "photos/x", "x.png", "odd", "it is odd")])
+    index = table(
+        INDEX, sample_id=id_of, role="train", dataset="photos", bucket="64x32@1", repeats=2, weight=0.5,
+        regularisation=False, shard=1, row=lambda n: n, texts=lambda n: [n],
+    )  # fmt: skip
+    store.write_table("sets/0123456789abcdef/index.arrow", index)
+    store.write_table("sets/0123456789abcdef/texts.arrow", table(SET_TEXTS, text_id=id_of, shard=0, row=lambda n: n))
+    shards = [{"path": f"{kind}/{'f' * 24}/{kind}-0.arrow", "kind": kind} for kind in ("text", "latents")]
+    store.write_table("sets/0123456789abcdef/shards.arrow", pa.Table.from_pylist(shards, SET_SHARDS))
+    record = {"format_version": TABLES_VERSION, "id": "0123456789abcdef", "family": "kandinsky5-image", "task": "t2i"}
+    record |= {"generation": plan.name, "null_text": 1, "validation": [{**prompt, "text": 0, "negative": 1}]}
+    store.publish_json("sets/0123456789abcdef/set.json", record)
+    store.publish_json(pointer("kandinsky5-image", "t2i"), {"id": "0123456789abcdef"})
+    return store
+
+
+COMMANDS = {"media": "discover", "plans": "bucket", "sets": "index", "rejects": "discover"}
+FILES = [
+    *("media/photos/media.arrow", "media/photos/partial/000000.arrow", "rejects/discover/photos.arrow"),
+    *(f"plans/{{}}/{name}" for name in ("samples.arrow", "texts.arrow", "units.arrow", "active.arrow", "plan.json")),
+    *(f"sets/0123456789abcdef/{name}" for name in ("index.arrow", "texts.arrow", "shards.arrow", "set.json")),
+    "sets/current-kandinsky5-image-t2i.json",
+]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return make(tmp_path / "root")
+
+
+@pytest.fixture(params=FILES)
+def rel(request, store: Store) -> str:
+    return request.param.format(*generations.names(store))
+
+
+def read(store: Store, rel: str) -> object:
+    """What the programs take from the file."""
+    top, name, file = f"{rel}//".split("/")[:3]
+    what = file.removesuffix(".arrow")
+    if top == "media":
+        return store.read_table(rel, mediatable.sound)
+    if top == "rejects":
+        return rejects.read_one(store, "discover", "photos")
+    if top == "plans":
+        return (
+            generations.load(store, name).info
+            if what not in generations.TABLES
+            else generations.table(store, name, what)
+        )
+    if what in SET_TABLES:
+        return set_table(store, name, what)
+    return TrainSet.open(store, "current", "kandinsky5-image", "t2i").meta
+
+
+def put(store: Store, rel: str, data: bytes) -> None:
+    path = store.local(rel)
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
+def is_named(damage: DamageError, store: Store, rel: str) -> bool:
+    said = str(damage)
+    return store.path(rel) in said and f"latentpress {COMMANDS[rel.split('/')[0]]}" in said and damage.exit_code == 4
+
+
+def flips(data: bytes, count: int) -> Iterator[bytes]:
+    """Single bits, a seeded choice of them."""
+    for place in random.Random(0).sample(range(8 * len(data)), min(count, 8 * len(data))):
+        found = bytearray(data)
+        found[place // 8] ^= 1 << place % 8
+        yield bytes(found)
+
+
+def test_no_flipped_bit_goes_unnoticed(store, rel, forked, often) -> None:
+    """In Arrow files every bit is found. In JSON one may pass that leaves the values as they were: in a space, or in
+    the name of the checksum, which is then one more value that nobody asks for."""
+    data, right = store.read_bytes(rel), read(store, rel)
+
+    def work() -> None:
+        for changed in flips(data, often(150, 1 << 30)):
+            put(store, rel, changed)
+            try:
+                found = read(Store(store.root), rel)
+            except DamageError as damage:
+                assert is_named(damage, store, rel)
+            else:
+                assert rel.endswith(".json") and {name: found[name] for name in right} == right
+
+    assert forked(work, memory=MEMORY) == 0
+
+
+def test_a_file_that_was_cut_or_emptied(store, rel, forked) -> None:
+    data = store.read_bytes(rel)
+
+    def work() -> None:
+        for size in {0, 1, 7, 8, len(data) // 2, len(data) - 10, len(data) - 1}:
+            put(store, rel, data[:size])
+            with pytest.raises(DamageError) as caught:
+                read(Store(store.root), rel)
+            assert is_named(caught.value, store, rel)
+
+    assert forked(work, memory=MEMORY) == 0
+
+
+def resealed(data: bytes) -> bytes:
+    """The file with the checksum that whoever changed it would give it."""
+    plain = tables._FILLED.sub(tables._BLANK, data)
+    return plain.replace(tables._BLANK, tables._MARK + xxhash.xxh3_128_hexdigest(plain).encode())
+
+
+def test_nothing_kills_a_process_though_the_checksum_is_right(store, rel, forked, often) -> None:
+    if rel.endswith(".json"):
+        pytest.skip("has no buffers")
+    data = store.read_bytes(rel)
+
+    def work() -> None:
+        whole = 0
+        for changed in flips(data, often(300, 1 << 30)):
+            put(store, rel, resealed(changed))
+            try:
+                found = read(Store(store.root), rel)
+            except DamageError as damage:
+                assert is_named(damage, store, rel)
+            else:
+                whole += 1
+                json.dumps(found.to_pylist())  # every value can be had
+        assert whole, "the checksums were right"
+
+    assert resealed(data) == data
+    assert forked(work, memory=MEMORY) == 0
+
+
+def _compressed(found: pa.Table) -> tuple[pa.Table, pa.ipc.IpcWriteOptions]:
+    return found, pa.ipc.IpcWriteOptions(compression="zstd")
+
+
+def _dictionaries(found: pa.Table) -> tuple[pa.Table, pa.ipc.IpcWriteOptions]:
+    column = found.column(0).combine_chunks().dictionary_encode()
+    return found.set_column(0, found.schema.names[0], column), pa.ipc.IpcWriteOptions()
+
+
+def _views(found: pa.Table) -> tuple[pa.Table, pa.ipc.IpcWriteOptions]:
+    return found.append_column("extra.x", pa.nulls(COUNT, pa.string_view())), pa.ipc.IpcWriteOptions()
+
+
+@pytest.mark.parametrize("how", [_compressed, _dictionaries, _views])
+def test_what_no_table_is_made_of(store, forked, how: Callable) -> None:
+    rel = "media/photos/media.arrow"
+    found, options = how(store.read_table(rel))
+    schema = found.schema.with_metadata({**found.schema.metadata, tables.KEY: tables._BLANK})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema, options=options) as out:
+        out.write_table(found)
+    put(store, rel, resealed(sink.getvalue().to_pybytes()))
+
+    def work() -> None:
+        with pytest.raises(DamageError):
+            read(Store(store.root), rel)
+
+    assert forked(work, memory=MEMORY) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "column", "value"),
+    [
+        *(("samples", "geometry", CUT | change) for change in (
+            {"x": -1}, {"x": 17}, {"y": 1}, {"y": 2**31 - 1}, {"resize_w": 0}, {"resize_h": 2**31 - 1},
+            {"bucket": "a"}, {"bucket": None}, {"bucket": f"{2**40}x32"}, {"x": None},
+        )),
+        *(("samples", "role", "all"), ("samples", "condition", "x"), ("samples", "sample_id", "0" * 31)),
+        *(("samples", "sample_id", "\u00e9" * 16), ("samples", "media_id", None), ("samples", "rate", float("nan"))),
+        *(("samples", "start", -1.0), ("samples", "path", "a\0b"), ("samples", "source_geometry", CUT | {"x": 60})),
+        *(("texts", "text_id", "x"), ("texts", "text", None), ("texts", "image_geometry", CUT | {"x": -5})),
+        *(("units", "kind", "all"), ("units", "bucket", "big"), ("units", "members", []), ("units", "members", [None])),
+        *(("units", "unit_id", "../x"), ("units", "estimated_bytes", -1), ("units", "members", ["x"])),
+        *(("active", "repeats", -1), ("active", "repeats", 2**31 - 1), ("active", "weight", float("inf"))),
+        *(("active", "weight", 0.0), ("active", "texts", ["x"]), ("active", "null_text", "x"), ("active", "role", "")),
+        *(("index", "shard", 2), ("index", "shard", -1), ("index", "row", -1), ("index", "texts", [5])),
+        *(("index", "texts", []), ("index", "null_text", 5), ("index", "role", "validation"), ("index", "repeats", -1)),
+        *(("index", "weight", float("nan")), ("index", "bucket", "x"), ("index", "sample_id", None)),
+        *(("set_texts", "shard", 2), ("set_texts", "row", -1), ("set_texts", "text_id", None)),
+        ("shards", "path", None),
+        *(("media", "kind", "sound"), ("media", "width", -1), ("media", "media_id", "x"), ("media", "path", None)),
+        *(("media", "captions", [None]), ("media", "path", "a\0b")),
+    ],
+)  # fmt: skip
+def test_values_that_lead_astray(store, file: str, column: str, value: object) -> None:
+    """Written as a program would write them, so that the checksum is right."""
+    (plan,) = generations.names(store)
+    folder = {"media": "media/photos", "index": "sets/0123456789abcdef"}.get(file, f"plans/{plan}")
+    folder = "sets/0123456789abcdef" if file in ("set_texts", "shards") else folder
+    rel = f"{folder}/{'texts' if file == 'set_texts' else file}.arrow"
+    found = store.read_table(rel)
+    rows = found.to_pylist()
+    rows[0][column] = value
+    store.write_table(rel, pa.Table.from_pylist(rows, found.schema))
+    again = Store(store.root)
+    with pytest.raises(DamageError) as caught:
+        TrainSet.open(again, "current", "kandinsky5-image", "t2i") if folder.startswith("sets") else read(again, rel)
+    assert folder in caught.value.path
+    assert tablecheck.damaged(again)[1]
+
+
+def test_a_table_of_an_earlier_release_is_read(store) -> None:
+    """It has no checksum; what its buffers and values can be is asked all the same."""
+    rel = "media/photos/media.arrow"
+    right = store.read_table(rel)
+
+    def write(found: pa.Table) -> None:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, found.schema) as out:
+            out.write_table(found)
+        put(store, rel, sink.getvalue().to_pybytes())
+
+    write(right)
+    assert Store(store.root).read_table(rel, mediatable.sound).equals(right)
+    write(right.set_column(right.schema.names.index("kind"), "kind", pa.array(["?"] * COUNT)))
+    with pytest.raises(DamageError, match="kind is none of"):
+        Store(store.root).read_table(rel, mediatable.sound)
+
+
+def test_a_table_is_read_again_when_another_takes_its_place(store) -> None:
+    rel = "rejects/discover/photos.arrow"
+    first = store.read_table(rel, checks.rejected)
+    assert store.read_table(rel, checks.rejected) is first
+    rejects.write(store, "discover", "photos", [rejects.reject("discover", "photos/y", "y.png", "odd", "it is odd")])
+    assert store.read_table(rel, checks.rejected).column("path").to_pylist() == ["y.png"]
+    assert first.column("path").to_pylist() == ["x.png"], "an open table stays as it was"
+
+
+def test_the_checksum_stands_at_both_ends(store, rel) -> None:
+    if rel.endswith(".json"):
+        pytest.skip("stands there once")
+    with store.open(rel) as file:
+        found = tables.checksum(file)
+        place, _ = ipc.footer_place(file)
+    data = store.read_bytes(rel)
+    assert data.count(found.encode()) == 2 and data.index(found.encode()) < place < data.rindex(found.encode())
+    assert xxhash.xxh3_128_hexdigest(data.replace(found.encode(), b"\xff" * 32)) == found
+    put(store, rel, data.replace(found.encode(), b"0" * 32))
+    with store.open(rel) as file, pytest.raises(UNREADABLE, match="does not match"):
+        tables.checksum(file)
+
+
+@pytest.mark.parametrize("what", ["flipped", "cut", "gone"])
+def test_verify_names_every_damaged_table(store, rel, what) -> None:
+    count, bad = tablecheck.damaged(store)
+    assert count == len(FILES) and not bad
+    data = store.read_bytes(rel)
+    put(store, rel, data[: len(data) // 2] if what == "cut" else bytes([*data[:40], data[40] ^ 1, *data[41:]]))
+    if what == "gone":
+        store.remove(rel)
+    _, bad = tablecheck.damaged(Store(store.root))
+    is_table = rel.startswith(("plans", "sets")) and rel.endswith(".arrow")
+    assert set(bad) == ({rel} if what != "gone" or is_table else set())
+    assert all(is_named(damage, store, rel) for damage in bad.get(rel, []))
