@@ -31,6 +31,7 @@ from typing import Any, TextIO
 
 import typer
 
+import schemas.quiet  # noqa: F401  (what it does is done on import)
 from schemas.errors import DAMAGE, INTERRUPTED, OK, REMAINS, USAGE, LatentpressError
 from schemas.options import (
     WHOLE,
