@@ -17,6 +17,7 @@ import torch
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from safetensors import SafetensorError
 
 from cache.plan import Plan
 from cache.trainset import TrainSet
@@ -143,8 +144,14 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
         data.widths = {name: model.config[key] for name, key in config.model.spec.text_widths.items()}
         base = fingerprint(model)
         trainable = make_trainable(model, family, config)
-    except (ValueError, OSError) as error:  # how diffusers and the family refuse a source, and the adapter a target
-        raise RunError(str(error), "Correct model.path, model.flavour or train.adapter.") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+        # How diffusers and the family refuse a source, and the adapter a target; or the weights are damaged.
+        if isinstance(error, LatentpressError):
+            raise
+        step = "Correct model.path, model.flavour or train.adapter, or replace the checkpoint with a whole copy."
+        raise RunError(f"{config.model.source}: {str(error) or type(error).__name__}", step) from error
     if settings.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     autocast = torch.bfloat16 if half and full else None

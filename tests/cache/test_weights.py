@@ -201,3 +201,10 @@ def test_damaged_weights_are_named(tiny, tmp_path, name):
     with pytest.raises(WeightsError, match="vae") as caught:
         loading.autoencoder(config, loading.device(Resources(device="cpu", threads=1)))
     assert "whole copy" in caught.value.next_step
+
+
+def test_a_published_repository_of_another_task_is_refused_without_the_network():
+    repo = "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers"
+    require_task(Model(family="kandinsky5-video", flavour="t2v-lite-pretrain-5s", path=repo))
+    with pytest.raises(OtherCheckpoint, match="is a checkpoint for kandinsky5-video t2v"):
+        require_task(Model(family="kandinsky5-video", flavour="i2v-lite-5s", path=repo))

@@ -1,6 +1,8 @@
 """The program: what it refuses before a model is loaded, what it goes on from, and what it says when it is stopped."""
 
+import errno
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.console import DAMAGE, OK, REMAINS, USAGE, Options, execute
+from schemas.console import DAMAGE, OK, REMAINS, USAGE, Console, Options, execute
 from schemas.errors import INTERRUPTED, TERMINATED
 from trainer import metrics
 from trainer.__main__ import run as program_run
@@ -317,3 +319,32 @@ def test_what_is_asked_for_and_not_used_yet_is_said_before_training(make_config,
         _, _, said = program(given, tmp_path, capsys, dry_run=True)
         assert (f"{masked.id}: masks are encoded, but training does not use them yet" in " ".join(said.split())) == told
         assert ("features are encoded, but training does not use them yet" in " ".join(said.split())) == told
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "renamed"])
+def test_damaged_weights_of_the_checkpoint_are_named(
+    make_config, make_set, checkpoints, tmp_path, capsys, damage
+) -> None:
+    config = make_config("t2i")
+    make_set(config)
+    folder = shutil.copytree(checkpoints("t2i"), tmp_path / "model")
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    if damage == "renamed":
+        file.rename(file.with_suffix(".txt"))
+    else:
+        file.write_bytes(file.read_bytes()[: 1000 if damage == "cut" else 0])
+    code, report, _ = program(on(config, folder), tmp_path, capsys)
+    assert code == USAGE and str(folder) in report["error"]["message"]
+    assert "whole copy" in report["error"]["next_step"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_without_locks_it_says_so_and_goes_on(tmp_path, monkeypatch, number) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with io.StringIO() as heard:
+        with alone(tmp_path, Console(stderr=heard)):
+            pass
+        assert "a second trainer there would not be noticed" in heard.getvalue()
