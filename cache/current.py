@@ -105,8 +105,8 @@ def _names(store: Store, rel: str, name: str) -> bool:
 
 
 def weights_at_hand(model: Model, memo: Store) -> dict[str, Row]:
-    """kind -> what names the weights of its encoder, where the checkpoint has them here. Of a repository no more than
-    its small index is fetched; where not even that can be had, the commit is left out."""
+    """kind -> what names the weights of its encoder, where the checkpoint has them here. Of a repository nothing is
+    fetched; where its commit is not known, it is left out."""
     parts = {"text": model.spec.text_parts, "latents": model.spec.latent_parts}
     found = dict[str, Row]()
     if local(model.source) is not None:
@@ -116,7 +116,7 @@ def weights_at_hand(model: Model, memo: Store) -> dict[str, Row]:
         return found
     found = {kind: {"repo": model.source, "parts": sorted(folders)} for kind, folders in parts.items()}
     with suppress(WeightsError):
-        commit = fingerprint_of(model.source, (), model.revision)["commit"]
+        commit = fingerprint_of(model.source, (), model.revision, memo)["commit"]
         found = {kind: {**row, "commit": commit} for kind, row in found.items()}
     return found
 

@@ -87,6 +87,7 @@ def require_transformer(model: Model) -> None:
     """
     require_model(model, "transformer")
     config = config_of(model.source, model.revision, "transformer")
+    _require_attention(model, config)
     for key, wanted in model.spec.transformer_config[model.task].items():
         found = config.get(key, False if isinstance(wanted, bool) else wanted)
         if found != wanted:
@@ -128,13 +129,33 @@ def require_model(model: Model, part: str) -> None:
 def side_multiple(model: Model) -> int:
     """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is NABLA.
 
-    Raises OtherCheckpoint where the checkpoint is for another family or task.
+    Of a published repository the catalogue says so: planning needs no network and is the same on every machine. Any
+    other checkpoint's own config is asked. Raises OtherCheckpoint where it is for another family or task.
     """
-    family = model.spec
     require_task(model)
-    if family.nabla and config_of(model.source, model.revision, "transformer").get("attention_type") == "nabla":
-        return NABLA_SIDE
-    return family.side_multiple
+    if not model.spec.nabla:
+        return model.spec.side_multiple
+    known = published(model.source) if local(model.source) is None else []
+    nabla = known[0][1].nabla if known else _asks_nabla(config_of(model.source, model.revision, "transformer"))
+    return NABLA_SIDE if nabla else model.spec.side_multiple
+
+
+def _asks_nabla(transformer_config: dict[str, Any]) -> bool:
+    return transformer_config.get("attention_type") == "nabla"
+
+
+def _require_attention(model: Model, transformer_config: dict[str, Any]) -> None:
+    """OtherCheckpoint where a published repository asks for NABLA and the catalogue, and so the plan, knows of none.
+
+    The other way round nothing is wrong: what is planned for NABLA suits full attention.
+    """
+    multiple = side_multiple(model)
+    if model.spec.nabla and _asks_nabla(transformer_config) and multiple != NABLA_SIDE:
+        raise OtherCheckpoint(
+            f"{model.source}: transformer/config.json asks for NABLA attention, which needs sides in multiples of "
+            f"{NABLA_SIDE} pixels; buckets were planned in multiples of {multiple}, as published until now",
+            "download the checkpoint and set model.path to its folder, so that bucket asks its own config",
+        )
 
 
 def fingerprint_of(
@@ -143,12 +164,12 @@ def fingerprint_of(
     """What determines the weights of `parts`, for a cache's fingerprint; small JSON.
 
     A local directory: {"content"}, the xxh3 of every file of the parts' folders, whatever the directory's own
-    name. A repository: {"repo", "commit", "parts"}; at most its small index is fetched. Raises WeightsError.
-    memo: where the hashes of large files are remembered by path, size and time, so that each is read once.
+    name. A repository: {"repo", "commit", "parts"}; nothing is fetched. Raises WeightsError. memo: where `pinned` left
+    the commit, and where the hashes of large files are remembered by path, size and time, so that each is read once.
     """
     folder = local(source)
     if folder is None:
-        return {"repo": source, "commit": _commit(source, revision), "parts": sorted(parts)}
+        return {"repo": source, "commit": _known_commit(source, revision, memo), "parts": sorted(parts)}
     _require(folder, parts)
     files = sorted((name, path) for part in parts for name, path in _files(folder, part))
     return {"content": hash_json([[name, hash_file(path, memo)] for name, path in files])}
@@ -191,11 +212,26 @@ def _json(path: Path) -> dict[str, Any]:
         raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
 
 
-def pinned(model: Model) -> Model:
-    """The model with its revision resolved, so that worker processes started later load the same weights."""
-    if local(model.source) is not None:
+def pinned(model: Model, memo: Store) -> Model:
+    """The model with the commit that its revision stands for now, so that whatever starts later loads the same weights.
+
+    The hub is asked, here alone; `memo` tells every program that only looks, on this machine and on others.
+    """
+    if local(model.source) is not None or (model.revision and COMMIT.fullmatch(model.revision)):
         return model
-    return model.model_copy(update={"revision": _commit(model.source, model.revision)})
+    commit = _commit(model.source, model.revision)
+    rel = _memo_of(model.source, model.revision)
+    if _remembered(rel, memo) != commit:
+        with suppress(StoreError):
+            memo.publish_bytes(rel, json.dumps({"repo": model.source, "commit": commit}).encode())
+    found = model.model_copy(update={"revision": commit})
+    if model.spec.nabla and published(model.source):
+        try:
+            config = config_of(model.source, commit, "transformer")
+        except WeightsError:  # offline, and only other parts are here: the trainer compares
+            return found
+        _require_attention(found, config)
+    return found
 
 
 CORRECT = "correct model.path, or model.family and model.flavour"
@@ -257,10 +293,41 @@ def _hash_content(path: str, size: int, modified_ns: int) -> str:
     return state.hexdigest()
 
 
-def _commit(repo: str, revision: str | None) -> str:
-    """The commit that a revision stands for now, or, offline, as of the local cache."""
+def _memo_of(repo: str, revision: str | None) -> str:
+    return f"weights/{hash_json([repo, revision])}.json"
+
+
+def _remembered(rel: str, memo: Store) -> str | None:
+    """The commit that `pinned` left; None where there is none that can be read."""
+    with suppress(StoreError, OSError, ValueError, KeyError, TypeError):
+        commit = json.loads(memo.read_bytes(rel))["commit"]
+        return commit if COMMIT.fullmatch(commit) else None
+    return None
+
+
+def _known_commit(repo: str, revision: str | None, memo: Store | None) -> str:
+    """The commit that the last encoding stage was told for a revision, or that of the local cache. Asks nobody."""
     if revision and COMMIT.fullmatch(revision):
         return revision
+    commit = _remembered(_memo_of(repo, revision), memo) if memo is not None else None
+    if commit is not None:
+        return commit
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, INDEX, revision=revision)
+    if isinstance(found, str):
+        return Path(found).parent.name
+    at = f" at revision {revision}" if revision else ""
+    raise WeightsError(
+        f"which commit of {repo}{at} the caches are made with is not known yet: no encoding stage has run for this "
+        "root, and the repository was not downloaded on this machine",
+        "run `latentpress encode-text` or `latentpress encode-latents`, which asks the hub; or set model.revision to a "
+        "full commit, or model.path to a local copy",
+    )
+
+
+def _commit(repo: str, revision: str | None) -> str:
+    """The commit that a revision stands for now, or, offline, as of the local cache."""
     from huggingface_hub import hf_hub_download
 
     return Path(calling(hf_hub_download, repo, revision, filename=INDEX)).parent.name

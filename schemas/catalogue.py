@@ -33,7 +33,7 @@ class Flavour:
     """One published checkpoint.
 
     shift: the training default of sigma = s u / (1 + (s - 1) u). sizes: (width, height) in pixels that it was made
-    with, where they are published.
+    with, where they are published. nabla: whether its transformer attends by NABLA.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Flavour:
     task: Task
     shift: float = 1.0
     sizes: tuple[tuple[int, int], ...] = ()
+    nabla: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,13 @@ _LITE_VIDEO_SIZES = ((512, 512), (512, 768), (768, 512))
 
 
 def _kandinsky(task: Task, names: dict[str, str]) -> dict[str, Flavour]:
+    """NABLA: as the configs of the original release have it (kandinskylab/kandinsky-5, configs/: 10 s and Pro HD), and
+    where diffusers' documentation sets the flex backend. A bucket made for NABLA suits full attention too."""
     made = {}
     for name, repo in names.items():
+        nabla = task in ("t2v", "i2v") and ("10s" in repo or "Pro" in repo)
         sizes = _LITE_VIDEO_SIZES if task in ("t2v", "i2v") and "Lite" in repo else _HD_SIZES
-        made[name] = Flavour(name, f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers", task, sizes=sizes)
+        made[name] = Flavour(name, f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers", task, sizes=sizes, nabla=nabla)
     return made
 
 

@@ -146,7 +146,10 @@ class EncodingStage:
     ) -> Report:
         """Do this process' part of what remains, and report."""
         stopping, store = Stopping(max_time), Store(config.root)
-        work = self.work(store, config, current_plan(store, config), retry_set_aside)
+        plan = current_plan(store, config)
+        if not options.dry_run:
+            config = config.model_copy(update={"model": pinned(config.model, store)})
+        work = self.work(store, config, plan, retry_set_aside)
         mine = work.part(options.shard)
         for damage in work.damaged.values():
             console.warn(f"{damage.message}; its unit is done again")
@@ -169,11 +172,10 @@ class EncodingStage:
             watched = presence.watched(work.plan, self.kind, work.wanted_of(mine))
             presence.require(Places(config, work.plan), self.kind, watched)
             _write_provenance(store, self, work.fingerprint, config)
-            pinned_config = config.model_copy(update={"model": pinned(config.model)})
             given = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
             resources = options.resources(config, self.name).model_copy(update=given)
             assert isinstance(resources, Encoding)
-            job = Job(pinned_config, work.plan.name, work.fingerprint, resources, watched=watched)
+            job = Job(config, work.plan.name, work.fingerprint, resources, watched=watched)
             with stopping.by_signals():
                 _run_units(store, self, job, work.plan, mine, limit, console, report)
             work = self.work(store, config, work.plan)

@@ -16,6 +16,7 @@ from cache.generations import Generation
 from cache.shard import DamageError, Readers
 from cache.store import Entry, Store
 from cache.trainset import SetError, read_json
+from cache.weights import WeightsError
 from schemas.config import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
@@ -71,7 +72,13 @@ def look(config: Config, options: Options) -> Report:
         report.remaining = report.remaining or 1
         return report
     rows.append(_bucket(store, config, plan, _mib(listed["plans"])))
-    works = [(stage, stage.work(store, config, plan)) for stage in encoders.wanted(config)]
+    try:
+        works = [(stage, stage.work(store, config, plan)) for stage in encoders.wanted(config)]
+    except WeightsError as error:
+        report.details = {"stages": rows, "checkpoint": str(error)}
+        report.next_steps = [error.next_step]
+        report.remaining = report.remaining or 1
+        return report
     for stage, work in works:
         row = _encoding(stage, work, listed[stage.kind])
         rows.append(row)
