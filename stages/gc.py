@@ -217,7 +217,7 @@ class _Sorter:
             "plans": "a plan that nothing is made of",
             "rejects": "lists of what was set aside, of caches or datasets that are not used",
             "media": "the media table of a dataset that no configuration given names",
-            "damaged": "damaged shards that verify --repair set aside",
+            "damaged": "damaged shards and plans that verify --repair or bucket set aside",
         }[top]
 
 

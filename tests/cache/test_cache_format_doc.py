@@ -136,6 +136,22 @@ def test_the_worked_example_of_the_checksum():
     assert checksum("ab", b'{"tokens":3}', {"pooled": ("float32", (2,), pooled)}) == said.group(2)
 
 
+def test_the_checksums_of_tables_and_json_are_those_described(tmp_path):
+    from cache.store import Store
+
+    store = Store(tmp_path)
+    store.write_table("t.arrow", pa.table({"x": ["a", None]}))
+    with pa.memory_map(str(tmp_path / "t.arrow")) as file:
+        said = pa.ipc.open_file(file).schema.metadata[b"latentpress_checksum"]
+    data, digits = (tmp_path / "t.arrow").read_bytes(), said.removeprefix(b"xxh3-128:")
+    assert data.count(said) == 2 and len(digits) == 32
+    assert xxhash.xxh3_128_hexdigest(data.replace(digits, b"\xff" * 32)).encode() == digits
+    store.publish_json("t.json", {"b": 1, "a": "\u00fc"})
+    record = json.loads((tmp_path / "t.json").read_text())
+    canonical = '{"a":"\u00fc","b":1}'.encode()
+    assert record.pop("checksum") == xxhash.xxh3_128_hexdigest(struct.pack("<Q", len(canonical)) + canonical)
+
+
 def test_the_versions_named_are_those_of_the_code():
     from schemas.tables import FORMAT_VERSION, TABLES_VERSION
 

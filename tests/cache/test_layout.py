@@ -37,7 +37,11 @@ def test_folders_of_other_names_are_a_persons(kind, folder, file) -> None:
     [
         *("media/photos/media.arrow", "media/a.b-c_9/partial/000012.arrow", "rejects/discover/photos.arrow"),
         *("rejects/bucket/kandinsky5-image-t2i.arrow", "plans/000001-0123456789ab/plan.json"),
-        *("plans/000001-0123456789ab/units.arrow", "sets/current-sana-t2i.json"),
+        *(
+            "damaged/plans/000001-0123456789ab.1/units.arrow",
+            "plans/000001-0123456789ab/units.arrow",
+            "sets/current-sana-t2i.json",
+        ),
         *(f"sets/{hash_json(1)[:16]}/{file}" for file in ("set.json", "index.arrow", "texts.arrow", "shards.arrow")),
         *(f"samples/{'0' * 24}/000000.tar", f"prompts/{'0' * 24}/000000.arrow", f"weights/{'0' * 32}.json"),
         *(f"text/{'0' * 24}/import-{'0' * 16}-{end}.arrow" for end in ("000003", "prompts", "prompts1")),
