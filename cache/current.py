@@ -175,6 +175,7 @@ def _compare(data: TrainSet, config: Config, warn: Callable[[str], None]) -> Non
         return
     recorded = data.meta.get("recipe")
     differ = differences(recorded, mine) if isinstance(recorded, dict) else []
+    data.otherwise = differ
     if differ:
         warn(f"set {data.id} is used as it was made, since train.set names it: {_listed(differ)}")
 

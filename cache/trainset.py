@@ -81,6 +81,7 @@ class TrainSet:
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         self.store, self.id, self.meta = store, set_id, meta
+        self.otherwise: list[str] = []  # how it differs from what the configuration that names it would make
         #: Of texts, as the transformer reads them. Once they are given, `sample` and `validation` check that what they
         #: give can be trained on.
         self.widths: dict[str, int] | None = None

@@ -128,17 +128,20 @@ def begun(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any] | None:
     return found.state
 
 
-def write_config(config: Config, set_id: str) -> None:
-    """<run>/config.yaml: every setting as resolved, with the set's id in place of "current"; a path or URL stays."""
+def write_config(config: Config, data: TrainSet) -> None:
+    """<run>/config.yaml: every setting as resolved, with the set's id in place of "current"; a path or URL stays. Where
+    a set was named that other settings made, those that were not in force are named at the top."""
     from ruamel.yaml import YAML
 
     folder = run_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
     values = config.model_dump(mode="json", by_alias=True)
     if "/" not in config.train.set:
-        values["train"]["set"] = set_id
+        values["train"]["set"] = data.id
+    lines = [f"# Not in force, as set {data.id} was named: {row}\n" for row in data.otherwise]
     temp = folder / f".config.yaml.{os.getpid()}"
     with temp.open("w") as file:
+        file.writelines(lines)
         YAML(typ="safe").dump(values, file)
     temp.replace(folder / "config.yaml")
 

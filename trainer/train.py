@@ -244,7 +244,7 @@ def go_on(run: Run) -> int:
         run.bad.steps, run.bad.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
         run.say(f"going on from {found.path}, {found.step} steps done")
     if run.main:
-        write_config(run.config, run.feed.data.id)
+        write_config(run.config, run.feed.data)
     run.accelerator.wait_for_everyone()
     return found.step if found is not None else 0
 

@@ -123,3 +123,42 @@ def test_sets_of_older_releases_are_indexed_again(photos) -> None:
         trained_on(photos)
     assert TrainSet.open(Store(photos.root), first, "sana", "t2i").id == first
     assert trained_on(photos, f"train.set={first}") == first
+
+
+@pytest.mark.parametrize("change", ["instance_data_dir=other", "mask_data=other", "follow_links=true"])
+def test_other_media_under_the_same_id_are_discovered_and_planned(photos, change: str) -> None:
+    """Every program said "done" before."""
+    first = made(photos)
+    for number in range(2):
+        photos.image(f"../other/{number}.png", (64, 64), f"other {number}", 7 + number)
+    other = f"datasets.photos.{change}"
+    for program in (encode_text, encode_latents, index):
+        with pytest.raises(Exception, match="no plan for this configuration") as caught:
+            photos.run(program.run, other)
+        assert "latentpress discover" in caught.value.next_step
+    with pytest.raises(Exception, match=f"discovered with other settings: {change.partition('=')[0]} was"):
+        photos.run(bucket.run, other)
+    photos.run(discover.run, other)
+    assert photos.run(bucket.run, other).exit_code == 0
+    with pytest.raises(NoSet):
+        trained_on(photos, other)
+    assert trained_on(photos) == first
+
+
+def test_a_project_that_is_moved_finds_everything(photos) -> None:
+    photos.settings["datasets"][0]["instance_data_dir"] = str(photos.media)  # below the configuration, whole
+    first = made(photos)
+    photos.folder = photos.folder.rename(photos.folder.with_name("moved"))
+    for name in ("media", str(photos.media), "./media"):
+        photos.settings["datasets"][0]["instance_data_dir"] = name
+        assert trained_on(photos) == first
+        for program in STAGES:
+            assert photos.run(program.run, dry_run=True).remaining == 0
+
+
+def test_what_was_not_in_force_stands_in_the_runs_configuration(photos) -> None:
+    first = made(photos)
+    few = ["train.steps=1", "validation.eval_samples=0", "train.device=cpu", f"train.set={first}"]
+    photos.run(train, *few, "text.max_length=64")
+    written = (photos.folder / "output/run/config.yaml").read_text()
+    assert written.startswith(f"# Not in force, as set {first} was named: text.max_length is 300 in the set and 64 in")

@@ -114,7 +114,7 @@ def test_the_resolved_configuration_still_says_where_the_set_lies(three: list[Co
 
     from trainer.terms import write_config
 
-    write_config(three[1], "set1")
+    write_config(three[1], found(three[1]))
     path = Path(three[1].output) / "run" / "config.yaml"
     again = YAML(typ="safe").load(path.read_text())
     assert again["train"]["set"] == three[1].train.set
