@@ -108,7 +108,7 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
         path.write_text(text)
     say(f"{name}: latentpress run --config {relative(path)}")
     started = time.monotonic()
-    code, answer = shown_run(name, [sys.executable, "-m", "stages.run", "--config", str(path), "--json"])
+    code, answer = shown_run(name, [sys.executable, "-P", "-m", "stages.run", "--config", str(path), "--json"])
     if code:
         sys.exit(
             f"{answer}\n{name}: latentpress run ended with {code}. `make clean` removes what an earlier demo left, so "
@@ -198,8 +198,8 @@ def settings(name: str, out: Path) -> dict[str, Any]:
 def check_adapters(out: Path, names: list[str]) -> None:
     """Load each result in its diffusers pipeline, in one process of its own."""
     say("loading what was trained in the diffusers pipelines")
-    folders = [str(out / name) for name in names]
-    subprocess.run([sys.executable, "-m", "examples.load_adapter", *folders], check=True, cwd=ROOT)
+    configs = [str(out / name / "pipeline.yaml") for name in names]
+    subprocess.run([sys.executable, "-m", "examples.load_adapter", *configs], check=True, cwd=ROOT)
 
 
 def relative(path: Path) -> Path:

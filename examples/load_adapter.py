@@ -1,18 +1,26 @@
-"""Load a trained adapter or model in its diffusers pipeline and show that it changes the output.
+"""What was trained, in its diffusers pipeline: show that it changes the output, or make a picture or clip with it.
 
-    python -m examples.load_adapter demo/t2i demo/sana
+    python examples/load_adapter.py photos.yaml
+    python examples/load_adapter.py photos.yaml --prompt "A tabby cat looks into the camera." --out cat.png
 
-Each argument is a project folder with a pipeline.yaml and a finished run. The pipeline is made without text
-encoders; the trained transformer's output is compared with the base model's for the same input.
+Each argument is the configuration of a finished run. Without --prompt the pipeline is made without text encoders, and
+the trained transformer's output is compared with the base model's for the same input. The whole pipeline of Kandinsky
+5 has a processor for text, pictures and videos, and diffusers can make its part for videos with torchvision alone.
+Where torchvision is not installed, `components` makes the processor without that part, which no pipeline uses.
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from schemas.config import Config
+from schemas.errors import LatentpressError
+from schemas.geometry import Bucket
 from schemas.loading import load
 
 NAMES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
@@ -25,38 +33,124 @@ PIPELINES = {
 }
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    for folder in map(Path, sys.argv[1:]):
-        config = load(folder / "pipeline.yaml")
-        difference = compare(config)
-        print(f"  {folder.name}: loaded in {pipeline_name(config)}; mean |change of the output| = {difference:.4f}")
-        if not difference > 0:
-            sys.exit(f"{folder}: what was trained does not change the output")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="pipeline.yaml of a finished run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `latentpress`")
+    parser.add_argument("--prompt", help="make a picture or clip of it")
+    parser.add_argument("--image", type=Path, help="source picture (i2i) or first frame (i2v)")
+    parser.add_argument("--out", type=Path, help="where to: .png or .jpg, a clip as .webp or .gif")
+    parser.add_argument("--size", help="as validation.size, which is the default; else the pipeline's")
+    parser.add_argument("--steps", type=int, help="default: validation.steps, else the family's")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    if (arguments.prompt is None) != (arguments.out is None):
+        parser.error("--prompt and --out go together")
+    try:
+        configs = [load(path, arguments.set) for path in arguments.configs]
+    except LatentpressError as error:
+        sys.exit(f"error: {error}")
+    for config in configs:
+        if arguments.prompt is None:
+            compare(config)
+        else:
+            make(config, arguments)
 
 
 def pipeline_name(config: Config) -> str:
     return PIPELINES[config.model.family, config.model.task]
 
 
-@torch.no_grad()
-def compare(config: Config) -> float:
-    """Mean absolute difference of the transformer's output before and after loading what was trained."""
+def components(config: Config) -> dict[str, Any]:
+    """Parts to hand to from_pretrained because it can't make them here."""
+    if config.model.family == "sana" or find_spec("torchvision") is not None:
+        return {}
+    from transformers import AutoTokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+
+    class WithoutVideos(Qwen2VLProcessor):
+        def __init__(self) -> None:
+            place = {"subfolder": "tokenizer", "revision": config.model.revision}
+            self.tokenizer = AutoTokenizer.from_pretrained(config.model.source, **place)
+            self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(config.model.source, **place)
+            self.video_processor = self.chat_template = None
+            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+            self.image_token_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
+            self.video_token_id = self.tokenizer.convert_tokens_to_ids(self.video_token)
+
+    return {"tokenizer": WithoutVideos()}
+
+
+def base_pipeline(config: Config, **parts: Any) -> Any:
+    """The pipeline of the checkpoint; `parts` in place of its own, None for none."""
     import diffusers
 
     diffusers.utils.logging.disable_progress_bar()
+    where = {"revision": config.model.revision, "dtype": getattr(torch, config.model.precision)}
     cls = getattr(diffusers, pipeline_name(config))
-    without = dict.fromkeys(name for name in NAMES if config.model.family != "sana" or not name.endswith("_2"))
-    pipeline = cls.from_pretrained(config.model.source, use_safetensors=True, **without)
+    return cls.from_pretrained(config.model.source, use_safetensors=True, **where, **parts)
+
+
+def add_trained(pipeline: Any, config: Config) -> None:
+    """Put what was trained into the pipeline."""
     run = Path(config.output) / config.train.run
-    inputs = example_inputs(pipeline.transformer)
-    before = output(pipeline.transformer, inputs)
     if config.train.adapter.type == "full":
-        trained = type(pipeline.transformer).from_pretrained(run / "model" / "transformer", use_safetensors=True)
+        base = pipeline.transformer
+        trained = type(base).from_pretrained(run / "model" / "transformer", use_safetensors=True, dtype=base.dtype)
+        pipeline.register_modules(transformer=trained)
     else:
         pipeline.load_lora_weights(run / "adapter")
-        trained = pipeline.transformer
-    return (output(trained, inputs) - before).abs().mean().item()
+
+
+def make(config: Config, arguments: argparse.Namespace) -> None:
+    """A picture or clip of the prompt."""
+    from PIL import Image
+
+    pipeline = base_pipeline(config, **components(config))
+    add_trained(pipeline, config)
+    if torch.cuda.is_available():
+        pipeline.enable_model_cpu_offload()
+    given: dict[str, Any] = {"prompt": arguments.prompt, "generator": torch.Generator().manual_seed(arguments.seed)}
+    given["num_inference_steps"] = arguments.steps or config.validation.steps or config.model.spec.steps
+    if arguments.image:
+        given["image"] = Image.open(arguments.image).convert("RGB")
+    if size := arguments.size or config.validation.size:
+        given |= size_for(config, pipeline, Bucket.parse(size))
+    [made] = pipeline(**given)[0]
+    frames = made if isinstance(made, list) else [made]
+    duration = 1000 / (config.validation.fps or 24.0)
+    clip = {"save_all": True, "append_images": frames[1:], "duration": duration} if len(frames) > 1 else {}
+    frames[0].save(arguments.out, **clip)
+    print(f"{arguments.out}: {pipeline_name(config)}, {config.train.run}")
+
+
+def size_for(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any]:
+    """The pipeline's arguments for a picture or clip of exactly this size."""
+    given: dict[str, Any] = {"width": size.width, "height": size.height}
+    if config.model.family == "kandinsky5-image":
+        pipeline.resolutions = [(size.width, size.height)]  # it would take the nearest of its own seven
+    if config.model.family == "sana":
+        given["use_resolution_binning"] = False
+    if config.model.family == "kandinsky5-video":
+        given["num_frames"] = size.frames
+    return given
+
+
+@torch.no_grad()
+def compare(config: Config) -> None:
+    """Mean absolute difference of the transformer's output before and after loading what was trained."""
+    torch.manual_seed(0)
+    names = [name for name in NAMES if config.model.family != "sana" or not name.endswith("_2")]
+    pipeline = base_pipeline(config, **dict.fromkeys(names))
+    inputs = example_inputs(pipeline.transformer)
+    before = output(pipeline.transformer, inputs)
+    add_trained(pipeline, config)
+    difference = (output(pipeline.transformer, inputs) - before).abs().mean().item()
+    folder = Path(config.output).parent.name
+    print(f"  {folder}: loaded in {pipeline_name(config)}; mean |change of the output| = {difference:.4f}")
+    if not difference > 0:
+        sys.exit(f"{folder}: what was trained does not change the output")
 
 
 def example_inputs(transformer: Any) -> dict:

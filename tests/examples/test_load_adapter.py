@@ -1,0 +1,79 @@
+"""README's last step as a user does it: what was trained makes a picture or a clip in its pipeline, and changes it."""
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from examples import load_adapter
+from trainer import adapters
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = {
+    "kandinsky5-image-t2i": ("kandinsky5-image", "t2i-lite-sft", "lora", "64x64"),
+    "kandinsky5-image-i2i": ("kandinsky5-image", "i2i-lite-sft", "lora", "64x64"),
+    "kandinsky5-video-t2v": ("kandinsky5-video", "t2v-lite-sft-5s", "lora", "64x64@5"),
+    "kandinsky5-video-i2v": ("kandinsky5-video", "i2v-lite-5s", "lora", "64x64@17"),
+    "sana": ("sana", "sana-1.6b-1024px", "full", "64x64"),
+}
+
+
+@pytest.fixture
+def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Path]:
+    """kind -> the configuration of a run whose result is no zero."""
+
+    def make(kind: str) -> Path:
+        name, flavour, adapter, size = RUNS[kind]
+        dataset = {"id": "a", "instance_data_dir": "a", "dataset_type": "video" if "video" in kind else "image"}
+        dataset |= {"conditioning_data": "b"} if kind.endswith("i2i") else {}
+        settings = {
+            "root": "work",
+            "model": {"family": name, "flavour": flavour, "path": str(tiny(kind)), "precision": "float32"},
+            "datasets": [dataset],
+            "output": "output",
+            "train": {"run": "one", "adapter": {"type": adapter}},
+            "validation": {"size": size, "steps": 2, "fps": 10.0},
+        }
+        (tmp_path / "pipeline.yaml").write_text(json.dumps(settings))
+        family = importlib.import_module(f"trainer.families.{'sana' if kind == 'sana' else 'kandinsky5'}")
+        model = family.load(tiny(kind))
+        torch.manual_seed(0)
+        if adapter == "lora":
+            adapters.add_lora(model, family.lora_targets(model), 2)
+        for parameter in adapters.trainable_parameters(model).values() if adapter == "lora" else model.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        if adapter == "lora":
+            adapters.save_lora(model, tmp_path / "output/one/adapter", name)
+        else:
+            adapters.save_full(model, tmp_path / "output/one/model/transformer")
+        return tmp_path / "pipeline.yaml"
+
+    return make
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_whole_checkpoint_makes_a_picture_or_clip_without_torchvision(finished, tmp_path: Path, kind: str) -> None:
+    config, out = finished(kind), tmp_path / ("made.webp" if "video" in kind else "made.png")
+    more = []
+    if kind.endswith(("i2i", "i2v")):
+        Image.linear_gradient("L").convert("RGB").save(tmp_path / "source.png")
+        more = ["--image", str(tmp_path / "source.png")]
+    load_adapter.main([str(config), "--prompt", "a grey cat", "--out", str(out), *more])
+    with Image.open(out) as image:
+        assert image.size == (64, 64) and getattr(image, "n_frames", 1) == int(RUNS[kind][3].partition("@")[2] or 1)
+
+
+def test_as_a_script_it_compares_and_says_what_is_wrong(finished, tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "examples" / "load_adapter.py")]
+    done = subprocess.run([*script, str(finished("kandinsky5-image-t2i"))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "loaded in Kandinsky5T2IPipeline; mean |change of the output| = 0." in done.stdout
+    done = subprocess.run([*script, str(tmp_path / "absent.yaml")], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "absent.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
