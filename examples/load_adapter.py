@@ -71,7 +71,7 @@ def components(config: Config) -> dict[str, Any]:
 
     class WithoutVideos(Qwen2VLProcessor):
         def __init__(self) -> None:
-            place = {"subfolder": "tokenizer", "revision": config.model.revision}
+            place: dict[str, Any] = {"subfolder": "tokenizer", "revision": config.model.revision}
             self.tokenizer = AutoTokenizer.from_pretrained(config.model.source, **place)
             self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(config.model.source, **place)
             self.video_processor = self.chat_template = None
