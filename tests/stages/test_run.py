@@ -26,6 +26,7 @@ def by_hand(home, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_counts_stages_and_a_dry_run_of_what_is_done_does_nothing(small) -> None:
     order = "stages.order=[discover,bucket,encode-text,encode-latents,index]"
     first = small.run(run.run, order)
