@@ -6,16 +6,16 @@ had read is kept in pieces beside the table, which appears when everything has b
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import typer
 
 from cache import rejects
 from cache.damage import DamageError
@@ -28,6 +28,7 @@ from schemas.tables import MEDIA, REJECTS
 from stages import listing, mediatable
 from stages.listing import Known, Split
 from stages.mediatable import Settings, Spill, media_path, read_media
+from stages.removed import Listed, ignored, missing_in
 from stages.sources.base import CHUNK, Source, open_source
 from stages.stage import FLOOR, refuse_shard
 
@@ -40,7 +41,18 @@ MOST_ROWS = 4096  # that were read and are no columns yet
 SHOWN = 10_000  # items set aside that the report itself lists
 
 
-def run(config: Config, options: Options, console: Console) -> Report:
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    accept_removed: Annotated[
+        bool, typer.Option("--accept-removed", help="Go on where most of a dataset is gone: it leaves the media table.")
+    ] = False,
+    rehash: Annotated[
+        bool, typer.Option("--rehash", help="Read every file again, also those whose size and time are as they were.")
+    ] = False,
+) -> Report:
     refuse_shard(options, "discover")
     store = Store(config.root)
     report = Report(program="discover", dry_run=options.dry_run)
@@ -52,7 +64,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
             report.skipped += kept
             console.log(f"{dataset.id}: skip_file_discovery, its {kept} items are taken as they are")
         else:
-            _Discovery(store, config, dataset, options, console).run(report)
+            _Discovery(store, config, dataset, options, console, accept_removed, rehash).run(report)
     return report
 
 
@@ -65,20 +77,28 @@ class _Discovery:
     dataset: Dataset
     options: Options
     console: Console
+    accept_removed: bool
+    rehash: bool
     unsaved: list[pa.Table] = field(default_factory=list)  # rows that were read and are in no file of a name yet
     aside: list[pa.Table] = field(default_factory=list)
 
     def run(self, report: Report) -> None:
         self.settings = Settings.of(self.dataset)
         self.before = self._whole_before()
-        self.known = mediatable.known_rows(self.store, self.dataset.id, self.before, self.settings, self._say_damaged)
+        self.known = mediatable.known_rows(
+            self.store, self.dataset.id, self.before, self.settings, self._say_damaged, self.rehash
+        )
+        self.listed = Listed(self.dataset, self.before)
         self.stay = np.zeros(len(self.known.table) if self.known else 0, bool)  # known rows that are as they were
         self.rows = Spill(self.store, media_path(self.dataset.id))  # the other rows of the table to come
         source = open_source(self.dataset)
         if self.options.dry_run:
             self._foretell(source, report)
             return
-        read, media, failed = self._read_all(self._list(source))
+        todo = self._list(source)
+        self._require_media(source)  # before everything is read, and with what only reading tells
+        read, media, failed = self._read_all(todo)
+        self._require_media(source)
         aside = pa.concat_tables([REJECTS.empty_table(), *self.aside])
         rejects.write(self.store, "discover", self.dataset.id, aside)
         self._check_limit(aside)
@@ -105,9 +125,26 @@ class _Discovery:
 
     def _splits(self, source: Source) -> Iterator[Split]:
         with self.console.progress(None, f"list {self.dataset.id}", "files") as progress:
-            for chunk in source.scan(self.known.table if self.known else None):
+            for chunk in self._scan(source):
+                self.listed.add(chunk)
                 yield listing.split(chunk, self.known, self.dataset)
                 progress.advance(len(chunk))
+
+    def _scan(self, source: Source) -> Iterator[pa.Table]:
+        try:
+            yield from source.scan(self.known.table if self.known else None)
+        except LatentpressError as error:
+            if type(error) is not LatentpressError or error.message.startswith("datasets."):
+                raise
+            raise LatentpressError(f"datasets.{self.dataset.id}: {error.message}", error.next_step) from error
+
+    def _require_media(self, source: Source) -> None:
+        fraction, missing = self.config.stages.max_reject_fraction, missing_in(self.aside)
+        try:
+            self.listed.require(missing, fraction, self.accept_removed, source.ignored)
+        except LatentpressError:
+            self._save()
+            raise
 
     def _list(self, source: Source) -> Spill:
         """Take the whole listing; what of it must be read."""
@@ -129,6 +166,8 @@ class _Discovery:
             again += sum(_count(pc.is_in(rows["path"], value_set=listed)) for rows in (part.todo, part.rejects))
             if len(part.todo):
                 size += _count(part.todo.filter(part.todo["read media"])["size"])
+            self.aside += [part.rejects]
+        self._require_media(source)
         new = problems + unread - again
         report.remaining += new
         report.skipped += total - new
@@ -216,7 +255,7 @@ class _Discovery:
         shown = [visible(f"  {row['path']}: {row['reason']}: {row['message']}") for row in rows]
         raise LatentpressError(
             f"{self.dataset.id}: {len(aside)} of {total} files would be set aside, more than "
-            f"stages.max_reject_fraction = {limit}:\n" + "\n".join(shown),
+            f"stages.max_reject_fraction = {limit} of them (of {FLOOR}, where they are fewer):\n" + "\n".join(shown),
             "mend or remove them, or raise the limit with --set stages.max_reject_fraction=1.0; "
             f"the whole list: {self.store.path(f'rejects/discover/{self.dataset.id}.arrow')}",
         )
@@ -300,13 +339,7 @@ def _count(values: Any) -> int:
 
 
 def _ignored(source: Source) -> str | int:
-    """What was left alone, by extension or reason: "12: .json 3, .md 9"."""
-    counts: Counter[str] = source.ignored
-    if not counts:
-        return 0
-    return f"{counts.total()}: " + ", ".join(
-        f"{what or 'no extension'} {count}" for what, count in sorted(counts.items())
-    )
+    return ignored(source.ignored) if source.ignored else 0
 
 
 def printable(text: str) -> str:

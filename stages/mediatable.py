@@ -111,9 +111,10 @@ def known_rows(
     whole: pa.Table | None,
     settings: Settings,
     damaged: Callable[[DamageError], object],
+    rehash: bool = False,
 ) -> Known | None:
     """All rows that are known, first those of the whole table, without what other settings made of them. damaged: told
-    of each piece that is, whose rows are not known then."""
+    of each piece that is, whose rows are not known then. rehash: without any version, so that all is read again."""
     found = [whole] if whole is not None else []
     for name in partial_names(store, dataset):
         try:
@@ -124,7 +125,10 @@ def known_rows(
         found += [table] if _is_current(table) else []
     if not found:
         return None
-    return Known(join([_forget(table, settings) for table in found]))  # newer rows come last
+    known = join([_forget(table, settings) for table in found])  # newer rows come last
+    for name in ("version", "captions_version", "source_version", "mask_version") if rehash else ():
+        known = _without(known, name, None)
+    return Known(known)
 
 
 def partial_names(store: Store, dataset: str) -> list[str]:

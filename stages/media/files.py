@@ -141,7 +141,9 @@ def check(path: Media, planned: str) -> None:
         path.refresh()
     size_of(path)
     if media_id(path) != planned:
-        step = "run `latentpress discover` and `latentpress bucket`"
+        step = (
+            "run `latentpress discover` (with --rehash, if its size and time are as they were) and `latentpress bucket`"
+        )
         raise MediaError("changed", path, "is not the file that was discovered", step)
     if isinstance(path, Blob):
         path.verify()

@@ -70,14 +70,10 @@ class Places:
         return self._source(need.dataset).holder(role, need.path)
 
     def location(self, dataset: str, role: str) -> tuple[str, str]:
-        """The option that says where a dataset's files of a role lie on this machine, and what it says."""
+        """The same as `location`, of a dataset by its id, or of the validation prompts' images."""
         if dataset == VALIDATION:
             return "validation.prompts", ""
-        found = _dataset(self._config, dataset)
-        option = {"source": "conditioning_data", "mask": "mask_data"}.get(role, "")
-        if not option or not getattr(found, option):
-            option = "media_root" if found.media_root else "instance_data_dir"
-        return f"datasets.{dataset}.{option}", getattr(found, option)
+        return location(_dataset(self._config, dataset), role)
 
     def _opened(self, need: Need) -> Media:
         if need.role == "media":
@@ -128,6 +124,14 @@ class Places:
             ]
         )
         return Rows(both.filter(pc.is_valid(both["text_id"])), "text_id")
+
+
+def location(dataset: Dataset, role: str) -> tuple[str, str]:
+    """The option that says where a dataset's files of a role lie on this machine, and what it says."""
+    option = {"source": "conditioning_data", "mask": "mask_data"}.get(role, "")
+    if not option or not getattr(dataset, option):
+        option = "media_root" if dataset.media_root else "instance_data_dir"
+    return f"datasets.{dataset.id}.{option}", getattr(dataset, option)
 
 
 def _dataset(config: Config, name: str) -> Dataset:

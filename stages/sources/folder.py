@@ -103,7 +103,7 @@ class Folder:
 def existing(folder: str, key: str) -> None:
     """Raise LatentpressError, naming the option, unless `folder` is one."""
     if not os.path.isdir(folder):
-        step = "create it, or correct the path in the configuration"
+        step = "mount its disk, or correct the path (media_root says where media lie on this machine)"
         raise LatentpressError(f"{key}: {folder} is not a folder", step)
 
 

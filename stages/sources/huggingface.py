@@ -221,7 +221,9 @@ def _load(datasets: Any, place: Place) -> Any:
         return datasets.load_dataset(root, split=split)
     name, _, configuration = root.partition(":")
     if root.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise LatentpressError(f"{root}: is not there", "correct instance_data_dir; a hub name is user/name")
+        raise LatentpressError(
+            f"{root}: is not there", "correct instance_data_dir, or media_root; a hub name is user/name"
+        )
     return datasets.load_dataset(name, configuration or None, split=split)
 
 

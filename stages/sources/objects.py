@@ -278,7 +278,9 @@ def explained_place(url: str) -> Iterator[None]:
             yield
     except MediaError as error:
         if error.reason == "missing":
-            raise LatentpressError(f"{error.path}: is not there", "create it, or correct the URL") from None
+            raise LatentpressError(
+                f"{error.path}: is not there", "correct the URL (media_root says where media lie)"
+            ) from None
         raise LatentpressError(f"{error.path}: {error.problem}", error.advice) from None
 
 

@@ -14,6 +14,7 @@ from stages.sources.objects import explained_place, filesystem, store_version
 from stages.sources.prefix import levels
 from stages.sources.urls import join, public
 
+_STEP = "mount its disk, or correct instance_data_dir (media_root says where media lie on this machine)"
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 #: A tar's name below its base, and what changes when the tar does.
@@ -80,7 +81,7 @@ def stamp_of(path: Media) -> str:
 
 def _local_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[Named]:
     if not os.path.isdir(base):
-        raise LatentpressError(f"{base}: is not a folder", "create it, or correct the path in the configuration")
+        raise LatentpressError(f"{base}: is not a folder", _STEP)
     names: list[str] = []
     for pattern in patterns:
         found = sorted(glob.glob(pattern, root_dir=base, recursive=True)) if _is_glob(pattern) else [pattern]
@@ -94,7 +95,7 @@ def _local_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterat
             yield name, stamp_of(os.path.join(base, name))
         except OSError as error:
             message = f"{os.path.join(base, name)}: {error.strerror}"
-            raise LatentpressError(message, "restore it, or correct instance_data_dir") from error
+            raise LatentpressError(message, f"restore it; {_STEP}") from error
 
 
 def _tars_only(names: Iterable[str], ignored: Counter[str]) -> Iterator[str]:

@@ -247,7 +247,8 @@ def test_files_deleted_before_they_were_encoded_are_not_held_against_the_rest(pr
     prepare(home)
     for number in range(6):
         (home.media / f"{number}.png").unlink()
-    prepare(home)
+    home.run(discover.run, accept_removed=True)
+    home.run(bucket.run)
     _, latents = encode(home)
     assert (latents.done, latents.set_aside, latents.exit_code) == (2, [], 0)
     assert home.run(index.run).details["samples"] == 2

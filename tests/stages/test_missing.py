@@ -50,6 +50,106 @@ def stops(home, program: Program, *words: str, **options: Any) -> str:
     return message
 
 
+# -- discovery -------------------------------------------------------------------------------------------------------
+
+
+def test_discover_asks_before_most_of_what_it_knew_leaves_the_table(project) -> None:
+    home = prepared(project(), 5)
+    away = home.folder / "away"
+    away.mkdir()
+    for number in range(3):
+        (home.media / f"{number}.png").rename(away / f"{number}.png")
+    words = "datasets.photos.instance_data_dir", str(home.media), "2 items", "found 5", "media_root", "--accept-removed"
+    stops(home, discover.run, *words)
+    stops(home, discover.run, *words, dry_run=True)
+    for path in home.media.iterdir():
+        path.rename(away / path.name)
+    stops(home, discover.run, "0 items", "found 5")
+    home.media.rmdir()
+    stops(home, discover.run, "is not a folder", "media_root")
+    away.rename(home.media)
+    (home.media / "0.png").unlink()
+    assert home.run(discover.run).details["photos"]["went"] == 1
+    for number in range(1, 4):
+        (home.media / f"{number}.png").unlink()
+    assert home.run(discover.run, accept_removed=True).details["photos"]["went"] == 3
+    assert home.run(discover.run).exit_code == 0
+
+
+def test_renamed_files_are_not_gone(project) -> None:
+    home = prepared(project(), 3)
+    home.media.rename(home.folder / "b")
+    home.media.mkdir()
+    (home.folder / "b").rename(home.media / "b")
+    assert home.run(discover.run).details["photos"]["went"] == 3
+
+
+@pytest.mark.parametrize("role", ["conditioning_data", "mask_data"])
+def test_discover_asks_before_companions_leave_the_table(project, role: str) -> None:
+    home = project("kandinsky5-image-i2i" if role == "conditioning_data" else "kandinsky5-image-t2i")
+    home.settings["datasets"][0][role] = "beside"
+    for number in range(2):
+        home.image(f"../beside/{number}.png", (64, 64), "", 10 + number)
+    prepared(home, 2)
+    (home.folder / "beside").rename(home.folder / "away")
+    stops(home, discover.run, f"datasets.photos.{role}", "is not a folder")
+    (home.folder / "beside").mkdir()
+    stops(home, discover.run, f"datasets.photos.{role}", "0 ", "found 2", "--accept-removed")
+    home.run(discover.run, "stages.max_reject_fraction=1.0", accept_removed=True)
+
+
+def test_a_table_of_files_that_are_not_there(project) -> None:
+    """The floor below which no share of bad files stops discover is none for missing ones."""
+    home = project()
+    home.image("there.png")
+    table = home.folder / "list.csv"
+    table.write_text("path,caption\n" + "".join(f"{home.folder}/away/{name}.png,x\n" for name in "ab"))
+    home.settings["datasets"][0]["instance_data_dir"] = "list.csv"
+    stops(home, discover.run, "datasets.photos.instance_data_dir", "2 of 2", "media_root")
+    home.run(discover.run, "stages.max_reject_fraction=1.0")
+    table.write_text(f"path,caption\n{home.media}/there.png,x\n{home.media}/not.png,x\n")
+    report = home.run(discover.run)
+    assert (report.done, home.rejects(report)) == (1, {"not.png": "missing"})
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a.jxl", "b.JXL", "c.svg"], [".jxl 2, .svg 1", "png", "convert"]),
+        (["a.mp4"], [".mp4 1", "dataset_type: video"]),
+        ([], ["is empty", "media_root"]),
+    ],
+)
+def test_a_dataset_without_media_says_what_is_there(project, names: list[str], said: list[str]) -> None:
+    home = project()
+    for name in names:
+        (home.media / name).write_bytes(b"x")
+    stops(home, discover.run, "datasets.photos.instance_data_dir", str(home.media), "no images", *said)
+    home.image("one.png")
+    assert home.run(discover.run).done == 1
+
+
+def test_rehash_finds_what_size_and_time_hide(project) -> None:
+    home = prepared(project())
+    path = home.media / "0.png"
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    report = home.run(encode_latents.run)
+    assert home.rejects(report) == {"0.png": "changed"}
+    assert "--rehash" in report.set_aside[0]["message"]
+    assert home.run(discover.run).details["photos"]["files read"] == 0
+    found = home.run(discover.run, rehash=True).details["photos"]
+    assert (found["files read"], found["changed"]) == (4, 1)
+    home.run(bucket.run)
+    assert home.run(encode_latents.run).set_aside == []
+    before = files(home)
+    home.run(discover.run, rehash=True)
+    assert files(home) == before
+
+
 # -- before a model is loaded ----------------------------------------------------------------------------------------
 
 
