@@ -1,14 +1,16 @@
 """index: the join of plan, texts and latents into a training set: small, memory-mapped, self-contained.
 
 Says exactly what is missing and which command makes it. A sample whose text or latent was set aside is left out
-and counted; one that is not encoded yet stops the join, so that no run silently trains on half the data.
+and counted; one that is not encoded yet stops the join, so that no run silently trains on half the data, and so do
+media that were not there, and more set aside than `stages.max_reject_fraction`.
 """
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import typer
 
 from cache import current
 from cache.damage import DamageError
@@ -19,6 +21,7 @@ from cache.trainset import set_table
 from cache.weights import side_multiple
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
+from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
 from schemas.recipe import recipe
 from schemas.report import shortened
@@ -26,7 +29,7 @@ from schemas.tables import TABLES_VERSION
 from stages import encode_latents, encode_text
 from stages.join import Encoded, collect, join
 from stages.plan import current_plan
-from stages.stage import Work, refuse_shard, told
+from stages.stage import Limit, Work, refuse_shard, told
 
 SHOWN = 20  # of what is missing
 HASHED_ROWS = 2**18  # of a table at once
@@ -34,15 +37,28 @@ HASHED_ROWS = 2**18  # of a table at once
 Row = dict[str, Any]
 
 
-def run(config: Config, options: Options, console: Console) -> Report:
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Leave out the samples whose media were missing when encoded.")
+    ] = False,
+) -> Report:
     refuse_shard(options, "index")
     store = Store(config.root)
     plan = current_plan(store, config)
     report = Report(program="index", dry_run=options.dry_run)
     works = text_work, latents_work = [stage.STAGE.work(store, config, plan) for stage in (encode_text, encode_latents)]
     texts, latents = (collect(Readers(store), _shards(work), work.wanted) for work in works)
-    if len(texts.missing) or len(latents.missing):
+    aside = _set_aside(plan, texts, latents)
+    stopped = _stopped(store, config, works)
+    if stopped or len(texts.missing) or len(latents.missing):
+        report.set_aside, report.details = aside, stopped
         return report_missing(report, plan, texts, latents)
+    if not allow_missing and any(row["reason"] == "missing" for row in aside):
+        return _refuse(report, aside)
     joined = join(plan, texts, latents)
     record = {
         "format_version": TABLES_VERSION,
@@ -62,6 +78,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     name = hash_json({**record, "tables": {key: digest(table) for key, table in joined.tables.items()}})[:16]
     report.details = {"set": f"sets/{name}", "samples": joined.train, "texts": count}
     report.details |= {"held out": joined.held_out} if joined.held_out else {}
+    report.details |= {"texts set aside": len(texts.set_aside)} if texts.set_aside else {}
     report.truncated = told(plan, texts.truncated)
     report.set_aside, report.done = joined.left_out, joined.train + joined.held_out
     if options.dry_run:
@@ -106,8 +123,44 @@ def _is_whole(store: Store, name: str, tables: dict[str, pa.Table], record: Row)
         return False
 
 
+def _set_aside(plan: Generation, texts: Encoded, latents: Encoded) -> list[Row]:
+    """What was set aside of what the plan wants: samples by their files, texts by their words."""
+    paths = [(name, plan.places[name]["path"], aside) for name, aside in latents.set_aside.items()]
+    paths += [(name, _words(plan, name), aside) for name, aside in texts.set_aside.items()]
+    return [{"item": name, "path": path, "reason": a.reason, "message": a.message} for name, path, a in paths]
+
+
+def _stopped(store: Store, config: Config, works: list[Work]) -> Row:
+    """What a stage said that was stopped by the limit on what is set aside, and would say again; empty where none."""
+    said: Row = {}
+    for module, work in zip((encode_text, encode_latents), works, strict=True):
+        try:
+            Limit(module.STAGE, store, config, work)
+        except LatentpressError as error:
+            said[module.STAGE.name] = f"{error.message}; {error.next_step}"
+    return said
+
+
+def _refuse(report: Report, aside: list[Row]) -> Report:
+    """Missing media is not bad media: no set is made without it unless that is asked for."""
+    lost = [row for row in aside if row["reason"] == "missing"]
+    report.set_aside, report.remaining = aside, len(lost)
+    report.details["no set was made"] = f"the media of {len(lost)} samples and texts were missing when encoded"
+    report.next_steps = [
+        "latentpress encode-text   # once the files are there again (mount the disk, or correct media_root)",
+        "latentpress encode-latents   # the same: what was missing is tried again",
+        "latentpress discover   # then bucket and index, if the files were deleted for good",
+        "latentpress index --allow-missing   # to train without them",
+    ]
+    return report
+
+
 def report_missing(report: Report, plan: Generation, texts: Encoded, latents: Encoded) -> Report:
     """Name what is not encoded: texts by their words, samples by their files, and the command that makes them."""
+    stopped = [stage for stage in ("encode-text", "encode-latents") if stage in report.details]
+    report.remaining = len(report.set_aside) if stopped else 0
+    for stage in stopped:
+        report.next_steps.append(f"latentpress {stage} --retry-set-aside   # once its cause is mended")
     for missing, listed, count, stage, what in (
         (texts.missing, _missing_texts(plan, texts.missing), len(texts.missing), "encode-text", "texts"),
         (latents.missing, *_missing_files(plan, latents.missing), "encode-latents", "samples"),
@@ -122,8 +175,12 @@ def report_missing(report: Report, plan: Generation, texts: Encoded, latents: En
 
 def _missing_texts(plan: Generation, missing: pa.Array) -> list[Row]:
     first = missing[:SHOWN].to_pylist()
-    words = [{"text": shortened(plan.texts[name]["text"]) or "(null prompt)", "id": name} for name in first]
+    words = [{"text": _words(plan, name), "id": name} for name in first]
     return sorted(words, key=lambda row: row["text"])
+
+
+def _words(plan: Generation, name: str) -> str:
+    return shortened(plan.texts[name]["text"]) or "(null prompt)"
 
 
 def _missing_files(plan: Generation, missing: pa.Array) -> tuple[list[Row], int]:

@@ -7,7 +7,11 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from schemas.config import Config, StageName
 from schemas.console import Console, Options, Report, program
@@ -16,9 +20,18 @@ from stages.stage import refuse_shard
 from stages.stopping import MaxTime, Stopping
 
 
-def run(config: Config, options: Options, console: Console, *, max_time: MaxTime = None) -> Report:
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    max_time: MaxTime = None,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="As of index: leave out the samples whose media were missing.")
+    ] = False,
+) -> Report:
     refuse_shard(options, "run")
-    stages = _Processes()
+    stages = _Processes({"index": ["--allow-missing"]} if allow_missing else {})
     stopping = Stopping(max_time, stages.stop)
     with stopping.by_signals():
         report = _in_order(config, options, console, stages, stopping)
@@ -57,13 +70,18 @@ def _in_order(config: Config, options: Options, console: Console, stages: "_Proc
         if not options.dry_run:
             report.details |= _results(config, stage, document["details"])
         if code != OK:
-            report.next_steps += document["next_steps"]
+            report.next_steps += [_of_run(step) for step in document["next_steps"]]
         if code != OK or stopping.reason:
             break
         if options.dry_run and document["remaining"]:
             console.log(f"{stage} has work to do; what comes after it depends on the result")
             break
     return report
+
+
+def _of_run(step: str) -> str:
+    """A stage's next step where `run` has its option."""
+    return step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
 
 
 COUNTS = ("done", "skipped", "remaining")
@@ -98,7 +116,9 @@ class StageFailed(LatentpressError):
 class _Processes:
     """One program at a time, each a process of its own; its log passes through."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Mapping[str, list[str]]) -> None:
+        """own: options of single programs, beside those of all."""
+        self._own = own
         self._process: subprocess.Popen | None = None
         self._stopped = False
 
@@ -106,7 +126,7 @@ class _Processes:
         """Exit code and report; an empty error where it has none, an empty report where it was told to stop before."""
         module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
         words = [word for word in options.argv() if word != "--json"]
-        command = [sys.executable, "-P", "-m", module, *words, "--json"]
+        command = [sys.executable, "-P", "-m", module, *words, *self._own.get(stage, ()), "--json"]
         if self._stopped:
             return REMAINS, {}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as self._process:

@@ -167,7 +167,7 @@ class EncodingStage:
             report.remaining = _members(mine)
             _list_set_aside(store, self, work, report)
             return report
-        limit = _Limit(self, store, config, work)
+        limit = Limit(self, store, config, work)
         if mine:
             watched = presence.watched(work.plan, self.kind, work.wanted_of(mine))
             presence.require(Places(config, work.plan), self.kind, watched)
@@ -271,7 +271,7 @@ def _run_units(
     job: Job,
     plan: Generation,
     units: list[Unit],
-    limit: "_Limit",
+    limit: "Limit",
     console: Console,
     report: Report,
 ) -> None:
@@ -299,7 +299,7 @@ def _run_units(
     report.details |= {remark: f"{count} of {report.done}" for remark, count in remarks.items()}
 
 
-class _Limit:
+class Limit:
     """Of the members that the plan wants, what was tried and set aside, in this run and in earlier ones. Missing media
     is not counted: `presence` stops a stage that finds most of it missing, and index what lacks any.
 
@@ -333,7 +333,8 @@ class _Limit:
                 f"{self._stage.name} stopped: {self._aside} of {self._tried} {what} were set aside, more than "
                 f"stages.max_reject_fraction = {self._fraction} of them (of {FLOOR}, where they are fewer); the last: "
                 f"{visible(aside[-1]['message'])}",
-                f"mend them and run with --retry-set-aside, or raise the limit; the list is under {self._folder}",
+                f"mend them and run `latentpress {self._stage.name} --retry-set-aside`, or raise that limit in the "
+                f"configuration; the list is under {self._folder}",
             )
 
 

@@ -127,8 +127,8 @@ def test_a_failing_stage_stops_the_run_with_its_message(home: Path) -> None:
         path.unlink()
     code, report, log = latentpress(home, "run")
     assert code == 3
-    assert report["error"]["message"].startswith("bucket: nothing could be trained")
-    assert log.count("nothing could be trained") == 1 and log.count(report["error"]["next_step"]) == 1
+    assert report["error"]["message"].startswith("discover: datasets.colours.instance_data_dir: ")
+    assert log.count("holds no images") == 1 and log.count(report["error"]["next_step"]) == 1
 
 
 def test_reports_of_all_programs_have_the_same_keys() -> None:
