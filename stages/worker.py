@@ -167,10 +167,10 @@ class UnitWorker(ABC):
 
     def _require_media(self, unit: Unit) -> None:
         """Stop rather than publish a shard without members whose files are missing, where most files are."""
-        members = pa.array(unit.members, pa.string())
+        some = pa.array(presence.spread(pa.array(unit.members, pa.string())))
         wanted = self.plan.active_texts if self.kind == "text" else self.plan.active_samples
-        tried = members.filter(pc.is_in(members, value_set=wanted))
-        presence.require(self.places, self.kind, {*self.job.watched, *presence.spread(tried)})
+        tried = wanted.filter(pc.is_in(wanted, value_set=some)).to_pylist()
+        presence.require(self.places, self.kind, {*self.job.watched, *tried})
 
     def _rows(self, shard: "_Shard", read: Members, advance: Advance) -> None:
         for names, batch in shard.batches(read, advance):
