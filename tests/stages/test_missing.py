@@ -337,7 +337,7 @@ def test_run_passes_or_stops_as_index_does(lacking) -> None:
     (step,) = [step for step in report.next_steps if "--allow-missing" in step]
     assert step.startswith("latentpress run ")
     report = lacking.run(run.run, alone, allow_missing=True)
-    assert (report.exit_code, report.done) == (0, 3)
+    assert (report.exit_code, report.details["stages"][0]["done"]) == (0, 3)
 
 
 @pytest.mark.parametrize("shape", [(200, 300), (300, 300)])
