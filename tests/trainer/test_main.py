@@ -310,7 +310,7 @@ def test_a_loras_learning_rate_for_every_weight_is_warned_of(
 
 
 def test_what_is_asked_for_and_not_used_yet_is_said_before_training(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i")
+    config = make_config("t2i", set="set1")  # named: another configuration makes another set
     make_set(config)
     masked = config.datasets[0].model_copy(update={"mask_data": str(tmp_path)})
     vision = config.vision.model_copy(update={"model": "dinov2_vits14"})
