@@ -79,7 +79,6 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()} == before
     code, report, _ = latentpress(home, "status")
     assert (code, report["remaining"]) == (0, 0)
-    one_prompt_more(home)
     away = a_set_elsewhere(home)
     monkeypatch.chdir(away)
     assert execute("train", train, Options(Path("pipeline.yaml"), json=True)) == 0
@@ -87,19 +86,6 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     assert json.loads(said.out)["done"] == 6 and "warning" not in said.err
     here, there = (folder / "output" / "first" / "metrics.jsonl" for folder in (home, away))
     assert losses(there) == losses(here)
-
-
-def one_prompt_more(home: Path) -> None:
-    """The run goes on with a new validation prompt, another number of denoising steps, and one step more."""
-    settings = json.loads((home / "pipeline.yaml").read_text())
-    more = [*settings["validation"]["prompts"], {"name": "two", "prompt": "another colour"}]
-    changed = settings | {"validation": settings["validation"] | {"prompts": more, "steps": 3}}
-    (home / "pipeline.yaml").write_text(json.dumps(changed | {"train": settings["train"] | {"steps": 7}}))
-    code, report, log = latentpress(home, "run")
-    assert code == 0, log
-    assert {row["stage"]: row["done"] for row in report["details"]["stages"]}["train"] == 1
-    assert (home / "output" / "first" / "samples" / "step-000007" / "two.png").exists()
-    (home / "pipeline.yaml").write_text(json.dumps(settings))
 
 
 def a_set_elsewhere(home: Path) -> Path:
