@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from cache.damage import DamageError
 from cache.store import Store, StoreError
 from cache.untrusted import an_object, shown
 from schemas.catalogue import FAMILIES, Family, Flavour
@@ -223,7 +224,7 @@ def pinned(model: Model, memo: Store) -> Model:
     rel = _memo_of(model.source, model.revision)
     if _remembered(rel, memo) != commit:
         with suppress(StoreError):
-            memo.publish_bytes(rel, json.dumps({"repo": model.source, "commit": commit}).encode())
+            memo.publish_json(rel, {"repo": model.source, "commit": commit})
     found = model.model_copy(update={"revision": commit})
     if model.spec.nabla and published(model.source):
         try:
@@ -274,12 +275,13 @@ def hash_file(path: Path, memo: Store | None) -> str:
     key = [where, about.st_size, about.st_mtime_ns]
     rel = f"weights/{hash_json(key)}.json"
     remember = memo is not None and about.st_size >= LARGE
-    if remember and memo is not None and memo.exists(rel):
-        return json.loads(memo.read_bytes(rel))["content"]
+    if remember and memo is not None:
+        with suppress(FileNotFoundError, DamageError):  # a damaged one is written again
+            return memo.read_json(rel)["content"]
     content = _hash_content(*key)
     if remember and memo is not None:
         with suppress(StoreError):  # a root that can't be written to: the file is hashed again next time
-            memo.publish_bytes(rel, json.dumps({"path": where, "content": content}).encode())
+            memo.publish_json(rel, {"path": where, "content": content})
     return content
 
 
@@ -299,8 +301,8 @@ def _memo_of(repo: str, revision: str | None) -> str:
 
 def _remembered(rel: str, memo: Store) -> str | None:
     """The commit that `pinned` left; None where there is none that can be read."""
-    with suppress(StoreError, OSError, ValueError, KeyError, TypeError):
-        commit = json.loads(memo.read_bytes(rel))["commit"]
+    with suppress(StoreError, OSError, DamageError, KeyError, TypeError):
+        commit = memo.read_json(rel)["commit"]
         return commit if COMMIT.fullmatch(commit) else None
     return None
 

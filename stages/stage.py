@@ -353,8 +353,9 @@ def _list_set_aside(store: Store, stage: EncodingStage, work: Work, report: Repo
 
 
 def _write_provenance(store: Store, stage: EncodingStage, fingerprint: str, config: Config) -> None:
-    """provenance.json: in words, what the fingerprint stands for."""
+    """provenance.json: in words, what the fingerprint stands for. A damaged one is written again."""
     rel = f"{stage.kind}/{fingerprint}/provenance.json"
-    if not store.exists(rel):
-        record = {"fingerprint": fingerprint, **stage.parts(config)}
-        store.publish_bytes(rel, json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode())
+    record = {"fingerprint": fingerprint, **stage.parts(config)}
+    data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()
+    if not store.exists(rel) or store.read_bytes(rel) != data:
+        store.publish_bytes(rel, data)

@@ -152,6 +152,12 @@ def test_provenance_says_what_the_name_stands_for(make) -> None:
     record = json.loads(path.read_text())
     assert record["size"] == 84 and record["weights"].keys() == {"content"} and record["token"] == [1, 16]
     assert record["fingerprint"] == path.parent.name
+    written = path.read_bytes()
+    path.write_bytes(written[: len(written) // 2])
+    home.image("1.png", (64, 64), seed=1)
+    prepare(home)
+    assert home.run(encode_vision.run).done == 1
+    assert path.read_bytes() == written
 
 
 def test_the_weights_of_a_repository_are_those_of_the_commit_that_names_the_cache(make, tmp_path, monkeypatch) -> None:
