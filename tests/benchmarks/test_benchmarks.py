@@ -15,6 +15,7 @@ SMALL = {
     "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],
     "shard_write": ["--mib", "1", "--shards", "1", "--repeat", "1", "--captions", "2"],
+    "tables": ["--rows", "1000", "--repeat", "1"],
     "vae_memory": ["--autoencoder", "flux"],
 }
 
@@ -41,6 +42,12 @@ def test_discovery_beside_the_least_that_could_be_done() -> None:
 
 def test_planning() -> None:
     assert re.search(r"^\| 2,000 \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("planning"), re.MULTILINE)
+
+
+def test_opening_tables() -> None:
+    first, *rows = measured("tables").splitlines()
+    assert first == "1000 rows, 0 MiB"
+    assert [row.split()[0] for row in rows] == ["mapped", "checksum", "validated", "read_table", "again"]
 
 
 def test_verifying() -> None:

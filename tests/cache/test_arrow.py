@@ -81,7 +81,7 @@ def test_datasets_reads_it(tmp_path):
 def test_an_arrow_file_that_is_no_shard_is_damage(tmp_path, change):
     store = Store(tmp_path)
     rel = write(store)
-    table = store.read_table(rel)
+    table = pa.ipc.open_file(str(tmp_path / rel)).read_all()
     if change == "metadata":
         table = table.replace_schema_metadata({})
     elif change == "columns":

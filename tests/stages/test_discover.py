@@ -360,7 +360,7 @@ from schemas.console import Console, Options
 from schemas.loading import load
 from stages import discover, reading
 
-discover.SAVE_S, reading.Reader = 0.0, held.Held
+discover.SAVE_S, discover.MOST_ROWS, reading.Reader = 0.0, 1, held.Held  # each row is saved once it is read
 discover.run(load(Path(sys.argv[1]), ()), Options(), Console())
 """
 

@@ -63,17 +63,19 @@ def test_bfloat16_weights_survive(tmp_path: Path) -> None:
     assert torch.equal(again["w"], parameters["w"])
 
 
-@pytest.mark.parametrize("moment", ["save_file", "rename"])
+@pytest.mark.parametrize("moment", ["write_tensors", "rename"])
 def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypatch) -> None:
     """A process that ends in the middle of writing: the one before stays the newest, and the rest is swept."""
     parameters, optimizer, _ = trained(2)
     checkpoint.save(tmp_path, 2, parameters, optimizer, {}, {})
     child = os.fork()
     if child == 0:
-        owner = checkpoint if moment == "save_file" else os
-        monkeypatch.setattr(owner, moment, lambda *_: os._exit(7))
-        checkpoint.save(tmp_path, 3, parameters, optimizer, {}, {})
-        os._exit(0)
+        try:
+            owner = checkpoint if moment == "write_tensors" else os
+            monkeypatch.setattr(owner, moment, lambda *_: os._exit(7))
+            checkpoint.save(tmp_path, 3, parameters, optimizer, {}, {})
+        finally:
+            os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert [path.name for path in tmp_path.glob(".step-*")], "something was cut off"
     assert newest(tmp_path).step == 2

@@ -170,9 +170,12 @@ def test_a_killed_trainer_leaves_no_lock(tmp_path) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with alone(tmp_path, None):  # type: ignore[arg-type]
-            os.write(write, b"x")
-            signal.pause()
+        try:
+            with alone(tmp_path, None):  # type: ignore[arg-type]
+                os.write(write, b"x")
+                signal.pause()
+        finally:
+            os._exit(1)
     assert os.read(read, 1) == b"x"
     with pytest.raises(Busy, match=r"another train\.run"), alone(tmp_path, None):  # type: ignore[arg-type]
         pass

@@ -28,13 +28,13 @@ def test_a_pickled_transformer_is_refused(tiny, tmp_path, family, kind) -> None:
 
 
 def test_whatever_loads_weights_asks_for_safetensors() -> None:
-    """Also what is written later: only tokenizers and processors, which have no weights, are loaded without."""
+    """Also what is written later: only tokenizers, processors and configs, which have no weights, are loaded without."""
     found = []
-    for path in (path for top in ("stages", "trainer") for path in sorted((ROOT / top).rglob("*.py"))):
+    for path in (path for top in ("cache", "stages", "trainer") for path in sorted((ROOT / top).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "from_pretrained":
                 continue
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if "Token" not in ast.unparse(node.func) and "Processor" not in ast.unparse(node.func):
+            if not any(word in ast.unparse(node.func) for word in ("Token", "Processor", "config_class")):
                 found.append((path.relative_to(ROOT).as_posix(), given.get("use_safetensors")))
     assert len(found) >= 2 and {asked for _, asked in found} == {"True"}, found

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    forkserver._forkserver._stop()  # the next one has this environment; a test before may have started one without
     s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem()
     fs.mkdir("media")
@@ -200,6 +202,7 @@ def s3_of_pipelines(top: Path, patch: pytest.MonkeyPatch, s3_address: str) -> It
     for name, value in (settings | SECRETS).items():
         patch.setenv(name, value)
     patch.setattr(hf.config, "HF_DATASETS_CACHE", top / "hf/datasets")
+    forkserver._forkserver._stop()  # the next one has this environment; a test before may have started one without
     s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem()
     fs.mkdir("media")
