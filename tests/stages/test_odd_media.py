@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from cache.shard import reader
 from cache.store import Store
 from schemas.console import Report
+from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, preview
 from stages.plan import current_plan
 
@@ -299,14 +300,11 @@ def test_extreme_sides_are_enlarged_where_that_is_allowed(images: Outcome) -> No
     assert all(np.isfinite(found.latents[name]).all() for name in wanted)
 
 
-def test_an_image_model_takes_no_video_that_the_table_has(images: Outcome, videos: Outcome) -> None:
-    """Videos of an earlier configuration, before discover is run again."""
-    report = images.home.run(bucket.run, f"root={videos.home.root}", dry_run=True)
-    [row] = [row for row in report.details["excluded"] if row["rule"] == "in-motion"]
-    stills = ["still.png", "turned.jpg", "cut.jpg"]
-    assert row["items"] == len(videos.active) + len(["short.mp4"]) - len(stills)
-    [row] = report.details["buckets"]
-    assert row["samples"] == len(stills)
+def test_an_image_model_takes_no_table_of_videos(images: Outcome, videos: Outcome) -> None:
+    """What an earlier configuration discovered, before discover is run again."""
+    with pytest.raises(LatentpressError, match="dataset_type was 'video' and is 'image'") as caught:
+        images.home.run(bucket.run, f"root={videos.home.root}", dry_run=True)
+    assert "latentpress discover" in caught.value.next_step
 
 
 def test_animations_are_their_first_frame_where_asked(videos: Outcome) -> None:
