@@ -60,7 +60,7 @@ def make(root: Path) -> Store:
     planned = {"samples": samples, "texts": texts, "units": pa.Table.from_pylist(units, UNITS), "active": active}
     plan = generations.publish(store, key="k", info=info, **planned)
     media = table(MEDIA, path=lambda n: f"{n}.png", media_id=id_of, kind="image", width=80, height=32, captions=["a"])
-    settings = Settings("c", "content", "image")
+    settings = Settings("c", "content", "image", {})
     mediatable.write_whole(store, "photos", None, media, np.ones(COUNT, bool), settings)
     mediatable.save_partial(store, "photos", [media], settings)
     rejects.write(store, "discover", "photos", [rejects.reject("discover", "photos/x", "x.png", "odd", "it is odd")])

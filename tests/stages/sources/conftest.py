@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -77,6 +78,14 @@ def s3_address() -> Iterator[str]:
     server.stop()
 
 
+def forget_forkserver() -> None:
+    """The next one is started with this test's environment. The one before ends by itself, and is not waited for."""
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+    server.__init__()
+
+
 @pytest.fixture
 def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """An empty bucket `media`; the file system is made from the environment alone."""
@@ -93,7 +102,7 @@ def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    forkserver._forkserver._stop()  # the next one has this environment; a test before may have started one without
+    forget_forkserver()
     s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem()
     fs.mkdir("media")
@@ -202,7 +211,7 @@ def s3_of_pipelines(top: Path, patch: pytest.MonkeyPatch, s3_address: str) -> It
     for name, value in (settings | SECRETS).items():
         patch.setenv(name, value)
     patch.setattr(hf.config, "HF_DATASETS_CACHE", top / "hf/datasets")
-    forkserver._forkserver._stop()  # the next one has this environment; a test before may have started one without
+    forget_forkserver()
     s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem()
     fs.mkdir("media")
