@@ -389,13 +389,10 @@ def newest_of(store: Store, family: str, task: str) -> str:
 
 
 def pointed_at(store: Store, rel: str) -> str:
-    """The id of the set that a pointer names."""
+    """The id of the set that a pointer names. DamageError where no set can have that name."""
     named = read_json(store, rel).get("id")
     if not isinstance(named, str) or not PLAIN.fullmatch(named):
-        raise SetError(
-            f"{store.path(rel)} names {shown(repr(named))}, which no training set is called",
-            "Run `latentpress index`, which writes it anew; in an export, copy it again.",
-        )
+        raise DamageError(store.path(rel), f"it names {shown(repr(named))}, which no training set is called")
     return named
 
 

@@ -20,8 +20,8 @@ from cache.shard import DamageError, Row, ShardMeta
 from cache.sound import shape_problem
 from cache.store import Store, StoreError, explained
 from cache.tensors import INFINITY
-from cache.trainset import read_json, set_table
-from cache.untrusted import PLAIN, shown
+from cache.trainset import pointed_at, read_json, set_table
+from cache.untrusted import shown
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
 from schemas.tables import UNITS
@@ -183,7 +183,7 @@ def missing(store: Store, present: dict[str, int]) -> dict[str, str]:
     lost: dict[str, str] = {}
     for rel in pointers(store):
         with suppress(DamageError, FileNotFoundError):
-            name = pointed(store, rel)
+            name = pointed_at(store, rel)
             if store.exists(f"sets/{name}/set.json"):
                 for path in shards_of(store, name):
                     if path not in present:
@@ -205,21 +205,13 @@ def shards_of(store: Store, name: str) -> list[str]:
 def current_sets(store: Store, but: Container[str] = ()) -> list[str]:
     """Ids of the sets that sets/current-*.json, save those in `but`, point at. DamageError where one points nowhere
     below the root."""
-    return sorted({pointed(store, rel) for rel in pointers(store) if rel not in but})
+    return sorted({pointed_at(store, rel) for rel in pointers(store) if rel not in but})
 
 
 def pointers(store: Store) -> list[str]:
     """The files that name the set in use of each family and task."""
     named = (f"sets/{name}" for name in store.names("sets") if name.startswith("current-"))
     return [rel for rel in named if is_ours(rel)]
-
-
-def pointed(store: Store, rel: str) -> str:
-    """The set that a pointer names. DamageError where that is the name of none."""
-    id = read_json(store, rel).get("id")
-    if not isinstance(id, str) or not PLAIN.fullmatch(id):
-        raise DamageError(store.path(rel), f"it names {shown(repr(id))}, which no training set is called")
-    return id
 
 
 def put_away(store: Store, rel: str) -> str:

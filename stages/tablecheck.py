@@ -12,12 +12,12 @@ from cache.damage import DamageError, rebuild_command
 from cache.exported import ExportedSet
 from cache.layout import is_ours
 from cache.store import Store
-from cache.trainset import TABLES, TrainSet, set_table
+from cache.trainset import TABLES, TrainSet, pointed_at, set_table
 from schemas.config import Config
 from schemas.console import Console, Options
 from schemas.errors import LatentpressError
 from stages import bucket, index, mediatable
-from stages.soundness import pointed, shards_of
+from stages.soundness import shards_of
 
 Damaged = dict[str, list[DamageError]]  # by path
 
@@ -59,7 +59,7 @@ def _look(store: Store, rel: str) -> Callable[[], object]:
         known = table in generations.TABLES
         return lambda: generations.table(store, name, table) if known else generations.load(store, name)
     if not file:
-        return lambda: pointed(store, rel)
+        return lambda: pointed_at(store, rel)
     return lambda: set_table(store, name, table) if table in TABLES else _check_set(store, name)
 
 

@@ -184,7 +184,8 @@ def test_all_that_is_wrong_with_a_dataset_is_told_at_once():
     ],
 )
 def test_what_goes_together_in_a_dataset_is_taken(values):
-    Config.model_validate(data(datasets=[dataset(**values)]))
+    (taken,) = Config.model_validate(data(datasets=[dataset(**values)])).datasets
+    assert taken.model_dump(mode="json", include=values.keys(), exclude_unset=True) == values
 
 
 @pytest.mark.parametrize(
