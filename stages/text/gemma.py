@@ -7,19 +7,15 @@ changes nothing. The instruction is computed once: row 0 is the same for every c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
+from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, Gemma2Model
+from transformers import Gemma2Model
 
-from cache.weights import resolve
-from schemas.catalogue import Template
 from schemas.prompts import render
-from stages.text import models
-from stages.text.prefix import Reader, constant_ids
-from stages.text.request import Prepared, Stats, TextRequest, TextResult, refuse
-
-PARTS = ("text_encoder", "tokenizer")
+from stages.text.models import TextEncoder
+from stages.text.prefix import Reader
+from stages.text.request import Prepared, TextRequest, TextResult, refuse
 
 
 @dataclass(frozen=True)
@@ -29,41 +25,15 @@ class Prompt(Prepared):
     negative: bool
 
 
-class Encoder:
-    """Loads Gemma-2 once. `prepare` tokenises, and may run beside `encode`, which is one forward pass."""
+class Encoder(TextEncoder):
+    """Gemma-2."""
 
-    def __init__(
-        self,
-        source: str,
-        revision: str | None,
-        template: Template,
-        max_length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        attention: str | None = None,
-        quantization: str = "no_change",
-        offload: str = "none",
-        share_prefix: bool = True,
-    ) -> None:
-        """max_length: the pipeline's max_sequence_length. The options: `stages.text.models.load`.
+    parts = ("text_encoder", "tokenizer")
 
-        Raises WeightsError where a part is missing, LatentpressError for an option that can't be had.
-        """
-        folder = resolve(source, revision, PARTS)
-        self.template, self.max_length, self.dtype, self.device = template, max_length, dtype, device
-        self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
-        self._lock = Lock()
-        options = models.Options(attention, quantization, offload)
-        gemma = models.load(Gemma2Model, folder / "text_encoder", dtype, device, options)
-        self.unquantized = models.unquantized(gemma) if quantization == "nf4-bnb" else []
-        self._instruction = len(self._ids(template.text.split("{}")[0]))
-        prefix = constant_ids(self._ids, template, self._instruction - 1) if share_prefix else []
-        self._reader = Reader(gemma, prefix, self._tokenizer.pad_token_id or 0, device)
-
-    @property
-    def stats(self) -> Stats:
-        return self._reader.stats
+    def _load(self, folder: Path) -> Reader:
+        gemma = self._language_model(Gemma2Model, folder)
+        self._instruction = len(self._ids(self.template.text.split("{}")[0]))
+        return self._make_reader(Reader, gemma, self._instruction - 1)
 
     def prepare(self, request: TextRequest) -> Prompt:
         """The request tokenised."""
@@ -85,10 +55,6 @@ class Encoder:
             untruncated = embeds_LD.shape[0] + prompt.untruncated - len(prompt.ids)
             results.append(TextResult(embeds_LD, None, untruncated, embeds_LD.shape[0]))
         return results
-
-    def _ids(self, text: str) -> list[int]:
-        # verbose: it would warn of texts longer than the tokenizer's own limit, which is not the one here.
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     def _selected(self, hidden_LD: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         """The rows that the transformer is given. A negative prompt has no instruction: all of them."""

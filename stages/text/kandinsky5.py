@@ -6,20 +6,18 @@ The template's prefix is computed once (`stages.text.prefix`), an image's featur
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
+from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from cache.weights import WeightsError, pretrained, resolve
-from schemas.catalogue import Template
+from cache.weights import WeightsError, pretrained
 from schemas.prompts import render
-from stages.text import models
+from stages.text.models import TextEncoder
 from stages.text.pictures import Illustrated, Picture, PictureReader, Processor
-from stages.text.prefix import Reader, constant_ids
-from stages.text.request import CLIP_LENGTH, Stats, TextRequest, TextResult, refuse
+from stages.text.prefix import Reader
+from stages.text.request import CLIP_LENGTH, TextRequest, TextResult, refuse
 
-PARTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 # Beside the image's own tokens, after the caption: <|vision_start|>, <|vision_end|>, <|im_end|>.
 IMAGE_SUFFIX = 3
 
@@ -40,68 +38,39 @@ class Prompt(Illustrated):
     clip_tokens: int = 0
 
 
-class Encoder:
-    """Loads Qwen2.5-VL and CLIP once. `prepare` may run beside `encode`, which is one forward pass of each."""
+class Encoder(TextEncoder):
+    """Qwen2.5-VL and CLIP. max_length: tokens kept after the template's prefix."""
 
-    def __init__(
-        self,
-        source: str,
-        revision: str | None,
-        template: Template,
-        max_length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        attention: str | None = None,
-        quantization: str = "no_change",
-        offload: str = "none",
-        share_prefix: bool = True,
-    ) -> None:
-        """max_length: tokens kept after the template's prefix. The options are Qwen's: `stages.text.models.load`.
+    parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
-        Raises WeightsError for a missing part, OptionError for an option that can't be had.
-        """
-        assert template.crop is not None, f"{template.name} names no prefix length"
-        folder = resolve(source, revision, PARTS)
-        self.template, self.max_length, self.crop = template, max_length, template.crop
-        self.dtype, self.device = dtype, device
-        self._lock = Lock()
-        self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
+    def _load(self, folder: Path) -> Reader:
+        assert self.template.crop is not None, f"{self.template.name} names no prefix length"
+        self.crop, with_image = self.template.crop, self.template.with_image
         self._clip_tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
-        if not template.with_image:
-            self._refuse_short_template(source)
-        self._images = Processor(folder / "tokenizer") if template.with_image else None
+        if not with_image:
+            self._refuse_short_template()
+        self._images = Processor(folder / "tokenizer") if with_image else None
         # Loaded whole, as by the pipeline, so that the weights' names are understood alike in any checkpoint;
         # then used without lm_head, whose output for every token would be far larger than what is kept.
-        unused = ("lm_head",) if template.with_image else ("lm_head", "model.visual")
-        options = models.Options(attention, quantization, offload)
-        qwen = Qwen2_5_VLForConditionalGeneration
-        whole = models.load(qwen, folder / "text_encoder", dtype, device, options, unused)
-        self.unquantized = models.unquantized(whole) if quantization == "nf4-bnb" else []
-        self._clip = pretrained(CLIPTextModel, folder / "text_encoder_2", dtype=dtype).to(device).eval()
+        unused = ("lm_head",) if with_image else ("lm_head", "model.visual")
+        whole = self._language_model(Qwen2_5_VLForConditionalGeneration, folder, unused)
+        self._clip = pretrained(CLIPTextModel, folder / "text_encoder_2", dtype=self.dtype).to(self.device).eval()
         self._image_id = whole.config.image_token_id
         self._media_ids = {whole.config.image_token_id, whole.config.video_token_id}
-        prefix = constant_ids(self._ids, template, self.crop) if share_prefix else []
-        pad_id = self._tokenizer.pad_token_id or 0
-        self._reader: Reader
-        if template.with_image:
-            self._reader = PictureReader(whole.model, prefix, pad_id, device)
-        else:
-            self._reader = Reader(whole.model.language_model, prefix, pad_id, device)
+        if with_image:
+            return self._make_reader(PictureReader, whole.model, self.crop)
+        return self._make_reader(Reader, whole.model.language_model, self.crop)
 
-    def _refuse_short_template(self, source: str) -> None:
+    def _refuse_short_template(self) -> None:
         """WeightsError where cutting the template's tokens off would cut captions too."""
         tokens = len(self._ids(render("", self.template)))
         if tokens <= self.crop:
             raise WeightsError(
-                f"{source}: its tokenizer makes {tokens} tokens of the template {self.template.name} with an empty "
-                f"caption, and the pipeline cuts the first {self.crop} off: no token of a short caption would be left",
+                f"{self.source}: its tokenizer makes {tokens} tokens of the template {self.template.name} with an "
+                f"empty caption, and the pipeline cuts the first {self.crop} off: no token of a short caption would "
+                "be left",
                 "take tokenizer/ from the repository that the text encoder is from",
             )
-
-    @property
-    def stats(self) -> Stats:
-        return self._reader.stats
 
     def prepare(self, request: TextRequest) -> Prompt:
         """The request tokenised and its image made ready. Raises RequestError for what can't be encoded."""
@@ -136,10 +105,6 @@ class Encoder:
         if len(ids) > self.crop + self.max_length:
             return Tokens(self._shortened(text, ids), len(ids))
         return Tokens(ids, len(ids))
-
-    def _ids(self, text: str) -> list[int]:
-        # verbose: it would warn of texts longer than the tokenizer's own limit, which is not the one here.
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     def _shortened(self, text: str, ids: list[int]) -> list[int]:
         """An over-long prompt, cut as the pipeline cuts it.

@@ -1,15 +1,21 @@
-"""How a text encoder's weights are held: as they are, in bfloat16, quantised, or in host memory block by block."""
+"""What the families' text encoders share, and how their weights are held: in which precision, and offloaded or not."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
-from cache.weights import pretrained
+from cache.weights import pretrained, resolve
+from schemas.catalogue import Template
 from schemas.errors import USAGE, LatentpressError
+from stages.text.prefix import Reader, constant_ids
+from stages.text.request import Stats
 
 EXTRA = "pip install -e '.[quant]'"
 #: Rows and columns that bitsandbytes packs 4-bit matrices in on CPUs with AVX512-BF16. One whose sides are no multiples
@@ -31,6 +37,65 @@ class Options:
     attention: str | None = None
     quantization: str = "no_change"
     offload: str = "none"
+
+
+class TextEncoder(ABC):
+    """Loads a family's text encoder once. `prepare` tokenises, and may run beside `encode`, which is one forward pass.
+
+    Each family's `Encoder` names its parts of the checkpoint and says in `_load` how its language model is run.
+    """
+
+    parts: tuple[str, ...]  # folders of the checkpoint
+
+    def __init__(
+        self,
+        source: str,
+        revision: str | None,
+        template: Template,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        attention: str | None = None,
+        quantization: str = "no_change",
+        offload: str = "none",
+        share_prefix: bool = True,
+    ) -> None:
+        """max_length: the pipeline's max_sequence_length. attention, quantization, offload: see `Options`.
+
+        Raises WeightsError where a part is missing, OptionError for an option that can't be had.
+        """
+        folder = resolve(source, revision, self.parts)
+        self.source, self.template, self.max_length = source, template, max_length
+        self.dtype, self.device = dtype, device
+        self.unquantized: list[str] = []  # matrices that nf4-bnb left as they are
+        self._options, self._share_prefix = Options(attention, quantization, offload), share_prefix
+        self._lock = Lock()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
+        self._reader = self._load(folder)
+
+    @abstractmethod
+    def _load(self, folder: Path) -> Reader:
+        """Load the models from `folder`; the reader of the language model."""
+
+    def _language_model(self, model_class: Any, folder: Path, unused: Sequence[str] = ()) -> Any:
+        model = load(model_class, folder / "text_encoder", self.dtype, self.device, self._options, unused)
+        if self._options.quantization == "nf4-bnb":
+            self.unquantized = unquantized(model)
+        return model
+
+    def _make_reader(self, reader_class: type[Reader], model: Any, most: int) -> Reader:
+        """most: the largest number of tokens of the template's beginning that are computed once for all texts."""
+        prefix = constant_ids(self._ids, self.template, most) if self._share_prefix else []
+        return reader_class(model, prefix, self._tokenizer.pad_token_id or 0, self.device)
+
+    @property
+    def stats(self) -> Stats:
+        return self._reader.stats
+
+    def _ids(self, text: str) -> list[int]:
+        # verbose: it would warn of texts longer than the tokenizer's own limit, which is not the one here.
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
 
 
 def load(
