@@ -1,18 +1,20 @@
 """Fixtures shared by all tests."""
 
 import hashlib
-import importlib
+import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.project import SETTINGS, Project
 
 # Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,8 +47,9 @@ def _build(kind: str, target: Path) -> None:
     """Beside its place first, then renamed: another process sees a whole checkpoint or none."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        made = Path(temporary) / kind
-        _builder().build(kind, made)
+        from examples.tiny_models import build  # it imports torch
+
+        made = build(kind, Path(temporary) / kind)
         try:
             os.rename(made, target)
         except OSError:
@@ -55,7 +58,52 @@ def _build(kind: str, target: Path) -> None:
             shutil.rmtree(made)
 
 
-@cache
-def _builder():
-    sys.path.insert(0, str(BUILDER.parent))
-    return importlib.import_module(BUILDER.stem)
+@pytest.fixture
+def project(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[..., Project]:
+    """project(kind="kandinsky5-image-t2i", **settings) -> Project, with one dataset "photos" and no media yet."""
+
+    def make(kind: str = "kandinsky5-image-t2i", **settings: Any) -> Project:
+        folder = tmp_path / f"project{len(list(tmp_path.iterdir()))}"
+        (folder / "media").mkdir(parents=True)
+        video = "video" in kind
+        dataset: dict[str, Any] = {"id": "photos", "instance_data_dir": "media", "resolution": 64}
+        dataset["allow_upscale"] = True
+        if video:
+            dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}
+        base: dict[str, Any] = {
+            "root": "work",
+            "output": "output",
+            "cache": {"unit_mib": 0.02},
+            "model": {**SETTINGS[kind], "path": str(tiny(kind)), "precision": "float32"},
+            "datasets": [dataset],
+            "stages": {"encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
+        }
+        return Project(folder, json.loads(json.dumps(base | settings)))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def _built() -> dict[tuple[str, ...], Path]:
+    return {}
+
+
+@pytest.fixture
+def built(
+    _built: dict[tuple[str, ...], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Project, Callable[[Project], None]], Project]:
+    """built(home, make) -> home, as make(home) leaves its folder. The first of equal calls in a process makes it; the
+    others get a copy, with the times of its files, as they take it to be their own."""
+
+    def get(home: Project, make: Callable[[Project], None]) -> Project:
+        key = (make.__module__, make.__qualname__, json.dumps(home.settings))
+        if key in _built:
+            shutil.copytree(_built[key], home.folder, dirs_exist_ok=True)
+        else:
+            make(home)
+            kept = tmp_path_factory.mktemp("built") / "project"
+            shutil.copytree(home.folder, kept)
+            _built[key] = kept
+        return home
+
+    return get

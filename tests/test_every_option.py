@@ -19,7 +19,7 @@ from schemas.explain import fields_of, is_section
 from schemas.loading import ConfigError
 from schemas.section import Section
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index, status
-from tests.stages.conftest import Project, project  # noqa: F401 (a fixture)
+from tests.project import Project
 from trainer.__main__ import run as train
 
 SOURCES = Path(__file__).resolve().parent.parent

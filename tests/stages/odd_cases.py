@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import odd
 from PIL import Image
+
+from tests.stages import odd
 
 COLOURS, RED, GREEN, BLUE, YELLOW, WHITE = odd.COLOURS, odd.RED, odd.GREEN, odd.BLUE, odd.YELLOW, odd.WHITE
 LANDSCAPE, PORTRAIT = "80x48@1", "48x80@1"

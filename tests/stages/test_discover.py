@@ -354,7 +354,6 @@ KILLED = """
 import sys
 from pathlib import Path
 
-sys.path.insert(0, sys.argv[2])
 import held
 from schemas.console import Console, Options
 from schemas.loading import load
@@ -371,8 +370,9 @@ def test_a_kill_costs_what_was_read_last(project) -> None:
         home.image(f"{number}.png", seed=number)
     home.config()
     (home.folder / "held.py").write_text(HELD)
-    command = [sys.executable, "-c", KILLED, str(home.folder / "pipeline.yaml"), str(home.folder)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-c", KILLED, str(home.folder / "pipeline.yaml")]
+    environment = os.environ | {"PYTHONPATH": str(home.folder)}
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
     saved = home.root / "media/photos/partial"
     while not list(saved.glob("0*.arrow")):
         assert process.poll() is None

@@ -17,25 +17,17 @@ from stages.usage import use
 ENCODE = (encode_text, encode_latents)
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """A folder in which the first test leaves what it encoded."""
-    return tmp_path_factory.mktemp("kept") / "indexed"
-
-
 @pytest.fixture
-def indexed(project, kept):
+def indexed(project, built):
     """Three pictures, one a unit, encoded and indexed."""
-    home = project("kandinsky5-image-t2i", cache={"unit_mib": 0.004})
-    if kept.exists():
-        shutil.copytree(kept, home.folder, dirs_exist_ok=True)
-        return home
+    return built(project("kandinsky5-image-t2i", cache={"unit_mib": 0.004}), index_three)
+
+
+def index_three(home) -> None:
     for number in range(3):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in (discover, bucket, *ENCODE, index):
         home.run(program.run)
-    shutil.copytree(home.folder, kept)
-    return home
 
 
 def files(home) -> set[str]:

@@ -179,7 +179,6 @@ OWNER = """
 import sys
 from functools import partial
 from pathlib import Path
-sys.path[:] = {path!r}
 from {module} import noting
 from stages.engines.isolated import Isolated
 with Isolated(partial(noting, Path({folder!r})), workers=2, timeout_s=4, memory_mib=512) as apart:
@@ -190,8 +189,9 @@ with Isolated(partial(noting, Path({folder!r})), workers=2, timeout_s=4, memory_
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> None:
-    code = OWNER.format(path=sys.path, module=__name__, folder=str(tmp_path))
-    owner = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    code = OWNER.format(module=__name__, folder=str(tmp_path))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    owner = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, env=environment)
     # Of the two processes and their parent the alarm may have ended one by then, which is replaced: how many there
     # are, and which are alive, says nothing.
     while len(list(tmp_path.iterdir())) < 3:

@@ -1,6 +1,5 @@
 """Decoders that die, hang or eat memory while a unit is encoded: what they read is set aside, and nothing else."""
 
-import importlib
 import os
 import signal
 import sys
@@ -17,9 +16,7 @@ from cache.store import Store
 from schemas.console import Report
 from stages import bucket, discover, encode_latents, encode_text, index
 from stages.plan import current_plan
-
-sys.path.append(str(Path(__file__).parent))  # tests are no packages
-odd = importlib.import_module("odd")
+from tests.stages import odd
 
 
 def below(process: str) -> Iterator[str]:

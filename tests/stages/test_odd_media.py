@@ -2,7 +2,6 @@
 
 import base64
 import html
-import importlib
 import io
 import json
 import os
@@ -26,11 +25,10 @@ from schemas.console import Report
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, preview
 from stages.plan import current_plan
+from tests.stages import odd
+from tests.stages import odd_cases as cases
+from tests.stages.odd_cases import CLIP, IMAGES, LANDSCAPE, PORTRAIT, VIDEOS, Reject, Sample
 
-sys.path.append(str(Path(__file__).parent))  # tests are no packages
-odd, cases = map(importlib.import_module, ("odd", "odd_cases"))
-Sample, Reject, IMAGES, VIDEOS = cases.Sample, cases.Reject, cases.IMAGES, cases.VIDEOS
-LANDSCAPE, PORTRAIT, CLIP = cases.LANDSCAPE, cases.PORTRAIT, cases.CLIP
 ROOT = Path(__file__).parents[2]
 VIDEO = "kandinsky5-video-t2v"
 

@@ -1,8 +1,6 @@
 """The plan as a page: the pixels that the encoder gets, everything escaped, and no item that stops it."""
 
-import importlib
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,7 @@ from stages.media.errors import MediaError
 from stages.media.samples import fit_image, read_frames, read_mask
 from stages.plan import current_plan
 from stages.stage import WrongUse
-
-sys.path.insert(0, str(Path(__file__).parent))
-pages = importlib.import_module("pages")
-Page, alike = pages.Page, pages.alike
+from tests.stages.pages import Page, alike, decoded
 
 
 def show(home, *overrides: str, **own: Any) -> tuple[Report, Page]:
@@ -92,7 +87,7 @@ def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
         assert f"{times[2 * place]:.2f} s" in page.article("clip.mp4")
     assert np.abs(shown[0].astype(int) - shown[-1]).mean() > 50  # they do differ
     [drawing] = page.of("image")
-    assert alike(pages.decoded(drawing["href"]), read_frames(path, sample | one_frame(64, 48), "pyav")[0])
+    assert alike(decoded(drawing["href"]), read_frames(path, sample | one_frame(64, 48), "pyav")[0])
 
 
 def one_frame(width: int, height: int) -> dict[str, Any]:

@@ -1,12 +1,9 @@
 """Encoded samples as a page: the encoder's own pixels, the autoencoder's own reconstruction, honest numbers."""
 
-import importlib
 import io
 import json
 import math
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,10 +26,8 @@ from stages.contactsheet.resultpage import Result
 from stages.media import pixels
 from stages.media.samples import fit_image, read_frames
 from stages.plan import current_plan
+from tests.stages.pages import Page, alike, decoded
 
-sys.path.insert(0, str(Path(__file__).parent))
-pages = importlib.import_module("pages")
-Page, alike = pages.Page, pages.alike
 MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
 
 
@@ -71,7 +66,7 @@ def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
 
 def seen(pixels_HWC: np.ndarray, box: tuple[int, int] = comparing.IMAGE_BOX) -> np.ndarray:
     """What is shown of pixels, exactly: `alike` asks too much of WebP where they are noise."""
-    return pages.decoded(html.uri(comparing.picture(pixels_HWC, box, 1 << 20)))
+    return decoded(html.uri(comparing.picture(pixels_HWC, box, 1 << 20)))
 
 
 def decibels(first: np.ndarray, second: np.ndarray) -> float:

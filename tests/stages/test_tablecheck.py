@@ -1,6 +1,5 @@
 """Damage to a table is found by verify and by whoever reads it, and mended by the command that is printed."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,28 +13,16 @@ from stages import bucket, discover, encode_latents, encode_text, gc, index, sta
 FAMILY, TASK = "kandinsky5-image", "t2i"
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory) -> Path:
-    """A folder in which the first test leaves what it encoded."""
-    return tmp_path_factory.mktemp("kept") / "indexed"
-
-
 @pytest.fixture
-def indexed(project, kept):
+def indexed(encoded, built):
     """Three pictures, and one more in a plan of its own, which needs the first; a set of them."""
-    home = project("kandinsky5-image-t2i", cache={"unit_mib": 0.008})
-    if kept.exists():
-        shutil.copytree(kept, home.folder, dirs_exist_ok=True)
-        return home
-    for number in range(3):
-        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    for program in (discover, bucket, encode_text, encode_latents):
-        home.run(program.run)
+    return built(encoded, one_more)
+
+
+def one_more(home) -> None:
     home.image("new.png", (64, 64), "a new one", 40)
     for program in (discover, bucket, encode_text, encode_latents, index):
         home.run(program.run)
-    shutil.copytree(home.folder, kept)
-    return home
 
 
 def flip(path: Path) -> None:

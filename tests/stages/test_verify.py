@@ -13,29 +13,8 @@ from cache.shard import Row, SetAside, ShardMeta, reader, writer
 from cache.store import Store, StoreError
 from cache.tensors import Array
 from schemas.tables import SET_SHARDS
-from stages import bucket, discover, encode_latents, encode_text, export, index, soundness, verify
+from stages import bucket, discover, encode_latents, export, index, soundness, verify
 from stages.soundness import Made, Tensors
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """A folder in which the first test leaves what it encoded."""
-    return tmp_path_factory.mktemp("kept") / "encoded"
-
-
-@pytest.fixture
-def encoded(project, kept):
-    """Three pictures in two units of latents, and their captions."""
-    home = project("kandinsky5-image-t2i", cache={"unit_mib": 0.008})
-    if kept.exists():
-        shutil.copytree(kept, home.folder, dirs_exist_ok=True)
-        return home
-    for number in range(3):
-        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    for program in (discover, bucket, encode_text, encode_latents):
-        home.run(program.run)
-    shutil.copytree(home.folder, kept)
-    return home
 
 
 def first(home, kind: str) -> str:

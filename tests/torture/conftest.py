@@ -18,7 +18,6 @@ from cache import shard
 from cache.shard import Row, SetAside, ShardMeta
 from cache.store import Store
 from cache.tensors import Array
-from tests.stages.conftest import project  # noqa: F401  (the fixture)
 
 LONG = os.environ.get("TORTURE") == "long"
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}

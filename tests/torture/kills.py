@@ -17,7 +17,7 @@ from types import ModuleType
 
 from cache import shard
 from cache.store import Store
-from tests.stages.conftest import Project
+from tests.project import Project
 
 Only = Callable[[str, str], bool]
 FORMATS = ("arrow", "webdataset")

@@ -18,7 +18,7 @@ from cache.rejects import reject
 from cache.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, verify
 from stages.plan import current_plan
-from tests.stages.conftest import Project
+from tests.project import Project
 from tests.torture.conftest import LONG, Steps
 from tests.torture.kills import FORMATS, Running, Stage, wait_for
 

@@ -18,7 +18,7 @@ from cache.store import Store
 from stages import bucket, discover, encode_latents
 from stages.media import members
 from stages.media.members import Wanted
-from tests.stages.conftest import Project
+from tests.project import Project
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
 
 

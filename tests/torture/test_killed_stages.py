@@ -23,7 +23,7 @@ from cache.tensors import Array
 from cache.trainset import SetError, TrainSet
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
 from stages.text.worker import TextWorker
-from tests.stages.conftest import Project
+from tests.project import Project
 from tests.torture.conftest import LONG
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
 

@@ -23,7 +23,7 @@ from stages import bucket, discover, encode_latents, encode_text, status
 from stages.engines import local
 from stages.stage import Job, Outcome
 from stages.text.worker import TextWorker
-from tests.stages.conftest import Project
+from tests.project import Project
 from tests.torture.conftest import LONG
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die, once, processes, wait_for
 

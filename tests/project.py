@@ -1,0 +1,95 @@
+"""A small project of real files: photographs made on the spot, videos encoded on the spot, a pipeline.yaml."""
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from schemas.config import Config
+from schemas.console import Console, Options, Report, Shard
+from schemas.loading import load
+
+
+@dataclass
+class Project:
+    """A folder with media and a configuration. `config(**changes)` writes pipeline.yaml and loads it."""
+
+    folder: Path
+    settings: dict[str, Any]
+    said: str = ""  # what the last run printed
+
+    @property
+    def media(self) -> Path:
+        return self.folder / "media"
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "work"
+
+    def image(self, name: str, size: tuple[int, int] = (64, 48), caption: str = "a picture", seed: int = 0) -> Path:
+        path = self.media / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        colours = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC).save(path)
+        if caption is not None:
+            path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+        return path
+
+    def video(
+        self, name: str, frames: int = 24, size: tuple[int, int] = (64, 48), rate: int = 12, caption: str = "a clip"
+    ) -> Path:
+        import av
+
+        path = self.media / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("libx264", rate=rate)
+            stream.width, stream.height = size
+            stream.pix_fmt = "yuv420p"
+            for index in range(frames):
+                shade = np.full((size[1], size[0], 3), index * 255 // frames, np.uint8)
+                shade[:, : size[0] // 2, 0] = sum(name.encode()) * 37 % 255
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
+            container.mux(stream.encode())
+        path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+        return path
+
+    def config(self, *overrides: str) -> Config:
+        path = self.folder / "pipeline.yaml"
+        path.write_text(json.dumps(self.settings, indent=1))  # JSON is YAML
+        return load(path, overrides)
+
+    def run(self, program: Callable[..., Report], *overrides: str, shard: str = "0/1", **options: Any) -> Report:
+        """Call a program's `run` as the command line would; the report is returned."""
+        own = {key: options.pop(key) for key in [*options] if key not in Options.__dataclass_fields__}
+        index, total = shard.split("/")
+        given = Options(self.folder / "pipeline.yaml", overrides, shard=Shard(int(index), int(total)), **options)
+        with io.StringIO() as messages:
+            try:
+                return program(self.config(*overrides), given, Console(stderr=messages), **own)
+            finally:
+                self.said = messages.getvalue()
+
+    def shards(self, kind: str) -> dict[str, bytes]:
+        """Every shard of a kind: name -> bytes."""
+        folder = self.root / kind
+        found = [path for path in folder.rglob("*") if path.suffix in (".arrow", ".tar")]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(found)}
+
+    def rejects(self, report: Report) -> dict[str, str]:
+        """path or item -> reason, of what a report lists as set aside."""
+        return {Path(row["path"] or row["item"]).name: row["reason"] for row in report.set_aside}
+
+
+SETTINGS = {
+    "kandinsky5-image-t2i": {"family": "kandinsky5-image", "flavour": "t2i-lite-sft"},
+    "kandinsky5-image-i2i": {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"},
+    "kandinsky5-video-t2v": {"family": "kandinsky5-video", "flavour": "t2v-lite-sft-5s"},
+    "kandinsky5-video-i2v": {"family": "kandinsky5-video", "flavour": "i2v-lite-5s"},
+    "sana": {"family": "sana", "flavour": "sana-1.6b-1024px"},
+}
