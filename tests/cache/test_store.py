@@ -158,9 +158,7 @@ def test_published_files_follow_the_umask(tmp_path):
 
 
 def run(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
 
 
 WRITE_ALL = r"""

@@ -242,7 +242,6 @@ def called(home: Any, *arguments: str, encoding: str = "utf-8", expected: int = 
         text=True,
         encoding="utf-8",
         check=False,
-        timeout=120,
     )
     assert done.returncode == expected, done.stderr
     return done.stdout, done.stderr
