@@ -82,7 +82,7 @@ def _show_plan(
         return report
     _require_media(sheet, chosen)
     with console.progress(total, "preview") as progress:
-        size = _write(page, (piece.encode() for piece in planned.page(sheet, chosen, options, report, progress)))
+        size = _write(page, planned.page(sheet, chosen, options, report, progress))
     report.details["MiB"] = round(size / 2**20, 2)
     return report
 
@@ -118,7 +118,7 @@ def _show_latents(
         found = results.compare(sheet, cached, chosen, options.resources(sheet.config, "decode"), progress)
     results.report(found, report, everything=options.json)
     report.details["buckets"] = table = resultpage.lines(cached, found, buckets)
-    size = _write(page, (piece.encode() for piece in resultpage.page(cached, found, table)))
+    size = _write(page, resultpage.page(cached, found, table))
     sheets = _write_sheets(page, poster.sheets(found, table))
     report.details["contact sheets"] = [str(path) for path in sheets]
     report.details["MiB"] = round((size + sum(path.stat().st_size for path in sheets)) / 2**20, 2)

@@ -6,6 +6,7 @@ One process for each: to import the model libraries takes a process seconds.
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import packages_distributions, requires
@@ -34,6 +35,7 @@ NEEDED = {
     "ftfy",
     "tensorboard",
     "huggingface-hub",
+    "jinja2",
 }
 ENCODERS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "clip", "gemma", "gemma2")
 
@@ -53,12 +55,14 @@ def within(modules: set[str], *packages: str) -> set[str]:
 
 
 def closure(extra: str) -> set[str]:
-    """The distributions that installing latentpress[extra] brings, as the installed ones state their needs."""
+    """The distributions that installing latentpress[extra] brings, as pyproject.toml and the installed ones state."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = project["dependencies"] + project["optional-dependencies"].get(extra, [])
     found: set[str] = set()
     waiting = [("latentpress", extra)]
     while waiting:
         name, wanted = waiting.pop()
-        for text in requires(name) or []:
+        for text in ours if name == "latentpress" else requires(name) or []:
             need = Requirement(text)
             if need.marker is None or need.marker.evaluate({"extra": wanted}):
                 key = need.name.lower().replace("_", "-").replace(".", "-")

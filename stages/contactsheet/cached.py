@@ -36,6 +36,10 @@ class Caption:
         return self.tokens is not None and self.kept is not None and self.kept < self.tokens
 
     @property
+    def whole(self) -> bool:
+        return self.tokens is not None and not self.truncated
+
+    @property
     def said(self) -> str:
         """Its tokens in words."""
         if self.problem:

@@ -26,6 +26,10 @@ class Frame:
     mse: float | None  # of its pixels alone
     time: float | None  # seconds
 
+    @property
+    def psnr(self) -> float | None:
+        return None if self.mse is None else psnr(self.mse)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -35,6 +39,10 @@ class Comparison:
     frames: tuple[Frame, ...]
     mse: float | None
     condition: Frame | None = None
+
+    @property
+    def psnr(self) -> float | None:
+        return None if self.mse is None else psnr(self.mse)
 
 
 def psnr(mse: float) -> float:

@@ -13,9 +13,8 @@ import pyarrow.compute as pc
 
 from cache import rejects
 from schemas.console import Options, Progress, Report
-from stages.contactsheet import page as html
 from stages.contactsheet.looking import Opened, Opener, Task, item_of, looker
-from stages.contactsheet.page import Item, Look
+from stages.contactsheet.page import Item, Look, Section, render
 from stages.contactsheet.sheet import Sheet
 from stages.engines.isolated import Isolated, Lost
 from stages.media.errors import MediaError
@@ -28,20 +27,28 @@ EXAMPLES = 3  # of a rule that are shown
 
 def page(
     sheet: Sheet, chosen: dict[str, list[int]], options: Options, report: Report, progress: Progress
-) -> Iterator[str]:
+) -> Iterator[bytes]:
     """The page in pieces: some items of each bucket, read one at a time; what can't be shown is added to `report`."""
     config, lines = sheet.config, {line["bucket"]: line for line in sheet.lines()}
-    yield html.head(f"Plan {sheet.plan.name}", _about(sheet, list(lines.values())), list(lines.values()))
     opener, workers = Opener(sheet), options.resources(config, "preview").workers
     timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
-    with Isolated(looker, workers=workers, timeout_s=timeout, memory_mib=memory) as isolated:
+
+    def sections() -> Iterator[Section]:
         for bucket, rows in chosen.items():
             held, count = sheet.count(bucket, "eval"), sheet.count(bucket)
             note = f"{len(rows)} of {count} samples" + (f", {held} of which are held out" if held else "")
-            cards = _cards(sheet, [opener.open(row) for row in rows], isolated, report, progress)
-            yield from html.bucket_section(bucket, lines.get(bucket, {}), note, cards)
-    yield from _exclusions(sheet)
-    yield html.tail()
+            items = _items(sheet, [opener.open(row) for row in rows], isolated, report, progress)
+            yield Section(bucket, lines.get(bucket, {}), note, items)
+
+    with Isolated(looker, workers=workers, timeout_s=timeout, memory_mib=memory) as isolated:
+        yield from render(
+            "plan.html",
+            title=f"Plan {sheet.plan.name}",
+            facts=_about(sheet, list(lines.values())),
+            buckets=list(lines.values()),
+            sections=sections(),
+            exclusions=_exclusions(sheet),
+        )
 
 
 def _about(sheet: Sheet, lines: list[Row]) -> list[str]:
@@ -55,15 +62,16 @@ def _about(sheet: Sheet, lines: list[Row]) -> list[str]:
     ]
 
 
-def _exclusions(sheet: Sheet) -> Iterator[str]:
+def _exclusions(sheet: Sheet) -> Iterator[tuple[str, str, list[Row]]]:
+    """Title, note and rows of each table of rules."""
     model, store = sheet.config.model, sheet.store
     out = rejects.read_one(store, "bucket", f"{model.family}-{model.task}")
     note = "Items that a rule of the last run of bucket put out, with some of them."
-    yield html.rules_section("Excluded by bucket", note, _rules(out))
+    yield "Excluded by bucket", note, _rules(out)
     used = [dataset.id for dataset in sheet.config.datasets if not dataset.disabled]
     out = pa.concat_tables([rejects.read_one(store, "discover", name) for name in used])
     note = "Items that discover set aside, so that no plan has them."
-    yield html.rules_section("Set aside by discover", note, _rules(out))
+    yield "Set aside by discover", note, _rules(out)
 
 
 def _rules(out: pa.Table) -> list[Row]:
@@ -76,9 +84,9 @@ def _rules(out: pa.Table) -> list[Row]:
     return rows
 
 
-def _cards(
+def _items(
     sheet: Sheet, opened: list[Opened], isolated: Isolated[Task, Look], report: Report, progress: Progress
-) -> Iterator[str]:
+) -> Iterator[Item]:
     looks = isolated.map(one.task for one in opened if isinstance(one.task, Task))
     for one in opened:
         found: Look | Lost | MediaError = next(looks)[1] if isinstance(one.task, Task) else one.task
@@ -91,15 +99,11 @@ def _cards(
             item = f"{place['dataset']}/{place['path']}"
             report.set_aside.append(rejects.reject("preview", item, place["path"], found.reason, str(found)))
         progress.advance(1)
-        yield html.card(_item(sheet, one, found))
-
-
-def _item(sheet: Sheet, one: Opened, found: Look | MediaError) -> Item:
-    texts = one.place["texts"]
-    return replace(
-        item_of(sheet, one),
-        captions=tuple(sheet.plan.texts[name]["text"] for name in texts[:CAPTIONS]),
-        more_captions=max(0, len(texts) - CAPTIONS),
-        look=found if isinstance(found, Look) else None,
-        problem="" if isinstance(found, Look) else f"can't be shown ({found.reason}): {found}",
-    )
+        texts = place["texts"]
+        yield replace(
+            item_of(sheet, one),
+            captions=tuple(sheet.plan.texts[name]["text"] for name in texts[:CAPTIONS]),
+            more_captions=max(0, len(texts) - CAPTIONS),
+            look=found if isinstance(found, Look) else None,
+            problem="" if isinstance(found, Look) else f"can't be shown ({found.reason}): {found}",
+        )

@@ -14,8 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from schemas.report import visible
 from stages.contactsheet.comparing import FRAMES, Frame
-from stages.contactsheet.page import Picture
-from stages.contactsheet.resultpage import Result, decibels
+from stages.contactsheet.page import Picture, decibels
+from stages.contactsheet.resultpage import Result
 
 Row = dict[str, Any]
 WIDTH, HEIGHT, MARGIN, GAP = 1200, 1300, 16, 8  # pixels
@@ -106,8 +106,7 @@ def _block(one: Result) -> Block:
     if one.damage:
         block.write(f"can't be decoded: {one.damage.message}", BAD)
     for caption in one.captions[:CAPTIONS]:
-        known = caption.tokens is not None and not caption.truncated
-        block.write(f"({caption.said}) {caption.text}", SOFT if known else BAD)
+        block.write(f"({caption.said}) {caption.text}", SOFT if caption.whole else BAD)
     return block
 
 

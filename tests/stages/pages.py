@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+HOSTILE = "</title></style></svg>\"'><script>alert(1)</script>{{ 7 * 7 }}{% raw %}\n\u202e\udcff\x00"
+# The same in one line, as names and messages are shown.
+SEEN = HOSTILE.replace("\n", "\\n").replace("\u202e", "\\u202e").replace("\udcff", "\\udcff").replace("\x00", "\\x00")
+
 
 class Page(HTMLParser):
     """The tags with their attributes, the visible text, and the articles' text, of a page."""
@@ -42,6 +46,11 @@ class Page(HTMLParser):
 
     def of(self, tag: str) -> list[dict[str, Any]]:
         return [attributes for name, attributes in self.tags if name == tag]
+
+    @property
+    def structure(self) -> list[tuple[str, list[str]]]:
+        """Its tags with the names of their attributes."""
+        return [(tag, sorted(attributes)) for tag, attributes in self.tags]
 
     def pictures(self, alt: str) -> list[np.ndarray]:
         """Those of <img> whose alternative text has `alt`, as uint8 (H, W, 3)."""

@@ -1,5 +1,6 @@
 """The plan as a page: the pixels that the encoder gets, everything escaped, and no item that stops it."""
 
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -18,14 +19,14 @@ from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages import bucket, discover, preview
 from stages.contactsheet import looking
-from stages.contactsheet import page as html
+from stages.contactsheet.page import Item, Look, Picture, Section, render
 from stages.contactsheet.planned import EXAMPLES
 from stages.contactsheet.sheet import Sheet
 from stages.media.errors import MediaError
 from stages.media.samples import fit_image, read_frames, read_mask
 from stages.plan import current_plan
 from stages.stage import WrongUse
-from tests.stages.pages import Page, alike, decoded
+from tests.stages.pages import HOSTILE, SEEN, Page, alike, decoded
 
 
 def show(home, *overrides: str, **own: Any) -> tuple[Report, Page]:
@@ -128,9 +129,43 @@ def test_names_and_captions_are_escaped(project) -> None:
     assert image["alt"].startswith("<script>alert(1)<\\u202eb>&\"'\\n.png as cut to")
 
 
-def test_a_name_that_is_no_text_is_written_out() -> None:
-    assert html.name("a\udcff\x00b") == "a\\udcff\\x00b"
-    assert html.words("\udcff<") == "\\udcff&lt;"
+DOT = Picture(b"", 10, 10)
+
+
+def item(word: str, **own: Any) -> Item:
+    """An item whose every text is `word`."""
+    place = dict.fromkeys(("dataset", "path", "source_path", "mask_path"), word)
+    place |= {"role": "eval", "regularisation": True, "repeats": 2, "weight": 2.0}
+    cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
+    sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
+    return Item(place, sample, (60, 48), 0.2, 0.0, captions=(word, ""), more_captions=1, **own)
+
+
+def plan_page(word: str) -> Page:
+    looks = [Look((DOT,), times, DOT, source=DOT, masked=(DOT,)) for times in ((), (0.5,))]
+    items = [item(word, problem=word), *(item(word, look=look) for look in looks)]
+    line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word]}
+    own = {"title": word, "facts": [word], "buckets": [line], "exclusions": [(word, word, [line]), (word, word, [])]}
+    pieces = list(render("plan.html", sections=[Section(word, line, word, items)], **own))
+    assert len(pieces) > len(items)  # it is rendered an item at a time
+    return Page(b"".join(pieces).decode())
+
+
+def test_whatever_text_a_plan_holds_adds_no_tag_and_no_attribute() -> None:
+    page, plain = plan_page(HOSTILE), plan_page("word")
+    assert page.structure == plain.structure
+    for card in page.articles:
+        assert f"/{SEEN}" in card and "\\udcff" in card and "49" not in card
+    assert page.of("img")[0]["alt"] == f"source of {SEEN}"
+    assert page.of("svg")[0]["aria-label"] == f"{SEEN}: whole picture, 20.0% cut off"
+
+
+def test_no_template_switches_escaping_off() -> None:
+    root = Path(__file__).resolve().parents[2]
+    templates = [path for part in ("stages", "trainer", "examples") for path in (root / part).rglob("templates/*.html")]
+    assert len(templates) >= 4
+    for path in templates:
+        assert not re.search(r"\|\s*safe\b|autoescape", path.read_text()), path
 
 
 def test_what_cannot_be_read_is_shown_with_its_reason(project) -> None:

@@ -19,14 +19,14 @@ from schemas.console import Report
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, loading, preview
 from stages.contactsheet import comparing, poster
-from stages.contactsheet import page as html
 from stages.contactsheet.cached import Caption
-from stages.contactsheet.page import Item, Picture
+from stages.contactsheet.page import Item, Picture, Section, render
 from stages.contactsheet.resultpage import Result
 from stages.media import pixels
+from stages.media.errors import MediaError
 from stages.media.samples import fit_image, read_frames
 from stages.plan import current_plan
-from tests.stages.pages import Page, alike, decoded
+from tests.stages.pages import HOSTILE, SEEN, Page, alike, decoded
 
 MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
 
@@ -66,7 +66,7 @@ def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
 
 def seen(pixels_HWC: np.ndarray, box: tuple[int, int] = comparing.IMAGE_BOX) -> np.ndarray:
     """What is shown of pixels, exactly: `alike` asks too much of WebP where they are noise."""
-    return decoded(html.uri(comparing.picture(pixels_HWC, box, 1 << 20)))
+    return decoded(comparing.picture(pixels_HWC, box, 1 << 20).uri)
 
 
 def decibels(first: np.ndarray, second: np.ndarray) -> float:
@@ -253,6 +253,32 @@ def test_nothing_encoded_is_said_with_the_command(project) -> None:
     with pytest.raises(LatentpressError, match=r"no sample of plan .* is encoded yet") as raised:
         home.run(preview.run)
     assert "latentpress encode-latents" in raised.value.next_step
+
+
+def latents_page(word: str) -> Any:
+    """A page whose every text is `word`: an image, a clip, and a sample that is damaged and has no original."""
+    dot = Picture(b"", 10, 10)
+    place = dict.fromkeys(("dataset", "path", "source_path", "mask_path", "sample_id", "bucket"), word)
+    place |= {"role": "train", "regularisation": False, "repeats": 0, "weight": 1.0}
+    cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
+    sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
+    item, captions = Item(place, sample, (60, 48), 0.2, 0.0), (Caption(word, 3, 3), Caption(word, problem=word))
+    frames = [comparing.Frame(dot, dot, dot, mse, time) for mse, time in ((650.0, None), (0.0, 0.5))]
+    shown = [Result(item, captions, comparing.Comparison((frame,), frame.mse, frame)) for frame in frames]
+    shown += [Result(item, captions, None, MediaError("missing", word, word, word), LatentpressError(word, word))]
+    line = {"bucket": "64x64@1", word: word}
+    own = {"title": word, "facts": [word], "buckets": [line], "lowest": shown[:2], "difference": word}
+    return Page(b"".join(render("latents.html", sections=[Section(word, line, word, shown)], **own)).decode())
+
+
+def test_whatever_text_a_cache_holds_adds_no_tag_and_no_attribute() -> None:
+    page = latents_page(HOSTILE)
+    assert page.structure == latents_page("word").structure
+    image, clip, damaged = page.articles
+    for card in page.articles:
+        assert f"{SEEN}/{SEEN}" in card and f"source: {SEEN}" in card and "49" not in card
+    assert "20.00 dB" in image and "0.50 s, identical" in clip and f"can't be decoded: {SEEN}; {SEEN}" in damaged
+    assert page.of("img")[0]["alt"] == f"original: {SEEN}"
 
 
 @given(st.integers(1, 500))
