@@ -10,12 +10,18 @@ from schemas.geometry import Bucket
 
 
 def shape_problem(
-    name: str, shape: tuple[int, ...], bucket: str, strides: tuple[int, int], channels: int, moments: bool = True
+    name: str,
+    shape: tuple[int, ...],
+    bucket: str,
+    strides: tuple[int, int],
+    channels: int,
+    moments: bool = True,
+    given: int = 1,
 ) -> str:
     """What is wrong with the shape of a latent, condition, mask, text or pooled text; "" of any other tensor.
 
     strides: the autoencoder's, (spatial, temporal). channels: of its latents. moments: whether there may be twice as
-    many, the mean and the log-variance.
+    many, the mean and the log-variance. given: latent frames of a condition.
     """
     if name == "embeds" and (len(shape) != 2 or not all(shape)):
         return f"is of shape {shape}, and should be (tokens, width)"
@@ -27,7 +33,7 @@ def shape_problem(
     if name == "mask":
         wanted = (frames, height, width)
         return "" if shape == wanted else f"is of shape {shape}, and of bucket {bucket} it is {wanted}"
-    wanted = (1 if name == "condition" else frames, height, width)
+    wanted = (given if name == "condition" else frames, height, width)
     if len(shape) == 4 and shape[1:] == wanted and shape[0] in (channels, 2 * channels if moments else channels):
         return ""
     return f"is of shape {shape}, and of bucket {bucket} it is {(channels, *wanted)}"
@@ -39,15 +45,15 @@ def part_problem(name: str, part: Row, bucket: str, meta: Mapping[str, Any], wid
     family, tensors = FAMILIES[meta["family"]], part.tensors
     needed = tuple(family.text_widths)
     if name == "sample":
-        needed = ("latent", "condition") if meta["task"] in ("i2i", "i2v") else ("latent",)
+        needed = ("latent", "condition") if meta["task"] in family.conditions else ("latent",)
     elif name == "condition":  # of a validation prompt: a row whose latent is what is given
         needed, tensors = ("condition",), {"condition": tensors["latent"]} if "latent" in tensors else {}
     lacking = [one for one in needed if one not in tensors]
     if lacking:
         return f"it lacks its {', '.join(lacking)}"
-    strides = (family.spatial_stride, family.temporal_stride)
+    strides, given = (family.spatial_stride, family.temporal_stride), family.condition_frames(meta["task"])
     for one, array in tensors.items():
-        if found := shape_problem(one, array.shape, bucket, strides, family.latent_channels, family.posterior):
+        if found := shape_problem(one, array.shape, bucket, strides, family.latent_channels, family.posterior, given):
             return f"{one} {found}"
         if array.shape and array.shape[-1] != widths.get(one, array.shape[-1]):
             return f"{one} is {array.shape[-1]} wide, and the transformer reads {widths[one]}"

@@ -18,16 +18,16 @@ import xxhash
 from cache.damage import DamageError
 from cache.store import Store, StoreError
 from cache.untrusted import an_object, shown
-from schemas.catalogue import FAMILIES, Family, Flavour
+from schemas.catalogue import FAMILIES
 from schemas.config import Model
 from schemas.errors import USAGE, LatentpressError
+from schemas.family import Family, Flavour
 from schemas.identity import hash_json
 from schemas.safeweights import PATTERNS, problem_of
 
 INDEX = "model_index.json"
 LARGE = 1 << 28  # bytes; hashing less takes no time worth remembering
 COMMIT = re.compile(r"[0-9a-f]{40}")
-NABLA_SIDE = 128  # pixels: its blocks are 8x8 patches of 2x2 latents of 8x8 pixels
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -82,18 +82,23 @@ def published(repo: str) -> list[tuple[Family, Flavour]]:
 
 
 def require_transformer(model: Model) -> None:
-    """OtherCheckpoint where the transformer's own config says that it is another family's, or made for another task.
+    """OtherCheckpoint where a transformer's own config says that it is another family's, or made for another task.
 
     Of a repository that small file is fetched.
     """
-    require_model(model, "transformer")
-    config = config_of(model.source, model.revision, "transformer")
-    _require_attention(model, config)
+    for part in model.spec.components:
+        require_model(model, part)
+        config = config_of(model.source, model.revision, part)
+        _require_attention(model, config)
+        _require_task_of(model, part, config)
+
+
+def _require_task_of(model: Model, part: str, config: dict[str, Any]) -> None:
     for key, wanted in model.spec.transformer_config[model.task].items():
         found = config.get(key, False if isinstance(wanted, bool) else wanted)
         if found != wanted:
             raise OtherCheckpoint(
-                f"{model.source}: transformer/config.json has {key} = {shown(found)}, and {model.family} {model.task} "
+                f"{model.source}: {part}/config.json has {key} = {shown(found)}, and {model.family} {model.task} "
                 f"needs {wanted}: the checkpoint is made for something else",
                 CORRECT,
             )
@@ -128,33 +133,32 @@ def require_model(model: Model, part: str) -> None:
 
 
 def side_multiple(model: Model) -> int:
-    """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is NABLA.
+    """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is sparse.
 
     Of a published repository the catalogue says so: planning needs no network and is the same on every machine. Any
     other checkpoint's own config is asked. Raises OtherCheckpoint where it is for another family or task.
     """
     require_task(model)
-    if not model.spec.nabla:
+    sparse, part = model.spec.sparse, model.spec.components[0]
+    if sparse is None:
         return model.spec.side_multiple
     known = published(model.source) if local(model.source) is None else []
-    nabla = known[0][1].nabla if known else _asks_nabla(config_of(model.source, model.revision, "transformer"))
-    return NABLA_SIDE if nabla else model.spec.side_multiple
-
-
-def _asks_nabla(transformer_config: dict[str, Any]) -> bool:
-    return transformer_config.get("attention_type") == "nabla"
+    asked = known[0][1].sparse if known else sparse.asked(config_of(model.source, model.revision, part))
+    return sparse.side_multiple if asked else model.spec.side_multiple
 
 
 def _require_attention(model: Model, transformer_config: dict[str, Any]) -> None:
-    """OtherCheckpoint where a published repository asks for NABLA and the catalogue, and so the plan, knows of none.
+    """OtherCheckpoint where a published repository asks for sparse attention and the catalogue, and so the plan, knows
+    of none.
 
-    The other way round nothing is wrong: what is planned for NABLA suits full attention.
+    The other way round nothing is wrong: what is planned for sparse attention suits full attention.
     """
-    multiple = side_multiple(model)
-    if model.spec.nabla and _asks_nabla(transformer_config) and multiple != NABLA_SIDE:
+    multiple, sparse = side_multiple(model), model.spec.sparse
+    if sparse is not None and sparse.asked(transformer_config) and multiple != sparse.side_multiple:
         raise OtherCheckpoint(
-            f"{model.source}: transformer/config.json asks for NABLA attention, which needs sides in multiples of "
-            f"{NABLA_SIDE} pixels; buckets were planned in multiples of {multiple}, as published until now",
+            f"{model.source}: transformer/config.json asks for {sparse.name} attention, which needs sides in multiples "
+            f"of {sparse.side_multiple} pixels; buckets were planned in multiples of {multiple}, as published until "
+            "now",
             "download the checkpoint and set model.path to its folder, so that bucket asks its own config",
         )
 
@@ -226,9 +230,9 @@ def pinned(model: Model, memo: Store) -> Model:
         with suppress(StoreError):
             memo.publish_json(rel, {"repo": model.source, "commit": commit})
     found = model.model_copy(update={"revision": commit})
-    if model.spec.nabla and published(model.source):
+    if model.spec.sparse is not None and published(model.source):
         try:
-            config = config_of(model.source, commit, "transformer")
+            config = config_of(model.source, commit, model.spec.components[0])
         except WeightsError:  # offline, and only other parts are here: the trainer compares
             return found
         _require_attention(found, config)

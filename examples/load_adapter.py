@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,6 @@ from schemas.config import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from schemas.loading import load
-
-NAMES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-PIPELINES = {
-    ("kandinsky5-image", "t2i"): "Kandinsky5T2IPipeline",
-    ("kandinsky5-image", "i2i"): "Kandinsky5I2IPipeline",
-    ("kandinsky5-video", "t2v"): "Kandinsky5T2VPipeline",
-    ("kandinsky5-video", "i2v"): "Kandinsky5I2VPipeline",
-    ("sana", "t2i"): "SanaPipeline",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def pipeline_name(config: Config) -> str:
-    return PIPELINES[config.model.family, config.model.task]
+    return config.model.spec.pipelines[config.model.task]
 
 
 def components(config: Config) -> dict[str, Any]:
     """Parts to hand to from_pretrained because it can't make them here."""
-    if config.model.family == "sana" or find_spec("torchvision") is not None:
+    if config.model.spec.models["text_encoder"] != "qwen2_5_vl" or find_spec("torchvision") is not None:
         return {}
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -128,11 +120,11 @@ def make(config: Config, arguments: argparse.Namespace) -> None:
 def size_for(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any]:
     """The pipeline's arguments for a picture or clip of exactly this size."""
     given: dict[str, Any] = {"width": size.width, "height": size.height}
-    if config.model.family == "kandinsky5-image":
-        pipeline.resolutions = [(size.width, size.height)]  # it would take the nearest of its own seven
-    if config.model.family == "sana":
+    if hasattr(pipeline, "resolutions"):
+        pipeline.resolutions = [(size.width, size.height)]  # it would take the nearest of its own
+    if "use_resolution_binning" in signature(pipeline.__call__).parameters:
         given["use_resolution_binning"] = False
-    if config.model.family == "kandinsky5-video":
+    if config.model.spec.video:
         given["num_frames"] = size.frames
     return given
 
@@ -141,8 +133,7 @@ def size_for(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any]:
 def compare(config: Config) -> None:
     """Mean absolute difference of the transformer's output before and after loading what was trained."""
     torch.manual_seed(0)
-    names = [name for name in NAMES if config.model.family != "sana" or not name.endswith("_2")]
-    pipeline = base_pipeline(config, **dict.fromkeys(names))
+    pipeline = base_pipeline(config, **dict.fromkeys(config.model.spec.text_parts))
     inputs = example_inputs(pipeline.transformer)
     before = output(pipeline.transformer, inputs)
     add_trained(pipeline, config)

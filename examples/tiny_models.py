@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from schemas.catalogue import FAMILIES
+
 # A neighbour both as a script and as a module of `examples`.
 TOKENIZERS = importlib.import_module(f"{__package__ or ''}.tiny_tokenizers".lstrip(".")).TOKENIZERS
 
@@ -146,20 +148,22 @@ class Kind:
 _QWEN_CLIP = {"text_encoder": "qwen", "text_encoder_2": "clip"}
 _IMAGE = {"transformer": "image", "vae": "flux_vae"} | _QWEN_CLIP
 _VIDEO = {"transformer": "video", "vae": "hunyuan_vae"} | _QWEN_CLIP
+_SANA = {"transformer": "sana", "vae": "dc_ae", "text_encoder": "gemma"}
 _SANA_SCHEDULER = {
     "algorithm_type": "dpmsolver++", "prediction_type": "flow_prediction", "use_flow_sigmas": True,
     "flow_shift": 3.0,
 }  # fmt: skip
+_K5_IMAGE, _K5_VIDEO = (FAMILIES[f"kandinsky5-{media}"].pipelines for media in ("image", "video"))
 KINDS = {
-    "kandinsky5-image-t2i": Kind("Kandinsky5T2IPipeline", _IMAGE, {"visual_cond": False}, {"shift": 3.0}),
-    "kandinsky5-image-i2i": Kind("Kandinsky5I2IPipeline", _IMAGE, {"visual_cond": True}, {"shift": 3.0}),
+    "kandinsky5-image-t2i": Kind(_K5_IMAGE["t2i"], _IMAGE, {"visual_cond": False}, {"shift": 3.0}),
+    "kandinsky5-image-i2i": Kind(_K5_IMAGE["i2i"], _IMAGE, {"visual_cond": True}, {"shift": 3.0}),
     "kandinsky5-image-i2i-prefix49": Kind(
-        "Kandinsky5I2IPipeline", _IMAGE | {"text_encoder": "qwen49"}, {"visual_cond": True}, {"shift": 3.0}
+        _K5_IMAGE["i2i"], _IMAGE | {"text_encoder": "qwen49"}, {"visual_cond": True}, {"shift": 3.0}
     ),
-    "kandinsky5-video-t2v": Kind("Kandinsky5T2VPipeline", _VIDEO, {}, {"shift": 5.0}),
-    "kandinsky5-video-i2v": Kind("Kandinsky5I2VPipeline", _VIDEO, {}, {"shift": 5.0}),
-    "kandinsky5-video-t2v-nabla": Kind("Kandinsky5T2VPipeline", _VIDEO, _NABLA, {"shift": 5.0}),
-    "sana": Kind("SanaPipeline", {"transformer": "sana", "vae": "dc_ae", "text_encoder": "gemma"}, {}, _SANA_SCHEDULER),
+    "kandinsky5-video-t2v": Kind(_K5_VIDEO["t2v"], _VIDEO, {}, {"shift": 5.0}),
+    "kandinsky5-video-i2v": Kind(_K5_VIDEO["i2v"], _VIDEO, {}, {"shift": 5.0}),
+    "kandinsky5-video-t2v-nabla": Kind(_K5_VIDEO["t2v"], _VIDEO, _NABLA, {"shift": 5.0}),
+    "sana": Kind(FAMILIES["sana"].pipelines["t2i"], _SANA, {}, _SANA_SCHEDULER),
     "dinov2": Kind(None, {"": "dinov2"}),
 }
 

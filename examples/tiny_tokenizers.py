@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
+from schemas.catalogue import FAMILIES
+from schemas.family import Task
+
 SENTENCES = (
     "A small grey cat looks at the camera with green eyes.",
     "A cup of black coffee stands on a saucer beside a silver spoon.",
@@ -42,14 +45,19 @@ SPLIT_TO_54 = {
     " together": (" to", "gether"),
     "second": ("sec", "ond"),
 }
-TEMPLATE_PIPELINES = ("Kandinsky5T2VPipeline", "Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")
+TEMPLATE_TASKS: tuple[tuple[str, Task], ...] = (
+    ("kandinsky5-video", "t2v"),
+    ("kandinsky5-image", "t2i"),
+    ("kandinsky5-image", "i2i"),
+)
 
 
 def template_prefixes() -> dict[str, tuple[str, int]]:
     """Pipeline class -> (the template up to the caption, the number of tokens its encode_prompt crops)."""
     import diffusers
 
-    pipes = {name: getattr(diffusers, name)(*[None] * 7) for name in TEMPLATE_PIPELINES}
+    names = [FAMILIES[family].pipelines[task] for family, task in TEMPLATE_TASKS]
+    pipes = {name: getattr(diffusers, name)(*[None] * 7) for name in names}
     return {
         name: (pipe.prompt_template.split("{}")[0], pipe.prompt_template_encode_start_idx)
         for name, pipe in pipes.items()
@@ -125,11 +133,12 @@ def gemma_tokenizer() -> Any:
     """A GemmaTokenizer: begin token, spaces as ▁, bytes for unknown letters."""
     import inspect
 
-    from diffusers import SanaPipeline
+    import diffusers
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import GemmaTokenizer
 
-    instruction = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    pipeline = getattr(diffusers, FAMILIES["sana"].pipelines["t2i"])
+    instruction = inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|▁?[^▁\n\p{P}]+|\p{P}|▁"), behavior="isolated")

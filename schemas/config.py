@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from schemas.catalogue import FAMILIES, VISION_MODELS, Family, Flavour, Task, Template, flavour_of
+from schemas.catalogue import FAMILIES, VISION_MODELS, flavour_of
 from schemas.datasets import Dataset
+from schemas.family import Condition, Family, Flavour, Task, Template
 from schemas.folders import in_the_way
 from schemas.geometry import resolution_buckets, target_area
 from schemas.section import NAME_PATTERN, Incoherent, Name, Problem, Section, Share
@@ -49,7 +50,7 @@ class Cache(Section):
 
 
 class Model(Section):
-    family: str = Field(description="kandinsky5-image, kandinsky5-video or sana")
+    family: str = Field(description=", ".join(FAMILIES))
     flavour: str | None = Field(None, description="published checkpoint; default: the family's own default")
     path: str | None = Field(
         None, description="local directory or repo in diffusers layout; default: the flavour's repo"
@@ -84,6 +85,11 @@ class Model(Section):
         return self.chosen.task
 
     @property
+    def condition(self) -> Condition | None:
+        """What the task gives the model beside the text, if anything."""
+        return self.spec.conditions.get(self.task)
+
+    @property
     def template(self) -> Template:
         return self.spec.templates[self.task]
 
@@ -103,7 +109,7 @@ class Text(Section):
         "no_change", description="how the language model's weights are held; embeddings are stored in `precision`"
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(
-        None, description="the language model's attention; default: as the pipelines, sdpa (Gemma-2: eager)"
+        None, description="the language model's attention; default: as the family's pipelines"
     )
     offload: Literal["none", "blocks"] = Field(
         "none", description="blocks: weights stay in host memory, one block at a time is on the device; same numbers"
@@ -122,7 +128,7 @@ class Latents(Section):
         le=2**40,
         description="frames x width x height of one forward pass of the autoencoder; a larger sample is one of its own",
     )
-    precision: Precision | None = Field(None, description="default: model.precision, for Sana float32")
+    precision: Precision | None = Field(None, description="default: the family's own, else model.precision")
     decoder: Literal["pyav", "decord"] = Field("pyav", description="video decoder; decord: constant frame rate only")
     chunk_frames: int = Field(
         0,
@@ -301,7 +307,10 @@ class Prompt(Section):
     name: Name
     prompt: str
     negative_prompt: str | None = Field(None, description="default: the pipeline's own")
-    image: str | None = Field(None, description="source image (i2i) or first frame (i2v)")
+    image: str | None = Field(
+        None,
+        description="source image (i2i) or first frame (i2v); a clip where the family starts from several frames",
+    )
 
 
 class Validation(Section):
@@ -392,12 +401,14 @@ class Config(Section):
                     ("datasets", i, "dataset_type"),
                     f"'video' cannot train {self.model.family}; valid: image",
                 )
-            if self.model.task == "i2v" and not video:
-                yield ("datasets", i, "dataset_type"), "i2v starts from a clip's first frame; valid: video"
-            if self.model.task == "i2i" and not (dataset.conditioning_data or dataset.conditioning_column):
+            task, condition = self.model.task, self.model.condition
+            kind = None if condition is None else condition.kind
+            if kind == "first-frame" and not video:
+                yield ("datasets", i, "dataset_type"), f"{task} starts from a clip's first frame; valid: video"
+            if kind == "source" and not (dataset.conditioning_data or dataset.conditioning_column):
                 yield (
                     ("datasets", i, "conditioning_data"),
-                    "i2i needs the source images: a folder, or conditioning_column",
+                    f"{task} needs the source images: a folder, or conditioning_column",
                 )
         if not self.datasets:
             if "/" not in self.train.set:
@@ -428,9 +439,9 @@ class Config(Section):
             here = ("validation", "prompts", i)
             if prompt.name in names[:i]:
                 yield (*here, "name"), f"{prompt.name!r} is the name of an earlier prompt; names must differ"
-            if task in ("i2i", "i2v") and prompt.image is None:
+            if self.model.condition is not None and prompt.image is None:
                 yield (*here, "image"), f"{task} needs an image for prompt {prompt.name!r}"
-            if task in ("t2i", "t2v") and prompt.image is not None:
+            if self.model.condition is None and prompt.image is not None:
                 yield (*here, "image"), f"{task} takes no image; remove it from prompt {prompt.name!r}"
 
     def _size(self) -> Iterator[Problem]:

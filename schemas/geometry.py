@@ -249,15 +249,6 @@ def enlarged(width: Lengths, height: Lengths, crop: Crop) -> NDArray[np.bool_]:
     return np.greater(crop.resize_width, width) | np.greater(crop.resize_height, height)
 
 
-def scale_class(width: int, height: int) -> tuple[float, float, float]:
-    """Kandinsky 5 video's rotary scale factor (frames, height, width) for a size in pixels.
-
-    (1, 2, 2) where both sides are within 480..854, else (1, 3.16, 3.16): as the diffusers pipelines choose it.
-    """
-    small = all(480 <= side <= 854 for side in (width, height))
-    return (1.0, 2.0, 2.0) if small else (1.0, 3.16, 3.16)
-
-
 def _nearest(across: Floats, down: Floats, candidates: Sequence[tuple[int, int]]) -> Ints:
     """(n,) index of the candidate nearest in aspect to across / down.
 

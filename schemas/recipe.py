@@ -5,19 +5,19 @@ from its own configuration: its set is the one of which they are equal. A settin
 place here. Of the encoders' weights, which have to be read, see `cache/weights.py`.
 """
 
+from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
 
 from schemas import preprocessing
 from schemas.config import Config
 from schemas.datasets import Dataset
+from schemas.family import Normalisation
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
 TEXT_VERSION = 3  # of what encode-text does to bytes; raise it with any change of them
 LATENTS_VERSION = 2  # of what encode-latents does to bytes; the same
-#: What encoders compute attention with where text.attention says nothing: as transformers, and so the pipelines, do.
-ATTENTION, ATTENTION_OF = "sdpa", {"gemma": "eager"}
 #: Options of a dataset that shape no plan: where the media lies on this machine, and whether it is looked at again.
 ELSEWHERE = frozenset(("media_root", "skip_file_discovery", "disabled"))
 #: Those that shape its media table: what is listed, and what is read of an item.
@@ -65,7 +65,7 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         "datasets": sorted(datasets, key=lambda dataset: dataset["id"]),
         "validation": {"size": config.validation.size, "prompts": shown},
     }
-    if config.model.task == "i2i":
+    if config.model.condition is not None and config.model.condition.kind == "source":
         what["sources"] = "as their targets"  # how they are cut; plans without it are made anew
     return what
 
@@ -106,10 +106,12 @@ def text_settings(config: Config) -> Settings:
         "encoder": family.text_encoder,
         "precision": precision,
         "quantization": QUANTIZED.get(quantization, quantization),
-        "attention": config.text.attention or ATTENTION_OF.get(family.text_encoder, ATTENTION),
+        "attention": config.text.attention or family.text_attention,
         "template": {"name": template.name, "text": template.text, "crop": template.crop},
         "max_length": config.text.max_length or template.max_length,
     }
+    if template.layers != (-1,):
+        what["layers"] = template.layers  # left out by default: caches that were made without it stay
     if template.with_image:
         what |= {"resize": preprocessing.RESIZE, "colour": preprocessing.COLOUR, "image": preprocessing.IN_PROMPT}
     return what
@@ -118,7 +120,7 @@ def text_settings(config: Config) -> Settings:
 def latents_settings(config: Config) -> Settings:
     """What, beyond the samples and the autoencoder's weights, determines the bytes of a shard of latents."""
     model, family = config.model, config.model.spec
-    return {
+    what = {
         "stage": "encode-latents",
         "version": LATENTS_VERSION,
         "autoencoder": family.autoencoder,
@@ -131,3 +133,9 @@ def latents_settings(config: Config) -> Settings:
         "colour": preprocessing.COLOUR,
         "mask": preprocessing.MASK,
     }
+    # Left out where they say what held before there was a choice, so that caches made without them stay.
+    if family.normalisation != Normalisation():
+        what["normalisation"] = asdict(family.normalisation)
+    if model.condition is not None and model.condition.frames != 1:
+        what["condition_frames"] = family.condition_frames(model.task)
+    return what

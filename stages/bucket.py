@@ -89,17 +89,17 @@ def _set_damaged_aside(store: Store, options: Options, console: Console) -> None
         console.warn(f"{damage.message}; this plan is kept as {generations.put_away(store, name)} and planned again")
 
 
-def look(path: Path) -> Found:
-    """Size and content of a validation prompt's image."""
+def look(path: Path, kind: str) -> Found:
+    """What opening a validation prompt's image, or its clip for a condition of several frames, tells."""
     from stages.media.probe import probe
 
     try:
-        found = probe(path, "image")
+        found = probe(path, kind, animations="video" if kind == "video" else "first-frame")
     except (MediaError, OSError) as error:
         raise LatentpressError(
-            f"a validation prompt's image can't be read: {error}", "correct validation.prompts"
+            f"a validation prompt's {kind} can't be read: {error}", "correct validation.prompts"
         ) from error
-    return Found(found["media_id"], found["width"], found["height"])
+    return Found(found["media_id"], found["width"], found["height"], found["duration"] or 0.0)
 
 
 def _require_training(plan: Draft) -> None:
@@ -184,7 +184,8 @@ def _warn(config: Config, plan: Draft, buckets: list[Row], multiple: int, consol
             )
     for text in not_used_yet(config, "masks", "regularisation", "vision"):
         console.warn(text)
-    _warn_scale(config, buckets, multiple, console)
+    if scale := summary.scale_warning(config, buckets, multiple):
+        console.warn(scale)
 
 
 def _warn_small(config: Config, plan: Draft, console: Console) -> None:
@@ -200,21 +201,6 @@ def _warn_small(config: Config, plan: Draft, console: Console) -> None:
         f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than an optimizer step draws ({batch}: "
         f"train.batch_size x train.accumulate), so each of its steps shows some more than once: {named}{more}. "
         + remedy(small, config.train.batch_size)
-    )
-
-
-def _warn_scale(config: Config, buckets: list[Row], multiple: int, console: Console) -> None:
-    """Warn where a Lite checkpoint, made for sides of 480 to 854 pixels, gets buckets of the other scale class."""
-    if not config.model.spec.video or "lite" not in config.model.chosen.name:
-        return
-    outside = [row["bucket"] for row in buckets if row["scale class"] != "1x2x2"]
-    if not outside:
-        return
-    fitting = [dataset for dataset in config.datasets if not dataset.disabled]
-    advice = [text for dataset in fitting if (text := summary.fitting_resolution(config, dataset, outside, multiple))]
-    console.warn(
-        f"{config.model.chosen.name} was made for sides of 480 to 854 pixels; outside are {', '.join(outside)}. "
-        + ("; ".join(advice) or "Choose a resolution whose buckets are all of scale class 1x2x2")
     )
 
 

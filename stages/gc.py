@@ -176,7 +176,7 @@ class _Sorter:
             return entry.modified < self._use.since
         if OF_CONFIGURATION.fullmatch(entry.name):
             return entry.modified < self._use.since and entry.name not in self._use.pointers
-        if not file or top not in ("sets", "plans", "media"):  # current-sana-t2i.json, weights/, an export's shards
+        if not file or top not in ("sets", "plans", "media"):  # pointers to sets, weights/, an export's shards
             return False
         used = {"sets": self._use.sets, "plans": self._use.generations, "media": self._use.datasets}[top]
         return old and name not in used

@@ -44,12 +44,14 @@ class Whole(Store):
 @dataclass(frozen=True)
 class Made:
     """How the shards of one cache were made. dtype: of its tensors, None where that is not known. strides: of the
-    autoencoder, (spatial, temporal). channels: of its latents. vision: of features of frames, the size that the
+    autoencoder, (spatial, temporal). channels: of its latents. given: latent frames of
+    a condition. vision: of features of frames, the size that the
     model sees, and the latent frames' and the tokens' strides."""
 
     dtype: str | None = None
     strides: tuple[int, int] | None = None
     channels: int = 0
+    given: int = 1
     vision: tuple[int, int, int] | None = None
 
     @classmethod
@@ -62,10 +64,14 @@ class Made:
             return cls("bfloat16", vision=(record["size"], temporal, side))
         dtype = record.get("precision") if record.get("stage") in ("encode-text", "encode-latents") else None
         named = [family for family in FAMILIES.values() if family.autoencoder == record.get("autoencoder")]
-        if not named:
-            return cls(dtype if dtype in INFINITY else None)
-        strides = (named[0].spatial_stride, named[0].temporal_stride)
-        return cls(dtype if dtype in INFINITY else None, strides, named[0].latent_channels)
+        shapes = {(family.spatial_stride, family.temporal_stride, family.latent_channels) for family in named}
+        known = dtype if dtype in INFINITY else None
+        if len(shapes) != 1:  # another release's autoencoder, or one that families use in different ways
+            return cls(known)
+        [(spatial, temporal, channels)], given = shapes, record.get("condition_frames", 1)
+        if type(given) is not int or not 0 < given < 1 << 16:
+            raise ValueError(f"no number of frames: {given}")
+        return cls(known, (spatial, temporal), channels, given)
 
 
 class Expectations:
@@ -153,7 +159,8 @@ class Tensors:
             )
         if self._made.strides is None and name in ("latent", "condition", "mask"):
             return ""
-        return shape_problem(name, shape, self.bucket, self._made.strides or (1, 1), self._made.channels)
+        made = self._made
+        return shape_problem(name, shape, self.bucket, made.strides or (1, 1), made.channels, given=made.given)
 
     def _alike(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
         """What tells a tensor from the one of that name in earlier rows, or in provenance.json."""

@@ -17,7 +17,8 @@ import torch
 from cache.plan import Ints, Plan, caption_dropped, caption_number
 from cache.tensors import Array
 from cache.trainset import Sample, TrainSet
-from schemas.catalogue import FAMILIES, Family
+from schemas.catalogue import FAMILIES
+from schemas.family import Family
 from schemas.identity import seed_of
 from trainer import posterior
 from trainer.batch import Batch, pad_text

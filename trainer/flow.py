@@ -8,7 +8,7 @@ import torch
 
 
 def sigma_from_normal(normal_B: torch.Tensor, shift: float) -> torch.Tensor:
-    """Standard normal draws (B,) -> sigma in 0..1: the shifted logit-normal of Kandinsky 5 and Sana."""
+    """Standard normal draws (B,) -> sigma in 0..1: a shifted logit-normal."""
     return shift_sigma(torch.sigmoid(normal_B), shift)
 
 

@@ -66,7 +66,7 @@ class BadSteps:
             raise DivergedError(
                 f"step {step}: loss {loss}, gradient norm {norm}; {len(self.steps)} of the last {WINDOW} steps were "
                 f"not finite (train.max_bad_steps is {self.limit})",
-                "Lower train.optimizer.lr (1e-5 for full-rank Sana), lengthen train.optimizer.warmup, set "
+                "Lower train.optimizer.lr (1e-5 for full-rank training), lengthen train.optimizer.warmup, set "
                 "train.precision to float32, or train a LoRA (train.adapter.type=lora). The last checkpoint is "
                 "from before: training goes on from it with the new settings.",
             )

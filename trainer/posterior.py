@@ -3,7 +3,7 @@
 import torch
 
 from cache.trainset import SetError
-from schemas.catalogue import Family
+from schemas.family import Family
 from schemas.identity import seed_of
 
 

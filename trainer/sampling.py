@@ -5,14 +5,14 @@ For equal weights, embeddings and noise the latents equal the pipeline's `output
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import diffusers.schedulers
 import torch
 
-from schemas.catalogue import Task
+from schemas.family import Task
 from trainer.batch import Batch
+from trainer.families.base import FamilyModule
 
 SHIFT_KEYS = ("shift", "flow_shift")  # FlowMatchEulerDiscreteScheduler's name for it, and the others'
 
@@ -55,7 +55,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def denoise(
     model: torch.nn.Module,
-    family: ModuleType,
+    family: FamilyModule,
     task: Task,
     batch: Batch,
     negative: Batch | None,
@@ -78,7 +78,7 @@ def denoise(
         for t in scheduler.timesteps:
             # In float64, so that 1000 sigma is the scheduler's timestep again, to the last bit.
             sigma_B = (t.double() / 1000).expand(x.shape[0])
-            # Sana's pipeline guides and steps in float32, Kandinsky's in the model's dtype: as their latents are.
+            # Guided and stepped in the dtype in which the family's pipeline keeps latents.
             velocity = family.predict(model, x, sigma_B, batch, task).to(dtype)
             if guidance > 1 and negative is not None:
                 away = family.predict(model, x, sigma_B, negative, task).to(dtype)

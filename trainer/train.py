@@ -4,13 +4,11 @@ Every random number of a step is a function of (seed, step, position in the glob
 was killed and resumed, or moved to another number of GPUs, goes on as if nothing had happened.
 """
 
-import importlib
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,11 +22,13 @@ from cache.trainset import TrainSet
 from schemas.config import Config
 from schemas.console import Console
 from schemas.errors import USAGE, LatentpressError
+from schemas.family import Task
 from schemas.identity import hash_json, seed_of
 from trainer import adapters, checkpoint, flow, metrics, resume, validate
 from trainer.batch import Batch
 from trainer.data import Feed, MicroBatch, StepData
 from trainer.failures import told
+from trainer.families.base import FamilyModule, module_of
 from trainer.optim import BadSteps, clip, learning_rate, make_optimizer, set_rate
 from trainer.terms import note_result, precision, regularisation_note, result, run_folder, shift, terms, write_config
 
@@ -45,7 +45,7 @@ class RunError(LatentpressError):
 class Denoiser(torch.nn.Module):
     """The transformer as the loss sees it: noisy latents in, float32 velocity out. What DDP wraps."""
 
-    def __init__(self, model: torch.nn.Module, family: ModuleType, task: str, autocast: torch.dtype | None):
+    def __init__(self, model: torch.nn.Module, family: FamilyModule, task: Task, autocast: torch.dtype | None):
         super().__init__()
         self.model, self.family, self.task, self.autocast = model, family, task, autocast
 
@@ -63,7 +63,7 @@ class Run:
     accelerator: Accelerator
     folder: Path
     feed: Feed
-    family: ModuleType
+    family: FamilyModule
     model: Any  # the family's transformer, a diffusers ModelMixin
     denoiser: torch.nn.Module
     trainable: dict[str, torch.nn.Parameter]
@@ -130,7 +130,7 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     ranks = accelerator.num_processes
     assert plan.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
     feed = Feed(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)
-    family = importlib.import_module(f"trainer.families.{config.model.spec.transformer}")
+    family = module_of(config.model.spec)
     half = precision(config) == "bfloat16"
     full = settings.adapter.type == "full"
     # Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
@@ -206,7 +206,7 @@ def counted(parameters: dict[str, torch.nn.Parameter]) -> str:
     return f"{sum(parameter.numel() for parameter in parameters.values()):,}"
 
 
-def make_trainable(model: torch.nn.Module, family: ModuleType, config: Config) -> dict[str, torch.nn.Parameter]:
+def make_trainable(model: torch.nn.Module, family: FamilyModule, config: Config) -> dict[str, torch.nn.Parameter]:
     """Add a LoRA, or free every weight; name -> parameter of what gradients reach."""
     adapter = config.train.adapter
     if adapter.type == "full":

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from schemas.identity import seed_of
 from trainer import flow
 from trainer.batch import Batch
 from trainer.data import collate
+from trainer.families.base import FamilyModule
 from trainer.files import write_tensors
 from trainer.sampling import denoise, load_scheduler
 
@@ -87,7 +87,7 @@ def noise_of(identity: str, purpose: str, shape_CTHW: tuple[int, ...]) -> torch.
 
 def write_samples(
     model: torch.nn.Module,
-    family: ModuleType,
+    family: FamilyModule,
     config: Config,
     data: TrainSet,
     folder: Path,
@@ -116,7 +116,7 @@ def write_samples(
 
 def _denoised(
     model: torch.nn.Module,
-    family: ModuleType,
+    family: FamilyModule,
     config: Config,
     prompt: ValidationPrompt,
     scheduler: Any,

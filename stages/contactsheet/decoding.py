@@ -16,6 +16,7 @@ class Decoder:
 
     def __init__(self, config: Config, resources: Resources) -> None:
         self._family = config.model.spec
+        self.given = 1 if config.model.condition is None else config.model.condition.frames  # of a condition
         self._autoencoder = loading.autoencoder(config, loading.device(resources))
 
     def decode(self, path: str, row: Row, name: str, bucket: str) -> np.ndarray:

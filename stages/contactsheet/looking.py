@@ -25,7 +25,8 @@ MASKED = (214, 40, 40)  # what is not trained on is tinted with
 
 @dataclass(frozen=True)
 class Task:
-    """An item to look at: its row of SAMPLES, the size of the whole picture, and its files with their content."""
+    """An item to look at: its row of SAMPLES, the size of the whole picture, and its files with their content. given:
+    how many frames of a clip the task starts from."""
 
     sample: Row
     whole: tuple[int, int]
@@ -33,6 +34,7 @@ class Task:
     source: tuple[Media, str] | None
     mask: tuple[Media, str] | None
     decoder: str
+    given: int = 1
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,9 @@ class Opener:
         if sample["mask_id"]:
             mask = self._places.companion(dataset, "mask", place["mask_path"]), sample["mask_id"]
         whole = _whole_size(int(self._sheet.width[row]), int(self._sheet.height[row]), sample["geometry"])
-        return Task(sample, whole, media, source, mask, self._sheet.config.latents.decoder)
+        config = self._sheet.config
+        given = 1 if config.model.condition is None else config.model.condition.frames
+        return Task(sample, whole, media, source, mask, config.latents.decoder, given)
 
 
 def _whole_size(width: int, height: int, geometry: Row) -> tuple[int, int]:

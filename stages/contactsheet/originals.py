@@ -12,8 +12,8 @@ from stages.media.files import check
 
 @dataclass(frozen=True)
 class Original:
-    """The pixels that were encoded, uint8: frames (T, H, W, 3); condition (1, H, W, 3), the i2i source or the first
-    frame, where one was encoded beside them."""
+    """The pixels that were encoded, uint8: frames (T, H, W, 3); condition (F, H, W, 3), the source image or the first
+    frames, where one was encoded beside them."""
 
     frames: np.ndarray
     condition: np.ndarray | None
@@ -28,7 +28,7 @@ def original(task: Task) -> Original:
         for file, content in filter(None, (task.media, task.source)):
             check(file, content)
         frames = read_frames(path, sample, task.decoder)
-        condition = frames[:1] if sample["condition"] == "first-frame" else None
+        condition = frames[: task.given] if sample["condition"] == "first-frame" else None
         if task.source:
             condition = fit_image(task.source[0], sample["source_geometry"])[None]
     except OSError as error:

@@ -93,8 +93,8 @@ def _compared(
     if "condition" not in row.tensors:
         return comparison
     whole = Bucket.parse((sample["source_geometry"] or sample["geometry"])["bucket"])
-    beside = decoder.decode(path, row, "condition", str(Bucket(whole.width, whole.height)))
-    condition = comparing.compare(read.condition if read else None, beside, times[:1], size)
+    beside = decoder.decode(path, row, "condition", str(Bucket(whole.width, whole.height, decoder.given)))
+    condition = comparing.compare(read.condition if read else None, beside, times[: decoder.given], size)
     return replace(comparison, condition=condition.frames[0])
 
 

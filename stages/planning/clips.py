@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.catalogue import Family
 from schemas.clips import Clips, frames_available, own_rates, select_clips, takes_evenly
 from schemas.datasets import Dataset, Video
+from schemas.family import Family, Task
 from schemas.identity import seeds_of
 from schemas.randomness import mix
 from stages.planning.items import Items, words
@@ -33,11 +33,12 @@ def strides(family: Family, video: Video) -> tuple[int, ...]:
     return (family.temporal_stride, interval or 1)
 
 
-def drop_unfit(family: Family, dataset: Dataset, task: str, items: Items) -> None:
+def drop_unfit(family: Family, dataset: Dataset, task: Task, items: Items) -> None:
     """Put out the videos that yield no clip, or too long or slow ones, and what can't be a clip at all."""
     video, rate = dataset.video, dataset.video.frame_rate
-    if task == "i2v":
-        items.drop(~items.videos, "no-motion", lambda gone: "is a still image; i2v learns from videos only")
+    condition = family.conditions.get(task)
+    if condition is not None and condition.kind == "first-frame":
+        items.drop(~items.videos, "no-motion", lambda gone: f"is a still image; {task} learns from videos only")
     if not items.videos.any():
         return
     if not family.video:

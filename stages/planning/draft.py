@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas import identity, prompts
+from schemas import identity
 from schemas.config import Config
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
@@ -116,7 +116,7 @@ def one_text(
     the encoder sees it, where the template shows one.
     """
     template = config.model.template
-    cleaned = pa.array([prompts.clean(caption, template)])
+    cleaned = pa.array([template.cleaner.text(caption)])
     shown = dict(image or {})
     ids = texts.text_ids(cleaned, template, negative=negative, images=shown.pop("key", None))
     return texts.text_table(ids, cleaned, template, negative=negative, **shown)
@@ -158,7 +158,7 @@ def _plan(config: Config, dataset: Dataset, table: pa.Table, side_multiple: int,
     cuts = geometry.cut(config.model, dataset, items, side_multiple)
     chosen = clips.choose(family, dataset, items)
     eval_ = samples.held_out(dataset, items.column("media_id"))
-    made = samples.make(dataset, task, items, cuts, chosen, eval_)
+    made = samples.make(dataset, config.model.condition, items, cuts, chosen, eval_)
     captions = captions.of_items(np.isin(before, items.numbers("row"), assume_unique=True))
     rows, lists, null_text = _texts(config, items, made, captions)
     notes = Notes(

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 
 from schemas import identity
 from schemas.datasets import Dataset
+from schemas.family import Condition
 from schemas.geometry import Bucket, Crop
 from schemas.randomness import uniform
 from schemas.tables import SAMPLES
@@ -15,7 +16,6 @@ from stages.planning.clips import Chosen
 from stages.planning.geometry import Cuts, geometry_columns
 from stages.planning.items import Items
 
-CONDITION = {"t2i": "none", "t2v": "none", "i2i": "source", "i2v": "first-frame"}
 _CODES = {"none": 0, "first-frame": 1, "source": 2}
 
 
@@ -37,9 +37,11 @@ def held_out(dataset: Dataset, media_ids: pa.Array) -> np.ndarray:
     return uniform(identity.seeds_of(media_ids, "eval")) < dataset.eval_fraction
 
 
-def make(dataset: Dataset, task: str, items: Items, cuts: Cuts, chosen: Chosen, eval_: np.ndarray) -> Made:
-    """One sample for each image or clip."""
-    of, condition = chosen.item, CONDITION[task]
+def make(
+    dataset: Dataset, given: Condition | None, items: Items, cuts: Cuts, chosen: Chosen, eval_: np.ndarray
+) -> Made:
+    """One sample for each image or clip. given: beside the text."""
+    of, condition = chosen.item, "none" if given is None else given.kind
     buckets = _buckets(cuts, of, chosen.frames)
     still = _buckets(cuts, of, np.ones_like(chosen.frames))
 

@@ -1,6 +1,6 @@
 """What a person should know of a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,13 @@ import pyarrow.compute as pc
 from cache.plan import Plan, Span
 from schemas.config import VALIDATION, Config
 from schemas.datasets import Dataset
-from schemas.geometry import Bucket, choose_buckets, resolution_buckets, scale_class
+from schemas.family import ScaleWindow
+from schemas.geometry import Bucket, choose_buckets, resolution_buckets
 from stages.planning.draft import Draft
 from stages.planning.units import latent_bytes, text_bytes
 
 Row = dict[str, Any]
+SCALE_CLASS = "scale class"  # the column of families with a scale window
 
 
 def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iterable[Row]) -> list[Row]:
@@ -30,7 +32,8 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iter
         row: Row = {"bucket": name, "orientation": bucket.orientation, "samples": count, "samples a pass": draws.draws}
         if family.video:
             row["frames"] = count * bucket.frames
-            row["scale class"] = "x".join(f"{part:g}" for part in scale_class(bucket.width, bucket.height))
+        if family.scale_window is not None:
+            row[SCALE_CLASS] = scale_name(family.scale_window.factors(bucket.width, bucket.height))
         row["MiB of latents"] = round(count * each[name] / 2**20, 2)
         row["stretched %"], row["cut off % (most)"], row["cut off % (mean)"] = (round(100 * v, 2) for v in worst[name])
         table.append(row)
@@ -153,7 +156,7 @@ def dataset_table(config: Config, plan: Draft) -> list[Row]:
         row: Row = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": mine.num_rows}
         row["held out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
         row["same bytes twice"] = notes.duplicates
-        if config.model.task == "i2i":
+        if config.model.condition is not None and config.model.condition.kind == "source":
             row["source of another aspect"] = len(notes.unlike)
         if config.model.spec.video:
             row["rounded down"], row["repeat frames"] = notes.rounded, notes.repeating
@@ -161,24 +164,48 @@ def dataset_table(config: Config, plan: Draft) -> list[Row]:
     return table
 
 
-LITE_ASPECT = 1.77  # 854 / 480, a little less
+def scale_name(factors: Sequence[float]) -> str:
+    """A scale class as `bucket` shows it, such as 1x2x2."""
+    return "x".join(f"{factor:g}" for factor in factors)
 
 
-def fitting_resolution(config: Config, dataset: Dataset, outside: list[str], multiple: int) -> str | None:
-    """The resolution nearest to this dataset's at which its buckets `outside` the Lite window would lie inside; where
-    their shape is too wide for it, with the max_aspect that cuts them."""
+def scale_warning(config: Config, buckets: list[Row], multiple: int) -> str | None:
+    """What to say where a flavour made for one scale class gets buckets of the other; None where it does not."""
+    window = config.model.spec.scale_window
+    if window is None or not config.model.chosen.in_window:
+        return None
+    inside = scale_name(window.inside)
+    outside = [row["bucket"] for row in buckets if row[SCALE_CLASS] != inside]
+    if not outside:
+        return None
+    used = [dataset for dataset in config.datasets if not dataset.disabled]
+    advice = [text for dataset in used if (text := _fitting_resolution(config, dataset, window, outside, multiple))]
+    return (
+        f"{config.model.chosen.name} was made for sides of {window.low} to {window.high} pixels; outside are "
+        f"{', '.join(outside)}. "
+        + ("; ".join(advice) or f"Choose a resolution whose buckets are all of {SCALE_CLASS} {inside}")
+    )
+
+
+def _fitting_resolution(
+    config: Config, dataset: Dataset, window: ScaleWindow, outside: list[str], multiple: int
+) -> str | None:
+    """The resolution nearest to this dataset's at which its buckets `outside` the window would lie inside; where their
+    shape is too wide for it, with the max_aspect that cuts them."""
     if dataset.buckets == "family":
         return None
     asked = dataset.resolution or config.model.spec.resolution
     kind = dataset.resolution_type
     shapes = [Bucket.parse(name) for name in outside]
     width, height = (np.array([getattr(shape, side) for shape in shapes]) for side in ("width", "height"))
-    candidates = [side if kind != "area" else side * side / 1e6 for side in range(480, 855, 2)]
-    for aspect in (dataset.max_aspect, min(dataset.max_aspect, LITE_ASPECT)):
+    sides = range(window.low, window.high + 1, 2)
+    candidates = [side if kind != "area" else side * side / 1e6 for side in sides]
+    widest = int(100 * window.high / window.low) / 100
+    for aspect in (dataset.max_aspect, min(dataset.max_aspect, widest)):
         for resolution in sorted(candidates, key=lambda value: abs(value - asked)):
             sizes = resolution_buckets(resolution, kind, multiple, max_aspect=aspect)
             best = choose_buckets(width, height, sizes)
-            if all(480 <= side <= 854 for place in best for side in sizes[place]):
+            if all(window.holds(*sizes[place]) for place in best):
                 cut = "" if aspect == dataset.max_aspect else f" with max_aspect: {aspect:g}"
                 return f"datasets.{dataset.id}.resolution: {resolution:g}{cut} would lie inside"
     return None

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 import xxhash
 
 from schemas import identity, prompts
-from schemas.catalogue import Template
 from schemas.datasets import Dataset, TagShuffle
+from schemas.family import Template
 from schemas.randomness import mix
 from schemas.tables import TEXTS
 
@@ -39,7 +39,7 @@ def captions_of(dataset: Dataset, template: Template, captions: pa.Array) -> Cap
     item = np.asarray(pc.list_parent_indices(captions)).astype(np.int64)
     coded = captions.flatten().dictionary_encode()
     variants, parent = _written(dataset, coded.dictionary)
-    cleaned = prompts.clean_column(variants, template)
+    cleaned = template.cleaner.column(variants)
     # caption -> its variants, a run each; (item, caption) -> (item, variant)
     counts = np.bincount(parent, minlength=len(coded.dictionary))
     first = np.cumsum(counts) - counts

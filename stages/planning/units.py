@@ -5,8 +5,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas import identity
-from schemas.catalogue import Family
 from schemas.config import VALIDATION, Config
+from schemas.family import Family
 from schemas.geometry import Bucket
 from schemas.randomness import mix
 from schemas.tables import UNITS
@@ -24,22 +24,23 @@ def latent_bytes(config: Config, samples: pa.Table) -> np.ndarray:
 
 
 def _tensor_bytes(config: Config, bucket: str) -> tuple[int, int, int]:
-    """Bytes of the latents, of a condition, which is one image, and of a mask as large as the latents. With its moments
+    """Bytes of the latents, of a condition, and of a mask as large as the latents. With its moments
     stored, latents and condition alike have twice the channels."""
     family = config.model.spec
     frames, height, width = Bucket.parse(bucket).latent_shape(family.spatial_stride, family.temporal_stride)
     moments = family.posterior and config.latents.posterior == "moments"
     cell = height * width * _BYTES[config.latents.precision or config.model.precision]
     image = family.latent_channels * (2 if moments else 1) * cell
-    return image * frames, image, frames * cell
+    return image * frames, image * max(1, family.condition_frames(config.model.task)), frames * cell
 
 
 def text_bytes(family: Family, texts: pa.Table, precision: str) -> np.ndarray:
     """(n,) estimated bytes of texts' tensors: about four characters a token, and an image's tokens."""
     tokens = 8 + np.asarray(pc.utf8_length(texts.column("text"))) // 4
     buckets = _image_buckets(texts).dictionary_encode().combine_chunks()
+    side = family.image_token
     sizes = [Bucket.parse(name) if name else None for name in buckets.dictionary.to_pylist()]
-    inside = np.array([0 if size is None else (size.width // 56) * (size.height // 56) for size in sizes], np.int64)
+    inside = np.array([0 if size is None else (size.width // side) * (size.height // side) for size in sizes], np.int64)
     return (tokens + inside[np.asarray(buckets.indices)]) * family.text_width * _BYTES[precision]
 
 

@@ -1,4 +1,4 @@
-"""The validation prompts' part of a plan, and for i2i and i2v the image that each of them starts from."""
+"""The validation prompts' part of a plan, and the image or clip that each starts from where the task has one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from schemas import identity
+from schemas.clips import frames_available
 from schemas.config import VALIDATION, Config, Prompt
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, cover_crop
@@ -18,22 +19,25 @@ Row = dict[str, Any]
 
 
 class Found(NamedTuple):
-    """What opening a prompt's image tells: its content's id and its size in pixels."""
+    """What opening a prompt's image or clip tells: its content's id, its size in pixels, its length in seconds."""
 
     media_id: str
     width: int
     height: int
+    duration: float = 0.0
 
 
-def add_validation(plan: Draft, config: Config, multiple: int, look: Callable[[Path], Found]) -> None:
-    """Plan the validation prompts. `look` opens a prompt's image; it raises LatentpressError."""
+def add_validation(plan: Draft, config: Config, multiple: int, look: Callable[[Path, str], Found]) -> None:
+    """Plan the validation prompts. `look` opens a prompt's image, or with "video" its clip.
+    LatentpressError: it can't."""
     family, template = config.model.spec, config.model.template
     bucket = validation_bucket(config, multiple) if config.validation.prompts else None
     for prompt in config.validation.prompts:
         assert bucket is not None
         condition, image = None, None
-        if prompt.image is not None and config.model.task in ("i2i", "i2v"):
-            sample = _condition(prompt, look(Path(prompt.image)), Bucket(bucket.width, bucket.height))
+        if prompt.image is not None and config.model.condition is not None:
+            shown = Bucket(bucket.width, bucket.height, config.model.condition.frames)
+            sample = _condition(config, prompt, look, shown)
             condition = sample["sample_id"]
             table = pa.Table.from_pylist([sample], schema=SAMPLES)
             plan.add(samples=table, active=pa.Table.from_pylist([_active(sample)], schema=ACTIVE))
@@ -64,7 +68,7 @@ def validation_bucket(config: Config, multiple: int) -> Bucket:
     family = config.model.spec
     if config.validation.size is None:
         edge = max(multiple, round(family.resolution / multiple) * multiple)
-        return Bucket(edge, edge, 121 if family.video else 1)
+        return Bucket(edge, edge, family.frames)
     try:
         bucket = Bucket.parse(config.validation.size)
         bucket.latent_shape(multiple, family.temporal_stride)
@@ -73,7 +77,20 @@ def validation_bucket(config: Config, multiple: int) -> Bucket:
     return bucket
 
 
-def _condition(prompt: Prompt, found: Found, bucket: Bucket) -> Row:
+def _condition(config: Config, prompt: Prompt, look: Callable[[Path, str], Found], bucket: Bucket) -> Row:
+    """The sample that is given: an image, or the first frames of a clip at the rate of the first video dataset."""
+    assert prompt.image is not None
+    clip: Row = {"kind": "image"}
+    if bucket.frames > 1:
+        rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
+        clip = {"kind": "video", "start": 0.0, "rate": rates[0]}
+    found = look(Path(prompt.image), clip["kind"])
+    if clip["kind"] == "video" and frames_available(found.duration, clip["rate"]) < bucket.frames:
+        raise LatentpressError(
+            f"validation prompt {prompt.name}: {config.model.task} of {config.model.family} starts from "
+            f"{bucket.frames} frames, and {prompt.image} has fewer at {clip['rate']:g} per second",
+            "give a longer clip",
+        )
     crop = cover_crop(found.width, found.height, bucket.width, bucket.height)
     cut = dict(
         zip(
@@ -84,14 +101,15 @@ def _condition(prompt: Prompt, found: Found, bucket: Bucket) -> Row:
     )
     record = np.zeros(1, identity.SAMPLE)
     record["media"] = identity.id_bytes(pa.array([found.media_id]))
-    record["geometry"] = [bucket.width, bucket.height, 1, *cut.values()]
+    record["geometry"] = [bucket.width, bucket.height, bucket.frames, *cut.values()]
+    record["start"], record["rate"] = clip.get("start", 0.0), clip.get("rate", 0.0)
     return dict.fromkeys(SAMPLES.names) | {
         "sample_id": identity.sample_ids(record)[0].as_py(),
         "role": VALIDATION,
         "dataset": VALIDATION,
         "path": prompt.name,
         "media_id": found.media_id,
-        "kind": "image",
+        **clip,
         "geometry": {"bucket": str(bucket), **cut},
         "condition": "none",
     }

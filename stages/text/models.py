@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer
 
 from cache.weights import pretrained, resolve
-from schemas.catalogue import Template
 from schemas.errors import USAGE, LatentpressError
+from schemas.family import Template
 from stages.text.prefix import Reader, constant_ids
 from stages.text.request import Stats
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from schemas.catalogue import Template
+from schemas.family import Template
 from schemas.prompts import render
 from stages.text.request import Prepared, Stats
 

@@ -28,7 +28,7 @@ class ImageProcessor(Qwen2VLImageProcessorPil):
         super().__init__(**settings)
         if self.resample != Image.Resampling.BICUBIC:
             raise WeightsError(
-                f"tokenizer/preprocessor_config.json asks for resample: {self.resample}; Kandinsky 5 has 3 (bicubic)",
+                f"tokenizer/preprocessor_config.json asks for resample: {self.resample}; it should be 3 (bicubic)",
                 "replace the file by that of the published checkpoint",
             )
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from cache.weights import pretrained, resolve
-from schemas.catalogue import Family
 from schemas.config import Latents
+from schemas.family import Family
 
 PARTS = ("vae",)
 Posterior = Literal["sample", "mode", "moments"]

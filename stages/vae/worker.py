@@ -54,8 +54,9 @@ class LatentsWorker(UnitWorker):
     def prepare(self, name: str, read: Read | None) -> Pixels:
         assert read is not None and read.frames is not None
         condition_THWC = None if read.image is None else read.image[None]
-        if self.plan.samples[name]["condition"] == "first-frame":
-            condition_THWC = read.frames[:1]
+        given = self.config.model.condition
+        if self.plan.samples[name]["condition"] == "first-frame" and given is not None:
+            condition_THWC = read.frames[: given.frames]
         return Pixels(read.frames, condition_THWC, read.mask)
 
     def cost(self, batch: list[Pixels]) -> int:

@@ -31,8 +31,7 @@ def patch_grid(bucket: Bucket, size: int) -> Grid:
 def token_grid(bucket: Bucket, side: int) -> Grid:
     """The diffusion transformer's tokens of one latent frame.
 
-    side: of what one token covers, which a bucket's sides are multiples of: 16 pixels for Kandinsky 5 (stride 8,
-    patches of 2x2), 32 for Sana (stride 32, patches of 1).
+    side: of what one token covers, which a bucket's sides are multiples of: stride times patch.
     """
     return bucket.height // side, bucket.width // side
 

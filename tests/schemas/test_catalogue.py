@@ -10,13 +10,7 @@ from transformers import AutoTokenizer
 
 from schemas.catalogue import FAMILIES, flavour_of
 
-PIPELINES = {
-    ("kandinsky5-image", "t2i"): "Kandinsky5T2IPipeline",
-    ("kandinsky5-image", "i2i"): "Kandinsky5I2IPipeline",
-    ("kandinsky5-video", "t2v"): "Kandinsky5T2VPipeline",
-    ("kandinsky5-video", "i2v"): "Kandinsky5I2VPipeline",
-    ("sana", "t2i"): "SanaPipeline",
-}
+PIPELINES = {(family.name, task): name for family in FAMILIES.values() for task, name in family.pipelines.items()}
 KANDINSKY = [key for key in PIPELINES if key[0] != "sana"]
 
 
@@ -124,3 +118,12 @@ def test_an_unknown_family_or_flavour_is_answered_with_the_valid_ones():
         flavour_of("kandinsky4", "x")
     with pytest.raises(ValueError, match=r"valid flavours: .*i2v-pro-sft-5s"):
         flavour_of("kandinsky5-video", "i2v-lite-pretrain-5s")
+
+
+@pytest.mark.parametrize(
+    ("size", "small"),
+    [((512, 768), True), ((480, 854), True), ((479, 512), False), ((512, 855), False), ((688, 384), False)],
+)
+def test_scale_class_follows_the_480p_window(size, small):
+    window = FAMILIES["kandinsky5-video"].scale_window
+    assert window.factors(*size) == ((1.0, 2.0, 2.0) if small else (1.0, 3.16, 3.16))

@@ -20,7 +20,6 @@ from schemas.geometry import (
     measured_size,
     nearest_aspects,
     resolution_buckets,
-    scale_class,
     shorter_at,
     shorter_edge_buckets,
     stretch,
@@ -356,11 +355,3 @@ def test_the_shorter_side_of_each_item():
     for measure in (measured_size, lambda *of: shorter_at(*of[:2], 1, of[2])):
         with pytest.raises(ValueError, match="pixel, area, pixel_area"):
             measure(1, 1, "edge")
-
-
-@pytest.mark.parametrize(
-    ("size", "small"),
-    [((512, 768), True), ((480, 854), True), ((479, 512), False), ((512, 855), False), ((688, 384), False)],
-)
-def test_scale_class_follows_the_480p_window(size, small):
-    assert scale_class(*size) == ((1.0, 2.0, 2.0) if small else (1.0, 3.16, 3.16))

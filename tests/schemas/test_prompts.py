@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from schemas.catalogue import FAMILIES
-from schemas.prompts import clean, clean_column, clean_kandinsky, clean_sana, render, render_column
+from schemas.cleaning import folded, lowercase
+from schemas.prompts import render, render_column
 
 PIPELINES = (pipeline_kandinsky, pipeline_kandinsky_i2i, pipeline_kandinsky_i2v, pipeline_kandinsky_t2i)
 TEXTS = st.lists(
@@ -27,7 +28,7 @@ TEXTS = st.lists(
 @example("  A  &amp;amp; B\n\n “C” schÃ¶n  ")
 @example("a\x1cb\x85c\u2028d\u200be")
 def test_kandinsky_cleaning_is_the_pipelines(text):
-    assert [clean_kandinsky(text)] * len(PIPELINES) == [module.prompt_clean(text) for module in PIPELINES]
+    assert [folded(text)] * len(PIPELINES) == [module.prompt_clean(text) for module in PIPELINES]
 
 
 PLAIN = st.text(
@@ -40,8 +41,8 @@ PLAIN = st.text(
 def test_a_column_is_cleaned_as_its_texts_are(texts):
     for family in FAMILIES.values():
         for template in family.templates.values():
-            whole = clean_column(pa.array(texts, pa.string()), template)
-            assert whole.to_pylist() == [None if text is None else clean(text, template) for text in texts]
+            whole = template.cleaner.column(pa.array(texts, pa.string()))
+            assert whole.to_pylist() == [None if text is None else template.cleaner.text(text) for text in texts]
             rendered = render_column(whole, template, negative=True).to_pylist()
             wanted = [None if text is None else render(text, template, negative=True) for text in whole.to_pylist()]
             assert rendered == wanted
@@ -50,7 +51,7 @@ def test_a_column_is_cleaned_as_its_texts_are(texts):
 @given(TEXTS)
 @example("  ÄÖÜ İstanbul ")
 def test_sana_cleaning_is_the_pipelines(text):
-    assert [clean_sana(text)] == SanaPipeline._text_preprocessing(None, text)
+    assert [lowercase(text)] == SanaPipeline._text_preprocessing(None, text)
 
 
 @given(TEXTS)
@@ -69,5 +70,5 @@ def test_sanas_negative_prompts_go_without_instruction(caption):
 
 
 def test_cleaning_follows_the_template():
-    assert clean(" A  B ", FAMILIES["sana"].templates["t2i"]) == "a  b"
-    assert clean(" A  B ", FAMILIES["kandinsky5-image"].templates["t2i"]) == "A B"
+    assert FAMILIES["sana"].templates["t2i"].cleaner.text(" A  B ") == "a  b"
+    assert FAMILIES["kandinsky5-image"].templates["t2i"].cleaner.text(" A  B ") == "A B"

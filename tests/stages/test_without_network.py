@@ -131,17 +131,17 @@ def test_what_the_catalogue_says_of_attention_shapes_the_plan_and_is_compared(ho
     memo = Store(tmp_path / "root")
     for flavour in FAMILIES["kandinsky5-video"].flavours.values():
         model = Model(family="kandinsky5-video", flavour=flavour.name)
-        assert side_multiple(model) == (128 if flavour.nabla else 16)
-        asks = {"attention_type": "regular" if flavour.nabla else "nabla"}  # other than it was known to be
+        assert side_multiple(model) == (128 if flavour.sparse else 16)
+        asks = {"attention_type": "regular" if flavour.sparse else "nabla"}  # other than it was known to be
         cached(home, flavour.repo, **asks)
-        assert side_multiple(model) == (128 if flavour.nabla else 16), "on every machine alike"
-        if flavour.nabla:
+        assert side_multiple(model) == (128 if flavour.sparse else 16), "on every machine alike"
+        if flavour.sparse:
             assert pinned(model, memo).revision == COMMIT
             continue
         with pytest.raises(OtherCheckpoint, match=r"asks for NABLA .* multiples of 128") as caught:
             pinned(model, memo)
         assert "model.path" in caught.value.next_step
-    assert {flavour.nabla for flavour in FAMILIES["kandinsky5-video"].flavours.values()} == {True, False}
+    assert {flavour.sparse for flavour in FAMILIES["kandinsky5-video"].flavours.values()} == {True, False}
 
 
 def test_an_unknown_checkpoint_is_asked(home) -> None:

@@ -9,11 +9,12 @@ import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 from safetensors import safe_open
 
+from schemas.catalogue import FAMILIES
 from trainer import adapters
 from trainer.batch import Batch
 from trainer.families import kandinsky5, sana
 
-FAMILIES = {
+KINDS = {
     "kandinsky5-image-t2i": (kandinsky5, "t2i"),
     "kandinsky5-image-i2i": (kandinsky5, "i2i"),
     "kandinsky5-video-t2v": (kandinsky5, "t2v"),
@@ -45,7 +46,7 @@ def make_batch(kind: str) -> Batch:
 
 def output(kind: str, model) -> torch.Tensor:
     """The velocity of a fixed batch; `model` may be a pipeline's own transformer, which takes no mask."""
-    family, task = FAMILIES[kind]
+    family, task = KINDS[kind]
     batch, sigma = make_batch(kind), torch.tensor([0.3, 0.8])
     arguments = family.inputs(model, batch.latents_BCTHW, sigma, batch, task)
     if type(model) is stock.Kandinsky5Transformer3DModel:
@@ -55,8 +56,8 @@ def output(kind: str, model) -> torch.Tensor:
 
 
 def pipeline_class(kind: str):
-    family, task = FAMILIES[kind]
-    return getattr(diffusers, family.PIPELINES[task])
+    family, _, task = kind.rpartition("-")
+    return getattr(diffusers, FAMILIES[family or kind].pipelines[task if family else "t2i"])
 
 
 def pipeline(kind: str, folder: Path):
@@ -69,7 +70,7 @@ def pipeline(kind: str, folder: Path):
 
 def trained(kind: str, folder: Path, **options):
     """A model with a LoRA that has moved away from its start."""
-    family, _ = FAMILIES[kind]
+    family, _ = KINDS[kind]
     model = family.load(str(folder))
     torch.manual_seed(0)
     adapters.add_lora(model, family.lora_targets(model), **{"rank": 4, **options})
@@ -90,7 +91,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(FAMILIES))
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("options", list(OPTIONS))
 def test_a_lora_loads_in_the_pipeline_and_gives_the_same_output(tiny, tmp_path, kind, options):
     check(kind, tiny(kind), tmp_path, OPTIONS[options])
@@ -140,7 +141,7 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
 
 @pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", "sana"])
 def test_a_full_model_loads_with_from_pretrained(tiny, tmp_path, kind):
-    family, _ = FAMILIES[kind]
+    family, _ = KINDS[kind]
     model = family.load(str(tiny(kind)), dtype=torch.bfloat16)
     adapters.train_fully(model)
     assert {p.dtype for p in adapters.trainable_parameters(model).values()} == {torch.float32}
@@ -155,7 +156,7 @@ def test_a_full_model_loads_with_from_pretrained(tiny, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
 def test_adapters_are_float32_and_everything_else_is_frozen_in_its_dtype(tiny, kind):
-    family, _ = FAMILIES[kind]
+    family, _ = KINDS[kind]
     model = family.load(str(tiny(kind)), dtype=torch.bfloat16)
     before = {name: p.dtype for name, p in model.named_parameters()}
     adapters.add_lora(model, family.lora_targets(model), 4)

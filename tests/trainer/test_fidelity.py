@@ -86,7 +86,7 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
 def pipeline(config, transformer):
     """The flavour's pipeline around a transformer and the checkpoint's scheduler at validation.shift."""
     family = sana if config.model.family == "sana" else kandinsky5
-    folder, wanted = Path(config.model.path), getattr(diffusers, family.PIPELINES[config.model.task])
+    folder, wanted = Path(config.model.path), getattr(diffusers, config.model.spec.pipelines[config.model.task])
     names = {"vae", "text_encoder", "tokenizer"} | (set() if family is sana else {"text_encoder_2", "tokenizer_2"})
     name = json.loads((folder / "scheduler/scheduler_config.json").read_text())["_class_name"]
     scheduler_class = getattr(diffusers, name)

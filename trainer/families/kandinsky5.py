@@ -5,23 +5,19 @@ trained weights are used.
 """
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from schemas.catalogue import FAMILIES, Task
-from schemas.geometry import scale_class
+from schemas.catalogue import FAMILIES
+from schemas.family import Task
 from trainer import pretrained
 from trainer.batch import Batch
+from trainer.families.base import FamilyModule
 from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install, sparse_params
 
-PIPELINES = {
-    "t2i": "Kandinsky5T2IPipeline",
-    "i2i": "Kandinsky5I2IPipeline",
-    "t2v": "Kandinsky5T2VPipeline",
-    "i2v": "Kandinsky5I2VPipeline",
-}
-STRIDE = FAMILIES["kandinsky5-video"].spatial_stride  # pixels of one latent, the same for images
+VIDEO = FAMILIES["kandinsky5-video"]
+STRIDE = VIDEO.spatial_stride  # pixels of one latent, the same for images
 NORMALISED_FRAMES, REFERENCE_FRAMES = 4, 5  # of i2v's normalize_first_frame
 
 _TARGETS = re.compile(
@@ -103,7 +99,8 @@ def inputs(
     if height % 2 or width % 2:
         raise ValueError(f"{width * STRIDE}x{height * STRIDE} pixels: sides must be multiples of {2 * STRIDE}")
     assert batch.pooled_BD is not None, "Kandinsky 5 texts have a pooled CLIP embedding"
-    video = task in ("t2v", "i2v")
+    video, window = task in VIDEO.pipelines, VIDEO.scale_window
+    assert window is not None
     positions = [torch.arange(n, device=device) for n in (frames, height // 2, width // 2)]
     return {
         "hidden_states": visual_input(noisy_BCTHW, batch.condition_BCTHW, task, model.visual_cond).to(dtype),
@@ -112,7 +109,7 @@ def inputs(
         "timestep": (1000 * sigma_B).float().to(dtype),
         "visual_rope_pos": positions,
         "text_rope_pos": torch.arange(batch.text_BLD.shape[1], device=device),
-        "scale_factor": scale_class(width * STRIDE, height * STRIDE) if video else (1.0, 1.0, 1.0),
+        "scale_factor": window.factors(width * STRIDE, height * STRIDE) if video else (1.0, 1.0, 1.0),
         "sparse_params": sparse_params(model, frames, height, width) if video else None,
         "text_mask_BL": None if bool(batch.text_mask_BL.all()) else batch.text_mask_BL,
     }
@@ -159,3 +156,9 @@ def finish(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
 def lora_targets(model: Any) -> list[str]:
     """Full module paths: the bare name `out_layer` would also match modules that LoRA cannot wrap."""
     return [name for name, _ in model.named_modules() if _TARGETS.fullmatch(name)]
+
+
+if TYPE_CHECKING:
+    from trainer.families import kandinsky5 as this_module
+
+    _checked: FamilyModule = this_module

@@ -1,16 +1,18 @@
 """Sana: the transformer, what it reads, and what LoRA adapts. Equal to what SanaPipeline gives the model."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
 
-from schemas.catalogue import Task
+from schemas.catalogue import FAMILIES
+from schemas.family import Task
 from trainer import pretrained
 from trainer.batch import Batch
+from trainer.families.base import FamilyModule
 
-PIPELINES = {"t2i": "SanaPipeline"}
+TASKS = tuple(FAMILIES["sana"].pipelines)
 
 # The feed-forward's depthwise convolution is left out: LoRA of a grouped convolution needs a rank that is a
 # multiple of its groups, which are thousands of channels. Its two pointwise ones are linear layers in effect.
@@ -49,8 +51,8 @@ def sampling_dtype(model: Any) -> torch.dtype:
 
 def inputs(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> dict[str, Any]:
     """Keyword arguments of the transformer's forward pass. T must be 1."""
-    if task not in PIPELINES:
-        raise ValueError(f"Sana has no task {task!r}; valid: {', '.join(PIPELINES)}")
+    if task not in TASKS:
+        raise ValueError(f"Sana has no task {task!r}; valid: {', '.join(TASKS)}")
     assert noisy_BCTHW.shape[2] == 1, f"images have one frame, not {noisy_BCTHW.shape[2]}"
     dtype = compute_dtype(model)
     return {
@@ -83,3 +85,9 @@ def finish(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
 def lora_targets(model: Any) -> list[str]:
     """Full module paths of the attention projections and the feed-forward's pointwise convolutions."""
     return [name for name, _ in model.named_modules() if _TARGETS.fullmatch(name)]
+
+
+if TYPE_CHECKING:
+    from trainer.families import sana as this_module
+
+    _checked: FamilyModule = this_module

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from schemas.catalogue import FAMILIES, Template
-from schemas.prompts import clean
+from schemas.catalogue import FAMILIES
+from schemas.family import Template
 from stages.text import gemma, kandinsky5
 from stages.text.request import TextRequest, TextResult
 
@@ -66,7 +66,7 @@ def encoded() -> Callable[..., list[TextResult]]:
     def run(encoder: Any, captions: list[str], image: Image.Image | None = None, negative: bool = False) -> list:
         template: Template = encoder.template
         shown = (image or gradient()) if template.with_image else None
-        requests = [TextRequest(clean(caption, template), negative, shown) for caption in captions]
+        requests = [TextRequest(template.cleaner.text(caption), negative, shown) for caption in captions]
         return encoder.encode([encoder.prepare(request) for request in requests])
 
     return run

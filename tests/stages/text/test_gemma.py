@@ -8,7 +8,6 @@ from diffusers import SanaPipeline, SanaTransformer2DModel
 from transformers import AutoTokenizer, Gemma2Model
 
 from schemas.catalogue import FAMILIES
-from schemas.prompts import clean
 from stages.text.gemma import Encoder
 from stages.text.request import TextRequest
 
@@ -52,7 +51,7 @@ def pipe_of(folder, dtype=torch.float32):
 
 
 def asked(caption: str, negative: bool = False) -> TextRequest:
-    return TextRequest(clean(caption, TEMPLATE), negative=negative)
+    return TextRequest(TEMPLATE.cleaner.text(caption), negative=negative)
 
 
 def encoded(encoder, requests):

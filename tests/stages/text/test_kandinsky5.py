@@ -10,19 +10,24 @@ from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VL
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from cache.weights import WeightsError
-from schemas.catalogue import FAMILIES, Template
-from schemas.prompts import clean
+from schemas.catalogue import FAMILIES
+from schemas.family import Task, Template
 from stages.text.kandinsky5 import Encoder
 from stages.text.qwenimages import ImageProcessor
 from stages.text.request import RequestError, TextRequest
 
+
+def kind_of(family: str, task: Task) -> tuple[str, Template]:
+    return FAMILIES[family].pipelines[task], FAMILIES[family].templates[task]
+
+
 KINDS = {
-    "kandinsky5-image-t2i": ("Kandinsky5T2IPipeline", FAMILIES["kandinsky5-image"].templates["t2i"]),
-    "kandinsky5-image-i2i": ("Kandinsky5I2IPipeline", FAMILIES["kandinsky5-image"].templates["i2i"]),
+    "kandinsky5-image-t2i": kind_of("kandinsky5-image", "t2i"),
+    "kandinsky5-image-i2i": kind_of("kandinsky5-image", "i2i"),
     # Qwen's own vocabulary gives this template's prefix 49 tokens, and the pipeline crops 54 all the same.
-    "kandinsky5-image-i2i-prefix49": ("Kandinsky5I2IPipeline", FAMILIES["kandinsky5-image"].templates["i2i"]),
-    "kandinsky5-video-t2v": ("Kandinsky5T2VPipeline", FAMILIES["kandinsky5-video"].templates["t2v"]),
-    "kandinsky5-video-i2v": ("Kandinsky5I2VPipeline", FAMILIES["kandinsky5-video"].templates["i2v"]),
+    "kandinsky5-image-i2i-prefix49": kind_of("kandinsky5-image", "i2i"),
+    "kandinsky5-video-t2v": kind_of("kandinsky5-video", "t2v"),
+    "kandinsky5-video-i2v": kind_of("kandinsky5-video", "i2v"),
 }
 CAPTIONS = [
     "",
@@ -78,7 +83,7 @@ def picture(width: int = 192, height: int = 128) -> Image.Image:
 
 
 def request(template: Template, caption: str, image: Image.Image | None = None) -> TextRequest:
-    return TextRequest(clean(caption, template), image=image)
+    return TextRequest(template.cleaner.text(caption), image=image)
 
 
 def encoded(encoder, requests):

@@ -13,7 +13,6 @@ from PIL import Image
 from cache.shard import reader
 from cache.store import Store
 from schemas.catalogue import FAMILIES
-from schemas.prompts import clean
 from stages import bucket, discover, encode_latents, encode_text, index, loading
 from stages.engines.isolated import Isolated
 from stages.text import gemma, kandinsky5, pictures
@@ -55,7 +54,7 @@ def test_shards_hold_what_the_encoder_gives(project, kind) -> None:
     encoder = ENCODERS[family](str(folder), None, template, template.max_length, torch.float32, torch.device("cpu"))
     sources = [Image.open(home.folder / f"source/{i}.png").crop((48, 0, 112, 64)) for i in range(2)] if image else []
     requests = [
-        TextRequest(clean(caption, template), image=sources[number] if image else None)
+        TextRequest(template.cleaner.text(caption), image=sources[number] if image else None)
         for number, caption in enumerate(CAPTIONS)
     ]
     requests += [TextRequest("", True, source) for source in sources or [None]]

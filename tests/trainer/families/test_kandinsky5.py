@@ -8,6 +8,7 @@ import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 from torch.utils.checkpoint import checkpoint
 
+from schemas.catalogue import FAMILIES
 from trainer import adapters
 from trainer.batch import Batch, pad_text
 from trainer.families import kandinsky5
@@ -61,7 +62,7 @@ def one(batch: Batch, i: int) -> Batch:
 def make_pipeline(folder, task, transformer=None):
     """The task's pipeline from its components, without text encoders."""
     vae_class = diffusers.AutoencoderKLHunyuanVideo if task in VIDEO else diffusers.AutoencoderKL
-    pipe = getattr(diffusers, kandinsky5.PIPELINES[task])(
+    pipe = getattr(diffusers, FAMILIES[f"kandinsky5-{'video' if task in VIDEO else 'image'}"].pipelines[task])(
         transformer=transformer or stock.Kandinsky5Transformer3DModel.from_pretrained(folder / "transformer"),
         vae=vae_class.from_pretrained(folder / "vae"),
         text_encoder=None,

@@ -1,0 +1,84 @@
+"""Sana and Sana 1.5.
+
+Sources: the model cards of Efficient-Large-Model/Sana*_diffusers and the pipeline of the installed diffusers
+(pipelines/sana), with which tests compare the template and its length.
+"""
+
+from schemas.cleaning import LOWERCASE
+from schemas.family import Family, Flavour, Template
+
+_TEMPLATE = Template(
+    name="sana-complex-human-instruction",
+    text="\n".join(
+        [
+            "Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual descriptions "
+            "suitable for image generation. Evaluate the level of detail in the user prompt:",
+            "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, "
+            "and spatial relationships to create vivid and concrete scenes.",
+            "- If the prompt is already detailed, refine and enhance the existing details slightly without "
+            "overcomplicating.",
+            "Here are examples of how to transform or refine prompts:",
+            "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round "
+            "shape, sleeping peacefully on a warm sunny windowsill, surrounded by pots of blooming red "
+            "flowers.",
+            "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring "
+            "glowing street lamps, a diverse crowd of people in colorful clothing, and a double-decker bus "
+            "passing by towering glass skyscrapers.",
+            "Please generate only the enhanced description for the prompt below and avoid including any "
+            "additional commentary or evaluations:",
+            "User Prompt: {}",
+        ]
+    ),
+    crop=None,
+    max_length=300,
+    cleaner=LOWERCASE,
+    negative_uses_template=False,
+)
+
+
+def _flavours(names: dict[str, tuple[str, float]]) -> dict[str, Flavour]:
+    return {name: Flavour(name, repo, "t2i", shift) for name, (repo, shift) in names.items()}
+
+
+FAMILIES = {
+    "sana": Family(
+        name="sana",
+        flavours=_flavours(
+            {
+                "sana-1.6b-1024px": ("terminusresearch/sana-1.6b-1024px", 3.0),
+                "sana1.5-1.6b-1024px": ("Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", 3.0),
+                "sana1.5-4.8b-1024px": ("Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", 3.0),
+                "sana-1600m-1024px-bf16": ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", 3.0),
+                "sana-1600m-2kpx-bf16": ("Efficient-Large-Model/Sana_1600M_2Kpx_BF16_diffusers", 3.0),
+                "sana-600m-1024px": ("Efficient-Large-Model/Sana_600M_1024px_diffusers", 4.0),
+                "sana-600m-512px": ("Efficient-Large-Model/Sana_600M_512px_diffusers", 4.0),
+            }
+        ),
+        default="sana-1.6b-1024px",
+        text_encoder="gemma",
+        autoencoder="dc_ae",
+        transformer="sana",
+        latent_channels=32,
+        side_multiple=32,
+        spatial_stride=32,
+        temporal_stride=1,
+        resolution=1024,
+        text_width=2304,
+        text_parts=("text_encoder", "tokenizer"),
+        latent_parts=("vae",),
+        models={"transformer": "SanaTransformer2DModel", "text_encoder": "gemma2", "vae": "AutoencoderDC"},
+        transformer_config={"t2i": {"in_channels": 32}},
+        autoencoder_config={"latent_channels": 32, "encoder_block_out_channels": 6},
+        text_widths={"embeds": "caption_channels"},
+        pipelines={"t2i": "SanaPipeline"},
+        latent_settings={"tiling": False},
+        latent_precision="float32",
+        text_attention="eager",
+        tile=(512, 448),
+        video=False,
+        guidance=4.5,
+        steps=20,
+        posterior=False,
+        templates={"t2i": _TEMPLATE},
+    ),
+}

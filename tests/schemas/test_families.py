@@ -1,0 +1,91 @@
+"""What is particular to a family is stated in its rows and its own modules, and nowhere else."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from schemas.catalogue import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("schemas", "cache", "stages", "trainer")
+#: Where a family, its encoders and its transformer may be named: its rows, and the modules that the rows name with
+#: the files that belong to these alone.
+ROWS = ("schemas/catalogue.py", "schemas/families/")
+OWN = {
+    "stages/vae/hunyuan_video.py": ("stages/vae/chunked.py",),
+    "stages/text/kandinsky5.py": ("stages/text/pictures.py", "stages/text/qwenimages.py"),
+    "trainer/families/kandinsky5.py": ("trainer/families/kandinsky5_attention.py",),
+}
+
+
+def modules() -> dict[str, str]:
+    """Path of each module that the rows name -> that name."""
+    found = {}
+    for family in FAMILIES.values():
+        found[f"stages/text/{family.text_encoder}.py"] = family.text_encoder
+        found[f"stages/vae/{family.autoencoder}.py"] = family.autoencoder
+        found[f"trainer/families/{family.transformer}.py"] = family.transformer
+    return found
+
+
+def sources() -> list[str]:
+    found = (path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(path.as_posix() for path in found)
+
+
+def test_every_named_module_exists():
+    assert [path for path in modules() if not (ROOT / path).is_file()] == []
+
+
+def names() -> set[str]:
+    """Names of families, flavours and modules, and the first word of each family's name: "kandinsky5" of
+    "kandinsky5-video", and "kandinsky" without its number."""
+    found = {*FAMILIES, *modules().values()}
+    found |= {flavour for family in FAMILIES.values() for flavour in family.flavours}
+    found |= {re.match("[a-z]+", name)[0] for name in FAMILIES}
+    return {re.escape(name).replace("_", "[-_ ]?") for name in found}
+
+
+def test_no_family_is_named_elsewhere():
+    own = {*modules(), *(path for paths in OWN.values() for path in paths)}
+    pattern = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(names(), key=len, reverse=True))})(?![a-z])", re.IGNORECASE)
+    said = []
+    for path in sources():
+        if path in own or path.startswith(ROWS):
+            continue
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+            said += [f"{path}:{number}: {line.strip()}" for found in pattern.finditer(line)]
+    assert said == []
+
+
+def test_what_is_own_is_imported_by_its_owner_alone():
+    for owner, files in OWN.items():
+        for file in files:
+            module = file.removesuffix(".py").replace("/", ".")
+            last = module.rpartition(".")[2]
+            imports = re.compile(rf"import .*\b{last}\b|from {module} import")
+            users = [path for path in sources() if imports.search((ROOT / path).read_text())]
+            assert set(users) <= {owner, *files}, f"{file} is used by {users}"
+
+
+def test_a_pipeline_is_named_once():
+    text = "\n".join(
+        path.read_text() for folder in (*PACKAGES, "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    )
+    for family in FAMILIES.values():
+        for name in family.pipelines.values():
+            assert text.count(f'"{name}"') == 1, f"{name} is stated more than once"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_agree_with_each_other(name):
+    family = FAMILIES[name]
+    assert family.name == name and family.default in family.flavours
+    tasks = {flavour.task for flavour in family.flavours.values()}
+    assert tasks == set(family.templates) == set(family.pipelines) == set(family.transformer_config)
+    assert set(family.conditions) <= tasks
+    assert {*family.components, "text_encoder", "vae"} <= set(family.models)
+    for condition in family.conditions.values():
+        assert (condition.frames - 1) % family.temporal_stride == 0, "the autoencoder can't encode so many frames"
+        assert condition.frames == 1 or condition.kind == "first-frame"
