@@ -47,7 +47,7 @@ def load(kind: Any, source: str, revision: str | None, dtype: torch.dtype, devic
 
 
 def pull(vae: Any, levers: Levers) -> None:
-    """Put slicing and tiles in force in an autoencoder that takes a tile's height and width (DC-AE, HunyuanVideo)."""
+    """Put slicing and tiles in force in an autoencoder that takes a tile's height and width ."""
     vae.use_slicing = levers.slicing
     if levers.tile is not None:
         side, stride = levers.tile, levers.tile_stride
