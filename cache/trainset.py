@@ -50,11 +50,11 @@ class NoSet(SetError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample. latent, condition: (C, T, h, w). text: "embeds" (L, D) and, with CLIP, "pooled" (D2,)."""
+    """One sample. tensors, text: its own and those of one caption, by the names that the encoding stages give them:
+    "latent", "condition" (C, T, h, w), "embeds" (L, D), "pooled" (D2,), and whatever else a stage writes."""
 
     id: str
-    latent: Array
-    condition: Array | None
+    tensors: dict[str, Array]
     text: dict[str, Array]
     regularisation: bool = False  # there to keep the model as it was, not to teach it
 
@@ -190,8 +190,7 @@ class TrainSet:
             self._check(name, part, self._index.column("bucket")[row].as_py(), partial(self._place, row, name))
         stored = parts["sample"]
         regularisation = self._index.column("regularisation")[row].as_py()
-        tensors, words = stored.tensors, parts[text].tensors
-        return Sample(stored.id, tensors["latent"], tensors.get("condition"), words, regularisation)
+        return Sample(stored.id, stored.tensors, parts[text].tensors, regularisation)
 
     def _check(self, name: str, part: Row, bucket: str, place: Callable[[], tuple[int, int]]) -> None:
         """DamageError where a part can't be trained on, once `widths` are given. place: its shard and row."""

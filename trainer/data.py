@@ -21,7 +21,7 @@ from schemas.catalogue import FAMILIES
 from schemas.family import Family
 from schemas.identity import seed_of
 from trainer import posterior
-from trainer.batch import Batch, pad_text
+from trainer.batch import Batch, pad_text, stack
 
 T = TypeVar("T")
 
@@ -59,23 +59,19 @@ def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Seque
     draws: of each sample, what determines the noise of its latent where the shard holds moments; its condition has
     noise of its own.
     """
-    text, mask = pad_text([tensor(sample.text["embeds"]).float() for sample in samples])
-    pooled = [tensor(sample.text["pooled"]).float() for sample in samples if "pooled" in sample.text]
-    latents, conditions = [], []
+    columns = []
     for sample, draw in zip(samples, draws, strict=True):
-        latents.append(posterior.latents(tensor(sample.latent), family, draw))
-        if sample.condition is not None:
-            conditions.append(posterior.latents(tensor(sample.condition), family, f"{draw}/condition"))
-    assert len(pooled) in (0, len(samples)) and len(conditions) in (0, len(samples)), "half of a batch lacks a part"
-    return Batch(
-        latents_BCTHW=torch.stack(latents),
-        condition_BCTHW=torch.stack(conditions) if conditions else None,
-        text_BLD=text,
-        text_mask_BL=mask,
-        pooled_BD=torch.stack(pooled) if pooled else None,
-        ids=[sample.id for sample in samples],
-        bucket=bucket,
-    )
+        tensors = {name: tensor(array) for name, array in sample.tensors.items()}
+        for name, identity in (("latent", draw), ("condition", f"{draw}/condition")):
+            if name in tensors:
+                tensors[name] = posterior.latents(tensors[name], family, identity)
+        tensors |= {f"text.{name}": tensor(array) for name, array in sample.text.items() if name != "embeds"}
+        columns.append({name: each.float() if each.is_floating_point() else each for name, each in tensors.items()})
+    ids = [sample.id for sample in samples]
+    text, mask = pad_text([tensor(sample.text["embeds"]).float() for sample in samples])
+    extras = stack(ids, columns)
+    own = extras.pop("latent"), extras.pop("condition", None), text, mask, extras.pop("text.pooled", None)
+    return Batch(*own, ids, bucket, extras)
 
 
 def draws(seed: int, step: int, positions: Ints, shape_CTHW: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -126,12 +126,11 @@ def _denoised(
     spec = config.model.spec
     shape = (spec.latent_channels, *_latent_shape(config, prompt))
     noise_BCTHW = noise_of(f"{config.validation.seed}/{prompt.name}", "validation", shape)[None]
-    blank = Array.from_numpy(np.zeros(shape, np.float32))
+    given = {"latent": Array.from_numpy(np.zeros(shape, np.float32))}
+    given |= {} if prompt.condition is None else {"condition": prompt.condition}
     draw = f"{config.validation.seed}/{prompt.name}/validation"
     batch, negative = (
-        collate([Sample(prompt.name, blank, prompt.condition, text)], prompt.bucket, spec, [draw]).to(
-            device, torch.float32
-        )
+        collate([Sample(prompt.name, given, text)], prompt.bucket, spec, [draw]).to(device, torch.float32)
         for text in (prompt.text, prompt.negative)
     )
     latents = denoise(

@@ -302,7 +302,7 @@ def test_damage_is_found_and_says_how_to_mend_it(source: Store, tmp_path: Path) 
     export(source, target := Store(tmp_path / "export"))
     path = next(Path(target.url).glob("samples/*/000000.arrow"))
     raw = bytearray(path.read_bytes())
-    raw[raw.index(bytes(opened(source).sample(0).latent.raw())) + 3] ^= 1
+    raw[raw.index(bytes(opened(source).sample(0).tensors["latent"].raw())) + 3] ^= 1
     path.write_bytes(raw)
     with pytest.raises(DamageError, match="latentpress export") as caught:
         opened(target).sample(0, dropped=True)

@@ -93,7 +93,7 @@ def test_rows_captions_and_null_prompts(store: Store) -> None:
     assert len(data) == 3 and data.buckets == {"32x32": range(0, 2), "64x32": range(2, 3)}
     assert data.alternatives(np.array([2, 0])).tolist() == [1, 2]
     sample = data.sample(0, 1)
-    assert sample.id == "a" and sample.latent.numpy()[0, 0, 0, 0] == 1 and sample.condition is None
+    assert sample.id == "a" and sample.tensors["latent"].numpy()[0, 0, 0, 0] == 1 and "condition" not in sample.tensors
     assert set(sample.text) == {"embeds", "pooled"} and sample.text["embeds"].shape == (2, 4)
     read = [data.sample(*args).text["embeds"].numpy()[0, 0] for args in ((0, 0), (0, 1), (1,), (2,))]
     assert read == [1, 3, 2, 3]
@@ -269,7 +269,9 @@ def test_more_shards_than_stay_open(tmp_path: Path) -> None:
     publish(store, [(text, "text"), *((rel, "latents") for rel in rels)], [("t0", 0, 0)], index)
     data = TrainSet.open(store, "s1", FAMILY, TASK)
     for _ in range(2):
-        assert [data.sample(i).latent.numpy()[0, 0, 0, 0] for i in range(len(rels))] == list(range(len(rels)))
+        assert [data.sample(i).tensors["latent"].numpy()[0, 0, 0, 0] for i in range(len(rels))] == list(
+            range(len(rels))
+        )
     assert len(data._readers) <= OPEN_SHARDS
 
 

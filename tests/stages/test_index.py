@@ -354,7 +354,9 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
     assert report.details["set"] == f"sets/{data.id}"
     assert data.spans == [Span("64x64", 0, 1), Span("64x64", 1, 1, 0, 2.0)] and data.eval_rows == range(2, 3)
     read = [(data.sample(row), data.sample(row, caption)) for row, caption in ((0, 1), (1, 0), (2, 0))]
-    assert [(a.latent.numpy()[0], a.text["embeds"].numpy()[0], b.text["embeds"].numpy()[0]) for a, b in read] == [
+    assert [
+        (a.tensors["latent"].numpy()[0], a.text["embeds"].numpy()[0], b.text["embeds"].numpy()[0]) for a, b in read
+    ] == [
         (1, 1, 2),
         (2, 2, 2),
         (3, 1, 1),

@@ -1,0 +1,117 @@
+"""A tensor that a stage writes reaches the batch by its name, through every file between: no place between names it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cache.plan import Plan
+from cache.shard import Row
+from cache.store import Store
+from cache.tensors import Array
+from cache.trainset import TrainSet
+from stages import bucket, discover, encode_latents, encode_text, export, import_, index
+from stages.text.worker import TextWorker
+from stages.vae.worker import LatentsWorker
+from trainer.batch import Batch
+from trainer.data import Feed
+
+STAGES = (discover, bucket, encode_text, encode_latents, index)
+
+
+def invented(name: str, first: float) -> Array:
+    """A tensor that no part of the project knows: of a row's id, so that each has its own."""
+    return Array.from_numpy(np.float32([[first, int(name[:6], 16), len(name)]]))
+
+
+class Deeper(LatentsWorker):
+    tensors = (*LatentsWorker.tensors, "depth")
+
+    def encode(self, *given: Any) -> Iterator[Row]:
+        for row in super().encode(*given):
+            yield Row(row.id, row.tensors | {"depth": invented(row.id, 1)}, row.info)
+
+
+class Wordier(TextWorker):
+    tensors = (*TextWorker.tensors, "tone")
+
+    def encode(self, *given: Any) -> Iterator[Row]:
+        for row in super().encode(*given):
+            yield Row(row.id, row.tensors | {"tone": invented(row.id, 2)}, row.info)
+
+
+def sets(home: Any, folder: Path) -> Iterator[TrainSet]:
+    """The set of the root, of an export in each format, and of the import of each."""
+    model = (home.config().model.family, home.config().model.task)
+    yield TrainSet.open(Store(home.root), "current", *model)
+    for form, other in (("arrow", "webdataset"), ("webdataset", "arrow")):
+        home.run(export.run, to=str(folder / form), form=form)
+        yield TrainSet.find(home.root, str(folder / form), *model)
+        home.run(import_.run, f"root={folder / 'of'}-{form}", f"cache.format={other}", source=str(folder / form))
+        yield TrainSet.open(Store(f"{folder / 'of'}-{form}"), "current", *model)
+
+
+def batches(data: TrainSet) -> list[Batch]:
+    feed = Feed(data, Plan(data.spans, 0, 2), 2, 0.0)
+    return [part.batch for step in feed.steps(0, 3) for part in step.parts]
+
+
+def test_an_invented_tensor_reaches_the_batch(project: Callable, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("stages.vae.worker.LatentsWorker", Deeper)
+    monkeypatch.setattr("stages.text.worker.TextWorker", Wordier)
+    home = project()
+    for number in range(4):
+        home.image(f"{number}.png", seed=number)
+    assert [home.run(program.run).exit_code for program in STAGES] == [0] * len(STAGES)
+    seen = 0
+    for data in sets(home, tmp_path / "elsewhere"):
+        for batch in batches(data):
+            wanted = [invented(name, 1).numpy() for name in batch.ids]
+            assert np.array_equal(batch.extras["depth"].numpy(), np.stack(wanted))
+            assert batch.extras["text.tone"].shape == (2, 1, 3) and (batch.extras["text.tone"][..., 0] == 2).all()
+            assert batch.to("cpu", torch.bfloat16).extras["depth"].dtype == torch.bfloat16
+            seen += 1
+    assert seen == 15
+
+
+def test_masks_reach_the_batch_and_a_sample_without_one_is_trained_everywhere(project: Callable, tmp_path) -> None:
+    home = project()
+    home.settings["datasets"][0]["mask_data"] = "masks"
+    home.settings["datasets"].append(home.settings["datasets"][0] | {"id": "plain", "instance_data_dir": "plain"})
+    del home.settings["datasets"][1]["mask_data"]
+    (home.folder / "masks").mkdir()
+    for number in range(2):
+        home.image(f"{number}.png", (64, 64), seed=number)
+        home.image(f"../plain/{number}.png", (64, 64), seed=10 + number)
+        shade = np.random.default_rng(number).integers(0, 256, (64, 64), dtype=np.uint8)
+        Image.fromarray(shade).save(home.folder / "masks" / f"{number}.png")
+    assert [home.run(program.run).exit_code for program in STAGES] == [0] * len(STAGES)
+    mixed = 0
+    for data in sets(home, tmp_path / "elsewhere"):
+        stored = [data.sample(row) for row in range(len(data))]
+        masks = {sample.id: sample.tensors["mask"].numpy() for sample in stored if "mask" in sample.tensors}
+        assert len(stored) == 4 and len(masks) == 2
+        for batch in batches(data):
+            assert batch.extras.keys() == ({"mask"} if masks.keys() & set(batch.ids) else set())
+            for id, mask in zip(batch.ids, batch.extras.get("mask", ()), strict=False):
+                assert np.array_equal(mask.numpy(), masks.get(id, np.ones((1, 8, 8)))), id
+            mixed += len(masks.keys() & set(batch.ids)) == 1
+    assert mixed
+
+
+def test_a_tensor_that_half_of_a_batch_lacks_is_named(project: Callable, monkeypatch) -> None:
+    monkeypatch.setattr("stages.vae.worker.LatentsWorker", Deeper)
+    home = project()
+    home.image("0.png")
+    assert [home.run(program.run).exit_code for program in STAGES] == [0] * len(STAGES)
+    monkeypatch.undo()
+    home.image("1.png", seed=1)
+    assert [home.run(program.run).exit_code for program in STAGES] == [0] * len(STAGES)
+    (data, *_) = sets(home, home.folder)
+    (lacking,) = [sample.id for sample in (data.sample(0), data.sample(1)) if "depth" not in sample.tensors]
+    with pytest.raises(ValueError, match=f"sample {lacking} has no depth"):
+        batches(data)
