@@ -13,9 +13,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache import untrusted
+from cache.damage import ENCODERS
 from cache.layout import UNIT
 from schemas.geometry import Bucket
-from schemas.tables import ACTIVE, EXTRA, INDEX, MEDIA, REJECTS, SAMPLES, SET_SHARDS, SET_TEXTS, TEXTS, UNITS
+from schemas.tables import (
+    ACTIVE,
+    EXTRA,
+    MEDIA,
+    REJECTS,
+    SAMPLES,
+    SET_SHARDS,
+    SET_TEXTS,
+    TEXTS,
+    UNITS,
+    further_kinds,
+    index_schema,
+)
 
 MANY = 10**6  # of repeats, or as a weight
 SIDE = 1 << 20  # pixels, or frames
@@ -111,8 +124,9 @@ def rejected(table: pa.Table) -> None:
 
 
 def index(table: pa.Table) -> None:
-    _exactly(table, INDEX)
-    _there(table, *(name for name in INDEX.names if name != "null_text"))
+    kinds = further_kinds(table.column_names)
+    _exactly(table, index_schema([kind for kind in kinds if kind in ENCODERS]))
+    _there(table, *(name for name in table.column_names if name != "null_text"))
     _among(table, "role", ROLES)
     _buckets(table["bucket"])
     _drawn(table)
@@ -133,9 +147,9 @@ def numbers_of_set(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
     """That the tables of a set point at each other's rows."""
     within(pc.list_flatten(index["texts"]), len(texts), "text")
     within(index["null_text"].drop_null(), len(texts), "text")
-    for table in (index, texts):
-        within(table["shard"].drop_null(), len(shards), "shard")
-        within(table["row"].drop_null(), 1 << 31, "row")
+    for table, kind in ((index, ""), (texts, ""), *((index, f"{kind}_") for kind in further_kinds(index.column_names))):
+        within(table[f"{kind}shard"].drop_null(), len(shards), "shard")
+        within(table[f"{kind}row"].drop_null(), 1 << 31, "row")
 
 
 # -- columns ------------------------------------------------------------------------------------------------

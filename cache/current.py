@@ -12,15 +12,17 @@ from contextlib import suppress
 from typing import Any
 
 from cache.damage import DamageError
+from cache.opening import OF_CONFIGURATION, find_set, newest_of, open_set, pointed_at, pointer
 from cache.store import Store
-from cache.trainset import OF_CONFIGURATION, NoSet, SetError, TrainSet, newest_of, pointed_at, pointer
+from cache.trainset import NoSet, SetError, TrainSet
 from cache.untrusted import shown
 from cache.weights import WeightsError, fingerprint_of, local, side_multiple
 from schemas.config import Config, Model
 from schemas.identity import hash_json
 from schemas.recipe import recipe
 
-ENCODERS = {"text": "text encoder", "latents": "autoencoder"}  # whose weights the shards of each kind are made with
+#: Whose weights the shards of each kind are made with. The last is part of no checkpoint, and not of every set.
+ENCODERS = {"text": "text encoder", "latents": "autoencoder", "vision": "vision model"}
 LISTED = 6  # differences that a message names
 WIDTH = 60  # characters of a value in a message
 MAKE = "Run `latentpress run`, which makes what is missing and indexes it"
@@ -41,8 +43,8 @@ def choose(config: Config, warn: Callable[[str], None]) -> TrainSet:
     family, task = config.model.family, config.model.task
     if config.train.set == "current":
         store = Store(config.root)
-        return TrainSet.open(store, find(store, config), family, task)
-    data = TrainSet.find(config.root, config.train.set, family, task)
+        return open_set(store, find(store, config), family, task)
+    data = find_set(config.root, config.train.set, family, task)
     _compare(data, config, warn)
     return data
 
@@ -144,9 +146,10 @@ def _own(store: Store, mine: Row, weights: Mapping[str, Row]) -> dict[str, str]:
 def _weights(record: Mapping[str, Any]) -> Row:
     """kind -> what names the weights that a set was made with; nothing where its set.json does not say."""
     made = record.get("provenance")
-    rows = [made.get(kind) if isinstance(made, dict) else None for kind in ENCODERS]
-    found = [row.get("weights") if isinstance(row, dict) else None for row in rows]
-    return dict(zip(ENCODERS, found, strict=True)) if all(isinstance(row, dict) for row in found) else {}
+    rows = {kind: made[kind] for kind in ENCODERS if kind in made} if isinstance(made, dict) else {}
+    found = {kind: row.get("weights") for kind, row in rows.items() if isinstance(row, dict)}
+    whole = found.keys() >= {"text", "latents"} and all(isinstance(row, dict) for row in found.values())
+    return found if whole else {}
 
 
 def _other_weights(record: Mapping[str, Any], weights: Mapping[str, Row]) -> list[str]:

@@ -2,9 +2,10 @@
 
 An export is a root of its own: `sets/<id>` over shards of the kinds "samples" and "prompts", which need no other
 file. One of their rows is several rows of ordinary shards put together, its parts: "sample" (of a latents shard),
-"text0", "text1", ... (its captions, which are alternatives) and "null". A validation prompt's are "text", "negative"
-and "condition". The tensors of "sample" keep their names; those of another part are "<part>.<name>". So a text that
-many samples share stands in each of their rows, and a row needs nothing beside itself.
+others called like the kind of their shard ("vision"), "text0", "text1", ... (its captions, which are alternatives) and
+"null". A validation prompt's are "text", "negative" and "condition". The tensors of "sample" keep their names; those of
+another part are "<part>.<name>". So a text that many samples share stands in each of their rows, and a row needs
+nothing beside itself.
 
 What is read here may come from anywhere. Tables, names and numbers are checked before they are followed.
 """
@@ -22,6 +23,7 @@ from cache import checks
 from cache.arrow import ShardReader as ArrowReader
 from cache.arrow import reserved
 from cache.shard import ENCODERS, UNREADABLE, DamageError, Row, reader, row_checksum, to_json
+from cache.sound import SAMPLE, kind_of
 from cache.store import Store
 from cache.trainset import SetError, TrainSet
 from cache.untrusted import PLAIN, a_list, an_object, checksum, plain, shown, text
@@ -29,18 +31,13 @@ from cache.untrusted import PLAIN, a_list, an_object, checksum, plain, shown, te
 EXPORT_VERSION = 1
 SAMPLES, PROMPTS = "samples", "prompts"  # kinds of shards
 MADE_WITH = ("libraries", "device")  # of a shard's provenance: what is not of its unit alone
-SAMPLE = "sample"  # the part whose tensors keep their names
-PART = re.compile(r"sample|text|null|negative|condition|vision|text(0|[1-9][0-9]{0,5})")
+OF_SAMPLE = "|".join(sorted(ENCODERS.keys() - {"latents", "text"}))  # further parts, called like their kinds of shards
+PART = re.compile(rf"sample|text|null|negative|condition|{OF_SAMPLE}|text(0|[1-9][0-9]{{0,5}})")
 TENSOR = re.compile(r"[a-z][a-z0-9_]{0,31}")
 FOLDER = re.compile(r"[0-9a-f]{24}", re.ASCII)  # a fingerprint
 PATH = re.compile(rf"(samples|prompts)/{PLAIN.pattern}/[0-9]{{6,9}}\.(arrow|tar)", re.ASCII)
 
 Columns = dict[str, str]  # tensor name -> dtype
-
-
-def kind_of(part: str) -> str:
-    """In which kind of ordinary shard a part's row lies."""
-    return {SAMPLE: "latents", "condition": "latents", "vision": "vision"}.get(part, "text")
 
 
 def row_id(number: int, sample_id: str) -> str:
@@ -110,51 +107,39 @@ class ExportedSet(TrainSet):
         super().__init__(store, set_id, meta)
         self._attempt("set.json", lambda: check_meta(meta))
         self._attempt("index.arrow", lambda: check_tables(self._index, self._texts, self._shards))
+        self.kinds = sorted(meta["export"]["folders"].keys() - {"latents", "text"})
         if bool(meta["validation"]) != (self._shards.column("kind").to_pylist()[-1:] == [PROMPTS]):
             path = store.path(f"sets/{set_id}/shards.arrow")
             raise DamageError(path, "its last shard is not that of the validation prompts")
 
     def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, Row]:
-        entry = self._entry(self._index, row)
-        wanted = self.part_names(row) if names is None else names
-        stored = self._read(entry["shard"], entry["row"], row_id(row, entry["sample_id"]))
-        parts = self._apart(stored, entry["shard"], entry["row"], wanted, verify)
-        numbers = {f"text{i}": number for i, number in enumerate(entry["texts"])} | {"null": self._null(entry)}
-        ids = {name: self.text_id(numbers[name]) for name in wanted if numbers.get(name) is not None}
-        return self._named(parts, {SAMPLE: entry["sample_id"], **ids}, entry["shard"], entry["row"])
+        ids = {name: self.part_id(row, name) for name in (self.part_names(row) if names is None else names)}
+        return self._unpack(self._place(row), row_id(row, ids.get(SAMPLE) or self.part_id(row, SAMPLE)), ids, verify)
 
     def prompt(self, number: int, verify: bool = False) -> dict[str, Row]:
-        shard, entry = self._shards.num_rows - 1, self.meta["validation"][number]
-        stored = self._read(shard, number, prompt_id(number))
-        parts = self._apart(stored, shard, number, ("text", "negative"), verify)
+        entry = self.meta["validation"][number]
         ids = {name: self.text_id(entry[name]) for name in ("text", "negative")}
-        return self._named(parts, ids, shard, number)
+        return self._unpack(self._prompt_place(number), prompt_id(number), ids, verify)
 
-    def _place(self, row: int, name: str) -> tuple[int, int]:
-        entry = self._entry(self._index, row)
-        return entry["shard"], entry["row"]
+    def _place(self, row: int, name: str = SAMPLE) -> tuple[int, int]:
+        return super()._place(row, SAMPLE)
 
-    def _prompt_place(self, number: int, name: str) -> tuple[int, int]:
+    def _prompt_place(self, number: int, name: str = "") -> tuple[int, int]:
         return self._shards.num_rows - 1, number
 
-    def _apart(self, row: Row, shard: int, at: int, names: Collection[str], verify: bool) -> dict[str, Row]:
+    def _unpack(self, place: tuple[int, int], id: str, ids: Mapping[str, str], verify: bool) -> dict[str, Row]:
+        """The parts of the row `id` at `place`; DamageError where they are not those whose ids are in `ids`."""
+        (shard, at), row = place, self._read(*place, id)
         try:
             parts = apart(row, verify)
         except UNREADABLE as error:
             raise DamageError(self._path(shard), f"it is no row of an export ({error})", at, row.id) from error
-        missing = sorted(set(names) - set(parts))
-        if missing:
+        if missing := sorted(ids.keys() - parts.keys()):
             raise DamageError(self._path(shard), f"it lacks its {', '.join(missing)}", at, row.id)
+        for name, wanted in ids.items():
+            if parts[name].id != wanted:
+                raise DamageError(self._path(shard), f"its {name} is {parts[name].id}, not {wanted}", at)
         return parts
-
-    def _named(self, parts: dict[str, Row], ids: Mapping[str, str], shard: int, at: int) -> dict[str, Row]:
-        for name, id in ids.items():
-            if name in parts and parts[name].id != id:
-                raise DamageError(self._path(shard), f"its {name} is {parts[name].id}, not {id}", at)
-        return parts
-
-    def _path(self, shard: int) -> str:
-        return self.store.path(self._shards.column("path")[shard].as_py())
 
 
 def folders(data: TrainSet) -> dict[str, str]:
@@ -186,7 +171,13 @@ def columns(data: TrainSet) -> dict[str, Columns]:
         for full, dtype in columns_at(data.store, shard["path"]).items():
             kind, name = shard["kind"], full
             if kind in (SAMPLES, PROMPTS):
-                kind, name = _kind_and_name(full, data.store.path(shard["path"]))
+                try:
+                    part, name = split(full)
+                except ValueError as error:
+                    raise DamageError(
+                        data.store.path(shard["path"]), f"it is no shard of an export: {error}"
+                    ) from error
+                kind = kind_of(part)
             known = found.setdefault(kind, {}).setdefault(name, dtype)
             if known != dtype:
                 raise SetError(
@@ -194,14 +185,6 @@ def columns(data: TrainSet) -> dict[str, Columns]:
                     "Shards of several precisions are mixed: encode them anew, then run `latentpress index`.",
                 )
     return found
-
-
-def _kind_and_name(full: str, path: str) -> tuple[str, str]:
-    try:
-        part, name = split(full)
-    except ValueError as error:
-        raise DamageError(path, f"it is no shard of an export: {error}") from error
-    return kind_of(part), name
 
 
 def columns_at(store: Store, path: str) -> Columns:

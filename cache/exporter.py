@@ -1,4 +1,4 @@
-"""Writes a training set as an export: the twin of `cache/exported.py`, and `import_set`, which undoes it.
+"""Writes a training set as an export, which `cache/exported.py` reads and `cache/importer.py` turns back.
 
 How rows are divided into shards is a function of the set and the options, so a shard that is there and whole is not
 made again; `sets/<id>/set.json`, without which there is no set, is written last.
@@ -19,7 +19,6 @@ from cache.damage import DamageError
 from cache.exported import (
     EXPORT_VERSION,
     PROMPTS,
-    SAMPLE,
     SAMPLES,
     columns,
     columns_of_parts,
@@ -30,11 +29,12 @@ from cache.exported import (
     together,
 )
 from cache.shard import SUFFIXES, Row, ShardMeta, done_units
+from cache.sound import SAMPLE, kind_of
 from cache.store import Store
 from cache.trainset import TrainSet
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
-from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS
+from schemas.tables import SET_SHARDS, SET_TEXTS, index_schema
 
 LOOKED_AT = 16  # rows of a group, to estimate the size of one
 MIB = 2**20
@@ -89,7 +89,7 @@ def size_of(data: TrainSet, group: Group) -> Size:
     count = min(LOOKED_AT, last - first)
     every = [data.parts(first + (2 * i + 1) * (last - first) // (2 * count)) for i in range(count)]
     whole = [sum(nbytes(row) for row in parts.values()) for parts in every]
-    text = [sum(nbytes(row) for name, row in parts.items() if name != SAMPLE) for parts in every]
+    text = [sum(nbytes(row) for name, row in parts.items() if kind_of(name) == "text") for parts in every]
     return Size(sum(whole) / count, sum(text) / count)
 
 
@@ -109,7 +109,7 @@ class Exporter:
         index = data.tables["index"]
         most = pc.max(pc.list_value_length(index.column("texts"))).as_py()
         null = data.meta["null_text"] is not None or index.column("null_text").null_count < index.num_rows
-        self._parts = [SAMPLE, *(f"text{i}" for i in range(most)), *(["null"] if null else [])]
+        self._parts = [SAMPLE, *data.kinds, *(f"text{i}" for i in range(most)), *(["null"] if null else [])]
         self._columns = columns(data)
         settings = {"format": form, "shard_mib": limit_mib, "captions": captions}
         export = {"version": EXPORT_VERSION, "folders": folders(data), "made_with": made_with(data)}
@@ -206,27 +206,30 @@ class Exporter:
 
     def publish(self) -> None:
         """The tables, then set.json, then the pointer to it."""
-        suffix, index = SUFFIXES[self.form], self.data.tables["index"]
+        suffix = SUFFIXES[self.form]
         paths = [f"{SAMPLES}/{self.name}/{piece.unit}{suffix}" for piece in self.pieces]
         paths += [f"{PROMPTS}/{self.name}/000000{suffix}"] if self.record["validation"] else []
         counts = [piece.stop - piece.start for piece in self.pieces]
         places = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
-        texts, nowhere = (
-            self.data.tables["texts"].column("text_id"),
-            pa.nulls(len(self.data.tables["texts"]), pa.int32()),
-        )
+        texts = self.data.tables["texts"].column("text_id")
+        nowhere = pa.nulls(len(texts), pa.int32())
         tables = {
-            "index": replaced(index, *places),
+            "index": replaced(self.data.tables["index"], {"latents": places}),
             "texts": pa.table([texts, nowhere, nowhere], schema=SET_TEXTS),
             "shards": pa.table([paths, [path.split("/")[0] for path in paths]], schema=SET_SHARDS),
         }
         publish(self.target, self.record, tables)
 
 
-def replaced(index: pa.Table, shards: Any, rows: Any) -> pa.Table:
-    """The index with other places. shards, rows: (n,)."""
-    new = {"shard": pa.array(shards, pa.int32()), "row": pa.array(rows, pa.int32())}
-    return pa.table([new.get(name, index.column(name)) for name in INDEX.names], schema=INDEX)
+def replaced(index: pa.Table, places: Mapping[str, Any]) -> pa.Table:
+    """The index with other places. places: (2, n) shards and rows by kind, of "latents" and of each further one."""
+    new = {
+        f"{kind}_{what}".removeprefix("latents_"): pa.array(each, pa.int32())
+        for kind, both in places.items()
+        for what, each in zip(("shard", "row"), both, strict=True)
+    }
+    schema = index_schema([kind for kind in places if kind != "latents"])
+    return pa.table([new[name] if name in new else index.column(name) for name in schema.names], schema=schema)
 
 
 def publish(store: Store, record: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> None:

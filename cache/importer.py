@@ -15,15 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache import shard
-from cache.exported import SAMPLE, ExportedSet, columns, folders
+from cache.exported import ExportedSet, columns, folders
 from cache.exporter import TargetError, nbytes, publish, replaced
 from cache.plan import Ints
 from cache.shard import Row, ShardMeta, done_units
+from cache.sound import SAMPLE
 from cache.store import Store
-from cache.trainset import read_json, set_table
+from cache.trainset import set_table
 from schemas.tables import SET_SHARDS, SET_TEXTS
-
-KINDS = ("latents", "text")
 
 
 @dataclass
@@ -47,6 +46,7 @@ class Importer:
     def __init__(self, data: ExportedSet, target: Store, form: str) -> None:
         self.data, self.target, self.form = data, target, form
         self.folders = folders(data)
+        self.of_samples = {"latents": SAMPLE, **{kind: kind for kind in data.kinds}}  # kind of shard -> part of a row
         self.index = data.tables["index"]
         plain = {key: value for key, value in data.meta.items() if key != "export"}
         self.record: dict[str, Any] = {**plain, "validation": [dict(prompt) for prompt in plain["validation"]]}
@@ -112,7 +112,7 @@ class Importer:
         rel = f"sets/{self.data.id}/set.json"
         if not self.target.exists(rel):
             return False
-        there = read_json(self.target, rel)
+        there = self.target.read_json(rel)
         if _without_places(there) != _without_places(self.record):
             raise TargetError(
                 f"{self.target.path(rel)} is another set of the same id, or an export",
@@ -127,14 +127,11 @@ class Importer:
 
     @cached_property
     def _there(self) -> dict[str, dict[str, str]]:
-        return {kind: done_units(self.target, f"{kind}/{self.folders[kind]}") for kind in KINDS}
+        return {kind: done_units(self.target, f"{kind}/{name}") for kind, name in self.folders.items()}
 
     def _ids(self, part: Part) -> dict[str, list[str]]:
-        sample = self.index.column("sample_id")
-        return {
-            "latents": [sample[row].as_py() for row in part.samples],
-            "text": [self.data.text_id(number) for number in part.numbers()],
-        }
+        samples = self.index.column("sample_id").take(pa.array(part.samples, pa.int64())).to_pylist()
+        return dict.fromkeys(self.of_samples, samples) | {"text": [self.data.text_id(n) for n in part.numbers()]}
 
     def is_whole(self, part: Part) -> bool:
         """Whether the shards of `part` are there, every byte as it was written. Reads all of them."""
@@ -149,15 +146,16 @@ class Importer:
 
     def write(self, part: Part) -> int:
         """Publish the shards of `part`; bytes of their tensors. DamageError where a row of the export is damaged."""
-        ids, first, size = self._ids(part), set(part.samples), 0
-        rows: dict[str, list[Row]] = {"latents": [], "text": []}
+        ids, first = self._ids(part), set(part.samples)
+        rows: dict[str, list[Row]] = {kind: [] for kind in ids}
         for number in part.rows:
             parts = self.data.parts(number, verify=True)
-            rows["latents"] += [parts[SAMPLE]] if number in first else []
+            for kind, name in self.of_samples.items() if number in first else ():
+                rows[kind].append(parts[name])
             rows["text"] += [parts[name] for _, name in part.texts.get(number, [])]
-        for kind in KINDS:
-            size += self._publish(kind, part.unit, part.bucket if kind == "latents" else "", ids[kind], rows[kind])
-        return size
+        return sum(
+            self._publish(kind, part.unit, "" if kind == "text" else part.bucket, ids[kind], rows[kind]) for kind in ids
+        )
 
     def _publish(self, kind: str, unit: str, bucket: str, ids: list[str], rows: list[Row]) -> int:
         if not rows:
@@ -210,12 +208,13 @@ class Importer:
             shards.append({"path": path, "kind": kind})
             return len(shards) - 1
 
-        # (2, n) shard and row of each sample, (2, m) of each text
-        latent, text = (np.full((2, len(self.data.tables[name])), -1, np.int64) for name in ("index", "texts"))
+        # (2, n) shard and row of each sample, by kind, and (2, m) of each text
+        own = {kind: np.full((2, len(self.index)), -1, np.int64) for kind in self.of_samples}
+        text = np.full((2, len(self.data.tables["texts"])), -1, np.int64)
         for part in self.parts:
-            if part.samples:
-                latent[0, part.samples] = place("latents", self._path("latents", part.unit))
-                latent[1, part.samples] = np.arange(len(part.samples))
+            for kind, places in own.items() if part.samples else ():
+                places[0, part.samples] = place(kind, self._path(kind, part.unit))
+                places[1, part.samples] = np.arange(len(part.samples))
         of_prompts = (self._unit("prompts"), [number for _, _, number in self.prompts])
         for unit, numbers in (*((part.unit, part.numbers()) for part in self.parts), of_prompts):
             if numbers:
@@ -226,7 +225,7 @@ class Importer:
             self.record["validation"][at]["condition"] = {"shard": numbered[path], "row": row}
         texts = self.data.tables["texts"].column("text_id")
         tables = {
-            "index": replaced(self.index, *latent[:, self._first]),
+            "index": replaced(self.index, {kind: places[:, self._first] for kind, places in own.items()}),
             "texts": pa.table([texts, *(pa.array(each, pa.int32()) for each in text)], schema=SET_TEXTS),
             "shards": pa.Table.from_pylist(shards, SET_SHARDS),
         }

@@ -3,10 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+from cache.damage import ENCODERS
 from cache.shard import Row
 from cache.tensors import INFINITY
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
+
+SAMPLE = "sample"  # the part of a training set's row that is a row of a latents shard
+
+
+def kind_of(part: str) -> str:
+    """The kind of shard that a part of a training set's row, or of a validation prompt, is a row of. What else an
+    encoding stage makes of a sample is a part called like its kind ("vision")."""
+    return {SAMPLE: "latents", "condition": "latents"}.get(part, part if part in ENCODERS else "text")
 
 
 def shape_problem(
@@ -43,8 +52,8 @@ def part_problem(name: str, part: Row, bucket: str, meta: Mapping[str, Any], wid
     """What keeps a part of a set's row from being trained on; "" where nothing does. meta: the set's description.
     widths: of texts, as the transformer reads them."""
     family, tensors = FAMILIES[meta["family"]], part.tensors
-    needed = tuple(family.text_widths)
-    if name == "sample":
+    needed = tuple(family.text_widths) if kind_of(name) == "text" else ()
+    if name == SAMPLE:
         needed = ("latent", "condition") if meta["task"] in family.conditions else ("latent",)
     elif name == "condition":  # of a validation prompt: a row whose latent is what is given
         needed, tensors = ("condition",), {"condition": tensors["latent"]} if "latent" in tensors else {}

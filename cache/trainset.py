@@ -21,18 +21,16 @@ from cache.checks import ROLES
 from cache.damage import DamageError, attempt
 from cache.plan import Ints, Span
 from cache.shard import Readers, Row
-from cache.sound import part_problem
+from cache.sound import SAMPLE, kind_of, part_problem
 from cache.store import Store
 from cache.tensors import Array
-from cache.untrusted import PLAIN, an_object, shown
+from cache.untrusted import an_object
 from schemas.errors import REMAINS, USAGE, LatentpressError
 from schemas.section import NAME_PATTERN
-from schemas.tables import TABLES_VERSION
+from schemas.tables import further_kinds
 
 TABLES = {"index": checks.index, "texts": checks.set_texts, "shards": checks.set_shards}
 PROMPT_NAME = re.compile(NAME_PATTERN, re.ASCII)  # files are called by it
-AGAIN = "Run `latentpress index`, which makes it anew; an export is to be copied or made again."
-OF_CONFIGURATION = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)  # pointers: cache/current.py
 OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
 
@@ -93,38 +91,6 @@ class TrainSet:
     def _attempt(self, file: str, check: Callable[[], object]) -> None:
         attempt(self.store.path(f"sets/{self.id}/{file}"), check, "its values can't be right")
 
-    @classmethod
-    def find(cls, root: str, name: str, family: str, task: str) -> "TrainSet":
-        """The set that `train.set` names: "current", the id of one under `root`, or, with a "/" in it, the path or URL
-        of another root or an export ("s3://bucket/export", its current set) or of one set there (".../sets/<id>")."""
-        if "/" in name:
-            root, name = located(name)
-        return cls.open(Store(root), name, family, task)
-
-    @classmethod
-    def open(cls, store: Store, set_id: str, family: str, task: str) -> "TrainSet":
-        """The set `set_id`, or the newest of this family and task for "current". Raises SetError otherwise."""
-        if set_id == "current":
-            set_id = newest_of(store, family, task)
-        if not PLAIN.fullmatch(set_id):
-            raise SetError(f"{shown(repr(set_id))} is no name that a training set has", "Correct train.set.")
-        rel = f"sets/{set_id}/set.json"
-        if not store.exists(rel):
-            known = sorted({name.split("/")[0] for name in store.names("sets") if name.endswith("/set.json")})
-            raise SetError(
-                f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(known) or 'none'}",
-                "Correct train.set, or run `latentpress index`.",
-            )
-        meta = read_json(store, rel)
-        _check(meta, set_id, family, task)
-        if meta.get("id") != set_id:
-            raise SetError(f"{store.path(rel)} is that of set {shown(repr(meta.get('id')))}", AGAIN)
-        if "export" in meta:
-            from cache.exported import ExportedSet
-
-            return ExportedSet(store, set_id, meta)
-        return cls(store, set_id, meta)
-
     def __len__(self) -> int:
         """Samples to train on."""
         return sum(span.count for span in self.spans)
@@ -182,39 +148,33 @@ class TrainSet:
         """(n,) how many captions each of `rows` has."""
         return np.array([len(self._index.column("texts")[int(row)]) for row in rows], dtype=np.int64)
 
+    @cached_property
+    def kinds(self) -> list[str]:
+        """Kinds of shards that hold more of each sample than its latents, such as "vision"."""
+        return further_kinds(self._index.column_names)
+
     def sample(self, row: int, caption: int = 0, dropped: bool = False) -> Sample:
         """Row `row` with its caption number `caption`, or with the null prompt where it is `dropped`."""
         text = "null" if dropped else f"text{caption}"
-        parts = self.parts(row, ("sample", text))
-        for name, part in parts.items():
-            self._check(name, part, self._index.column("bucket")[row].as_py(), partial(self._place, row, name))
-        stored = parts["sample"]
+        parts = self.parts(row, (SAMPLE, *self.kinds, text))
+        self._check(parts, self._index.column("bucket")[row].as_py(), partial(self._place, row))
+        tensors = dict(parts[SAMPLE].tensors)
+        for kind in self.kinds:
+            if both := tensors.keys() & parts[kind].tensors.keys():
+                raise SetError(
+                    f"{', '.join(sorted(both))} of {parts[kind].id} stands in several kinds of shards, {kind} the last",
+                    "Name the tensors of each encoding stage differently, and encode again.",
+                )
+            tensors |= parts[kind].tensors
         regularisation = self._index.column("regularisation")[row].as_py()
-        return Sample(stored.id, stored.tensors, parts[text].tensors, regularisation)
+        return Sample(parts[SAMPLE].id, tensors, parts[text].tensors, regularisation)
 
-    def _check(self, name: str, part: Row, bucket: str, place: Callable[[], tuple[int, int]]) -> None:
+    def _check(self, parts: Mapping[str, Row], bucket: str, place: Callable[[str], tuple[int, int]]) -> None:
         """DamageError where a part can't be trained on, once `widths` are given. place: its shard and row."""
-        found = "" if self.widths is None else part_problem(name, part, bucket, self.meta, self.widths)
-        if found:
-            shard, row = place()
-            raise DamageError(self.store.path(self._shards.column("path")[shard].as_py()), found, row, part.id)
-
-    def _place(self, row: int, name: str) -> tuple[int, int]:
-        """Shard and row of a part of row `row`."""
-        entry = self._entry(self._index, row)
-        if name == "sample":
-            return entry["shard"], entry["row"]
-        return self._text_place(self._null_text(entry) if name == "null" else entry["texts"][int(name[4:])])
-
-    def _prompt_place(self, number: int, name: str) -> tuple[int, int]:
-        """Shard and row of a part of validation prompt `number`."""
-        entry = self.meta["validation"][number]
-        if name == "condition":
-            return entry["condition"]["shard"], entry["condition"]["row"]
-        return self._text_place(entry[name])
-
-    def _text_place(self, number: int) -> tuple[int, int]:
-        return self._texts.column("shard")[number].as_py(), self._texts.column("row")[number].as_py()
+        for name, part in parts.items() if self.widths is not None else ():
+            if found := part_problem(name, part, bucket, self.meta, self.widths or {}):
+                shard, row = place(name)
+                raise DamageError(self._path(shard), found, row, part.id)
 
     @property
     def validation(self) -> list[ValidationPrompt]:
@@ -222,38 +182,49 @@ class TrainSet:
         prompts = []
         for number, entry in enumerate(self.meta["validation"]):
             parts = self.prompt(number)
-            for name, part in parts.items():
-                self._check(name, part, entry["bucket"], partial(self._prompt_place, number, name))
+            self._check(parts, entry["bucket"], partial(self._prompt_place, number))
             condition = parts["condition"].tensors["latent"] if "condition" in parts else None
             names = (entry["name"], entry["prompt"], entry["negative_prompt"], entry["bucket"])
             prompts.append(ValidationPrompt(*names, parts["text"].tensors, parts["negative"].tensors, condition))
         return prompts
 
     def part_names(self, row: int) -> list[str]:
-        """What belongs to row `row`: "sample", "text0", "text1", ... and, where there is a null prompt, "null"."""
+        """What belongs to row `row`: "sample", further kinds, "text0", "text1", ... and, where there is a null prompt,
+        "null"."""
         entry = self._entry(self._index, row)
         texts = [f"text{i}" for i in range(len(entry["texts"]))]
-        return ["sample", *texts, *(["null"] if self._null(entry) is not None else [])]
+        return [SAMPLE, *self.kinds, *texts, *(["null"] if self._null(entry) is not None else [])]
 
     def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, Row]:
         """Rows of shards, checksums verified, that belong to row `row`: those in `names`, by default all of them.
         verify: check again what an export says of each part of a row; in a root each is a row of its own."""
-        entry, found = self._entry(self._index, row), {}
-        for name in self.part_names(row) if names is None else names:
-            if name == "sample":
-                found[name] = self._read(entry["shard"], entry["row"], entry["sample_id"])
-            else:
-                own = name != "null"
-                found[name] = self._text(entry["texts"][int(name[4:])] if own else self._null_text(entry))
-        return found
+        names = self.part_names(row) if names is None else names
+        return {name: self._read(*self._place(row, name), self.part_id(row, name)) for name in names}
+
+    def part_id(self, row: int, name: str) -> str:
+        """The id of a part of row `row`: of the sample, or of a text."""
+        entry = self._entry(self._index, row)
+        return self.text_id(self._text_number(entry, name)) if kind_of(name) == "text" else entry["sample_id"]
+
+    def _place(self, row: int, name: str) -> tuple[int, int]:
+        """Shard and row of a part of row `row`."""
+        entry = self._entry(self._index, row)
+        if kind_of(name) == "text":
+            return self._text_place(self._text_number(entry, name))
+        kind = "" if name == SAMPLE else f"{name}_"
+        return entry[f"{kind}shard"], entry[f"{kind}row"]
 
     def prompt(self, number: int, verify: bool = False) -> dict[str, Row]:
         """The rows of validation prompt `number`: "text", "negative" and, where it has an image, "condition"."""
         entry = self.meta["validation"][number]
-        found = {name: self._text(entry[name]) for name in ("text", "negative")}
-        if entry["condition"]:
-            found["condition"] = self._read(entry["condition"]["shard"], entry["condition"]["row"], None)
-        return found
+        ids: dict[str, str | None] = {name: self.text_id(entry[name]) for name in ("text", "negative")}
+        ids |= {"condition": None} if entry["condition"] else {}
+        return {name: self._read(*self._prompt_place(number, name), id) for name, id in ids.items()}
+
+    def _prompt_place(self, number: int, name: str) -> tuple[int, int]:
+        """Shard and row of a part of validation prompt `number`."""
+        place = self.meta["validation"][number][name]
+        return (place["shard"], place["row"]) if name == "condition" else self._text_place(place)
 
     @property
     def groups(self) -> list[tuple[str, str, int, int]]:
@@ -282,8 +253,9 @@ class TrainSet:
     def _null(self, entry: dict[str, Any]) -> int | None:
         return self.meta["null_text"] if entry["null_text"] is None else entry["null_text"]
 
-    def _null_text(self, entry: dict[str, Any]) -> int:
-        number = self._null(entry)
+    def _text_number(self, entry: dict[str, Any], name: str) -> int:
+        """Which text the part `name` of a row is: "null", "text0", "text1", ..."""
+        number = self._null(entry) if name == "null" else entry["texts"][int(name[4:])]
         if number is None:
             raise SetError(f"set {self.id} has no null prompt for {entry['sample_id']}", "Run `latentpress index`.")
         return number
@@ -291,36 +263,21 @@ class TrainSet:
     def text_id(self, number: int) -> str:
         return self._texts.column("text_id")[number].as_py()
 
-    def _text(self, number: int) -> Row:
-        entry = self._entry(self._texts, number)
-        return self._read(entry["shard"], entry["row"], entry["text_id"])
+    def _text_place(self, number: int) -> tuple[int, int]:
+        return self._texts.column("shard")[number].as_py(), self._texts.column("row")[number].as_py()
+
+    def _path(self, shard: int) -> str:
+        return self.store.path(self._shards.column("path")[shard].as_py())
 
     def _read(self, shard: int, row: int, expected: str | None) -> Row:
         """Row `row` of shard number `shard`, checksum verified; it must be the one named `expected`."""
-        path = self._shards.column("path")[shard].as_py()
-        stored = self._readers.read(path, row)
+        stored = self._readers.read(self._shards.column("path")[shard].as_py(), row)
         if expected is not None and stored.id != expected:
             raise SetError(
-                f"row {row} of {self.store.path(path)} is {stored.id}; set {self.id} expects {expected} there",
+                f"row {row} of {self._path(shard)} is {stored.id}; set {self.id} expects {expected} there",
                 "The shard was replaced after the set was made: run `latentpress index`.",
             )
         return stored
-
-
-def pointer(family: str, task: str) -> str:
-    """The file that names the newest set of a family and task."""
-    return f"sets/current-{family}-{task}.json"
-
-
-def located(name: str) -> tuple[str, str]:
-    """(root, set) of a `train.set` that is a path or URL."""
-    top, there, id = name.rstrip("/").rpartition("/sets/")
-    return (top, id) if there else (name, "current")
-
-
-def read_json(store: Store, rel: str) -> dict[str, Any]:
-    """The JSON object in `rel`, which may come from anywhere: DamageError where it is too large, too deep or none."""
-    return store.read_json(rel)
 
 
 def set_table(store: Store, id: str, name: str) -> pa.Table:
@@ -368,42 +325,3 @@ def _runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]
             start = runs.pop()[1]
         runs.append((values, start, stop))
     return runs
-
-
-def newest_of(store: Store, family: str, task: str) -> str:
-    """The id of the set that was made last for this family and task, whatever its configuration."""
-    rel = pointer(family, task)
-    if not store.exists(rel):
-        others = sorted(
-            name.removeprefix("current-").removesuffix(".json")
-            for name in store.names("sets")
-            if name.startswith("current-") and not OF_CONFIGURATION.fullmatch(f"sets/{name}")
-        )
-        raise NoSet(
-            f"no training set for {family} {task} under {store.path('sets')}; there are sets for: "
-            f"{', '.join(others) or 'none'}",
-            "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
-        )
-    return pointed_at(store, rel)
-
-
-def pointed_at(store: Store, rel: str) -> str:
-    """The id of the set that a pointer names. DamageError where no set can have that name."""
-    named = read_json(store, rel).get("id")
-    if not isinstance(named, str) or not PLAIN.fullmatch(named):
-        raise DamageError(store.path(rel), f"it names {shown(repr(named))}, which no training set is called")
-    return named
-
-
-def _check(meta: dict[str, Any], set_id: str, family: str, task: str) -> None:
-    if meta.get("format_version") != TABLES_VERSION:
-        raise SetError(
-            f"set {set_id} has format version {meta.get('format_version')!r}; this release reads {TABLES_VERSION}",
-            "Run `latentpress index` with this release.",
-        )
-    if (meta.get("family"), meta.get("task")) != (family, task):
-        raise SetError(
-            f"set {set_id} was made for {meta.get('family')} {meta.get('task')}; "
-            f"the configuration trains {family} {task}",
-            "Correct train.set or model.flavour.",
-        )

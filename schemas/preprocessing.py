@@ -12,3 +12,8 @@ COLOUR = (
     "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below;wide-primaries-to-709;mirrored-as-shown;"
     "hdr-and-interlaced-refused"
 )
+#: Of vision features: what is done to the pixels that the model sees, and to its patch tokens.
+VISION_PIXELS = "aspect-kept-to-multiples-of-14;pillow-bicubic;imagenet-mean-deviation"
+VISION_POOLING = (
+    "last-hidden-state-patches;space-area-mean-where-finer-than-tokens;time-mean-of-each-latent-frames-group"
+)

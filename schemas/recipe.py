@@ -1,7 +1,8 @@
-"""What a configuration makes: every setting that shapes its plan, its texts and its latents. Reads no file.
+"""What a configuration makes: every setting that shapes its plan, its texts, its latents and its vision features. Reads
+no file.
 
 The stages name plans and caches by these settings, `index` writes them into set.json, and the trainer computes them
-from its own configuration: its set is the one of which they are equal. A setting that changes none of the three has no
+from its own configuration: its set is the one of which they are equal. A setting that changes none of them has no
 place here. Of the encoders' weights, which have to be read, see `cache/weights.py`.
 """
 
@@ -18,6 +19,7 @@ from schemas.tables import TABLES_VERSION
 
 TEXT_VERSION = 3  # of what encode-text does to bytes; raise it with any change of them
 LATENTS_VERSION = 2  # of what encode-latents does to bytes; the same
+VISION_VERSION = 1  # of what encode-vision does to bytes; the same
 #: Options of a dataset that shape no plan: where the media lies on this machine, and whether it is looked at again.
 ELSEWHERE = frozenset(("media_root", "skip_file_discovery", "disabled"))
 #: Those that shape its media table: what is listed, and what is read of an item.
@@ -39,7 +41,12 @@ def recipe(config: Config, side_multiple: int) -> Settings:
         "plan": plan_settings(config, side_multiple),
         "text": text_settings(config),
         "latents": latents_settings(config),
-    }
+    } | ({"vision": _vision(config)} if config.vision.source else {})
+
+
+def _vision(config: Config) -> Settings:
+    """`vision_settings`, and the model by its name alone: its folder may lie elsewhere on another machine."""
+    return vision_settings(config) | {"model": PurePath(config.vision.source or "").name}
 
 
 def plan_key(config: Config, side_multiple: int) -> str:
@@ -139,3 +146,21 @@ def latents_settings(config: Config) -> Settings:
     if model.condition is not None and model.condition.frames != 1:
         what["condition_frames"] = family.condition_frames(model.task)
     return what
+
+
+def vision_settings(config: Config) -> Settings:
+    """What, beyond the samples and the vision model's weights, determines the bytes of a shard of vision features."""
+    vision, family = config.vision, config.model.spec
+    return {
+        "stage": "encode-vision",
+        "version": VISION_VERSION,
+        "size": vision.pixels,
+        "precision": vision.precision or config.model.precision,
+        "pixels": preprocessing.VISION_PIXELS,
+        "pooling": preprocessing.VISION_POOLING,
+        # Not the family: those with tokens of the same size share their features.
+        "token": [family.temporal_stride, family.side_multiple],
+        "decoder": config.latents.decoder if family.video else None,
+        "resize": preprocessing.RESIZE,
+        "colour": preprocessing.COLOUR,
+    }

@@ -3,11 +3,15 @@
 Tables are Arrow IPC files. Shards (the encoded tensors) are described in `cache/` and docs/cache-format.md.
 """
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 
 #: Of shards (`cache/`), and apart from it, so that a new table makes no shard unreadable, of the tables here.
 FORMAT_VERSION = 1
 TABLES_VERSION = 3
+#: Of a training set: TABLES_VERSION, or 4 where its samples have rows in shards of further kinds (`index_schema`).
+SET_VERSIONS = (TABLES_VERSION, 4)
 
 _str, _int, _long, _float = pa.string(), pa.int32(), pa.int64(), pa.float64()
 
@@ -155,3 +159,13 @@ REJECTS = pa.schema(
         ("retry", pa.bool_()),
     ]
 )
+
+
+def index_schema(kinds: Sequence[str]) -> pa.Schema:
+    """INDEX of a set whose samples also have a row in shards of these kinds: <kind>_shard and <kind>_row of each."""
+    return pa.schema([*INDEX, *(pa.field(f"{kind}_{what}", _int) for kind in kinds for what in ("shard", "row"))])
+
+
+def further_kinds(columns: Sequence[str]) -> list[str]:
+    """The kinds of `index_schema`, of an index with these columns."""
+    return [name.removesuffix("_shard") for name in columns if name not in INDEX.names and name.endswith("_shard")]

@@ -8,38 +8,25 @@ from typing import Any
 
 from cache.generations import Unit
 from cache.store import Store
-from schemas import preprocessing
 from schemas.catalogue import VISION_MODELS
 from schemas.config import Config
 from schemas.console import program
 from schemas.geometry import Bucket
+from schemas.recipe import vision_settings
 from stages.stage import EncodingStage, Job, Worker, WrongUse
 from stages.vision import checkpoint, grids
-
-VERSION = 1  # of what this file does to bytes; raise it with any change of them
 
 
 def parts(config: Config) -> dict[str, Any]:
     """Everything beyond the samples that determines a shard's bytes."""
-    vision, family = config.vision, config.model.spec
+    vision = config.vision
     if vision.source is None:
         raise WrongUse(
             "encode-vision has no model to run: vision.model is not set",
             f"set vision.model to {', '.join(VISION_MODELS)}, or a DINOv2 as local directory or repo",
         )
-    return {
-        "stage": "encode-vision",
-        "version": VERSION,
-        "weights": checkpoint.fingerprint_of(vision.source, vision.revision, Store(config.root)),
-        "size": vision.pixels,
-        "precision": vision.precision or config.model.precision,
-        "pixels": grids.PIXELS,
-        "pooling": grids.POOLING,
-        # Not the family: those with tokens of the same size share their features.
-        "token": [family.temporal_stride, family.side_multiple],
-        "decoder": config.latents.decoder if family.video else None,
-        "resize": preprocessing.RESIZE,
-        "colour": preprocessing.COLOUR,
+    return vision_settings(config) | {
+        "weights": checkpoint.fingerprint_of(vision.source, vision.revision, Store(config.root))
     }
 
 

@@ -21,9 +21,9 @@ import typer
 
 from cache import shard
 from cache.layout import is_ours
+from cache.opening import OF_CONFIGURATION
 from cache.shard import ENCODERS, DamageError
 from cache.store import Entry, Store, StoreError
-from cache.trainset import OF_CONFIGURATION, read_json
 from cache.untrusted import shown
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
@@ -233,7 +233,7 @@ def _folder(name: str) -> str:
 def _provenance(store: Store, cache: str) -> str:
     """What its provenance.json says of a cache, in a few words. An import copies it from anywhere."""
     try:
-        record = read_json(store, f"{cache}/provenance.json")
+        record = store.read_json(f"{cache}/provenance.json")
     except (FileNotFoundError, StoreError, DamageError):
         return "a cache of unknown making"
     words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]

@@ -7,8 +7,9 @@ import typer
 from cache.exported import ExportedSet
 from cache.exporter import MIB
 from cache.importer import Importer
+from cache.opening import find_set
 from cache.store import Store
-from cache.trainset import SetError, TrainSet
+from cache.trainset import SetError
 from schemas.config import Config
 from schemas.console import Console, Options, Report, program
 from stages.stage import WrongUse, refuse_shard
@@ -27,7 +28,7 @@ def run(
     if source is None:
         raise WrongUse("nothing says where the export lies", "latentpress import --from FOLDER-OR-URL")
     place = source if "/" in source else f"./{source}"
-    data = TrainSet.find(config.root, place, config.model.family, config.model.task)
+    data = find_set(config.root, place, config.model.family, config.model.task)
     if not isinstance(data, ExportedSet):
         step = "name it as it is: --set root=... or --set train.set=...; or export it first"
         raise SetError(f"{source} is no export but a root of its own, with set {data.id}", step)

@@ -1,11 +1,13 @@
-"""index: the join of plan, texts and latents into a training set: small, memory-mapped, self-contained.
+"""index: joins plan, texts, latents and, where they are wanted, vision features into a training set: small,
+memory-mapped, self-contained.
 
-Says exactly what is missing and which command makes it. A sample whose text or latent was set aside is left out
+Says exactly what is missing and which command makes it. A sample of which anything was set aside is left out
 and counted; one that is not encoded yet stops the join, so that no run silently trains on half the data, and so do
 media that were not there, and more set aside than `stages.max_reject_fraction`.
 """
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import pyarrow as pa
@@ -15,7 +17,7 @@ import typer
 from cache import current
 from cache.damage import DamageError
 from cache.generations import Generation
-from cache.shard import Readers
+from cache.shard import ENCODERS, Readers
 from cache.store import Store
 from cache.trainset import set_table
 from cache.weights import side_multiple
@@ -25,10 +27,10 @@ from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
 from schemas.recipe import recipe
 from schemas.report import shortened
-from schemas.tables import TABLES_VERSION
-from stages import encode_latents, encode_text
-from stages.join import Encoded, collect, join
+from schemas.tables import SET_VERSIONS
+from stages import encoders
 from stages.plan import current_plan
+from stages.planning.join import Encoded, collect, join
 from stages.stage import Limit, Work, refuse_shard, told
 
 SHOWN = 20  # of what is missing
@@ -50,26 +52,28 @@ def run(
     store = Store(config.root)
     plan = current_plan(store, config)
     report = Report(program="index", dry_run=options.dry_run)
-    works = text_work, latents_work = [stage.STAGE.work(store, config, plan) for stage in (encode_text, encode_latents)]
-    texts, latents = (collect(Readers(store), _shards(work), work.wanted) for work in works)
-    aside = _set_aside(plan, texts, latents)
+    kinds = {stage.kind: stage for stage in encoders.wanted(config)}
+    works = {kind: stage.work(store, config, plan) for kind, stage in kinds.items()}
+    encoded = {kind: collect(Readers(store), _shards(work), work.wanted) for kind, work in works.items()}
+    aside = _set_aside(plan, encoded)
     stopped = _stopped(store, config, works)
-    if stopped or len(texts.missing) or len(latents.missing):
+    if stopped or any(len(each.missing) for each in encoded.values()):
         report.set_aside, report.details = aside, stopped
-        return report_missing(report, plan, texts, latents)
+        return report_missing(report, plan, encoded)
     if not allow_missing and any(row["reason"] == "missing" for row in aside):
-        return _refuse(report, aside)
-    joined = join(plan, texts, latents)
+        return _refuse(report, aside, works)
+    texts = encoded.pop("text")
+    joined = join(plan, texts, encoded)
     record = {
-        "format_version": TABLES_VERSION,
+        "format_version": SET_VERSIONS[len(encoded) > 1],
         "family": config.model.family,
         "flavour": config.model.chosen.name,
         "task": config.model.task,
         "template": config.model.template.name,
         "generation": plan.name,
         "recipe": recipe(config, side_multiple(config.model)),
-        "fingerprints": {"text": text_work.fingerprint, "latents": latents_work.fingerprint},
-        "provenance": {"text": encode_text.parts(config), "latents": encode_latents.parts(config)},
+        "fingerprints": {kind: work.fingerprint for kind, work in works.items()},
+        "provenance": {kind: stage.parts(config) for kind, stage in kinds.items()},
         "null_text": joined.null_text,
         "validation": joined.validation,
     }
@@ -123,60 +127,62 @@ def _is_whole(store: Store, name: str, tables: dict[str, pa.Table], record: Row)
         return False
 
 
-def _set_aside(plan: Generation, texts: Encoded, latents: Encoded) -> list[Row]:
-    """What was set aside of what the plan wants: samples by their files, texts by their words."""
-    paths = [(name, plan.places[name]["path"], aside) for name, aside in latents.set_aside.items()]
-    paths += [(name, _words(plan, name), aside) for name, aside in texts.set_aside.items()]
-    return [{"item": name, "path": path, "reason": a.reason, "message": a.message} for name, path, a in paths]
+def _set_aside(plan: Generation, encoded: Mapping[str, Encoded]) -> list[Row]:
+    """What was set aside of what the plan wants, each once: samples by their files, then texts by their words."""
+    found: dict[str, Row] = {}
+    for kind in sorted(encoded, key=lambda kind: kind == "text"):
+        for name, aside in encoded[kind].set_aside.items():
+            path = _words(plan, name) if kind == "text" else plan.places[name]["path"]
+            found.setdefault(name, {"item": name, "path": path, "reason": aside.reason, "message": aside.message})
+    return list(found.values())
 
 
-def _stopped(store: Store, config: Config, works: list[Work]) -> Row:
+def _stopped(store: Store, config: Config, works: Mapping[str, Work]) -> Row:
     """What a stage said that was stopped by the limit on what is set aside, and would say again; empty where none."""
     said: Row = {}
-    for module, work in zip((encode_text, encode_latents), works, strict=True):
+    for stage in encoders.wanted(config):
         try:
-            Limit(module.STAGE, store, config, work)
+            Limit(stage, store, config, works[stage.kind])
         except LatentpressError as error:
-            said[module.STAGE.name] = f"{error.message}; {error.next_step}"
+            said[stage.name] = f"{error.message}; {error.next_step}"
     return said
 
 
-def _refuse(report: Report, aside: list[Row]) -> Report:
+def _refuse(report: Report, aside: list[Row], kinds: Iterable[str]) -> Report:
     """Missing media is not bad media: no set is made without it unless that is asked for."""
     lost = [row for row in aside if row["reason"] == "missing"]
     report.set_aside, report.remaining = aside, len(lost)
     report.details["no set was made"] = f"the media of {len(lost)} samples and texts were missing when encoded"
+    again = [f"latentpress {ENCODERS[kind]}   # the same: what was missing is tried again" for kind in kinds]
     report.next_steps = [
         "latentpress encode-text   # once the files are there again (mount the disk, or correct media_root)",
-        "latentpress encode-latents   # the same: what was missing is tried again",
+        *again[1:],
         "latentpress discover   # then bucket and index, if the files were deleted for good",
         "latentpress index --allow-missing   # to train without them",
     ]
     return report
 
 
-def report_missing(report: Report, plan: Generation, texts: Encoded, latents: Encoded) -> Report:
+def report_missing(report: Report, plan: Generation, encoded: Mapping[str, Encoded]) -> Report:
     """Name what is not encoded: texts by their words, samples by their files, and the command that makes them."""
-    stopped = [stage for stage in ("encode-text", "encode-latents") if stage in report.details]
+    stopped = [ENCODERS[kind] for kind in encoded if ENCODERS[kind] in report.details]
     report.remaining = len(report.set_aside) if stopped else 0
-    for stage in stopped:
-        report.next_steps.append(f"latentpress {stage} --retry-set-aside   # once its cause is mended")
-    for missing, listed, count, stage, what in (
-        (texts.missing, _missing_texts(plan, texts.missing), len(texts.missing), "encode-text", "texts"),
-        (latents.missing, *_missing_files(plan, latents.missing), "encode-latents", "samples"),
-    ):
-        if len(missing):
-            report.remaining += len(missing)
-            report.next_steps.append(f"latentpress {stage}   # {len(missing)} {what} are not encoded yet")
-            report.details[f"missing {what} (the first {SHOWN} of {count})"] = listed
+    report.next_steps += [f"latentpress {stage} --retry-set-aside   # once its cause is mended" for stage in stopped]
+    for kind, found in encoded.items():
+        if count := len(found.missing):
+            what = {"text": "texts", "latents": "samples"}.get(kind, f"{kind} features of samples")
+            report.remaining += count
+            report.next_steps.append(f"latentpress {ENCODERS[kind]}   # {count} {what} are not encoded yet")
+            listed, of = _missing_texts(plan, found.missing) if kind == "text" else _missing_files(plan, found.missing)
+            report.details[f"missing {what} (the first {SHOWN} of {of})"] = listed
     report.next_steps.append("latentpress index")
     return report
 
 
-def _missing_texts(plan: Generation, missing: pa.Array) -> list[Row]:
-    first = missing[:SHOWN].to_pylist()
-    words = [{"text": _words(plan, name), "id": name} for name in first]
-    return sorted(words, key=lambda row: row["text"])
+def _missing_texts(plan: Generation, missing: pa.Array) -> tuple[list[Row], int]:
+    """The first of the texts that are missing, and how many they are."""
+    words = [{"text": _words(plan, name), "id": name} for name in missing[:SHOWN].to_pylist()]
+    return sorted(words, key=lambda row: row["text"]), len(missing)
 
 
 def _words(plan: Generation, name: str) -> str:

@@ -16,11 +16,12 @@ import pyarrow as pa
 from cache import generations, shard
 from cache.generations import Unit
 from cache.layout import is_ours, is_shard
+from cache.opening import pointed_at
 from cache.shard import DamageError, Row, ShardMeta
 from cache.sound import shape_problem
 from cache.store import Store, StoreError, explained
 from cache.tensors import INFINITY
-from cache.trainset import pointed_at, read_json, set_table
+from cache.trainset import set_table
 from cache.untrusted import shown
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
@@ -95,7 +96,7 @@ class Expectations:
         """Of the cache `<kind>/<fingerprint>`. A provenance.json that can't be read says nothing."""
         if cache not in self._made:
             try:
-                self._made[cache] = Made.of(read_json(self._store, f"{cache}/provenance.json"))
+                self._made[cache] = Made.of(self._store.read_json(f"{cache}/provenance.json"))
             except (OSError, StoreError, DamageError, ValueError, KeyError, TypeError):
                 self._made[cache] = Made()
         return self._made[cache]

@@ -15,7 +15,7 @@ from cache import current, rejects
 from cache.generations import Generation
 from cache.shard import DamageError, Readers
 from cache.store import Entry, Store
-from cache.trainset import SetError, read_json
+from cache.trainset import SetError
 from cache.weights import WeightsError
 from schemas.config import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
@@ -159,7 +159,7 @@ def _training_set(store: Store, config: Config, plan: Generation) -> str:
         name = current.find(store, config)
     except SetError as error:
         return f"none yet: {error.message}: latentpress index"
-    made_of = read_json(store, f"sets/{name}/set.json")["generation"]
+    made_of = store.read_json(f"sets/{name}/set.json")["generation"]
     return f"sets/{name}" + ("" if made_of == plan.name else f", of the older plan {made_of}: latentpress index")
 
 

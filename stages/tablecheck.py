@@ -11,8 +11,9 @@ from cache import checks, generations
 from cache.damage import DamageError, rebuild_command
 from cache.exported import ExportedSet
 from cache.layout import is_ours
+from cache.opening import pointed_at
 from cache.store import Store
-from cache.trainset import TABLES, TrainSet, pointed_at, set_table
+from cache.trainset import TABLES, TrainSet, set_table
 from schemas.config import Config
 from schemas.console import Console, Options
 from schemas.errors import LatentpressError

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 
 from cache import current, generations
 from cache.generations import Generation
+from cache.opening import OF_CONFIGURATION, located
 from cache.store import Entry, Store
-from cache.trainset import OF_CONFIGURATION, located, read_json
 from cache.untrusted import shown
 from schemas.config import VALIDATION, Config
 from schemas.errors import LatentpressError
@@ -59,7 +59,7 @@ def use(store: Store, configs: Sequence[Config], entries: Iterable[Entry], since
     others = _others(store, written, {plan.info["key"] for plan in plans}, since)
     for plan in others:
         found.elsewhere |= _units(plan)
-    made_of = [read_json(store, f"sets/{name}/set.json").get("generation") for name in found.sets]
+    made_of = [store.read_json(f"sets/{name}/set.json").get("generation") for name in found.sets]
     held = [generations.load(store, name) for name in generations.names(store) if name in made_of]
     found.generations = _generations(store, [*plans, *others, *held])
     return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -37,7 +38,9 @@ class Batch:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
-        moved = {name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {
+            key: move(value) for key, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
 
 

@@ -9,9 +9,6 @@ import math
 from schemas.geometry import Bucket
 
 PATCH = 14  # pixels of a DINOv2 patch, of every published size
-#: Names of what is done to pixels and features, as they stand in a cache's fingerprint.
-PIXELS = "aspect-kept-to-multiples-of-14;pillow-bicubic;imagenet-mean-deviation"
-POOLING = "last-hidden-state-patches;space-area-mean-where-finer-than-tokens;time-mean-of-each-latent-frames-group"
 
 #: Rows and columns.
 Grid = tuple[int, int]

@@ -16,11 +16,23 @@ from cache.exported import ExportedSet, apart, columns_at, together
 from cache.exporter import Exporter, Size, TargetError, cut
 from cache.importer import Importer
 from cache.layout import is_ours, is_shard
+from cache.opening import find_set, open_set
 from cache.shard import UNREADABLE, DamageError, Row, ShardMeta, row_checksum, to_json, writer
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import SetError, TrainSet
-from schemas.tables import ACTIVE, INDEX, SAMPLES, SET_SHARDS, SET_TEXTS, TABLES_VERSION, TEXTS, UNITS
+from schemas.tables import (
+    ACTIVE,
+    INDEX,
+    SAMPLES,
+    SET_SHARDS,
+    SET_TEXTS,
+    SET_VERSIONS,
+    TABLES_VERSION,
+    TEXTS,
+    UNITS,
+    index_schema,
+)
 
 FAMILY, TASK = "kandinsky5-image", "t2i"
 FORMS = ["arrow", "webdataset"]
@@ -106,8 +118,25 @@ def make_source(store: Store, form: str) -> Store:
     return store
 
 
+def add_vision(store: Store, form: str) -> None:
+    """Features of every sample, in a shard of their own, in another order than that of the index."""
+    data, rng = opened(store), np.random.default_rng(1)
+    index, folder = data.tables["index"], f"sets/{data.id}"
+    ids = sorted(set(index.column("sample_id").to_pylist()), reverse=True)
+    rows = [Row(id, {"vision": bfloat(rng, 1, 2, 2, 3)}, {"number": i}) for i, id in enumerate(ids)]
+    shards = [
+        *data.tables["shards"].to_pylist(),
+        {"path": make_shard(store, "vision", "v0", rows, form), "kind": "vision"},
+    ]
+    places = [{"vision_shard": 4, "vision_row": ids.index(row["sample_id"])} for row in index.to_pylist()]
+    found = [row | place for row, place in zip(index.to_pylist(), places, strict=True)]
+    store.write_table(f"{folder}/index.arrow", pa.Table.from_pylist(found, index_schema(["vision"])))
+    store.write_table(f"{folder}/shards.arrow", pa.Table.from_pylist(shards, SET_SHARDS))
+    store.publish_bytes(f"{folder}/set.json", json.dumps(data.meta | {"format_version": SET_VERSIONS[1]}).encode())
+
+
 def opened(store: Store) -> TrainSet:
-    return TrainSet.open(store, "current", FAMILY, TASK)
+    return open_set(store, "current", FAMILY, TASK)
 
 
 def export(source: Store, target: Store, form: str = "arrow", mib: float = 0.001, captions: bool = False) -> Exporter:
@@ -135,7 +164,7 @@ def import_(source: Store, target: Store, form: str = "arrow") -> Importer:
 def content(store: Store) -> list[Any]:
     """Everything that a trainer gets out of a set, and every row that it is made of."""
     data = opened(store)
-    index = data.tables["index"].drop_columns(["shard", "row"]).to_pylist()
+    index = data.tables["index"].select([name for name in INDEX.names if name not in ("shard", "row")]).to_pylist()
     samples = []
     for row, entry in enumerate(index):
         samples += [data.sample(row, caption) for caption in range(len(entry["texts"]))]
@@ -155,9 +184,13 @@ def files(store: Store) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("source", FORMS, indirect=True)
-def test_there_and_back_bit_by_bit(source: Store, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("vision", [False, True])
+def test_there_and_back_bit_by_bit(source: Store, tmp_path: Path, form: str, vision: bool) -> None:
     """The export, and its import in the other format, hold what the root holds; and what is exported from any of the
     three is one and the same file by file."""
+    if vision:
+        add_vision(source, form)
+        assert "vision" in opened(source).sample(0).tensors
     exported, back = Store(tmp_path / "export"), Store(tmp_path / "back")
     export(source, exported, form)
     import_(exported, back, FORMS[form == "arrow"])
@@ -292,10 +325,10 @@ def test_on_an_object_store(source: Store, tmp_path: Path) -> None:
 def test_a_set_is_named_by_its_place(source: Store, tmp_path: Path) -> None:
     export(source, Store(tmp_path / "export"))
     for place in (f"{tmp_path}/export", f"{tmp_path}/export/", f"{tmp_path}/root/sets/0123456789abcdef"):
-        data = TrainSet.find("/nowhere", place, FAMILY, TASK)
+        data = find_set("/nowhere", place, FAMILY, TASK)
         assert data.id == "0123456789abcdef" and isinstance(data, ExportedSet) == ("export" in place[-7:])
     with pytest.raises(SetError, match="no training set"):
-        TrainSet.find(str(tmp_path / "export"), str(tmp_path), FAMILY, TASK)
+        find_set(str(tmp_path / "export"), str(tmp_path), FAMILY, TASK)
 
 
 def test_damage_is_found_and_says_how_to_mend_it(source: Store, tmp_path: Path) -> None:
@@ -442,7 +475,7 @@ def test_a_pointer_leads_to_a_set_below_alone(exported: Store, id: Any) -> None:
 def test_no_set_is_opened_by_a_path(exported: Store, id: str) -> None:
     shutil.copytree(Path(exported.url) / "sets/0123456789abcdef", Path(exported.url).parent / "x")
     with pytest.raises(SetError, match="no name that a training set has"):
-        TrainSet.open(exported, id, FAMILY, TASK)
+        open_set(exported, id, FAMILY, TASK)
 
 
 @pytest.mark.parametrize("id", ["other", "../../x", None, 7])

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from cache import generations
+from cache.opening import open_set
 from cache.plan import Plan, Span
 from cache.shard import DamageError, Row, ShardMeta, writer
 from cache.store import Store
@@ -89,7 +90,7 @@ def store(request, tmp_path: Path) -> Store:
 
 
 def test_rows_captions_and_null_prompts(store: Store) -> None:
-    data = TrainSet.open(store, "current", FAMILY, TASK)
+    data = open_set(store, "current", FAMILY, TASK)
     assert len(data) == 3 and data.buckets == {"32x32": range(0, 2), "64x32": range(2, 3)}
     assert data.alternatives(np.array([2, 0])).tolist() == [1, 2]
     sample = data.sample(0, 1)
@@ -102,28 +103,28 @@ def test_rows_captions_and_null_prompts(store: Store) -> None:
 
 
 def test_spans_feed_the_plan(store: Store) -> None:
-    plan = Plan(TrainSet.open(store, "s1", FAMILY, TASK).spans, 0, 1)
+    plan = Plan(open_set(store, "s1", FAMILY, TASK).spans, 0, 1)
     rows = sorted(int(plan.batch(step).rows[0]) for step in range(plan.batches_per_epoch))
     assert rows == [0, 1, 2, 2, 2]
 
 
 def test_validation_prompts(store: Store) -> None:
-    (prompt,) = TrainSet.open(store, "s1", FAMILY, TASK).validation
+    (prompt,) = open_set(store, "s1", FAMILY, TASK).validation
     assert prompt.text["embeds"].numpy()[0, 0] == 1 and prompt.negative["embeds"].numpy()[0, 0] == 0
     assert prompt.condition is not None and prompt.condition.numpy()[0, 0, 0, 0] == 9
 
 
 def test_refusals_say_what_there_is(store: Store) -> None:
     with pytest.raises(SetError, match=r"no training set 'old'.*there are: s1"):
-        TrainSet.open(store, "old", FAMILY, TASK)
+        open_set(store, "old", FAMILY, TASK)
     with pytest.raises(SetError, match=r"made for kandinsky5-image t2i.*trains sana t2i"):
-        TrainSet.open(store, "s1", "sana", TASK)
+        open_set(store, "s1", "sana", TASK)
     with pytest.raises(SetError, match=r"sets for: kandinsky5-image-t2i\nRun `latentpress index`"):
-        TrainSet.open(store, "current", "sana", TASK)
+        open_set(store, "current", "sana", TASK)
     meta = json.loads(store.read_bytes("sets/s1/set.json")) | {"format_version": 99}
     store.publish_bytes("sets/s1/set.json", json.dumps(meta).encode())
     with pytest.raises(SetError, match="format version 99; this release reads"):
-        TrainSet.open(store, "s1", FAMILY, TASK)
+        open_set(store, "s1", FAMILY, TASK)
 
 
 def test_a_flipped_bit_is_found_and_named(store: Store) -> None:
@@ -132,7 +133,7 @@ def test_a_flipped_bit_is_found_and_named(store: Store) -> None:
     at = raw.index(np.full(64, 2, "<f4").tobytes())
     raw[at + 100] ^= 1
     path.write_bytes(raw)
-    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    data = open_set(store, "s1", FAMILY, TASK)
     data.sample(0)
     with pytest.raises(DamageError, match="encode-latents") as caught:
         data.sample(1)
@@ -142,7 +143,7 @@ def test_a_flipped_bit_is_found_and_named(store: Store) -> None:
 def test_a_missing_shard_is_named(store: Store) -> None:
     next(p for p in Path(store.url).glob("text/*/t.*") if p.suffix in (".arrow", ".tar")).unlink()
     with pytest.raises(DamageError, match="encode-text"):
-        TrainSet.open(store, "s1", FAMILY, TASK).sample(0)
+        open_set(store, "s1", FAMILY, TASK).sample(0)
 
 
 def test_a_replaced_shard_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_replaced_shard_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
     index = [entry("a", "32x32", (1, 0), [0])]
     publish(store, [(text, "text"), (rel, "latents")], [("t0", 0, 0)], index)
     with pytest.raises(SetError, match=r"is b; set s1 expects a there"):
-        TrainSet.open(store, "s1", FAMILY, TASK).sample(0)
+        open_set(store, "s1", FAMILY, TASK).sample(0)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_an_unsorted_index_is_refused(tmp_path: Path, column, values) -> None:
     at = INDEX.names.index(column)
     publish(store, [], [], [(*same[:at], value, *same[at + 1 :]) for value in values])
     with pytest.raises(SetError, match="not sorted by role, bucket"):
-        _ = TrainSet.open(store, "s1", FAMILY, TASK).spans
+        _ = open_set(store, "s1", FAMILY, TASK).spans
 
 
 def test_rows_are_grouped_by_bucket_dataset_repeats_and_weight(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_rows_are_grouped_by_bucket_dataset_repeats_and_weight(tmp_path: Path) -
     index = [entry(f"{i}", "32x32", (0, 0), [0], **changes) for i, changes in enumerate(rows)]
     index += [entry("5", "64x32", (0, 0), [0]), entry("6", "32x32", (0, 0), [0], role="eval")]
     publish(store, [], [], index)
-    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    data = open_set(store, "s1", FAMILY, TASK)
     assert data.spans == [
         Span("32x32", 0, 2),
         Span("32x32", 2, 1, 1),
@@ -202,7 +203,7 @@ def test_chunks_of_the_table_make_no_spans(tmp_path: Path) -> None:
         for first in (0, 3, 5):
             stop = {0: 3, 3: 5, 5: 10}[first]
             out.write_table(pa.Table.from_pylist(names[first:stop], INDEX))
-    assert TrainSet.open(store, "s1", FAMILY, TASK).spans == [Span("32x32", 0, 7), Span("64x32", 7, 3)]
+    assert open_set(store, "s1", FAMILY, TASK).spans == [Span("32x32", 0, 7), Span("64x32", 7, 3)]
 
 
 def held_out(store: Store, ids: list[str], train: int = 7) -> TrainSet:
@@ -210,7 +211,7 @@ def held_out(store: Store, ids: list[str], train: int = 7) -> TrainSet:
     index += [entry(id, f"32x{32 + 32 * (i % 3)}", (0, 0), [0], role="eval") for i, id in enumerate(sorted(ids))]
     index.sort(key=lambda row: (row[1] != "train", row[3], row[0]))
     publish(store, [], [], index)
-    return TrainSet.open(store, "s1", FAMILY, TASK)
+    return open_set(store, "s1", FAMILY, TASK)
 
 
 def chosen(data: TrainSet, count: int) -> list[str]:
@@ -243,7 +244,7 @@ def test_a_sample_says_whether_it_is_regularisation_data(tmp_path: Path) -> None
     rel = shard(store, "latents", "l", {"a": latent(1), "b": latent(2)}, "arrow")
     index = [entry("a", "32x32", (1, 0), [0]), entry("b", "32x32", (1, 1), [0], regularisation=True)]
     publish(store, [(text, "text"), (rel, "latents")], [("t0", 0, 0)], index)
-    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    data = open_set(store, "s1", FAMILY, TASK)
     assert [data.sample(row).regularisation for row in (0, 1)] == [False, True] and data.regularisation == 1
 
 
@@ -253,7 +254,7 @@ def test_a_newer_plan_of_the_same_settings_is_noticed(tmp_path: Path) -> None:
     empty = {name: schema.empty_table() for name, schema in schemas.items()}
     first = generations.publish(store, key="k", info=INFO | {"n": 1}, **empty)
     publish(store, [], [], [], generation=first.name)
-    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    data = open_set(store, "s1", FAMILY, TASK)
     assert data.newer_generation() is None
     generations.publish(store, key="other", info=INFO | {"n": 2}, **empty)
     assert data.newer_generation() is None
@@ -267,7 +268,7 @@ def test_more_shards_than_stay_open(tmp_path: Path) -> None:
     rels = [shard(store, "latents", f"l{i:03}", {f"s{i}": latent(i)}, "arrow") for i in range(OPEN_SHARDS + 8)]
     index = [entry(f"s{i}", "32x32", (1 + i, 0), [0]) for i in range(len(rels))]
     publish(store, [(text, "text"), *((rel, "latents") for rel in rels)], [("t0", 0, 0)], index)
-    data = TrainSet.open(store, "s1", FAMILY, TASK)
+    data = open_set(store, "s1", FAMILY, TASK)
     for _ in range(2):
         assert [data.sample(i).tensors["latent"].numpy()[0, 0, 0, 0] for i in range(len(rels))] == list(
             range(len(rels))
@@ -278,15 +279,15 @@ def test_more_shards_than_stay_open(tmp_path: Path) -> None:
 MEASURE = """
 import re, sys
 import numpy as np
+from cache.opening import open_set
 from cache.plan import Plan
 from cache.store import Store
-from cache.trainset import TrainSet
 
 def anonymous_kib():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 def work(root):
-    data = TrainSet.open(Store(root), "s1", "kandinsky5-image", "t2i")
+    data = open_set(Store(root), "s1", "kandinsky5-image", "t2i")
     plan = Plan(data.spans, 0, 64)
     for step in range(64):
         rows = plan.batch(step).rows

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cache.opening import find_set
 from cache.store import Store
-from cache.trainset import TrainSet
 from schemas.console import REMAINS, USAGE, Options, execute
 from stages import bucket, discover, encode_latents, encode_text, export, import_, index, verify
 from stages.stage import WrongUse
@@ -29,7 +29,7 @@ def test_from_media_to_an_export_and_back(project, capsys) -> None:
     for program in (discover, bucket, encode_text, encode_latents, index):
         assert home.run(program.run).exit_code == 0
     model = (home.config().model.family, home.config().model.task)
-    home_set = TrainSet.find(str(home.root), "current", *model)
+    home_set = find_set(str(home.root), "current", *model)
     place = str(home.folder / "there")
 
     code, dry = command(home, capsys, export, dry_run=True, to=place, shard_mib=0.02)
@@ -43,7 +43,7 @@ def test_from_media_to_an_export_and_back(project, capsys) -> None:
     code, other = command(home, capsys, export, to=place, shard_mib=7)
     assert code == USAGE and "--to" in other["error"]["next_step"]
 
-    data = TrainSet.find("/nowhere", place, *model)
+    data = find_set("/nowhere", place, *model)
     assert data.id == home_set.id and data.meta["export"]["settings"]["captions"]
     row = data._read(0, 0, None)
     assert row.info["captions"][0] in ("a cat", "a dog") and row.info["dataset"] == "photos"
@@ -56,7 +56,7 @@ def test_from_media_to_an_export_and_back(project, capsys) -> None:
     assert (code, again["done"], again["skipped"]) == (0, 0, 5)
     code, there = command(home, capsys, import_, source=place)
     assert (code, there["done"], there["skipped"]) == (0, 0, 5)
-    back = TrainSet.find(str(home.folder / "other"), "current", *model)
+    back = find_set(str(home.folder / "other"), "current", *model)
     for one in (data, back):
         assert [one.sample(i) for i in range(5)] == [home_set.sample(i) for i in range(5)]
         assert one.validation == home_set.validation and one.spans == home_set.spans

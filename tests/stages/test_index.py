@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stages.join
+import stages.planning.join
 from cache import generations
 from cache.generations import Generation
+from cache.opening import open_set
 from cache.plan import Span
 from cache.shard import Readers, Row, SetAside, ShardMeta, writer
 from cache.store import Store
 from cache.tensors import Array
-from cache.trainset import TrainSet
 from cache.weights import side_multiple
 from schemas.errors import REMAINS, LatentpressError
 from schemas.identity import hash_bytes
@@ -27,7 +27,7 @@ from schemas.report import Report
 from schemas.tables import ACTIVE, INDEX, SAMPLES, TEXTS, UNITS
 from stages import encode_latents, encode_text, index
 from stages.index import SHOWN, digest, report_missing
-from stages.join import Encoded, Joined, Lookup, collect, join
+from stages.planning.join import Encoded, Joined, Lookup, collect, join
 
 NULL = "null"
 
@@ -75,9 +75,9 @@ def shard(
         return out.finish()
 
 
-def collected(store: Store, plan: Generation, texts: list[str], latents: list[str]) -> tuple[Encoded, Encoded]:
+def collected(store: Store, plan: Generation, texts: list[str], latents: list[str]) -> tuple[Encoded, dict]:
     readers = Readers(store)
-    return collect(readers, texts, plan.active_texts), collect(readers, latents, plan.active_samples)
+    return collect(readers, texts, plan.active_texts), {"latents": collect(readers, latents, plan.active_samples)}
 
 
 def shown(joined: Joined, store: Store) -> list[dict]:
@@ -213,7 +213,7 @@ def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
         [shard(store, "text", "t", [f"t{i}" for i in range(2, 30)])],
         [shard(store, "latents", "l", ["s03"])],
     )
-    report = report_missing(Report("index"), plan, text, latent)
+    report = report_missing(Report("index"), plan, {"text": text, **latent})
     assert report.remaining == 3 + SHOWN + 4 and report.exit_code != 0
     assert report.next_steps == [
         "latentpress encode-text   # 3 texts are not encoded yet",
@@ -233,7 +233,7 @@ def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
 def test_places_of_ids_are_exact_whatever_their_sums(monkeypatch, sums) -> None:
     """Of equal ids the first; nothing for what is not there, nor for null; also where unlike ids have equal sums."""
     if sums:
-        monkeypatch.setattr(stages.join, "_sums", sums)
+        monkeypatch.setattr(stages.planning.join, "_sums", sums)
     there = [id_of(name) for name in "abcdbxa"]
     asked = [id_of("b"), None, id_of("z"), id_of("a"), id_of("x"), id_of("b"), None]
     places = Lookup(pa.array(there)).find(pa.chunked_array([asked[:3], asked[3:]], pa.string()))
@@ -350,7 +350,7 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
     assert work.run(index.run, dry_run=True).remaining == 3 and not store.names("sets")
     report = work.run(index.run)
     assert (report.done, report.remaining, report.details["samples"], report.details["held out"]) == (3, 0, 2, 1)
-    data = TrainSet.open(store, "current", config.model.family, config.model.task)
+    data = open_set(store, "current", config.model.family, config.model.task)
     assert report.details["set"] == f"sets/{data.id}"
     assert data.spans == [Span("64x64", 0, 1), Span("64x64", 1, 1, 0, 2.0)] and data.eval_rows == range(2, 3)
     read = [(data.sample(row), data.sample(row, caption)) for row, caption in ((0, 1), (1, 0), (2, 0))]

@@ -9,16 +9,19 @@ import pytest
 import torch
 from PIL import Image
 
+from cache.current import choose
+from cache.opening import find_set, open_set
 from cache.plan import Plan
-from cache.shard import Row
+from cache.shard import Row, reader
 from cache.store import Store
 from cache.tensors import Array
-from cache.trainset import TrainSet
-from stages import bucket, discover, encode_latents, encode_text, export, import_, index
+from cache.trainset import NoSet, TrainSet
+from schemas.errors import REMAINS
+from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, import_, index
 from stages.text.worker import TextWorker
 from stages.vae.worker import LatentsWorker
 from trainer.batch import Batch
-from trainer.data import Feed
+from trainer.data import Feed, tensor
 
 STAGES = (discover, bucket, encode_text, encode_latents, index)
 
@@ -47,12 +50,12 @@ class Wordier(TextWorker):
 def sets(home: Any, folder: Path) -> Iterator[TrainSet]:
     """The set of the root, of an export in each format, and of the import of each."""
     model = (home.config().model.family, home.config().model.task)
-    yield TrainSet.open(Store(home.root), "current", *model)
+    yield open_set(Store(home.root), "current", *model)
     for form, other in (("arrow", "webdataset"), ("webdataset", "arrow")):
         home.run(export.run, to=str(folder / form), form=form)
-        yield TrainSet.find(home.root, str(folder / form), *model)
+        yield find_set(home.root, str(folder / form), *model)
         home.run(import_.run, f"root={folder / 'of'}-{form}", f"cache.format={other}", source=str(folder / form))
-        yield TrainSet.open(Store(f"{folder / 'of'}-{form}"), "current", *model)
+        yield open_set(Store(f"{folder / 'of'}-{form}"), "current", *model)
 
 
 def batches(data: TrainSet) -> list[Batch]:
@@ -115,3 +118,31 @@ def test_a_tensor_that_half_of_a_batch_lacks_is_named(project: Callable, monkeyp
     (lacking,) = [sample.id for sample in (data.sample(0), data.sample(1)) if "depth" not in sample.tensors]
     with pytest.raises(ValueError, match=f"sample {lacking} has no depth"):
         batches(data)
+
+
+def test_vision_features_reach_the_batch(project: Callable, tiny: Callable, tmp_path: Path) -> None:
+    """Not before they are encoded; a sample whose features were set aside is in no set."""
+    home = project(vision={"model": str(tiny("dinov2")), "size": 84})
+    home.settings["stages"]["encode-vision"] = {"threads": 1}
+    for number in range(5):
+        home.image(f"{number}.png", seed=number)
+    reports = [home.run(program.run) for program in STAGES]
+    assert [report.exit_code for report in reports] == [0] * 4 + [REMAINS]
+    assert reports[-1].next_steps[0] == "latentpress encode-vision   # 5 vision features of samples are not encoded yet"
+    assert len(reports[-1].details["missing vision features of samples (the first 20 of 5)"]) == 5
+    plain = home.run(index.run, "vision.model=null")
+    (home.media / "4.png").write_bytes((home.media / "4.png").read_bytes()[:-20])
+    assert list(home.rejects(home.run(encode_vision.run))) == ["4.png"]
+    report = home.run(index.run)
+    assert (report.done, home.rejects(report)) == (4, {"4.png": "changed"})
+    readers = [reader(Store(home.root), f"vision/{name}") for name in home.shards("vision")]
+    stored = {row.id: row.tensors["vision"] for shard in readers for row in map(shard.read, range(len(shard)))}
+    for data in sets(home, tmp_path / "elsewhere"):
+        assert data.id == report.details["set"].removeprefix("sets/") and data.meta["format_version"] == 4
+        for batch in batches(data):
+            wanted = torch.stack([tensor(stored[name]).float() for name in batch.ids])
+            assert torch.equal(batch.extras["vision"], wanted)
+    chosen = [choose(home.config(*change), pytest.fail).id for change in ((), ("vision.model=null",))]
+    assert [f"sets/{id}" for id in chosen] == [report.details["set"], plain.details["set"]]
+    with pytest.raises(NoSet, match=r"vision\.size is 84 in the set and 98 in the configuration"):
+        choose(home.config("vision.size=98"), pytest.fail)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cache.opening import open_set
 from cache.store import Store
-from cache.trainset import NoSet, TrainSet
+from cache.trainset import NoSet
 from schemas.errors import REMAINS, USAGE
 from stages import bucket, discover, encode_latents, encode_text, export, index, status
 from trainer.__main__ import run as train
@@ -121,7 +122,7 @@ def test_sets_of_older_releases_are_indexed_again(photos) -> None:
             pointer.unlink()
     with pytest.raises(NoSet, match="older release"):
         trained_on(photos)
-    assert TrainSet.open(Store(photos.root), first, "sana", "t2i").id == first
+    assert open_set(Store(photos.root), first, "sana", "t2i").id == first
     assert trained_on(photos, f"train.set={first}") == first
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from cache import generations, rejects
 from cache.damage import DamageError
+from cache.opening import open_set
 from cache.store import Store
-from cache.trainset import TrainSet
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, tablecheck, verify
 
 FAMILY, TASK = "kandinsky5-image", "t2i"
@@ -56,7 +56,7 @@ def test_index_writes_a_damaged_set_again(indexed, file, how) -> None:
     assert (report.exit_code, report.done, report.skipped) == ((0, 0, 4) if file == "the pointer" else (0, 4, 0))
     assert files(indexed, "sets") == before
     assert indexed.run(index.run).skipped == 4
-    assert len(TrainSet.open(Store(indexed.root), "current", FAMILY, TASK)) == 4
+    assert len(open_set(Store(indexed.root), "current", FAMILY, TASK)) == 4
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -18,9 +18,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from cache.opening import find_set
 from cache.store import Store
 from cache.tensors import Array
-from cache.trainset import SetError, TrainSet
+from cache.trainset import SetError
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
 from stages.text.worker import TextWorker
 from tests.project import Project
@@ -220,7 +221,7 @@ def usable(root: Path, home: Project, expected: dict[str, bytes]) -> bool:
     """Whether the trainer takes the set there; then it must be whole."""
     model = home.config().model
     try:
-        found = TrainSet.find("/nowhere", str(root), model.family, model.task)
+        found = find_set("/nowhere", str(root), model.family, model.task)
     except SetError:
         return False
     assert everything(root).items() == expected.items(), "what is not whole can be trained on"

@@ -13,9 +13,10 @@ import xxhash
 
 from cache import checks, generations, ipc, rejects, tables
 from cache.damage import UNREADABLE, DamageError
+from cache.opening import open_set, pointer
 from cache.store import Store
 from cache.trainset import TABLES as SET_TABLES
-from cache.trainset import TrainSet, pointer, set_table
+from cache.trainset import set_table
 from schemas.identity import hash_bytes
 from schemas.tables import ACTIVE, INDEX, MEDIA, SAMPLES, SET_SHARDS, SET_TEXTS, TABLES_VERSION, TEXTS, UNITS
 from stages import mediatable, tablecheck
@@ -114,7 +115,7 @@ def read(store: Store, rel: str) -> object:
         )
     if what in SET_TABLES:
         return set_table(store, name, what)
-    return TrainSet.open(store, "current", "kandinsky5-image", "t2i").meta
+    return open_set(store, "current", "kandinsky5-image", "t2i").meta
 
 
 def put(store: Store, rel: str, data: bytes) -> None:
@@ -261,7 +262,7 @@ def test_values_that_lead_astray(store, file: str, column: str, value: object) -
     store.write_table(rel, pa.Table.from_pylist(rows, found.schema))
     again = Store(store.root)
     with pytest.raises(DamageError) as caught:
-        TrainSet.open(again, "current", "kandinsky5-image", "t2i") if folder.startswith("sets") else read(again, rel)
+        open_set(again, "current", "kandinsky5-image", "t2i") if folder.startswith("sets") else read(again, rel)
     assert folder in caught.value.path
     assert tablecheck.damaged(again)[1]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cache.damage import DamageError
-from cache.trainset import TrainSet
+from cache.opening import find_set
 from schemas.console import DAMAGE, Options, execute
 from trainer import metrics
 from trainer.__main__ import run as program_run
@@ -91,7 +91,7 @@ def test_what_cant_be_trained_on_is_named(make_config, make_set, made, kind, cra
     items, null, prompts = made.mixed_items(config)
     craft(items, null, prompts)
     make_set(config, items, null, [], form=form)
-    data = TrainSet.find(config.root, "current", config.model.family, config.model.task)
+    data = find_set(config.root, "current", config.model.family, config.model.task)
     data.widths = {}
     found = []
     for row in range(len(data)):
@@ -114,7 +114,7 @@ def test_a_crafted_validation_prompt_is_named(make_config, make_set, made, part)
     else:
         prompts[0].condition = np.repeat(prompts[0].condition, 2, 1)
     make_set(config, items, null, prompts)
-    data = TrainSet.find(config.root, "current", config.model.family, config.model.task)
+    data = find_set(config.root, "current", config.model.family, config.model.task)
     data.widths = {}
     with pytest.raises(DamageError, match=r"row \d+, id set1-.*(NaN|condition is of shape \(16, 2, 8, 8\))"):
         _ = data.validation

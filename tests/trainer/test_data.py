@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cache.opening import open_set
 from cache.plan import Plan
 from cache.shard import DamageError
 from cache.store import Store
@@ -19,7 +20,7 @@ from trainer.data import Feed, draws, read_ahead, tensor
 
 
 def opened(config) -> TrainSet:
-    return TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+    return open_set(Store(config.root), "current", config.model.family, config.model.task)
 
 
 def feed(config, batch_size: int = 2, global_batch: int = 4, **options) -> Feed:

@@ -9,6 +9,7 @@ import torch
 
 from cache.exporter import Exporter
 from cache.importer import Importer
+from cache.opening import find_set
 from cache.plan import Plan
 from cache.store import Store
 from cache.trainset import TrainSet
@@ -20,7 +21,7 @@ from trainer.data import Feed
 
 
 def found(config: Config) -> TrainSet:
-    return TrainSet.find(config.root, config.train.set, config.model.family, config.model.task)
+    return find_set(config.root, config.train.set, config.model.family, config.model.task)
 
 
 def export(config: Config, target: Path, form: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cache.opening import open_set
 from cache.plan import Plan
 from cache.store import Store, StoreError
-from cache.trainset import TrainSet
 from schemas.console import OK, USAGE, Console, Options, execute
 from trainer import adapters, checkpoint
 from trainer import train as loop
@@ -20,7 +20,7 @@ from trainer.failures import OutOfMemory
 
 
 def train(config) -> dict:
-    data = TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
     plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
     return loop.train(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")
 

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from cache.opening import open_set
 from cache.plan import Plan
 from cache.store import Store
 from cache.trainset import TrainSet
@@ -26,7 +27,7 @@ ADAPTERS = {"sana": {"type": "full"}}
 
 
 def trained(config) -> tuple[TrainSet, Plan]:
-    data = TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
     plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
     loop.train(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")  # noqa: SIM115
     return data, plan
@@ -154,8 +155,9 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     latent = load_file(run / "validation" / "step-000002" / "one.safetensors")["latent"]
     noise = validate.noise_of("7/one", "validation", tuple(latent.shape))[None]
     sample = data.sample(0)
+    given = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
     batch, negative = (
-        collate([type(sample)("one", sample.latent, prompt.condition, text)], prompt.bucket, config.model.spec, [""])
+        collate([type(sample)("one", given, text)], prompt.bucket, config.model.spec, [""])
         for text in (prompt.text, prompt.negative)
     )
     wanted = sampled(config, pipe, batch, negative, noise)[0]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from cache.opening import open_set
 from cache.plan import Plan
 from cache.store import Store
 from cache.trainset import TrainSet
@@ -86,7 +87,7 @@ def learn(make_config, make_set, made):
 
 
 def opened(config: Config) -> TrainSet:
-    return TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+    return open_set(Store(config.root), "current", config.model.family, config.model.task)
 
 
 @pytest.mark.slow

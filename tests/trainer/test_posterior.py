@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cache.opening import open_set
 from cache.plan import Plan
 from cache.store import Store
 from cache.trainset import SetError, TrainSet
@@ -46,7 +47,7 @@ def moments_set(make_set, made):
 
 
 def opened(config) -> TrainSet:
-    return TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+    return open_set(Store(config.root), "current", config.model.family, config.model.task)
 
 
 def drawn(config, steps: int, **options) -> list[dict]:

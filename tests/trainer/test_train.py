@@ -17,10 +17,10 @@ from accelerate.state import AcceleratorState
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from cache.opening import open_set
 from cache.plan import Plan
 from cache.shard import DamageError
 from cache.store import Store
-from cache.trainset import TrainSet
 from schemas.console import DAMAGE, OK, REMAINS, USAGE, Console, Options, execute
 from trainer import metrics, validate
 from trainer import train as loop
@@ -34,7 +34,7 @@ def quiet() -> Console:
 
 
 def train(config) -> dict:
-    data = TrainSet.open(Store(config.root), config.train.set, config.model.family, config.model.task)
+    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
     plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
     return loop.train(config, data, plan, quiet(), "cpu")
 
@@ -101,7 +101,7 @@ def test_gradient_checkpointing_changes_no_loss(make_config, make_set, kind) -> 
     for name, on in (("off", False), ("on", True)):
         config = make_config(kind, name=name, batch_size=2, steps=3, gradient_checkpointing=on)
         make_set(config)
-        data = TrainSet.open(Store(config.root), config.train.set, config.model.family, config.model.task)
+        data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
         run = loop.prepare(config, data, Plan(data.spans, 0, 2), quiet(), "cpu")
         assert run.model.is_gradient_checkpointing == on
         loop.fit(run)
@@ -262,7 +262,7 @@ def test_looking_leaves_dropout_off(make_config, make_set) -> None:
         look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
         config = make_config("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
         make_set(config)
-        data = TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+        data = open_set(Store(config.root), "current", config.model.family, config.model.task)
         run = loop.prepare(config, data, Plan(data.spans, 0, 1), quiet(), "cpu")
         for seed, parameter in enumerate(run.trainable.values()):
             generator = torch.Generator().manual_seed(seed)
@@ -285,7 +285,7 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
         item.role = "eval"
     items[-1].regularisation = items[-2].regularisation = True
     make_set(config, items, null, [])
-    data = TrainSet.open(Store(config.root), "current", config.model.family, config.model.task)
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
     heard = io.StringIO()
     result = loop.train(config, data, Plan(data.spans, 0, 1), Console(stderr=heard), "cpu")
     where = "held-out samples" if held_out else "training samples"

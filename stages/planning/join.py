@@ -1,10 +1,10 @@
-"""The join of a plan with its shards: which latent and which captions each sample has, as columns.
+"""The join of a plan with its shards: which row of each kind of shard, and which captions, each sample has, as columns.
 
 A million samples are matched, sorted and numbered in arrays; nothing is done sample by sample but to say why one
 was left out. Pure but for `collect`, which reads the shards' descriptions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache.generations import Generation
 from cache.shard import Readers, SetAside, Truncated
 from schemas.errors import LatentpressError
-from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS
+from schemas.tables import SET_SHARDS, SET_TEXTS, index_schema
 
 ROLES = ("train", "eval")  # in the order of the index
 GROUP = ("bucket", "dataset", "repeats", "weight")  # what it is sorted by, after the role and before the sample id
@@ -147,13 +147,16 @@ class Joined:
         return self.tables["index"].num_rows - self.train
 
 
-def join(plan: Generation, texts: Encoded, latents: Encoded) -> Joined:
-    """The set of a plan of which nothing is missing. LatentpressError where nothing is left to train on, or a
-    prompt that every run needs was set aside."""
-    prompts, null = plan.info["validation"], plan.info["null_text"]
+def join(plan: Generation, texts: Encoded, samples: Mapping[str, Encoded]) -> Joined:
+    """The set of a plan of which nothing is missing. LatentpressError where nothing is left to train on, or a prompt
+    that every run needs was set aside.
+
+    samples: kind of shard -> what was encoded of samples: "latents", and further kinds.
+    """
+    prompts, null, latents = plan.info["validation"], plan.info["null_text"], samples["latents"]
     _check_prompts(prompts, null, texts, latents)
     active = plan.active.filter(pc.is_in(plan.active.column("role"), value_set=pa.array(ROLES)))
-    rows, left_out = _usable(active, texts, latents)
+    rows, left_out = _usable(active, texts, samples)
     if not pc.any(pc.equal(rows.column("role"), ROLES[0])).as_py():
         raise _nothing_left(active)
     rows = rows.take(_order(rows))
@@ -161,15 +164,23 @@ def join(plan: Generation, texts: Encoded, latents: Encoded) -> Joined:
     places = texts.find(pa.array(named, pa.string()))
     images = latents.find(pa.array([prompt["condition"] for prompt in prompts], pa.string()))
     # Numbers are given as they are first used, so that samples which stand together find their texts together.
-    own, first = _numbers(rows.column("null_text")), len(latents.paths)
+    own = _numbers(rows.column("null_text"))
     number = _Numbering(len(texts.shard), [_flat(rows.column("texts")), own[own >= 0], places])
-    shown, of_texts = _numbers(rows.column("latent")), first + texts.shard[number.used]
-    shard = _Numbering(first + len(texts.paths), [latents.shard[shown], latents.shard[images[images >= 0]], of_texts])
+    held = {kind: _numbers(rows.column(kind)) for kind in samples}
+    first, files = dict[str, int](), list[dict[str, str]]()  # of every kind the first of its shards, among all
+    for kind, encoded in {"latents": latents, "text": texts, **samples}.items():
+        first[kind] = len(files)
+        files += [{"path": path, "kind": kind} for path in encoded.paths]
+    of_texts, shown = first["text"] + texts.shard[number.used], latents.shard[images[images >= 0]]
+    of_samples = {kind: first[kind] + samples[kind].shard[at] for kind, at in held.items()}
+    further = [of_samples[kind] for kind in samples if kind != "latents"]
+    shard = _Numbering(len(files), [of_samples["latents"], shown, of_texts, *further])
     words = [texts.wanted.ids.take(pa.array(number.used)), shard.of(of_texts), texts.row[number.used]]
+    found = {kind: (shard.of(of_samples[kind]), samples[kind].row[at]) for kind, at in held.items()}
     tables = {
-        "index": _index(rows, number, shard.of(latents.shard[shown]), latents.row[shown]),
+        "index": _index(rows, number, found),
         "texts": pa.table(words, names=SET_TEXTS.names).cast(SET_TEXTS),
-        "shards": _shards(shard.used.tolist(), latents.paths, texts.paths),
+        "shards": pa.Table.from_pylist([files[i] for i in shard.used.tolist()], SET_SHARDS),
     }
     numbers = number.of(places).tolist()
     entries = [
@@ -198,24 +209,26 @@ class _Numbering:
         return self._number[places]
 
 
-def _usable(active: pa.Table, texts: Encoded, latents: Encoded) -> tuple[pa.Table, list[Row]]:
+def _usable(active: pa.Table, texts: Encoded, samples: Mapping[str, Encoded]) -> tuple[pa.Table, list[Row]]:
     """The active samples that are encoded, and what is said of the others.
 
-    In the table "texts" and "null_text" are places among the wanted texts (-1: none), "latent" among the wanted
-    latents. Captions that were set aside are gone; a sample is out where no caption is left, or its latent or null
-    prompt was set aside.
+    In the table "texts" and "null_text" are places among the wanted texts (-1: none), and a column called like each
+    kind in `samples` has those among what is wanted of it. Captions that were set aside are gone; a sample is out where
+    no caption is left, or its null prompt, latent, or anything else of it was set aside.
     """
     lists = active.column("texts")
-    latent, own = latents.find(active.column("sample_id")), texts.find(active.column("null_text"))
-    captions = texts.find(pc.list_flatten(lists))
+    own, captions = texts.find(active.column("null_text")), texts.find(pc.list_flatten(lists))
+    held = {kind: encoded.find(active.column("sample_id")) for kind, encoded in samples.items()}
     encoded = texts.lies(captions)
     offsets = np.concatenate([[0], np.cumsum(encoded)])[_offsets(lists)]
-    fine = latents.lies(latent) & ((own < 0) | texts.lies(own)) & (np.diff(offsets) > 0)
+    fine = ((own < 0) | texts.lies(own)) & (np.diff(offsets) > 0)
+    for kind, places in held.items():
+        fine &= samples[kind].lies(places)
     columns = {name: active.column(name).combine_chunks() for name in ("role", *GROUP, "sample_id", "regularisation")}
     columns |= {name: columns[name].dictionary_encode() for name in ("role", *GROUP)}
     columns["texts"] = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(captions[encoded]))
-    columns |= {"null_text": pa.array(own), "latent": pa.array(latent)}
-    left_out = [_why_not(row, texts, latents) for row in active.filter(pa.array(~fine)).to_pylist()]
+    columns |= {name: pa.array(places) for name, places in {"null_text": own, **held}.items()}
+    left_out = [_why_not(row, texts, samples) for row in active.filter(pa.array(~fine)).to_pylist()]
     return pa.table(columns).filter(pa.array(fine)), left_out
 
 
@@ -231,9 +244,11 @@ def _order(rows: pa.Table) -> pa.Array:
     return pc.sort_indices(keys, sort_keys=[("group", "ascending"), ("id", "ascending")])
 
 
-def _why_not(row: Row, texts: Encoded, latents: Encoded) -> Row:
-    """Why an active sample can't be in the set: its latent, its null text or all its captions were set aside."""
-    member = latents.set_aside.get(row["sample_id"]) or texts.set_aside.get(row["null_text"])
+def _why_not(row: Row, texts: Encoded, samples: Mapping[str, Encoded]) -> Row:
+    """Why an active sample can't be in the set: what was set aside is its latent or another row of it, its null text
+    or all its captions."""
+    asides = [encoded.set_aside.get(row["sample_id"]) for encoded in samples.values()]
+    member = next(filter(None, [*asides, texts.set_aside.get(row["null_text"])]), None)
     member = member or texts.set_aside[row["texts"][0]]
     return {"item": row["sample_id"], "path": row["path"], "reason": member.reason, "message": member.message}
 
@@ -264,15 +279,18 @@ def _check_prompts(prompts: list[Row], null: str | None, texts: Encoded, latents
             )
 
 
-def _index(rows: pa.Table, number: _Numbering, shard: Ints, row: Ints) -> pa.Table:
-    """schemas.tables.INDEX of rows as `_usable` gives them."""
+def _index(rows: pa.Table, number: _Numbering, places: Mapping[str, tuple[Ints, Ints]]) -> pa.Table:
+    """schemas.tables.index_schema of rows as `_usable` gives them. places: shards and rows of them, by kind."""
     own, lists = _numbers(rows.column("null_text")), rows.column("texts")
     captions = pa.array(number.of(_flat(lists)), pa.int32())
     columns = {name: rows.column(name) for name in ("sample_id", "role", *GROUP, "regularisation")}
-    columns |= {"shard": pa.array(shard), "row": pa.array(row)}
+    for kind, (shard, row) in places.items():
+        before = "" if kind == "latents" else f"{kind}_"
+        columns |= {f"{before}shard": pa.array(shard), f"{before}row": pa.array(row)}
     columns["texts"] = pa.ListArray.from_arrays(pa.array(_offsets(lists), pa.int32()), captions)
     columns["null_text"] = pa.array(np.where(own < 0, 0, number.of(own)), mask=own < 0)
-    return pa.table([columns[name] for name in INDEX.names], names=INDEX.names).cast(INDEX)
+    schema = index_schema(sorted(places.keys() - {"latents"}))
+    return pa.table([columns[name] for name in schema.names], names=schema.names).cast(schema)
 
 
 def _offsets(lists: pa.ChunkedArray) -> Ints:
@@ -282,10 +300,3 @@ def _offsets(lists: pa.ChunkedArray) -> Ints:
 
 def _flat(lists: pa.ChunkedArray) -> Ints:
     return np.asarray(pc.list_flatten(lists))
-
-
-def _shards(used: list[int], latents: list[str], texts: list[str]) -> pa.Table:
-    """schemas.tables.SET_SHARDS of the numbers in `used`: those of texts come after all those of latents."""
-    paths, first = [*latents, *texts], len(latents)
-    rows = [{"path": paths[i], "kind": "latents" if i < first else "text"} for i in used]
-    return pa.Table.from_pylist(rows, SET_SHARDS)

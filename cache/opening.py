@@ -1,0 +1,90 @@
+"""Finds and opens training sets: by id, by the pointers `sets/current-*.json`, or under a path or URL."""
+
+import re
+
+from cache.damage import DamageError
+from cache.exported import ExportedSet
+from cache.store import Store
+from cache.trainset import NoSet, SetError, TrainSet
+from cache.untrusted import PLAIN, shown
+from schemas.tables import SET_VERSIONS
+
+OF_CONFIGURATION = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)  # pointers: cache/current.py
+
+
+def find_set(root: str, name: str, family: str, task: str) -> TrainSet:
+    """The set that `train.set` names: "current", the id of one under `root`, or, with a "/" in it, the path or URL
+    of another root or an export ("s3://bucket/export", its current set) or of one set there (".../sets/<id>")."""
+    if "/" in name:
+        root, name = located(name)
+    return open_set(Store(root), name, family, task)
+
+
+def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
+    """The set `set_id`, or the newest of this family and task for "current". Raises SetError otherwise."""
+    if set_id == "current":
+        set_id = newest_of(store, family, task)
+    if not PLAIN.fullmatch(set_id):
+        raise SetError(f"{shown(repr(set_id))} is no name that a training set has", "Correct train.set.")
+    rel = f"sets/{set_id}/set.json"
+    if not store.exists(rel):
+        known = sorted({name.split("/")[0] for name in store.names("sets") if name.endswith("/set.json")})
+        raise SetError(
+            f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(known) or 'none'}",
+            "Correct train.set, or run `latentpress index`.",
+        )
+    meta = store.read_json(rel)
+    if meta.get("format_version") not in SET_VERSIONS:
+        raise SetError(
+            f"set {set_id} has format version {meta.get('format_version')!r}; this release reads "
+            f"{' and '.join(map(str, SET_VERSIONS))}",
+            "Run `latentpress index` with this release.",
+        )
+    if (meta.get("family"), meta.get("task")) != (family, task):
+        raise SetError(
+            f"set {set_id} was made for {meta.get('family')} {meta.get('task')}; "
+            f"the configuration trains {family} {task}",
+            "Correct train.set or model.flavour.",
+        )
+    if meta.get("id") != set_id:
+        raise SetError(
+            f"{store.path(rel)} is that of set {shown(repr(meta.get('id')))}",
+            "Run `latentpress index`, which writes it again; copy an export again.",
+        )
+    return (ExportedSet if "export" in meta else TrainSet)(store, set_id, meta)
+
+
+def located(name: str) -> tuple[str, str]:
+    """(root, set) of a `train.set` that is a path or URL."""
+    top, there, id = name.rstrip("/").rpartition("/sets/")
+    return (top, id) if there else (name, "current")
+
+
+def pointer(family: str, task: str) -> str:
+    """The file that names the newest set of a family and task."""
+    return f"sets/current-{family}-{task}.json"
+
+
+def newest_of(store: Store, family: str, task: str) -> str:
+    """The id of the set that was made last for this family and task, whatever its configuration."""
+    rel = pointer(family, task)
+    if not store.exists(rel):
+        others = sorted(
+            name.removeprefix("current-").removesuffix(".json")
+            for name in store.names("sets")
+            if name.startswith("current-") and not OF_CONFIGURATION.fullmatch(f"sets/{name}")
+        )
+        raise NoSet(
+            f"no training set for {family} {task} under {store.path('sets')}; there are sets for: "
+            f"{', '.join(others) or 'none'}",
+            "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
+        )
+    return pointed_at(store, rel)
+
+
+def pointed_at(store: Store, rel: str) -> str:
+    """The id of the set that a pointer names. DamageError where no set can have that name."""
+    named = store.read_json(rel).get("id")
+    if not isinstance(named, str) or not PLAIN.fullmatch(named):
+        raise DamageError(store.path(rel), f"it names {shown(repr(named))}, which no training set is called")
+    return named
