@@ -63,7 +63,8 @@ def autoencoder(config: Config, where: torch.device) -> Any:
     levers = Levers.of(config.latents, family)
     require_autoencoder(config.model)
     with explained(config.model, "vae"):
-        loaded = module.Autoencoder(config.model.source, config.model.revision, dtype, where, levers)
+        source, revision = config.model.source, config.model.revision
+        loaded = module.Autoencoder(source, revision, dtype, where, levers, family.normalisation)
     expected = config.latents.settings(family)
     if loaded.settings() != expected:
         raise LatentpressError(

@@ -87,7 +87,7 @@ class TextEncoder(ABC):
     def _make_reader(self, reader_class: type[Reader], model: Any, most: int) -> Reader:
         """most: the largest number of tokens of the template's beginning that are computed once for all texts."""
         prefix = constant_ids(self._ids, self.template, most) if self._share_prefix else []
-        return reader_class(model, prefix, self._tokenizer.pad_token_id or 0, self.device)
+        return reader_class(model, prefix, self._tokenizer.pad_token_id or 0, self.device, self.template.layers)
 
     @property
     def stats(self) -> Stats:

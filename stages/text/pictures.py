@@ -69,9 +69,11 @@ class Processor:
 class PictureReader(Reader):
     """Reads prompts with an image: features stand where its placeholders do, positions are three-dimensional."""
 
-    def __init__(self, whole: Any, prefix: list[int], pad_id: int, device: torch.device) -> None:
+    def __init__(
+        self, whole: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
+    ) -> None:
         """whole: the Qwen2_5_VLModel, of which the language model reads."""
-        super().__init__(whole.language_model, prefix, pad_id, device)
+        super().__init__(whole.language_model, prefix, pad_id, device, layers)
         self._whole = whole
         self._image_id = whole.config.image_token_id
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()

@@ -98,11 +98,14 @@ class Reader:
     Positions are stated in every call and no mask is given: padding is on the right, where no real token sees it.
     """
 
-    def __init__(self, model: Any, prefix: list[int], pad_id: int, device: torch.device) -> None:
-        """prefix: ids that are computed here, once (may be empty)."""
+    def __init__(
+        self, model: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
+    ) -> None:
+        """prefix: ids that are computed here, once (may be empty). layers: `schemas.family.Template.layers`."""
         self.stats = Stats()
         self.device = device
         self._model, self._prefix, self._pad_id = model, prefix, pad_id
+        self._layers = () if tuple(layers) == (-1,) else tuple(layers)
         self._cache: Cache | None = None
         self.prefix_LD: torch.Tensor | None = None
         if prefix:
@@ -147,9 +150,14 @@ class Reader:
             self.stats.whole += len(texts)
         cache = {"past_key_values": self._cache} if shared else {}
         positions = self.positions(texts, shared, longest)
-        return self._model(
-            inputs_embeds=embeds_BLD, position_ids=positions, use_cache=bool(shared), **cache
-        ).last_hidden_state
+        return self._run(inputs_embeds=embeds_BLD, position_ids=positions, use_cache=bool(shared), **cache)
+
+    def _run(self, **inputs: Any) -> torch.Tensor:
+        """(B, L, D): the hidden states of the layers, concatenated."""
+        if not self._layers:
+            return self._model(**inputs).last_hidden_state
+        states = self._model(**inputs, output_hidden_states=True).hidden_states
+        return torch.cat([states[layer] for layer in self._layers], dim=-1)
 
     @torch.no_grad()
     def _record(self) -> tuple[Cache, torch.Tensor]:
@@ -157,5 +165,6 @@ class Reader:
         positions_1L = torch.arange(len(self._prefix), device=self.device)[None]
         cache = DynamicCache(config=self._model.config)
         embeds_1LD = self._model.get_input_embeddings()(ids_1L)
-        output = self._model(inputs_embeds=embeds_1LD, position_ids=positions_1L, past_key_values=cache, use_cache=True)
-        return Cache(layers=[_Known(layer) for layer in cache.layers]), output.last_hidden_state[0]
+        inputs = {"inputs_embeds": embeds_1LD, "position_ids": positions_1L, "past_key_values": cache}
+        hidden_1LD = self._run(**inputs, use_cache=True)
+        return Cache(layers=[_Known(layer) for layer in cache.layers]), hidden_1LD[0]

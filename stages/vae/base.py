@@ -9,7 +9,7 @@ import torch
 
 from cache.weights import pretrained, resolve
 from schemas.config import Latents
-from schemas.family import Family
+from schemas.family import Family, Normalisation
 
 PARTS = ("vae",)
 Posterior = Literal["sample", "mode", "moments"]
@@ -38,6 +38,7 @@ class Levers:
 
 
 NO_LEVERS = Levers()
+SCALED = Normalisation()  # by the scaling_factor alone
 
 
 def load(kind: Any, source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
@@ -76,33 +77,90 @@ def posterior_of(parameters: torch.Tensor) -> Any:
     return DiagonalGaussianDistribution(parameters)
 
 
-def draw(parameters: torch.Tensor, seeds: Sequence[int], posterior: Posterior, scale: float) -> torch.Tensor:
+@dataclass(frozen=True)
+class Normaliser:
+    """Between the autoencoder's latents and the model's: (z - mean) / deviation * scale; axis 1 holds the channels.
+
+    mean, deviation: one number for each channel, or one for all; None where there is none.
+    """
+
+    scale: float = 1.0
+    mean: tuple[float, ...] | None = None
+    deviation: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, vae: Any, named: Normalisation) -> "Normaliser":
+        """From the autoencoder's own config, at the keys that the catalogue names. ValueError where there is none."""
+
+        def numbers(key: str | None) -> tuple[float, ...] | None:
+            if key is None:
+                return None
+            found = vae.config.get(key)
+            if found is None:
+                raise ValueError(f"vae/config.json has no {key}, by which the family's latents are normalised")
+            values = tuple(map(float, found)) if isinstance(found, list | tuple) else (float(found),)
+            if len(values) not in (1, vae.config.latent_channels):
+                raise ValueError(
+                    f"vae/config.json has {len(values)} numbers of {key} for {vae.config.latent_channels} channels"
+                )
+            return values
+
+        scale = numbers(named.scale) or (1.0,)
+        return cls(scale[0], numbers(named.mean), numbers(named.deviation))
+
+    def apply(self, z: torch.Tensor) -> torch.Tensor:
+        """The model's latents of the autoencoder's."""
+        if self.mean is not None:
+            z = z - _along(self.mean, z)
+        if self.deviation is not None:
+            z = z / _along(self.deviation, z)
+        return z * self.scale
+
+    def undo(self, latents: torch.Tensor) -> torch.Tensor:
+        """The autoencoder's latents of the model's."""
+        z = latents / self.scale
+        if self.deviation is not None:
+            z = z * _along(self.deviation, z)
+        return z if self.mean is None else z + _along(self.mean, z)
+
+    def logvar(self, logvar: torch.Tensor) -> torch.Tensor:
+        """The model's log-variance of the autoencoder's."""
+        moved = logvar + 2 * math.log(self.scale)
+        return moved if self.deviation is None else moved - 2 * _along(self.deviation, logvar).log()
+
+
+def _along(values: tuple[float, ...], latents: torch.Tensor) -> torch.Tensor:
+    shape = (1, len(values), *[1] * (latents.ndim - 2))
+    return torch.tensor(values, dtype=latents.dtype, device=latents.device).view(shape)
+
+
+def draw(parameters: torch.Tensor, seeds: Sequence[int], posterior: Posterior, normaliser: Normaliser) -> torch.Tensor:
     """Latents in the model's space from the posterior's parameters, mean and log-variance along the second axis.
 
     sample: each with a generator of its own on the CPU, so that it is drawn alike on every device and whatever it is
-    batched with: equal to `latent_dist.sample(generator) * scale` of the sample encoded alone. mode: the mean, scaled.
+    batched with: equal to `latent_dist.sample(generator)`, normalised, of the sample encoded alone. mode: the mean.
     moments: see `moments`.
     """
     if posterior == "moments":
-        return moments(parameters, scale)
+        return moments(parameters, normaliser)
     if posterior == "mode":
-        return posterior_of(parameters).mode() * scale
+        return normaliser.apply(posterior_of(parameters).mode())
     assert len(seeds) == len(parameters), f"{len(seeds)} seeds for {len(parameters)} samples"
     drawn = [
         posterior_of(row[None]).sample(torch.Generator("cpu").manual_seed(seed))
         for row, seed in zip(parameters, seeds, strict=True)
     ]
-    return torch.cat(drawn) * scale
+    return normaliser.apply(torch.cat(drawn))
 
 
-def moments(parameters: torch.Tensor, scale: float) -> torch.Tensor:
+def moments(parameters: torch.Tensor, normaliser: Normaliser) -> torch.Tensor:
     """Mean and log-variance in the model's space, along the second axis: a latent is mean + exp(logvar / 2) * noise.
 
-    That is mean * scale, and the log-variance, clamped to -30..20 as diffusers does, plus 2 log(scale). Computed in
+    The log-variance is clamped to -30..20 as diffusers does, before it is normalised. Computed in
     float32 and rounded once: at a log-variance of -9, bfloat16 leaves the deviation within 1.6 %.
     """
     posterior = posterior_of(parameters.float())
-    both = torch.cat([posterior.mean * scale, posterior.logvar + 2 * math.log(scale)], dim=1)
+    both = torch.cat([normaliser.apply(posterior.mean), normaliser.logvar(posterior.logvar)], dim=1)
     return both.to(parameters.dtype)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 
+from schemas.family import Normalisation
 from stages.vae import base
 
 PARTS = base.PARTS
@@ -24,9 +25,11 @@ class Autoencoder:
         dtype: torch.dtype,
         device: torch.device,
         levers: base.Levers = base.NO_LEVERS,
+        normalisation: Normalisation = base.SCALED,
     ) -> None:
         self._vae = base.load(AutoencoderDC, source, revision, dtype, device)
         pull(self._vae, levers)
+        self._normaliser = base.Normaliser.of(self._vae, normalisation)
 
     def settings(self) -> dict[str, bool | int]:
         """What else than weights and dtype determines the latents."""
@@ -37,12 +40,12 @@ class Autoencoder:
         """Scaled latents_BCTHW on the CPU of images in [-1, 1]; T is 1. seeds, posterior: of no effect."""
         assert pixels_BCTHW.shape[2] == 1, f"an image has one frame: {tuple(pixels_BCTHW.shape)}"
         pixels_BCHW = pixels_BCTHW[:, :, 0].to(self._vae.device, self._vae.dtype)
-        latents_BCHW = self._vae.encode(pixels_BCHW).latent * self._vae.config.scaling_factor
+        latents_BCHW = self._normaliser.apply(self._vae.encode(pixels_BCHW).latent)
         return latents_BCHW.unsqueeze(2).cpu()
 
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 images_BTHWC on the CPU of scaled latents; T is 1."""
         latents_BCHW = latents_BCTHW[:, :, 0].to(self._vae.device, self._vae.dtype)
-        images_BCHW = self._vae.decode(latents_BCHW / self._vae.config.scaling_factor).sample
+        images_BCHW = self._vae.decode(self._normaliser.undo(latents_BCHW)).sample
         return base.to_bytes(images_BCHW.unsqueeze(2))

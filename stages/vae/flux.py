@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
+from schemas.family import Normalisation
 from stages.vae import base
 
 PARTS = base.PARTS
@@ -32,9 +33,11 @@ class Autoencoder:
         dtype: torch.dtype,
         device: torch.device,
         levers: base.Levers = base.NO_LEVERS,
+        normalisation: Normalisation = base.SCALED,
     ) -> None:
         self._vae = base.load(AutoencoderKL, source, revision, dtype, device)
         pull(self._vae, levers)
+        self._normaliser = base.Normaliser.of(self._vae, normalisation)
 
     def settings(self) -> dict[str, bool | int]:
         """What else than weights and dtype determines the latents."""
@@ -49,12 +52,12 @@ class Autoencoder:
         assert pixels_BCTHW.shape[2] == 1, f"an image has one frame: {tuple(pixels_BCTHW.shape)}"
         pixels_BCHW = pixels_BCTHW[:, :, 0].to(self._vae.device, self._vae.dtype)
         parameters = self._vae.encode(pixels_BCHW).latent_dist.parameters
-        return base.draw(parameters, seeds, posterior, self._vae.config.scaling_factor).unsqueeze(2).cpu()
+        return base.draw(parameters, seeds, posterior, self._normaliser).unsqueeze(2).cpu()
 
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 images_BTHWC on the CPU of scaled latents, or of moments' mean; T is 1."""
         latents_BCTHW = base.means(latents_BCTHW, self._vae.config.latent_channels)
         latents_BCHW = latents_BCTHW[:, :, 0].to(self._vae.device, self._vae.dtype)
-        images_BCHW = self._vae.decode(latents_BCHW / self._vae.config.scaling_factor).sample
+        images_BCHW = self._vae.decode(self._normaliser.undo(latents_BCHW)).sample
         return base.to_bytes(images_BCHW.unsqueeze(2))

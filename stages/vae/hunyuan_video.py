@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 
+from schemas.family import Normalisation
 from stages.vae import base, chunked
 
 PARTS = base.PARTS
@@ -32,9 +33,11 @@ class Autoencoder:
         dtype: torch.dtype,
         device: torch.device,
         levers: base.Levers = base.NO_LEVERS,
+        normalisation: Normalisation = base.SCALED,
     ) -> None:
         self._vae = base.load(AutoencoderKLHunyuanVideo, source, revision, dtype, device)
         pull(self._vae, levers)
+        self._normaliser = base.Normaliser.of(self._vae, normalisation)
 
     def settings(self) -> dict[str, bool | int]:
         """What else than weights and dtype determines the latents. window, stride, chunk_frames: frames."""
@@ -53,11 +56,11 @@ class Autoencoder:
         assert pixels_BCTHW.shape[2] % 4 == 1, f"frames: {tuple(pixels_BCTHW.shape)}"
         pixels_BCTHW = pixels_BCTHW.to(self._vae.device, self._vae.dtype)
         parameters = self._vae.encode(pixels_BCTHW).latent_dist.parameters
-        return base.draw(parameters, seeds, posterior, self._vae.config.scaling_factor).cpu()
+        return base.draw(parameters, seeds, posterior, self._normaliser).cpu()
 
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 frames_BTHWC on the CPU of scaled latents, or of moments' mean; 4 (T - 1) + 1 frames."""
         latents_BCTHW = base.means(latents_BCTHW, self._vae.config.latent_channels)
         latents_BCTHW = latents_BCTHW.to(self._vae.device, self._vae.dtype)
-        return base.to_bytes(self._vae.decode(latents_BCTHW / self._vae.config.scaling_factor).sample)
+        return base.to_bytes(self._vae.decode(self._normaliser.undo(latents_BCTHW)).sample)

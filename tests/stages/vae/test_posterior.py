@@ -60,21 +60,22 @@ def test_samples_of_many_seeds_are_distributed_as_the_moments_say(encoders, kind
     with torch.no_grad():
         parameters = vae.encode(pixels[:1] if "video" in kind else pixels[:1, :, 0]).latent_dist.parameters
     scale = vae.config.scaling_factor
-    draws = base.draw(parameters.expand(count, *parameters.shape[1:]), range(count), "sample", scale)
+    scaled = base.Normaliser(scale)
+    draws = base.draw(parameters.expand(count, *parameters.shape[1:]), range(count), "sample", scaled)
     if count_frames := mean.ndim - draws.ndim:
         draws = draws.unsqueeze(2)
         assert count_frames == 1
     deviation = (logvar / 2).exp()[0]
     assert ((draws.mean(0) - mean[0]).abs() / deviation).max() < 5.5 / count**0.5
     assert (draws.std(0) / deviation - 1).abs().max() < 5.5 / (2 * count) ** 0.5
-    assert torch.equal(draws[11:12].cpu(), base.draw(parameters, [11], "sample", scale).reshape(draws[11:12].shape))
+    assert torch.equal(draws[11:12].cpu(), base.draw(parameters, [11], "sample", scaled).reshape(draws[11:12].shape))
     assert torch.equal(draws[11], encoder.encode(pixels[:1], [11], "sample")[0])
 
 
 def test_log_variances_are_clamped_as_diffusers_does() -> None:
     parameters = torch.cat([torch.zeros(1, 4, 2, 2), torch.tensor([-99.0, -1.0, 3.0, 99.0]).view(1, 4, 1, 1)
                             .expand(1, 4, 2, 2)], dim=1)  # fmt: skip
-    logvar = base.moments(parameters, 0.5)[0, 4:, 0, 0] - 2 * math.log(0.5)
+    logvar = base.moments(parameters, base.Normaliser(0.5))[0, 4:, 0, 0] - 2 * math.log(0.5)
     assert torch.allclose(logvar, torch.tensor([-30.0, -1.0, 3.0, 20.0]))
     assert torch.allclose((logvar / 2).exp(), DiagonalGaussianDistribution(parameters).std[0, :, 0, 0])
 
@@ -84,8 +85,9 @@ def test_half_precision_moments_keep_the_deviation(dtype, limit) -> None:
     """At log-variances from -9 to 1, where published autoencoders' lie: rounding changes deviations this little."""
     logvar = torch.linspace(-9, 1, 4000).reshape(1, 4, 20, 50)
     parameters = torch.cat([torch.zeros_like(logvar), logvar], dim=1)
-    exact, stored = (base.moments(given, 0.4)[:, 4:].float() for given in (parameters, parameters.to(dtype)))
-    raw = base.moments(parameters.to(dtype).float(), 0.4)[:, 4:]
+    scaled = base.Normaliser(0.4)
+    exact, stored = (base.moments(given, scaled)[:, 4:].float() for given in (parameters, parameters.to(dtype)))
+    raw = base.moments(parameters.to(dtype).float(), scaled)[:, 4:]
     assert ((stored - raw) / 2).exp().sub(1).abs().max() <= limit, "one rounding on top of the autoencoder's own"
     assert ((stored - exact) / 2).exp().sub(1).abs().max() <= 2 * limit
 

@@ -1,0 +1,41 @@
+"""Rows of a family made for the tests: clips that go on from two given frames."""
+
+from schemas.cleaning import Cleaner
+from schemas.family import Condition, Family, Flavour, Normalisation, Template
+
+
+def loud(text: str) -> str:
+    return text.strip().upper()
+
+
+FAMILIES = {
+    "example": Family(
+        name="example",
+        flavours={"tiny": Flavour("tiny", "example/tiny", "i2v", shift=2.0)},
+        default="tiny",
+        text_encoder="example",
+        autoencoder="example",
+        transformer="example",
+        latent_channels=4,
+        side_multiple=16,
+        spatial_stride=8,
+        temporal_stride=1,
+        resolution=64,
+        frames=5,
+        text_width=128,
+        text_parts=("text_encoder", "tokenizer"),
+        latent_parts=("vae",),
+        models={"transformer": "WanTransformer3DModel", "text_encoder": "gemma2", "vae": "AutoencoderKL"},
+        transformer_config={"i2v": {"in_channels": 4}},
+        autoencoder_config={"latent_channels": 4},
+        text_widths={"embeds": "text_dim"},
+        pipelines={"i2v": "WanImageToVideoPipeline"},
+        video=True,
+        guidance=2.0,
+        steps=2,
+        templates={"i2v": Template("example", "Clip: {}", crop=1, max_length=16, cleaner=Cleaner(loud), layers=(1, 2))},
+        conditions={"i2v": Condition("first-frame", frames=2)},
+        normalisation=Normalisation(scale=None, mean="latents_mean", deviation="latents_std"),
+        text_attention="eager",
+    ),
+}

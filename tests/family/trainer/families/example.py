@@ -1,0 +1,62 @@
+"""The example family's transformer: Wan's, given two clean frames."""
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+
+from schemas.catalogue import FAMILIES
+from schemas.family import Task
+from trainer import pretrained
+from trainer.batch import Batch
+from trainer.families.base import FamilyModule
+
+_TARGETS = re.compile(r"blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)")
+
+
+def load(
+    source: str,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> WanTransformer3DModel:
+    return pretrained.transformer(WanTransformer3DModel, source, revision, dtype).to(device)
+
+
+def clean_frames(task: Task) -> int:
+    return FAMILIES["example"].condition_frames(task)
+
+
+def sampling_dtype(model: Any) -> torch.dtype:
+    return torch.float32
+
+
+def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+    assert bool(batch.text_mask_BL.all()), "this transformer masks no text: train with batches of one"
+    return model(
+        hidden_states=start(noisy_BCTHW, batch, task),
+        timestep=(1000 * sigma_B).float(),
+        encoder_hidden_states=batch.text_BLD,
+        return_dict=False,
+    )[0]
+
+
+def start(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+    assert batch.condition_BCTHW is not None
+    given = batch.condition_BCTHW.to(noise_BCTHW.dtype)
+    return torch.cat([given, noise_BCTHW[:, :, given.shape[2] :]], 2)
+
+
+def finish(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
+    return latents_BCTHW
+
+
+def lora_targets(model: Any) -> list[str]:
+    return [name for name, _ in model.named_modules() if _TARGETS.fullmatch(name)]
+
+
+if TYPE_CHECKING:
+    from trainer.families import example as this_module
+
+    _checked: FamilyModule = this_module

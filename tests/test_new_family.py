@@ -1,0 +1,195 @@
+"""CONTRIBUTING's "Add a family" followed to the letter: from files to a trained adapter by own files and rows alone.
+
+The packages are copied, the files of tests/family/ are added to the copy, its rows are joined in the catalogue, and
+the programs run from there, so whatever another file would have to know of the family is missing here.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN = ROOT / "tests" / "family"
+PACKAGES = ("schemas", "cache", "stages", "trainer")
+MEANS, DEVIATIONS = [0.5, -0.25, 0.0, 1.0], [0.5, 2.0, 1.0, 4.0]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages with the family's files, and its line in the catalogue."""
+    tree = tmp_path_factory.mktemp("tree")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tree / package, ignore=ignored)
+    for path in OWN.rglob("*.py"):
+        place = tree / path.relative_to(OWN)
+        assert not place.exists(), f"{place} is a file of the product"
+        shutil.copy(path, place)
+    catalogue = tree / "schemas" / "catalogue.py"
+    text = catalogue.read_text()
+    text = text.replace("from schemas.families import ", "from schemas.families import example, ", 1)
+    text = text.replace("FAMILIES: dict[str, Family] = {", "FAMILIES: dict[str, Family] = {**example.FAMILIES, ", 1)
+    catalogue.write_text(text)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny random weights in diffusers layout."""
+    import torch
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+
+    from examples.tiny_models import make_model
+    from examples.tiny_tokenizers import gemma_tokenizer
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=128, freq_dim=32,
+        ffn_dim=48, num_layers=2, rope_max_seq_len=64,
+    ).save_pretrained(folder / "transformer")  # fmt: skip
+    AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4,
+        block_out_channels=(8, 8, 8, 8), latent_channels=4, latents_mean=MEANS, latents_std=DEVIATIONS,
+    ).save_pretrained(folder / "vae")  # fmt: skip
+    make_model("gemma").save_pretrained(folder / "text_encoder")
+    gemma_tokenizer().save_pretrained(folder / "tokenizer")
+    FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(folder / "scheduler")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanImageToVideoPipeline"}))
+    return folder
+
+
+def run(tree: Path, *arguments: str) -> Any:
+    """A program of the copy; its report."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=tree, env=environment, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout) if "--json" in arguments else done.stdout
+
+
+def rows(root: Path, kind: str) -> list[dict[str, np.ndarray]]:
+    """The tensors of every row of a kind."""
+    from cache.shard import reader
+    from cache.store import Store
+
+    store, found = Store(str(root)), []
+    for path in sorted(root.glob(f"{kind}/*/*.arrow")):
+        with reader(store, path.relative_to(root).as_posix()) as shard:
+            for number in range(len(shard)):
+                row = shard.read(number)
+                found.append({name: array.numpy() for name, array in row.tensors.items()})
+    return found
+
+
+def test_a_family_of_its_own_files_and_rows_is_trained(
+    tree: Path, checkpoint: Path, project: Callable[..., Any]
+) -> None:
+    home = project("kandinsky5-video-t2v")
+    for name in ("a.mp4", "b.mp4"):
+        home.video(name, caption=f"clip {name}")
+    given = home.video("../prompt.mp4", frames=12)
+    home.settings |= {
+        "model": {"family": "example", "path": str(checkpoint), "precision": "float32"},
+        "latents": {"posterior": "mode"},
+        "train": {
+            "steps": 2,
+            "threads": 1,
+            "device": "cpu",
+            "gradient_checkpointing": False,
+            "optimizer": {"warmup": 0, "lr": 1e-3},
+        },
+        "validation": {
+            "prompts": [{"name": "one", "prompt": "goes on", "image": str(given)}],
+            "size": "64x64@5",
+            "every": 2,
+            "eval_samples": 1,
+        },
+    }
+    home.settings["datasets"][0]["video"]["num_frames"] = 5
+    config = home.folder / "pipeline.yaml"
+    config.write_text(json.dumps(home.settings))
+    run(tree, "stages.run", "--config", str(config), "--json")
+    planned = run(tree, "stages.bucket", "--config", str(config), "--json")
+    assert "scale class" not in json.dumps(planned), "that is another family's note"
+    check_latents(home.root)
+    check_texts(home.root, checkpoint)
+    check_result(home.folder / "output" / "run")
+
+
+def check_latents(root: Path) -> None:
+    """Two frames of condition beside the clips' five, each the clip's own latents; the prompt's clip has two."""
+    found = rows(root, "latents")
+    clips = [row for row in found if "condition" in row]
+    assert len(clips) == 2 and len(found) == 3
+    for row in clips:
+        assert row["latent"].shape[:2] == (4, 5) and row["condition"].shape[:2] == (4, 2)
+        np.testing.assert_allclose(row["condition"], row["latent"][:, :2], atol=1e-4)
+    [prompt] = [row for row in found if "condition" not in row]
+    assert prompt["latent"].shape[:2] == (4, 2)
+
+
+def check_texts(root: Path, checkpoint: Path) -> None:
+    """One of the stored texts is what transformers computes for it, of both layers, without the first token."""
+    import torch
+    from transformers import AutoTokenizer, Gemma2Model
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "tokenizer")
+    model = Gemma2Model.from_pretrained(checkpoint / "text_encoder", attn_implementation="eager").eval()
+    ids = tokenizer("Clip: CLIP A.MP4", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    wanted = torch.cat([states[1], states[2]], -1)[0, 1:].numpy()
+    texts = [row["embeds"] for row in rows(root, "text")]
+    assert {text.shape[1] for text in texts} == {128}
+    alike = [text for text in texts if text.shape == wanted.shape and np.allclose(text, wanted, atol=1e-4)]
+    assert len(alike) == 1
+
+
+def check_result(folder: Path) -> None:
+    from safetensors.numpy import load_file
+
+    [adapter] = (folder / "adapter").glob("*.safetensors")
+    learned = [value for name, value in load_file(adapter).items() if "lora_B" in name]
+    assert learned and all(np.abs(value).max() > 0 for value in learned)
+    assert [path.name for path in (folder / "samples").glob("*/one.mp4")], "the prompt was denoised and decoded"
+
+
+def test_latents_are_normalised_by_channel(tree: Path, checkpoint: Path) -> None:
+    """(z - mean) / deviation of each channel; its inverse gives the pixels that the autoencoder gives."""
+    script = """
+import sys, torch
+from diffusers import AutoencoderKL
+from schemas.catalogue import FAMILIES
+from stages.vae.example import Autoencoder
+folder, cpu = sys.argv[1], torch.device("cpu")
+ours = Autoencoder(folder, None, torch.float32, cpu, normalisation=FAMILIES["example"].normalisation)
+vae = AutoencoderKL.from_pretrained(folder + "/vae").eval()
+pixels = torch.rand(1, 3, 3, 64, 64) * 2 - 1
+with torch.no_grad():
+    z = torch.stack([vae.encode(frame).latent_dist.mode() for frame in pixels.unbind(2)], 2)
+mean, deviation = (torch.tensor(vae.config[key]).view(1, 4, 1, 1, 1) for key in ("latents_mean", "latents_std"))
+torch.testing.assert_close(ours.encode(pixels, [0], "mode"), (z - mean) / deviation)
+moments = ours.encode(pixels, [0], "moments")
+with torch.no_grad():
+    logvar = torch.stack([vae.encode(frame).latent_dist.logvar for frame in pixels.unbind(2)], 2)
+torch.testing.assert_close((moments[:, 4:] / 2).exp(), (logvar / 2).exp() / deviation)
+back = ours.decode((z - mean) / deviation)
+with torch.no_grad():
+    wanted = torch.stack([vae.decode(frame).sample for frame in z.unbind(2)], 2)
+wanted = ((wanted * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1) * 255).round()
+assert (back.float() - wanted).abs().max() <= 1
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-c", script, str(checkpoint)]
+    done = subprocess.run(command, cwd=tree, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
