@@ -210,7 +210,7 @@ def differences(made: Row, mine: Row) -> list[str]:
     return told
 
 
-_ITEM = object()  # in place of a value: an item of a list begins here
+_ITEM = object()  # in place of a value: an item of a list, or a section, begins here
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -221,6 +221,7 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict):
         yield key, value
         return
+    yield from ((name, _ITEM) for name, inner in value.items() if not key and isinstance(inner, dict))
     for name, inner in value.items():
         yield from _flat(f"{key}.{name}" if key else str(name), inner)
 

@@ -44,7 +44,7 @@ PIXELS = Kind(again=("encode-latents", "encode-vision"), trains=False)
 WEIGHTS = Kind(again=("encode-text", "encode-latents"), trains=False)
 ENCODERS = Kind(again=("encode-text", "encode-latents", "encode-vision"), trains=False)
 JOIN = Kind(again=("index",), trains=False)
-VISION = Kind(again=("encode-vision",))  # which training does not use yet
+VISION = Kind(again=("encode-vision",), trains=False)
 MACHINE = Kind()  # where and how fast, not what: places and resources of this machine, sizes of what is still to come
 RUN = Kind()  # of training, validation and decoding: in force at the next run, on the same set
 
