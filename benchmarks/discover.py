@@ -37,7 +37,7 @@ import xxhash
 from PIL import Image
 
 from cache.store import Store
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report
 from stages import discover, reading
 from stages.sources.base import CHUNK, LISTING

@@ -148,10 +148,11 @@ def on_device(one: Path, all_: Path, repeat: int) -> None:
 
     from benchmarks import device as devices
     from stages import loading
+    from stages.vae import base
 
     config = load(all_)
     device = loading.device(config.stages.encode_latents)
-    vae = loading.autoencoder(config, device)._vae
+    vae = base.autoencoder(config, device)._vae
     batches = shapes(all_)
     clips, frames = config.model.spec.video, sum(members * frames for members, frames, _, _ in batches)
     ready = [torch.rand(b, 3, t, h, w, device=device, dtype=vae.dtype) * 2 - 1 for b, t, h, w in batches]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cache import arrow, shard, wds  # noqa: F401 (so that importing is not measured)
+from cache import arrow, shard, shard_io, wds  # noqa: F401 (so that importing is not measured)
 from cache.shard import Row, ShardMeta
 from cache.store import Store
 from cache.tensors import Array
@@ -34,7 +34,7 @@ def write(root: str, format: str, rows: int, shape: tuple[int, ...]) -> tuple[st
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     meta = ShardMeta("latents", "bench", "unit", "768x512@29")
-    with shard.writer(Store(root), "latents/bench/unit", meta, {"latent": DTYPE}, format) as out:
+    with shard_io.writer(Store(root), "latents/bench/unit", meta, {"latent": DTYPE}, format) as out:
         for number in range(rows):
             latent = Array.from_numpy(np.roll(values, number).reshape(shape), DTYPE)
             out.add(Row(f"{number:032x}", {"latent": latent}))
@@ -46,7 +46,7 @@ def write(root: str, format: str, rows: int, shape: tuple[int, ...]) -> tuple[st
 def read(root: str, rel: str, order: Iterable[int], verify: bool) -> float:
     """Seconds to read and copy the rows of `order`."""
     start = time.perf_counter()
-    with shard.reader(Store(root), rel) as reader:
+    with shard_io.reader(Store(root), rel) as reader:
         for number in order:
             reader.read(number, verify).tensors["latent"].numpy().copy()
     return time.perf_counter() - start

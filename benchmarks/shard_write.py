@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.verify import MIB, medians, timed
-from cache import shard
+from cache import shard, shard_io
+from cache.files import replace
 from cache.shard import Row, ShardMeta
-from cache.store import Store, replace
+from cache.store import Store
 from cache.tensors import Array
 
 WIDTH, POOLED = 3584, 768  # of Qwen2.5-VL-7B and CLIP-L
@@ -46,7 +47,7 @@ class Unit:
 
     def write(self, store: Store, name: str, format: str) -> str:
         meta = ShardMeta("latents", "0" * 24, name, "", [row.id for row in self.rows])
-        with shard.writer(store, f"latents/{meta.fingerprint}/{name}", meta, self.columns, format) as out:
+        with shard_io.writer(store, f"latents/{meta.fingerprint}/{name}", meta, self.columns, format) as out:
             for row in self.rows:
                 out.add(row)
             return out.finish()

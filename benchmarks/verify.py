@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.planning import project
-from cache import shard
+from cache import shard, shard_io
 from cache.shard import Row, ShardMeta
 from cache.store import Store
 from cache.tensors import Array
@@ -51,7 +51,7 @@ def fill(store: Store, mib: int, format: str) -> None:
         for start in range(0, rows, at_once):
             meta = ShardMeta(kind, "0" * 24, f"unit-{start}", "" if kind == "text" else "1024x1024@1")
             stem = f"{kind}/{meta.fingerprint}/{meta.unit}"
-            with shard.writer(store, stem, meta, {name: "bfloat16"}, format) as out:
+            with shard_io.writer(store, stem, meta, {name: "bfloat16"}, format) as out:
                 for row in range(start, min(rows, start + at_once)):
                     out.add(Row(f"{row:032x}", {name: values[row % len(values)]}))
                 out.finish()
@@ -147,7 +147,7 @@ def encoded(folder: Path, items: int, unit_mib: float) -> Path:
             ids = list(unit.members)
             meta = ShardMeta(stage.kind, work.fingerprint, unit.unit_id, unit.bucket, ids, provenance=libraries)
             stem = f"{stage.kind}/{work.fingerprint}/{unit.unit_id}"
-            with shard.writer(store, stem, meta, {"x": "bfloat16"}) as out:
+            with shard_io.writer(store, stem, meta, {"x": "bfloat16"}) as out:
                 for name in unit.members:
                     out.add(Row(name, {"x": one}))
                 out.finish()

@@ -15,10 +15,11 @@ import pyarrow as pa
 import xxhash
 
 from cache import ipc, untrusted
+from cache.damage import DamageError
+from cache.files import explained
 from cache.shard import (
     ARROW_SUFFIX,
     BaseReader,
-    DamageError,
     Row,
     SetAside,
     ShardMeta,
@@ -29,7 +30,7 @@ from cache.shard import (
     row_checksum,
     to_json,
 )
-from cache.store import Store, explained
+from cache.store import Store
 from cache.tensors import NUMPY_DTYPES, Array
 
 META_KEY, META_CHECKSUM_KEY = b"latentpress", b"latentpress_checksum"

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from cache.compatibility import side_multiple
 from cache.damage import DamageError
 from cache.opening import OF_CONFIGURATION, find_set, newest_of, open_set, pointed_at, pointer
 from cache.store import Store
 from cache.trainset import NoSet, SetError, TrainSet
 from cache.untrusted import shown
-from cache.weights import WeightsError, fingerprint_of, local, side_multiple
-from schemas.config import Config, Model
+from cache.weights import WeightsError, fingerprint_of, local
+from schemas.config.encoding import Model
+from schemas.config.pipeline import Config
 from schemas.identity import hash_json
 from schemas.recipe import recipe
 

@@ -22,7 +22,9 @@ import pyarrow.compute as pc
 from cache import checks
 from cache.arrow import ShardReader as ArrowReader
 from cache.arrow import reserved
-from cache.shard import ENCODERS, UNREADABLE, DamageError, Row, reader, row_checksum, to_json
+from cache.damage import ENCODERS, UNREADABLE, DamageError
+from cache.shard import Row, row_checksum, to_json
+from cache.shard_io import reader
 from cache.sound import SAMPLE, kind_of
 from cache.store import Store
 from cache.trainset import SetError, TrainSet

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import current, generations, shard
+from cache import current, generations, shard_io
 from cache.damage import DamageError
 from cache.exported import (
     EXPORT_VERSION,
@@ -147,9 +147,9 @@ class Exporter:
     def is_whole(self, piece: Piece) -> bool:
         """Whether the shard of `piece` is there and holds its rows, every byte as it was written. Reads all of it."""
         path = self._there.get(piece.unit)
-        if path is None or shard.verify(self.target, path):
+        if path is None or shard_io.verify(self.target, path):
             return False
-        with shard.reader(self.target, path) as there:
+        with shard_io.reader(self.target, path) as there:
             return there.meta.ids == self._ids(piece)
 
     def _ids(self, piece: Piece) -> list[str]:
@@ -184,7 +184,7 @@ class Exporter:
         provenance |= {"set": self.data.id, "made_with": self.record["export"]["made_with"]}
         meta = ShardMeta(kind, self.name, unit, bucket, ids, [], provenance)
         names, size = columns_of_parts(self._columns, parts), 0
-        with shard.writer(self.target, f"{kind}/{self.name}/{unit}", meta, names, self.form) as out:
+        with shard_io.writer(self.target, f"{kind}/{self.name}/{unit}", meta, names, self.form) as out:
             for row in rows:
                 out.add(row)
                 size += nbytes(row)

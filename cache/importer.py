@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import shard
+from cache import shard, shard_io
 from cache.exported import ExportedSet, columns, folders
 from cache.exporter import TargetError, nbytes, publish, replaced
 from cache.plan import Ints
@@ -139,9 +139,9 @@ class Importer:
 
     def _holds(self, kind: str, unit: str, ids: list[str]) -> bool:
         path = self._there[kind].get(unit)
-        if path is None or shard.verify(self.target, path):
+        if path is None or shard_io.verify(self.target, path):
             return False
-        with shard.reader(self.target, path) as there:
+        with shard_io.reader(self.target, path) as there:
             return there.meta.ids == ids
 
     def write(self, part: Part) -> int:
@@ -163,7 +163,7 @@ class Importer:
         provenance = {"set": self.data.id, "made_with": self.data.meta["export"]["made_with"]}
         folder = f"{kind}/{self.folders[kind]}"
         meta = ShardMeta(kind, self.folders[kind], unit, bucket, ids, [], provenance)
-        with shard.writer(self.target, f"{folder}/{unit}", meta, self._columns[kind], self.form) as out:
+        with shard_io.writer(self.target, f"{folder}/{unit}", meta, self._columns[kind], self.form) as out:
             for row in rows:
                 out.add(row)
             out.finish()

@@ -1,4 +1,4 @@
-"""What both shard formats share: rows and their checksum, the description a shard carries, damage.
+"""What both shard formats share: rows and their checksum, the description a shard carries, the checks of a reader.
 
 A shard is the output of one unit. Its existence under its final name is the record that the unit is done.
 docs/cache-format.md specifies every byte.
@@ -7,10 +7,8 @@ docs/cache-format.md specifies every byte.
 import json
 import os
 import struct
-import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -19,12 +17,9 @@ from typing import Any, Protocol, Self, TypeVar
 import pyarrow as pa
 
 from cache import untrusted
-from cache.damage import ENCODERS as ENCODERS
 from cache.damage import MAKERS, DamageError, attempt
-from cache.damage import UNREADABLE as UNREADABLE
-from cache.damage import rebuild_advice as rebuild_advice
-from cache.damage import rebuild_command as rebuild_command
-from cache.store import Store, explained
+from cache.files import explained
+from cache.store import Store
 from cache.tensors import Array
 from schemas.identity import hash_bytes
 from schemas.tables import FORMAT_VERSION
@@ -192,58 +187,6 @@ def _damage(check: Callable[[], object]) -> DamageError | None:
     return None
 
 
-def writer(
-    store: Store, rel_stem: str, meta: ShardMeta, columns: Mapping[str, str], format: str = "arrow"
-) -> ShardWriter:
-    """A writer of `<rel_stem>.arrow` or `.tar`. `columns`: tensor name -> dtype; a row may lack any."""
-    from cache import arrow, wds
-
-    if format not in SUFFIXES:
-        raise ValueError(f"cache format {format!r} is unknown; choose from {', '.join(SUFFIXES)}")
-    assert not _leads_out(rel_stem), f"{rel_stem!r} leads out of the root"
-    twin = arrow if format == "arrow" else wds
-    return twin.ShardWriter(store, rel_stem, meta, columns)
-
-
-def reader(store: Store, rel: str) -> BaseReader:
-    """A reader of the shard at `rel`, chosen by its suffix."""
-    from cache import arrow, wds
-
-    if not rel.endswith((ARROW_SUFFIX, TAR_SUFFIX)):
-        raise ValueError(f"{rel!r} is no shard: its name must end with {ARROW_SUFFIX} or {TAR_SUFFIX}")
-    if _leads_out(rel):
-        raise DamageError(store.path(untrusted.shown(rel)), "its name leads out of the root")
-    twin = arrow if rel.endswith(ARROW_SUFFIX) else wds
-    return twin.ShardReader(store, rel)
-
-
-def _leads_out(rel: str) -> bool:
-    """Whether this is no plain path below a root: the tables of a set that came from elsewhere name shards too."""
-    return "\0" in rel or any(part in ("", ".", "..") for part in rel.split("/"))
-
-
-def verify(
-    store: Store,
-    rel: str,
-    whole: Callable[[ShardMeta], Iterable[str]] | None = None,
-    look: Callable[[Row], object] | None = None,
-) -> list[DamageError]:
-    """Read everything in the shard at `rel`; every damage found, also when it can't be opened.
-
-    whole, look: what else is asked of its description (says what is wrong), and of each row (as BaseReader.verify).
-    """
-    try:
-        shard = reader(store, rel)
-    except DamageError as damage:
-        return [damage]
-    try:
-        path = store.path(rel)
-        wrong = [DamageError(path, reason) for reason in (whole(shard.meta) if whole else ())]
-        return wrong + shard.verify(look)
-    finally:
-        shard.close()
-
-
 def misplaced(meta: ShardMeta, rel: str, path: str) -> list[DamageError]:
     """Damage where the shard lies as <kind>/<fingerprint>/<unit> of which it says otherwise of itself."""
     parts = rel.split("/")
@@ -360,38 +303,3 @@ def check_row(row: Row, columns: Mapping[str, str], taken: set[str]) -> None:
     for name, array in row.tensors.items():
         announced = columns.get(name)
         assert array.dtype == announced, f"row {row.id}: {name} is {array.dtype}, announced as {announced}"
-
-
-class Readers:
-    """Open readers, the `limit` last used: a random order over many shards holds few files and maps open."""
-
-    def __init__(self, store: Store, limit: int = 64) -> None:
-        assert limit > 0
-        self.store, self.limit = store, limit
-        self._open: OrderedDict[str, BaseReader] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, path: str, row: int, verify: bool = True) -> Row:
-        """Row `row` of the shard at `path` (relative to the store). Several threads may call it, in turn."""
-        with self._lock:
-            return self._get(path).read(row, verify)
-
-    def meta(self, path: str) -> ShardMeta:
-        with self._lock:
-            return self._get(path).meta
-
-    def _get(self, path: str) -> BaseReader:
-        if path not in self._open:
-            while len(self._open) >= self.limit:
-                self._open.popitem(last=False)[1].close()
-            self._open[path] = reader(self.store, path)
-        self._open.move_to_end(path)
-        return self._open[path]
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def close(self) -> None:
-        with self._lock:
-            while self._open:
-                self._open.popitem()[1].close()

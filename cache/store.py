@@ -5,156 +5,39 @@ is spooled locally and put once. Whoever lists or opens a final name therefore s
 a killed process leaves behind is never listed.
 """
 
-import errno
-import io
 import json
 import os
-import re
-import secrets
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import fsspec
 import pyarrow as pa
 
 from cache import tables, untrusted
 from cache.damage import DamageError, attempt
-from schemas.errors import LatentpressError
-from schemas.folders import in_the_way
+from cache.files import (
+    Entry,
+    StoreError,
+    WriteBehind,
+    explained,
+    is_temporary,
+    is_unfinished,
+    make_folders,
+    put,
+    replace,
+    sync,
+    temporary,
+    walk,
+)
 
-TEMP_SUFFIX = ".tmp"
-_OWN_TEMP = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # as `open_temp` names them
-SEND_BYTES = 8 << 20
 OPEN_TRIES = 5
+STALE = 24 * 3600  # seconds: no writer takes longer over one file
 JSON_BYTES = 64 << 20  # of a plan.json or set.json: more is none
-
-NEXT_STEPS = {
-    errno.ENOSPC: "free space there, or choose another place, and run the same command again: what is finished is kept",
-    errno.EFBIG: "raise the limit (ulimit -f) and run the same command again: what is finished is kept",
-    errno.EACCES: "give this user the right to read and write there, or choose another place",
-    errno.EROFS: "mount it for writing, or choose another place",
-    errno.EXDEV: "write the temporary file with open_temp, which puts it beside its final name",
-}
-NEXT_STEPS[errno.EDQUOT] = NEXT_STEPS[errno.ENOSPC]
-NEXT_STEPS[errno.EPERM] = NEXT_STEPS[errno.EACCES]
-REASONS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "a file may not grow larger: a file-size limit is set",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "permission denied",
-    errno.EROFS: "the file system is read-only",
-}
-
-
-class StoreError(LatentpressError):
-    """A file could not be written or read; says where, why and what to do. `path` and `reason` apart."""
-
-    def __init__(self, path: str, reason: str, next_step: str) -> None:
-        super().__init__(f"{path}: {reason}", next_step)
-        self.path, self.reason = path, reason
-
-    def document(self) -> dict[str, Any]:
-        return super().document() | {"path": self.path, "reason": self.reason}
-
-    def __reduce__(self) -> tuple:
-        return (StoreError, (self.path, self.reason, self.next_step))
-
-
-class Entry(NamedTuple):
-    """A file: its name, its bytes, and when it was last written (seconds since 1970; infinity: not known)."""
-
-    name: str
-    size: int
-    modified: float
-
-
-def replace(source: str, target: str) -> None:
-    """The one step at which a local file appears under its final name."""
-    os.replace(source, target)
-
-
-@contextmanager
-def explained(path: str) -> Iterator[None]:
-    """Turn an OSError of the body into a StoreError about `path`. A missing file stays FileNotFoundError."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        code = error.errno or 0
-        reason = REASONS.get(code, error.strerror or str(error))
-        step = NEXT_STEPS.get(code, "check the path and the device, and run the same command again")
-        raise StoreError(path, reason, step) from error
-
-
-def require_folder(path: str | Path) -> None:
-    """StoreError where something stands in the way of a folder at `path`, before work is done that ends there."""
-    if obstacle := in_the_way(path):
-        reason, _, step = obstacle.partition("; ")
-        raise StoreError(str(path), f"can't be a folder: {reason}", step)
-
-
-def _is_temp(name: str) -> bool:
-    """Whether a name is left out of listings; whoever made it, it is no finished file."""
-    return name.startswith(".") and name.endswith(TEMP_SUFFIX)
-
-
-def _is_own_temp(name: str) -> bool:
-    """Whether a file is one that a store writes, which may be removed once nobody does."""
-    return _OWN_TEMP.fullmatch(name) is not None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _make_folders(folder: Path) -> None:
-    """Create `folder` and sync each parent that gained an entry, so that a power cut keeps the way to it. Raises
-    StoreError that says what stands in its way."""
-    missing = [folder] if not folder.exists() else []
-    while missing and not missing[-1].parent.exists():
-        missing.append(missing[-1].parent)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
-        require_folder(folder)
-        step = "choose another place: this one takes no folders (as /proc), or somebody removes them"
-        raise StoreError(str(folder), "can't be made", step) from error
-    for made in missing:
-        _sync_folder(made.parent)
-
-
-class _Temp(io.BufferedWriter):
-    """A temporary file, of which the disk writes what there is while more comes. Otherwise the kernel keeps most of it
-    in memory until it is synced: of 128 MiB, writing and syncing took 0.20 s one after the other, and 0.13 s so."""
-
-    _unsent = 0
-
-    def write(self, data: Any) -> int:
-        written = super().write(data)
-        self._unsent += written
-        if self._unsent >= SEND_BYTES and hasattr(os, "posix_fadvise"):
-            span = self.fileno(), self.tell() - self._unsent, self._unsent
-            threading.Thread(target=_send, args=span, daemon=True).start()  # it takes as long as the copy of the pages
-            self._unsent = 0
-        return written
-
-
-def _send(file: int, place: int, length: int) -> None:
-    """Of pages that are to be written, "not needed" is where Linux starts to write them; it keeps them."""
-    with suppress(OSError):  # it was closed meanwhile, and a hint is all that this is
-        os.posix_fadvise(file, place, length, os.POSIX_FADV_DONTNEED)
 
 
 class Store:
@@ -203,14 +86,14 @@ class Store:
         Temporaries are left out. One listing."""
         with explained(self.path(prefix)):
             found = self._local_names(prefix) if self.root is not None else self._remote_names(prefix)
-        return sorted(name for name in found if not _is_temp(name.rpartition("/")[2]))
+        return sorted(name for name in found if not is_unfinished(name.rpartition("/")[2]))
 
     def entries(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
         """What `names` gives, with sizes and times; one listing. temporaries: what stores are writing, instead."""
         with explained(self.path(prefix)):
             local = self.local(prefix)
-            found = list(_walk(local)) if local is not None else self._remote_entries(prefix)
-        wanted = _is_own_temp if temporaries else lambda name: not _is_temp(name)
+            found = list(walk(local)) if local is not None else self._remote_entries(prefix)
+        wanted = is_temporary if temporaries else lambda name: not is_unfinished(name)
         return sorted(entry for entry in found if wanted(entry.name.rpartition("/")[2]))
 
     def _remote_entries(self, prefix: str) -> list[Entry]:
@@ -310,12 +193,12 @@ class Store:
         with explained(self.path(rel)):
             local = self.local(rel)
             folder = spool_folder() if local is None else local.parent
-            temp = folder / f".{rel.rpartition('/')[2]}.{secrets.token_hex(8)}{TEMP_SUFFIX}"
+            temp = temporary(folder / rel.rpartition("/")[2])
             self._unfinished.add(temp)
             for left in reversed(range(OPEN_TRIES)):
-                _make_folders(folder)
+                make_folders(folder)
                 try:
-                    return _Temp(open(temp, "xb").detach())
+                    return WriteBehind(open(temp, "xb").detach())
                 except FileNotFoundError:  # gc removed the folder, which was empty
                     if not left:
                         raise
@@ -330,9 +213,7 @@ class Store:
                 if local is None:
                     self.fs.put_file(str(temp), self.path(rel))
                 else:
-                    _sync_file(temp)
-                    replace(str(temp), str(local))
-                    _sync_folder(local.parent)
+                    put(Path(temp), local)
         finally:
             self._remove_temp(Path(temp))
 
@@ -392,10 +273,10 @@ class Store:
             if source is None or to is None:
                 self.fs.mv(self.path(rel), self.path(target))
                 return
-            _make_folders(to.parent)
+            make_folders(to.parent)
             replace(str(source), str(to))
-            _sync_folder(to.parent)
-            _sync_folder(source.parent)
+            sync(to.parent)
+            sync(source.parent)
 
     def remove(self, rel: str) -> None:
         """Remove `rel`; nothing happens where it is absent."""
@@ -421,7 +302,7 @@ class Store:
         top, before, removed = self.root or spool_folder(), time.time() - older_than_s, []
         with explained(str(top)):
             for folder, _, files in os.walk(top):
-                for file in filter(_is_own_temp, files):
+                for file in filter(is_temporary, files):
                     path = Path(folder, file)
                     if _modified(path) < before:
                         path.unlink(missing_ok=True)
@@ -440,26 +321,6 @@ def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
 
 def _signature_of(about: os.stat_result) -> tuple[int, ...]:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
-
-
-def _sync_file(path: str | Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def _walk(folder: Path, inside: str = "") -> Iterator[Entry]:
-    """Every file below `folder`; what is removed meanwhile is left out."""
-    try:
-        found = list(os.scandir(folder))
-    except FileNotFoundError:
-        return
-    for entry in found:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(folder / entry.name, f"{inside}{entry.name}/")
-            continue
-        with suppress(FileNotFoundError):
-            about = entry.stat()
-            yield Entry(inside + entry.name, about.st_size, about.st_mtime)
 
 
 def _written(about: dict[str, Any]) -> float:

@@ -20,7 +20,8 @@ from cache import checks, generations, untrusted
 from cache.checks import ROLES
 from cache.damage import DamageError, attempt
 from cache.plan import Ints, Span
-from cache.shard import Readers, Row
+from cache.shard import Row
+from cache.shard_io import Readers
 from cache.sound import SAMPLE, kind_of, part_problem
 from cache.store import Store
 from cache.tensors import Array

@@ -17,11 +17,12 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import xxhash
 
 from cache import untrusted
+from cache.damage import DamageError
+from cache.files import explained
 from cache.shard import (
     SIDECAR_SUFFIX,
     TAR_SUFFIX,
     BaseReader,
-    DamageError,
     Row,
     SetAside,
     ShardMeta,
@@ -32,7 +33,7 @@ from cache.shard import (
     row_checksum,
     to_json,
 )
-from cache.store import Store, explained
+from cache.store import Store
 from cache.tensors import Array
 
 #: Our dtype names and those of safetensors.

@@ -16,12 +16,10 @@ from typing import Any
 import xxhash
 
 from cache.damage import DamageError
-from cache.store import Store, StoreError
-from cache.untrusted import an_object, shown
-from schemas.catalogue import FAMILIES
-from schemas.config import Model
+from cache.files import StoreError
+from cache.store import Store
+from cache.untrusted import an_object
 from schemas.errors import USAGE, LatentpressError
-from schemas.family import Family, Flavour
 from schemas.identity import hash_json
 from schemas.safeweights import PATTERNS, problem_of
 
@@ -41,136 +39,15 @@ class NoCheckpoint(WeightsError):
     exit_code = USAGE
 
 
-class OtherCheckpoint(WeightsError):
-    """A checkpoint of another family or task than the configuration says."""
-
-    exit_code = USAGE
-
-
-def require_task(model: Model) -> None:
-    """OtherCheckpoint where a local directory says, or a repository is known, to be another of the catalogue's
-    pipelines.
-
-    Pipelines that the catalogue does not know pass: their parts are looked at one by one (`require_model`,
-    `require_transformer`).
-    """
-    folder = local(model.source)
-    if folder is None:
-        found = {family.pipelines[flavour.task] for family, flavour in published(model.source)}
-    elif (folder / INDEX).is_file():
-        found = {str(_json(folder / INDEX).get("_class_name"))}
-    else:
-        return
-    wanted = model.spec.pipelines[model.task]
-    made_for = [
-        f"{family.name} {task}"
-        for family in FAMILIES.values()
-        for task, name in family.pipelines.items()
-        if name in found
-    ]
-    if wanted not in found and made_for:
-        raise OtherCheckpoint(
-            f"{model.source} is a checkpoint for {', '.join(made_for)} ({', '.join(sorted(found))}), and the "
-            f"configuration says {model.family} {model.task} ({wanted})",
-            CORRECT,
-        )
-
-
-def published(repo: str) -> list[tuple[Family, Flavour]]:
-    """What the catalogue has of a repository."""
-    return [(family, one) for family in FAMILIES.values() for one in family.flavours.values() if one.repo == repo]
-
-
-def require_transformer(model: Model) -> None:
-    """OtherCheckpoint where a transformer's own config says that it is another family's, or made for another task.
-
-    Of a repository that small file is fetched.
-    """
-    for part in model.spec.components:
-        require_model(model, part)
-        config = config_of(model.source, model.revision, part)
-        _require_attention(model, config)
-        _require_task_of(model, part, config)
-
-
-def _require_task_of(model: Model, part: str, config: dict[str, Any]) -> None:
-    for key, wanted in model.spec.transformer_config[model.task].items():
-        found = config.get(key, False if isinstance(wanted, bool) else wanted)
-        if found != wanted:
-            raise OtherCheckpoint(
-                f"{model.source}: {part}/config.json has {key} = {shown(found)}, and {model.family} {model.task} "
-                f"needs {wanted}: the checkpoint is made for something else",
-                CORRECT,
-            )
-
-
-def require_autoencoder(model: Model) -> None:
-    """OtherCheckpoint where the autoencoder gives latents that the family's transformer can't read."""
-    require_model(model, "vae")
-    config = config_of(model.source, model.revision, "vae")
-    for key, wanted in model.spec.autoencoder_config.items():
-        found = config.get(key, wanted)
-        found = len(found) if isinstance(found, list) else found
-        if found != wanted:
-            what = f"{shown(found)} entries of {key}" if isinstance(config[key], list) else f"{key} = {shown(found)}"
-            raise OtherCheckpoint(
-                f"{model.source}: vae/config.json has {what}, and the transformer of {model.family} reads latents of "
-                f"an autoencoder with {wanted}: nothing that it encodes could be trained on",
-                f"take vae/ from the repository that the transformer is from ({model.chosen.repo}), or correct "
-                "model.path, model.family and model.flavour",
-            )
-
-
-def require_model(model: Model, part: str) -> None:
-    """OtherCheckpoint where the part holds another kind of model than the family's."""
-    config = config_of(model.source, model.revision, part)
-    found, wanted = config.get("_class_name") or config.get("model_type"), model.spec.models[part]
-    if found != wanted:
-        raise OtherCheckpoint(
-            f"{model.source}: {part} is a {found}, and {model.family} has a {wanted} there",
-            CORRECT,
-        )
-
-
-def side_multiple(model: Model) -> int:
-    """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is sparse.
-
-    Of a published repository the catalogue says so: planning needs no network and is the same on every machine. Any
-    other checkpoint's own config is asked. Raises OtherCheckpoint where it is for another family or task.
-    """
-    require_task(model)
-    sparse, part = model.spec.sparse, model.spec.components[0]
-    if sparse is None:
-        return model.spec.side_multiple
-    known = published(model.source) if local(model.source) is None else []
-    asked = known[0][1].sparse if known else sparse.asked(config_of(model.source, model.revision, part))
-    return sparse.side_multiple if asked else model.spec.side_multiple
-
-
-def _require_attention(model: Model, transformer_config: dict[str, Any]) -> None:
-    """OtherCheckpoint where a published repository asks for sparse attention and the catalogue, and so the plan, knows
-    of none.
-
-    The other way round nothing is wrong: what is planned for sparse attention suits full attention.
-    """
-    multiple, sparse = side_multiple(model), model.spec.sparse
-    if sparse is not None and sparse.asked(transformer_config) and multiple != sparse.side_multiple:
-        raise OtherCheckpoint(
-            f"{model.source}: transformer/config.json asks for {sparse.name} attention, which needs sides in multiples "
-            f"of {sparse.side_multiple} pixels; buckets were planned in multiples of {multiple}, as published until "
-            "now",
-            "download the checkpoint and set model.path to its folder, so that bucket asks its own config",
-        )
-
-
 def fingerprint_of(
     source: str, parts: Sequence[str], revision: str | None, memo: Store | None = None
 ) -> dict[str, Any]:
     """What determines the weights of `parts`, for a cache's fingerprint; small JSON.
 
     A local directory: {"content"}, the xxh3 of every file of the parts' folders, whatever the directory's own
-    name. A repository: {"repo", "commit", "parts"}; nothing is fetched. Raises WeightsError. memo: where `pinned` left
-    the commit, and where the hashes of large files are remembered by path, size and time, so that each is read once.
+    name. A repository: {"repo", "commit", "parts"}; nothing is fetched. Raises WeightsError. memo: where
+    `current_commit` left the commit, and where the hashes of large files are remembered by path, size and time, so that
+    each is read once.
     """
     folder = local(source)
     if folder is None:
@@ -207,39 +84,16 @@ def config_of(source: str, revision: str | None, part: str) -> dict[str, Any]:
     else:
         _require(folder, (part,))
         path = folder / name
-    return _json(path)
+    return read_object(path)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     try:
         return an_object(json.loads(path.read_bytes()), "the whole")
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
 
 
-def pinned(model: Model, memo: Store) -> Model:
-    """The model with the commit that its revision stands for now, so that whatever starts later loads the same weights.
-
-    The hub is asked, here alone; `memo` tells every program that only looks, on this machine and on others.
-    """
-    if local(model.source) is not None or (model.revision and COMMIT.fullmatch(model.revision)):
-        return model
-    commit = _commit(model.source, model.revision)
-    rel = _memo_of(model.source, model.revision)
-    if _remembered(rel, memo) != commit:
-        with suppress(StoreError):
-            memo.publish_json(rel, {"repo": model.source, "commit": commit})
-    found = model.model_copy(update={"revision": commit})
-    if model.spec.sparse is not None and published(model.source):
-        try:
-            config = config_of(model.source, commit, model.spec.components[0])
-        except WeightsError:  # offline, and only other parts are here: the trainer compares
-            return found
-        _require_attention(found, config)
-    return found
-
-
-CORRECT = "correct model.path, or model.family and model.flavour"
 CHECKPOINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
 
 
@@ -304,7 +158,7 @@ def _memo_of(repo: str, revision: str | None) -> str:
 
 
 def _remembered(rel: str, memo: Store) -> str | None:
-    """The commit that `pinned` left; None where there is none that can be read."""
+    """The commit that `current_commit` left; None where there is none that can be read."""
     with suppress(StoreError, OSError, DamageError, KeyError, TypeError):
         commit = memo.read_json(rel)["commit"]
         return commit if COMMIT.fullmatch(commit) else None
@@ -332,11 +186,17 @@ def _known_commit(repo: str, revision: str | None, memo: Store | None) -> str:
     )
 
 
-def _commit(repo: str, revision: str | None) -> str:
-    """The commit that a revision stands for now, or, offline, as of the local cache."""
+def current_commit(repo: str, revision: str | None, memo: Store) -> str:
+    """The commit that a revision stands for now, or, offline, as of the local cache. The hub is asked, here alone; it
+    is left in `memo` for every program that only looks, on this machine and on others."""
     from huggingface_hub import hf_hub_download
 
-    return Path(calling(hf_hub_download, repo, revision, filename=INDEX)).parent.name
+    commit = Path(calling(hf_hub_download, repo, revision, filename=INDEX)).parent.name
+    rel = _memo_of(repo, revision)
+    if _remembered(rel, memo) != commit:
+        with suppress(StoreError):
+            memo.publish_json(rel, {"repo": repo, "commit": commit})
+    return commit
 
 
 def _fetch(repo: str, revision: str | None, parts: Sequence[str]) -> Path:

@@ -17,10 +17,11 @@ A file that is already right is left alone, so a second run changes neither byte
 import argparse
 import importlib.util
 import io
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from cache.files import replacing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -196,10 +197,8 @@ def _put(path: Path, content: bytes) -> None:
     """Writes a file whole, or not at all where it already has this content."""
     if path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def _put_captions(media: Path, captions: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from schemas.loading import load

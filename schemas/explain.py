@@ -9,7 +9,8 @@ from typing import Any, Union, get_args, get_origin
 from pydantic_core import ErrorDetails
 
 from schemas import foreign
-from schemas.config import PATTERNS, Config
+from schemas.config.pipeline import Config
+from schemas.config.types import PATTERNS
 from schemas.report import shortened
 from schemas.section import Incoherent, Problem, Section
 from schemas.yamlfile import Key, parse

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from schemas.catalogue import FAMILIES
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from schemas.explain import dotted, explain, fields_of, is_section
 from schemas.overrides import put, split

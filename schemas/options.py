@@ -9,7 +9,9 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 
-from schemas.config import MOST_PROCESSES, Config, Resources
+from schemas.config.encoding import Resources
+from schemas.config.pipeline import Config
+from schemas.config.types import MOST_PROCESSES
 
 T = TypeVar("T")
 #: "latentpress PROGRAM" as a whole step, between backticks, or behind a colon at the end of a text.

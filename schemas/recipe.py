@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from schemas import preprocessing
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.datasets import Dataset
 from schemas.family import Normalisation
 from schemas.identity import hash_json

@@ -128,3 +128,8 @@ def _listing(title: str, items: Sequence[Mapping[str, Any]], full: str = "", unl
     if more:
         lines.append(f"  ... and {more} more")
     return lines + ([f"  the full list: {full}"] if full else [])
+
+
+def printable(text: str) -> str:
+    """`text` with the bytes of a file's name that are not UTF-8 shown as escapes."""
+    return text.encode(errors="backslashreplace").decode()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from schemas.config import Config
+from schemas.config.pipeline import Config
 
 Topic = Literal["masks", "regularisation", "vision"]
 

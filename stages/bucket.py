@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache import generations, rejects
+from cache.compatibility import side_multiple
 from cache.generations import Generation
 from cache.plan import remedy
 from cache.store import Store
-from cache.weights import side_multiple
-from schemas.config import VALIDATION, Config
+from schemas.config.pipeline import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key

@@ -5,14 +5,13 @@ Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cache.store import explained, require_folder
-from schemas.config import Config
+from cache.files import explained, replacing, require_folder
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 
@@ -56,8 +55,9 @@ def _decode_all(
     config: Config, options: Options, console: Console, folder: Path, files: list[Path], report: Report
 ) -> None:
     from stages import loading
+    from stages.vae import base
 
-    autoencoder = loading.autoencoder(config, loading.device(options.resources(config, "decode")))
+    autoencoder = base.autoencoder(config, loading.device(options.resources(config, "decode")))
     with console.progress(len(files), "decode", "samples") as progress:
         for file in files:
             latent, about = read_latent(file)
@@ -101,18 +101,13 @@ def frames_per_second(config: Config) -> float:
 
 def write(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
     """Write uint8 frames as PNG (its first frame) or MP4, by the path's suffix; under its name only when whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
+    with replacing(path) as temporary:
         if path.suffix == ".png":
             from PIL import Image
 
-            Image.fromarray(frames_THWC[0]).save(temporary)
+            Image.fromarray(frames_THWC[0]).save(temporary, format="PNG")
         else:
             write_video(temporary, frames_THWC, fps)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
@@ -129,7 +124,7 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
     height, width = frames_THWC.shape[1:3]
     tags, converter = colour.encoded_tags(width, height), VideoReformatter()
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "14"})
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         context = stream.codec_context
@@ -157,10 +152,8 @@ def contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -
             file = folder / "validation" / step / f"{name}.safetensors"
             if picture := pictures.get(file):
                 sheet.paste(picture, (x + (cell - picture.width) // 2, y + label + (cell - picture.height) // 2))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
-    sheet.save(temporary)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        sheet.save(temporary, format="PNG")
 
 
 def _thumbnail(path: Path, edge: int) -> Any:

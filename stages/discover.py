@@ -20,10 +20,11 @@ import typer
 from cache import rejects
 from cache.damage import DamageError
 from cache.store import Store
-from schemas.config import Config, Dataset
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Progress, Report, program
+from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
-from schemas.report import visible
+from schemas.report import printable, visible
 from schemas.tables import MEDIA, REJECTS
 from stages import listing, mediatable
 from stages.listing import Known, Split
@@ -340,11 +341,6 @@ def _count(values: Any) -> int:
 
 def _ignored(source: Source) -> str | int:
     return ignored(source.ignored) if source.ignored else 0
-
-
-def printable(text: str) -> str:
-    """`text` with the bytes of a file's name that are not UTF-8 shown as escapes."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 app = program("discover", "Find media and captions; read headers; name files by content.", run, extra="media")

@@ -11,7 +11,7 @@ from cache.current import choose
 from cache.exporter import MIB, Exporter
 from cache.shard import SUFFIXES
 from cache.store import Store
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report, program
 from stages.stage import refuse_shard
 

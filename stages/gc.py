@@ -20,18 +20,18 @@ from typing import Annotated, Any
 import typer
 
 from cache import shard
+from cache.damage import ENCODERS, DamageError
+from cache.files import Entry, StoreError
 from cache.layout import is_ours
 from cache.opening import OF_CONFIGURATION
-from cache.shard import ENCODERS, DamageError
-from cache.store import Entry, Store, StoreError
+from cache.store import STALE, Store
 from cache.untrusted import shown
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report, program
 from schemas.loading import load
 from stages import encoders
 from stages.stage import WrongUse, refuse_shard
 from stages.usage import Use, use
-from stages.verify import STALE
 
 DAY = 24 * 3600
 KEEP_DAYS = 30.0

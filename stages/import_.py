@@ -10,7 +10,7 @@ from cache.importer import Importer
 from cache.opening import find_set
 from cache.store import Store
 from cache.trainset import SetError
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report, program
 from stages.stage import WrongUse, refuse_shard
 

@@ -15,13 +15,13 @@ import pyarrow.compute as pc
 import typer
 
 from cache import current
-from cache.damage import DamageError
+from cache.compatibility import side_multiple
+from cache.damage import ENCODERS, DamageError
 from cache.generations import Generation
-from cache.shard import ENCODERS, Readers
+from cache.shard_io import Readers
 from cache.store import Store
 from cache.trainset import set_table
-from cache.weights import side_multiple
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json

@@ -1,10 +1,9 @@
-"""Where the encoding stages meet torch: devices, models, tensors to arrays, running out of memory.
+"""Where the encoding stages meet torch: devices, loading a model, tensors to arrays, running out of memory.
 
 Imported by workers only, after everything that needs no model has been settled.
 """
 
 import gc
-import importlib
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +15,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from cache.compatibility import require_model
 from cache.tensors import Array
-from cache.weights import WeightsError, require_autoencoder, require_model
-from schemas.config import Config, Model, Resources
+from cache.weights import WeightsError
+from schemas.config.encoding import Model, Resources
 from schemas.errors import LatentpressError
-from stages.vae.base import Levers
 
 #: What a RuntimeError says where memory ran out: torch's allocator on the CPU, CUDA itself, its libraries.
 NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
@@ -53,39 +52,6 @@ def device(resources: Resources, process: int = 0) -> torch.device:
     if name == "cuda" and torch.cuda.device_count() > 1:
         name = f"cuda:{process % torch.cuda.device_count()}"
     return torch.device(name)
-
-
-def autoencoder(config: Config, where: torch.device) -> Any:
-    """The family's autoencoder, from the file under stages/vae/ that the catalogue names."""
-    family = config.model.spec
-    module = importlib.import_module(f"stages.vae.{family.autoencoder}")
-    dtype = getattr(torch, config.latents.precision or config.model.precision)
-    levers = Levers.of(config.latents, family)
-    require_autoencoder(config.model)
-    with explained(config.model, "vae"):
-        source, revision = config.model.source, config.model.revision
-        loaded = module.Autoencoder(source, revision, dtype, where, levers, family.normalisation)
-    expected = config.latents.settings(family)
-    if loaded.settings() != expected:
-        raise LatentpressError(
-            f"the installed diffusers encodes otherwise than the cache's name says: {loaded.settings()} instead of "
-            f"{expected}",
-            "install the tested versions (constraints.txt)",
-        )
-    return loaded
-
-
-def text_encoder(config: Config, where: torch.device) -> Any:
-    """The family's text encoder, from the file under stages/text/ that the catalogue names."""
-    quiet()
-    model = config.model
-    module = importlib.import_module(f"stages.text.{model.spec.text_encoder}")
-    dtype = getattr(torch, config.text.precision or model.precision)
-    length = config.text.max_length or model.template.max_length
-    text = config.text
-    options = {"attention": text.attention, "quantization": text.quantization, "offload": text.offload}
-    with explained(model, "text_encoder"):
-        return module.Encoder(model.source, model.revision, model.template, length, dtype, where, **options)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 
 from cache import checks
 from cache.damage import DamageError
-from cache.store import Store, explained
+from cache.files import explained
+from cache.store import Store
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json, id_bytes

@@ -1,10 +1,10 @@
 """The plan that a configuration stands for: which published generation is its own."""
 
 from cache import generations
+from cache.compatibility import side_multiple
 from cache.generations import Generation
 from cache.store import Store
-from cache.weights import side_multiple
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
 

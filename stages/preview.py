@@ -4,24 +4,23 @@ Of each bucket some samples that are encoded: the original as it was read for en
 its latents, their PSNR, captions with their tokens. With --plan the current plan instead, before anything is encoded.
 """
 
-import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import pyarrow as pa
 import typer
 
-from cache.store import Store, explained, require_folder
-from schemas.config import Config
+from cache.files import explained, replacing, require_folder
+from cache.store import Store
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.contactsheet import planned
 from stages.contactsheet.sheet import Sheet
-from stages.media import presence
-from stages.media.places import Places
+from stages.discovery import presence
+from stages.discovery.places import Places
 from stages.plan import current_plan
 from stages.stage import WrongUse, refuse_shard
 
@@ -157,20 +156,9 @@ def _write_sheets(page: Path, sheets: Iterable[bytes]) -> list[Path]:
 
 
 def _write(path: Path, pieces: Iterable[bytes]) -> int:
-    """Write a file, which takes its name when it is whole; returns its bytes."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with explained(str(path)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                size = file.tell()
-            os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-    return size
+    """Write a file whole; returns its bytes."""
+    with explained(str(path)), replacing(path) as temporary, temporary.open("wb") as file:
+        return sum(map(file.write, pieces))
 
 
 app = program(

@@ -5,7 +5,7 @@ from typing import Any
 
 from cache import rejects
 from cache.store import Store
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import Options, Report
 from schemas.errors import LatentpressError
 from stages import encoders

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.tables import MEDIA
-from stages.media.places import location
-from stages.media.presence import MissingMedia
+from stages.discovery.places import location
+from stages.discovery.presence import MissingMedia
 from stages.sources.base import IMAGES, VIDEOS
 from stages.sources.urls import shown
 

@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from schemas.config import Config, StageName
+from schemas.config.encoding import StageName
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import DAMAGE, OK, REMAINS, LatentpressError
 from stages.stage import refuse_shard

@@ -13,13 +13,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from cache import generations, shard
+from cache import generations, shard, shard_io
+from cache.damage import DamageError
+from cache.files import StoreError, explained
 from cache.generations import Unit
 from cache.layout import is_ours, is_shard
 from cache.opening import pointed_at
-from cache.shard import DamageError, Row, ShardMeta
+from cache.shard import Row, ShardMeta
 from cache.sound import shape_problem
-from cache.store import Store, StoreError, explained
+from cache.store import Store
 from cache.tensors import INFINITY
 from cache.trainset import set_table
 from cache.untrusted import shown
@@ -111,7 +113,7 @@ def check(store: Store, rel: str, expected: Expectations) -> list[DamageError]:
         tensors.bucket = meta.bucket
         yield from disagreements(meta, expected.unit(shard.stem(name)))
 
-    found = shard.verify(store, rel, whole, tensors.check)
+    found = shard_io.verify(store, rel, whole, tensors.check)
     return found if not found or store.exists(rel) else []
 
 

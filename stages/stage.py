@@ -7,9 +7,9 @@ listing of shard names. So any number of processes on any number of machines nee
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,19 +17,23 @@ import pyarrow.compute as pc
 import typer
 
 from cache import rejects
+from cache.compatibility import pinned
 from cache.damage import DamageError
 from cache.generations import Generation, Unit
 from cache.shard import Truncated, done_units
 from cache.store import Store
-from cache.weights import pinned
-from schemas.config import MOST_PREFETCH, MOST_PROCESSES, Config, Encoding
+from schemas.config.encoding import MOST_PREFETCH, Encoding
+from schemas.config.pipeline import Config
+from schemas.config.types import MOST_PROCESSES
 from schemas.console import Console, Options, Report, Shard
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import fingerprint
 from schemas.report import shortened, visible
 from schemas.unused import Topic, not_used_yet
-from stages.media import presence
-from stages.media.places import Places
+from stages.discovery import presence
+from stages.discovery.places import Places
+from stages.engines.jobs import Job, Worker
+from stages.engines.local import run_units
 from stages.plan import current_plan
 from stages.stopping import MaxTime, Stopping
 
@@ -51,42 +55,6 @@ def refuse_shard(options: Options, program: str) -> None:
             f"{program} is one job and can't be divided with --shard",
             f"run `latentpress {program}` once; --shard is for the encoding stages",
         )
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a worker process needs to know; small, and sent to it as it is. process: its number, from 0. watched:
-    members whose files tell whether the media are there."""
-
-    config: Config
-    generation: str
-    fingerprint: str
-    resources: Encoding
-    process: int = 0
-    watched: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a unit. shard: its path, None if it failed. set_aside: rows of schemas.tables.REJECTS. smaller:
-    where memory ran out, the size of batches that fitted. remarks: how many members each of them is true of."""
-
-    unit: str
-    shard: str | None
-    encoded: int = 0
-    bytes: int = 0
-    set_aside: tuple[dict, ...] = ()
-    truncated: tuple[Truncated, ...] = ()
-    smaller: str = ""
-    error: str = ""
-    remarks: dict[str, int] = field(default_factory=dict)
-
-
-class Worker(Protocol):
-    """Loaded once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after each
-    member. take: the next unit; None where there is none yet, or with True, which waits, no more."""
-
-    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[Outcome]: ...
 
 
 @dataclass(frozen=True)
@@ -275,8 +243,6 @@ def _run_units(
     console: Console,
     report: Report,
 ) -> None:
-    from stages.engines.local import run_units
-
     members = {unit.unit_id: unit.members for unit in units}
     written, remarks = 0, Counter[str]()
     what = "texts" if stage.of == "text" else "samples"

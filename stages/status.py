@@ -12,12 +12,14 @@ import pyarrow.compute as pc
 import typer
 
 from cache import current, rejects
+from cache.damage import DamageError
+from cache.files import Entry
 from cache.generations import Generation
-from cache.shard import DamageError, Readers
-from cache.store import Entry, Store
+from cache.shard_io import Readers
+from cache.store import Store
 from cache.trainset import SetError
 from cache.weights import WeightsError
-from schemas.config import VALIDATION, Config
+from schemas.config.pipeline import VALIDATION, Config
 from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from stages import encoders, rejected, watching

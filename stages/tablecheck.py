@@ -1,11 +1,11 @@
 """Every table under a root, and every JSON file beside one: read whole, compared with its checksum, its values checked.
 
 What is damaged is made again by the program that wrote it, from what that was made of: a plan from the media tables, a
-set from plan and shards, a list of what was set aside by its stage. `repair` does so for plans and sets.
+set from plan and shards, a list of what was set aside by its stage. `verify
+--repair` does so for plans and sets.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from cache import checks, generations
 from cache.damage import DamageError, rebuild_command
@@ -14,10 +14,7 @@ from cache.layout import is_ours
 from cache.opening import pointed_at
 from cache.store import Store
 from cache.trainset import TABLES, TrainSet, set_table
-from schemas.config import Config
-from schemas.console import Console, Options
-from schemas.errors import LatentpressError
-from stages import bucket, index, mediatable
+from stages import mediatable
 from stages.soundness import shards_of
 
 Damaged = dict[str, list[DamageError]]  # by path
@@ -82,15 +79,3 @@ def commands(paths: Damaged) -> list[str]:
     programs = {rebuild_command(path) for path in paths}
     known = [f"latentpress {name}" for name in order if name in programs]
     return known + [f"latentpress {name}" for name in sorted(programs - {*order})]
-
-
-def repair(store: Store, config: Config, options: Options, console: Console, bad: Damaged, top: str) -> None:
-    """Have the program that writes what lies under `top`, "plans" or "sets", make again what is damaged there, as far
-    as this configuration makes it."""
-    program = {"plans": bucket.run, "sets": index.run}[top]
-    if not any(path.startswith(f"{top}/") for path in bad):
-        return
-    try:
-        program(config, replace(options, workers=None), console)
-    except LatentpressError as error:
-        console.warn(f"{top} can't be made again: {error.message}")

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache import current, generations
+from cache.files import Entry
 from cache.generations import Generation
 from cache.opening import OF_CONFIGURATION, located
-from cache.store import Entry, Store
+from cache.store import Store
 from cache.untrusted import shown
-from schemas.config import VALIDATION, Config
+from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages import encoders
 from stages.plan import current_plan

@@ -16,17 +16,17 @@ from typing import Annotated, Any
 import typer
 
 from cache import shard
-from cache.shard import DamageError
-from cache.store import Store, StoreError
-from schemas.config import Config
+from cache.damage import MAKERS, DamageError, rebuild_command
+from cache.files import StoreError
+from cache.store import STALE, Store
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Progress, Report, program
 from schemas.errors import LatentpressError
-from stages import encoders, soundness, tablecheck
+from stages import bucket, encoders, index, soundness, tablecheck
 from stages.plan import current_plan
 from stages.soundness import Expectations, Whole
 from stages.stage import EncodingStage, Work, refuse_shard
 
-STALE = 24 * 3600  # seconds: no writer takes longer over one file
 MOST_WORKERS = 8  # by default; a disk is faster with some requests at once, not with many
 SETTLE = 2.0  # seconds until a shard that is missing is looked for again
 MIB = 1 << 20
@@ -50,7 +50,7 @@ def run(
 ) -> Report:
     refuse_shard(options, "verify")
     store = Whole(config.root)
-    present = soundness.shards(store, tuple(shard.MAKERS))
+    present = soundness.shards(store, tuple(MAKERS))
     report = Report(program="verify", dry_run=options.dry_run)
     report.details = {"shards": len(present), "MiB": round(sum(present.values()) / MIB, 2)}
     if options.dry_run:
@@ -61,7 +61,7 @@ def run(
         console.log(f"removed {len(swept)} temporary files that killed processes left")
     report.details["tables"], bad = tablecheck.damaged(store)
     if bad and repair:  # plans before shards, which are looked at by them
-        tablecheck.repair(store, config, options, console, bad, "plans")
+        _repair_tables(config, options, console, bad, "plans")
     found = examine(store, present, options.workers, console)
     found.damage |= {
         rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
@@ -72,7 +72,7 @@ def run(
     if found.damage and repair:
         _repair(store, config, options, console, found, report)
     if bad and repair:
-        tablecheck.repair(store, config, options, console, bad, "sets")
+        _repair_tables(config, options, console, bad, "sets")
         report.details["damaged tables"], (_, bad) = sorted(bad), tablecheck.damaged(store)
     every = found.damage | bad
     report.damage = [_row(rel, damage) for rel in sorted(every) for damage in every[rel]]
@@ -94,7 +94,7 @@ def _missing(store: Store, present: dict[str, int]) -> dict[str, str]:
 
 
 def _is_exported(rel: str) -> bool:
-    return shard.rebuild_command(rel) == "export"
+    return rebuild_command(rel) == "export"
 
 
 def _advice(store: Store, damaged: Iterable[str], own: list[str]) -> list[str]:
@@ -192,6 +192,18 @@ def _repair(store: Store, config: Config, options: Options, console: Console, fo
     report.failed += later.unread
     report.details["encoded again"] = len(made) - len(later.damage)
     report.next_steps += _advice(store, found.damage, []) + (["latentpress index"] if own else [])
+
+
+def _repair_tables(config: Config, options: Options, console: Console, bad: tablecheck.Damaged, top: str) -> None:
+    """Have the program that writes what lies under `top`, "plans" or "sets", make again what is damaged there, as far
+    as this configuration makes it."""
+    program = {"plans": bucket.run, "sets": index.run}[top]
+    if not any(path.startswith(f"{top}/") for path in bad):
+        return
+    try:
+        program(config, replace(options, workers=None), console)
+    except LatentpressError as error:
+        console.warn(f"{top} can't be made again: {error.message}")
 
 
 def _works(store: Store, config: Config, console: Console) -> list[tuple[EncodingStage, Work]]:

@@ -13,17 +13,20 @@ import pyarrow.compute as pc
 from cache import generations
 from cache.generations import Unit
 from cache.rejects import reject, to_replace, write
-from cache.shard import Row, SetAside, ShardMeta, ShardWriter, Truncated, writer
+from cache.shard import Row, SetAside, ShardMeta, ShardWriter, Truncated
+from cache.shard_io import writer
 from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import loading
 from stages.ahead import Ahead, Take
+from stages.discovery import presence
+from stages.discovery.places import Places
 from stages.engines.isolated import Isolated
-from stages.media import members, presence
+from stages.engines.jobs import Job, Outcome
+from stages.media import members
 from stages.media.errors import MediaError
 from stages.media.members import Read, Wanted
-from stages.media.places import Places
-from stages.stage import Job, Outcome, reject_folder
+from stages.stage import reject_folder
 
 Advance = Callable[[int], None]
 Members = Iterable[tuple[str, Any | MediaError]]

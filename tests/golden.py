@@ -17,7 +17,8 @@ import pyarrow as pa
 import pytest
 from typer import Typer
 
-from cache.shard import Row, ShardMeta, writer
+from cache.shard import Row, ShardMeta
+from cache.shard_io import writer
 from cache.store import Store
 from cache.tensors import Array
 from stages import bucket, discover, encode_latents, encode_text

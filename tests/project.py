@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report, Shard
 from schemas.loading import load
 

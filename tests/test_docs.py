@@ -8,7 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from schemas.catalogue import FAMILIES
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.datasets import Dataset, TagShuffle, Video
 from schemas.geometry import choose_buckets, cover_crop, cropped_share, resolution_buckets
 from schemas.section import Section

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 import pytest
 
 from cache.trainset import NoSet
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.explain import fields_of, is_section
 from schemas.loading import ConfigError

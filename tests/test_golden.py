@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.shard import Row, SetAside, ShardMeta, Truncated, writer
+from cache.shard import Row, SetAside, ShardMeta, Truncated
+from cache.shard_io import writer
 from cache.store import Store
 from stages import encode_latents, encode_text, encode_vision, export, import_, index
 from tests.golden import FLAVOURS, PROVENANCE, Home, Json, array, compare, contents, hashes, put_shards

@@ -79,7 +79,7 @@ def run(tree: Path, *arguments: str) -> Any:
 
 def rows(root: Path, kind: str) -> list[dict[str, np.ndarray]]:
     """The tensors of every row of a kind."""
-    from cache.shard import reader
+    from cache.shard_io import reader
     from cache.store import Store
 
     store, found = Store(str(root)), []

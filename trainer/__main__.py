@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from cache import weights
+from cache import compatibility
 from cache.current import choose
+from cache.damage import DamageError, rebuild_advice
 from cache.plan import Plan, remedy
-from cache.shard import DamageError, rebuild_advice
 from cache.trainset import TrainSet
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import USAGE, Console, Options, Report, program
 from schemas.errors import LatentpressError
 from schemas.unused import not_used_yet
@@ -40,7 +40,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         console = Console(stdout=nowhere, stderr=nowhere)
     report = Report("train", dry_run=options.dry_run)
     try:
-        weights.require_task(config.model)
+        compatibility.require_task(config.model)
         data = choose(config, console.warn)
         plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate * world)
         report.details = describe(config, data, plan)
@@ -55,7 +55,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
             report.details["saved"] = str(result(config))
             return report
         with stopped.explained(config, main), alone(run_folder(config), console) if main else nullcontext():
-            weights.require_transformer(config.model)
+            compatibility.require_transformer(config.model)
             from trainer.train import train
 
             summary = train(config, data, plan, console, options.device or config.train.device)

@@ -1,9 +1,7 @@
 """LoRA through peft, and saving what was trained in the formats that diffusers' pipelines load."""
 
 import json
-import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_N
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from cache.files import replacing
 from trainer.files import write_tensors
 
 ADAPTER = "default"
@@ -100,14 +99,9 @@ def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str,
     header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(_configuration(model), sort_keys=True)}
     notes = {"family": family, **(metadata or {})}
     header |= {f"latentpress.{key}": value for key, value in notes.items()}
-    directory.mkdir(parents=True, exist_ok=True)
     final = directory / LORA_WEIGHT_NAME_SAFE
-    temp = directory / f".{final.name}.{secrets.token_hex(8)}.tmp"
-    try:
-        write_tensors(tensors, temp, header)
-        os.replace(temp, final)
-    finally:
-        temp.unlink(missing_ok=True)
+    with replacing(final) as temporary:
+        write_tensors(tensors, temporary, header)
     return final
 
 

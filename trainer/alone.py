@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cache.store import NEXT_STEPS, REASONS, StoreError
+from cache.files import NEXT_STEPS, REASONS, StoreError
 from schemas.console import Console
 from schemas.errors import LatentpressError
 

@@ -10,8 +10,6 @@ The random state is (seed, step): every draw of a step is a function of them, so
 """
 
 import json
-import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from cache.files import replacing, sync, temporary
 from trainer.files import write_tensors
 from trainer.resume import (
     FORMAT_VERSION,
@@ -47,25 +46,14 @@ def save(
 
     terms: what must be the same to go on from here (see `resume.check_terms`). extra: further JSON for state.json.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:06d}"
-    temp = folder / f".{final.name}.{secrets.token_hex(8)}.tmp"
-    temp.mkdir()
-    try:
+    with replacing(final) as temp:
+        temp.mkdir()
         write_tensors({name: value.detach().contiguous().cpu() for name, value in trainable.items()}, temp / TRAINABLE)
         write_tensors(_optimizer_tensors(trainable, optimizer), temp / OPTIMIZER)
         files = {name: file_checksum(temp / name) for name in (TRAINABLE, OPTIMIZER)}
         state = {"format_version": FORMAT_VERSION, "step": step, "terms": dict(terms), "files": files, **extra}
         (temp / STATE).write_text(json.dumps(state, indent=1))
-        for name in (*files, STATE):
-            _sync(temp / name)
-        _sync(temp)
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(temp, final)
-        _sync(folder)
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
     return final
 
 
@@ -109,7 +97,7 @@ def put_aside(damaged: Damaged) -> Path:
     while (kept := folder / f"damaged-{damaged.path.name}.{number}").exists():
         number += 1
     damaged.path.rename(kept)
-    _sync(folder)
+    sync(folder)
     return kept
 
 
@@ -117,13 +105,5 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints, and what killed processes left behind."""
     for path in [*folders(folder)[:-keep], *folder.glob(".step-*.tmp")]:
         # Renamed first: a folder that is half removed must not look like a checkpoint.
-        doomed = path if path.name.startswith(".") else path.rename(folder / f".{path.name}.{secrets.token_hex(8)}.tmp")
+        doomed = path if path.name.startswith(".") else path.rename(temporary(path))
         shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

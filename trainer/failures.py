@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from cache.store import explained, require_folder
+from cache.files import explained, require_folder
 from schemas.errors import LatentpressError
 
 

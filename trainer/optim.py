@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from schemas.config import Optimizer
+from schemas.config.training import Optimizer
 from schemas.errors import LatentpressError
 
 WINDOW = 100  # steps over which skipped ones are counted

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from cache.store import explained
+from cache.files import explained
 from cache.untrusted import a_list, an_object, checksum, count, from_json, shown
 from schemas.errors import DAMAGE, USAGE, LatentpressError
 

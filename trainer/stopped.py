@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.errors import INTERRUPTED, TERMINATED, LatentpressError
 from trainer.metrics import NAME, read
 from trainer.resume import newest

@@ -4,7 +4,6 @@ A checkpoint's state.json holds the terms that a continuation must share; see `t
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ import pyarrow.compute as pc
 import xxhash
 
 from cache.exported import folders
+from cache.files import replacing
 from cache.plan import Plan
 from cache.shard import to_json
 from cache.trainset import TrainSet
 from cache.untrusted import an_object, from_json
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from trainer.resume import ResumeError, check_terms, newest
 
@@ -133,25 +133,19 @@ def write_config(config: Config, data: TrainSet) -> None:
     a set was named that other settings made, those that were not in force are named at the top."""
     from ruamel.yaml import YAML
 
-    folder = run_folder(config)
-    folder.mkdir(parents=True, exist_ok=True)
     values = config.model_dump(mode="json", by_alias=True)
     if "/" not in config.train.set:
         values["train"]["set"] = data.id
     lines = [f"# Not in force, as set {data.id} was named: {row}\n" for row in data.otherwise]
-    temp = folder / f".config.yaml.{os.getpid()}"
-    with temp.open("w") as file:
+    with replacing(run_folder(config) / "config.yaml") as temporary, temporary.open("w") as file:
         file.writelines(lines)
         YAML(typ="safe").dump(values, file)
-    temp.replace(folder / "config.yaml")
 
 
 def note_result(config: Config, step: int) -> None:
     """Record, once the result is saved whole, after how many steps it was."""
-    path = _note(config)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"step": step, "result": str(result(config))}))
-    temporary.replace(path)
+    with replacing(_note(config)) as temporary:
+        temporary.write_text(json.dumps({"step": step, "result": str(result(config))}))
 
 
 def finished(config: Config, state: Mapping[str, Any] | None) -> bool:

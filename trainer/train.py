@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from cache.plan import Plan
 from cache.trainset import TrainSet
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import Console
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Task

@@ -17,7 +17,7 @@ import torch
 from cache.tensors import Array
 from cache.trainset import Sample, TrainSet, ValidationPrompt
 from schemas.catalogue import FAMILIES
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.identity import seed_of
 from trainer import flow

@@ -9,11 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.shard import DamageError, Readers
+from cache.damage import DamageError
 from cache.shard import Row as Encoded
+from cache.shard_io import Readers
 from cache.store import Store
 from schemas.errors import LatentpressError
-from stages import encode_latents, encode_text
+from stages import encoders
 from stages.contactsheet.sheet import Sheet
 from stages.stage import EncodingStage, Work
 
@@ -99,11 +100,11 @@ class Cached:
     def of(cls, sheet: Sheet) -> "Cached":
         readers, names = Readers(sheet.store, OPEN_SHARDS), sheet.active.column("sample_id")
         places = {}
-        for stage in (encode_latents.STAGE, encode_text.STAGE):
+        for stage in (encoders.LATENTS, encoders.TEXT):
             places[stage.kind] = Place(sheet.store, _work(stage, sheet), readers)
         latents = places["latents"]
         aside = pc.is_in(names, value_set=pa.array(list(latents.aside), pa.string())).to_numpy()
-        folder = f"latents/{encode_latents.STAGE.fingerprint(sheet.config)}"
+        folder = f"latents/{encoders.LATENTS.fingerprint(sheet.config)}"
         return cls(sheet, folder, latents.encoded(names), aside, latents, places["text"])
 
     @property

@@ -3,12 +3,15 @@
 import numpy as np
 import torch
 
-from cache.shard import DamageError, Row
+from cache.damage import DamageError
+from cache.shard import Row
 from cache.tensors import Array
-from schemas.config import Config, Resources
+from schemas.config.encoding import Resources
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages import loading
+from stages.vae import base
 
 
 class Decoder:
@@ -17,7 +20,7 @@ class Decoder:
     def __init__(self, config: Config, resources: Resources) -> None:
         self._family = config.model.spec
         self.given = 1 if config.model.condition is None else config.model.condition.frames  # of a condition
-        self._autoencoder = loading.autoencoder(config, loading.device(resources))
+        self._autoencoder = base.autoencoder(config, loading.device(resources))
 
     def decode(self, path: str, row: Row, name: str, bucket: str) -> np.ndarray:
         """uint8 (T, H, W, 3) of the row's tensor `name`, latents (C, T, h, w) or their moments (2 C, T, h, w).

@@ -12,9 +12,9 @@ from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.contactsheet.page import Item, Look, Picture
 from stages.contactsheet.sheet import Sheet
+from stages.discovery.places import Places
 from stages.media.errors import MediaError, unreadable
 from stages.media.files import Media, check
-from stages.media.places import Places
 
 Row = dict[str, Any]
 FRAMES = 9  # of a clip that are shown; 1 + 8, so that most clips' frames divide evenly

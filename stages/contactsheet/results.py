@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from cache import rejects
-from cache.shard import DamageError
+from cache.damage import DamageError
 from cache.shard import Row as Encoded
 from schemas.clips import clip_times
-from schemas.config import Resources
+from schemas.config.encoding import Resources
 from schemas.console import Progress, Report
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from cache.generations import Generation
 from cache.store import Store
-from schemas.config import VALIDATION, Config
+from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, Crop, cropped_share, distortion
 from stages.mediatable import read_media

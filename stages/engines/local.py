@@ -22,9 +22,8 @@ from typing import Any
 
 from cache.generations import Unit
 from schemas.errors import LatentpressError
-from stages.stage import Job, Outcome, Worker
+from stages.engines.jobs import Job, Load, Outcome
 
-Load = Callable[[Job], Worker]
 TRIES = 2  # of a unit whose process died while it had no other
 LOADS = 3  # of a process that dies while it loads
 DEEP = 3  # units of a process: one is written, one encoded, one read

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas import identity
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.tables import ACTIVE, REJECTS, TEXTS

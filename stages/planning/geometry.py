@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.config import Model
+from schemas.config.encoding import Model
 from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.geometry import (

@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.generations import Generation
-from cache.shard import Readers, SetAside, Truncated
+from cache.shard import SetAside, Truncated
+from cache.shard_io import Readers
 from schemas.errors import LatentpressError
 from schemas.tables import SET_SHARDS, SET_TEXTS, index_schema
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.plan import Plan, Span
-from schemas.config import VALIDATION, Config
+from schemas.config.pipeline import VALIDATION, Config
 from schemas.datasets import Dataset
 from schemas.family import ScaleWindow
 from schemas.geometry import Bucket, choose_buckets, resolution_buckets

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas import identity
-from schemas.config import VALIDATION, Config
+from schemas.config.pipeline import VALIDATION, Config
 from schemas.family import Family
 from schemas.geometry import Bucket
 from schemas.randomness import mix

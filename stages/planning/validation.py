@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from schemas import identity
 from schemas.clips import frames_available
-from schemas.config import VALIDATION, Config, Prompt
+from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.training import Prompt
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, cover_crop
 from schemas.tables import ACTIVE, SAMPLES

@@ -21,6 +21,7 @@ from stages.sources.base import CHUNK, add_problems, kinds_of, listing
 from stages.sources.captions import ListedCaptions, add_captions, stems
 from stages.sources.columns import Lookup, taken
 from stages.sources.urls import join, public, shown
+from stages.sources.walk import existing, walk
 
 ROLES = {"source": "source image", "mask": "mask"}
 
@@ -100,8 +101,6 @@ class Companions:
         return pa.Table.from_batches(batches, schema)
 
     def _local(self) -> Iterator[tuple[str, str, str]]:
-        from stages.sources.folder import existing, walk
-
         existing(self.place, self._key)
         for found in walk(self.place, self._kinds, self._follow_links, Counter()):
             for name, size, time, kind in zip(found.names, found.sizes, found.times, found.kinds, strict=True):

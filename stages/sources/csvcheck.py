@@ -1,25 +1,80 @@
-"""What pyarrow's CSV reader passes over: which separator a file has, and rows that a wrong quote takes into a cell.
+"""Opening a table line by line, and what pyarrow's CSV reader passes over: which separator a file has, and rows that a
+wrong quote takes into a cell.
 
-Python's own reader is strict and counts lines, and takes about a second for a million rows: it looks at files that
-hold quotes, and at those that pyarrow refused.
+The readers of pyarrow say that something is wrong, seldom where. So when one has failed, the file is read again line
+by line. Python's own CSV reader is strict and counts lines, and takes about a second for a million rows: it looks at
+files that hold quotes, and at those that pyarrow refused.
 """
 
 import csv
+import io
 import os
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from schemas.errors import LatentpressError
 from schemas.report import shortened
-from stages.sources.tableproblems import lines_of, open_location, raise_not_utf8, refuse_encoding
 from stages.sources.urls import scrub, shown
 
 LONGEST_CELL = 1 << 24
 _NAMES = {";": "';'", "\t": "tab", "|": "'|'"}
 _QUOTING = 'close it; write a quote within quotes as ""'
+_BOM = b"\xef\xbb\xbf"
 _ENDING = re.compile(r"\S+(\.[A-Za-z0-9]{2,5})")
+
+
+def open_location(location: str) -> BinaryIO:
+    """A reader of a path or URL. Raises LatentpressError without secrets."""
+    try:
+        if "://" not in location:
+            return open(location, "rb")
+        from stages.sources.objects import filesystem
+
+        fs, path = filesystem(location)
+        return fs.open(path, "rb")
+    except LatentpressError:
+        raise
+    except Exception as error:  # every store's library has its own; all of them become this one
+        raise not_opened(location, error) from None
+
+
+def not_opened(location: str, error: Exception) -> LatentpressError:
+    if isinstance(error, FileNotFoundError):
+        return LatentpressError(f"{shown(location)}: is not there", "correct the path in the configuration")
+    said = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+    return LatentpressError(
+        f"{shown(location)}: can't be read ({scrub(said, location if '://' in location else '')})",
+        "check the place and the right to read it, then run again",
+    )
+
+
+def lines_of(location: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, numbered from 1, with their ends and without a byte order mark."""
+    with open_location(location) as file:
+        lines = io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
+        first = lines.readline().removeprefix(_BOM)
+        yield from enumerate(chain([first], lines), 1)
+
+
+def refuse_encoding(location: str) -> None:
+    """Raise LatentpressError for a text whose beginning shows that it is not UTF-8."""
+    with open_location(location) as file:
+        data = file.read(1024)
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
+        what = "UTF-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "UTF-16 or no text (it holds zero bytes)"
+        raise LatentpressError(f"{shown(location)}, line 1: is {what}, not UTF-8", "save it as UTF-8")
+
+
+def raise_not_utf8(location: str) -> None:
+    for number, line in lines_of(location):
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            message = f"{shown(location)}, line {number}: is not UTF-8 (byte {error.start})"
+            raise LatentpressError(message, "save it as UTF-8") from None
 
 
 def delimiter_of(location: str) -> str:

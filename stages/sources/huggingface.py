@@ -29,8 +29,7 @@ from stages.sources.columns import Lookup, extras, plain, require_columns, taken
 from stages.sources.companions import companions_for, complete
 from stages.sources.csvcheck import check_files
 from stages.sources.objects import RemoteFile
-from stages.sources.tablefile import MEDIA_COLUMNS
-from stages.sources.tableproblems import raise_bad_json
+from stages.sources.tablefile import MEDIA_COLUMNS, raise_bad_json
 from stages.sources.urls import scrub
 
 _text, _long = pa.string(), pa.int64()

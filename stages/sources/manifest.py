@@ -33,10 +33,10 @@ from stages.sources.captions import (
 )
 from stages.sources.columns import Lookup, extras, require_columns, taken
 from stages.sources.companions import ROLES, companions_for, complete
-from stages.sources.folder import existing
 from stages.sources.objects import RemoteFile, explained, filesystem, store_version
 from stages.sources.tablefile import MEDIA_COLUMNS, media_column, read_table, refuse_bytes
 from stages.sources.urls import shown
+from stages.sources.walk import existing
 
 #: Requests for sizes and versions that wait for the network at a time.
 CONNECTIONS = 16

@@ -4,25 +4,28 @@ What cannot be read whole is an error that names the file and the line: half a t
 nobody asked for. Every text is a `string`, whatever kind of text the file holds; cells of CSV that are empty are null.
 """
 
+import json
 import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from io import BytesIO
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.errors import LatentpressError
 from stages.sources.columns import is_flat, plain, require_columns
-from stages.sources.csvcheck import check_csv, delimiter_of, has_quotes
-from stages.sources.tableproblems import (
+from stages.sources.csvcheck import (
+    check_csv,
+    delimiter_of,
+    has_quotes,
     lines_of,
     not_opened,
     open_location,
-    raise_bad_json,
     raise_not_utf8,
+    refuse_encoding,
 )
 from stages.sources.urls import scrub, shown
 
@@ -243,3 +246,32 @@ def _kind(location: str, otherwise: str | None) -> str:
 def _said(error: Exception) -> str:
     """pyarrow quotes the line that it can't read, and there may be URLs in it."""
     return scrub(str(error).partition("\n")[0])
+
+
+def raise_bad_json(location: str) -> None:
+    """Name the first line that is no UTF-8, no JSON object, or where a column changes its kind."""
+    refuse_encoding(location)
+    raise_not_utf8(location)
+    kinds: dict[str, tuple[str, int]] = {}
+    for number, line in lines_of(location):
+        if not line.strip():
+            continue
+        where = f"{shown(location)}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise LatentpressError(f"{where}: is no JSON ({error})", "write one object a line") from None
+        if not isinstance(row, dict):
+            raise LatentpressError(f"{where}: is {_json_kind(row)}, not an object", "write one object a line")
+        for name, value in row.items():
+            if value is None:
+                continue
+            kind, since = kinds.setdefault(name, (_json_kind(value), number))
+            if kind != _json_kind(value):
+                message = f"{where}: {name!r} is {_json_kind(value)} here and {kind} on line {since}"
+                raise LatentpressError(message, "make every line of the column the same")
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    return kinds.get(type(value), "null")

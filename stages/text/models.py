@@ -1,5 +1,6 @@
 """What the families' text encoders share, and how their weights are held: in which precision, and offloaded or not."""
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import torch
 from transformers import AutoTokenizer
 
 from cache.weights import pretrained, resolve
+from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Template
+from stages import loading
 from stages.text.prefix import Reader, constant_ids
 from stages.text.request import Stats
 
@@ -32,7 +35,7 @@ class OptionError(LatentpressError, ValueError):
 
 @dataclass(frozen=True)
 class Options:
-    """attention: None for what the pipelines use. quantization, offload: as `schemas.config.Text` says."""
+    """attention: None for what the pipelines use. quantization, offload: as `schemas.config.encoding.Text` says."""
 
     attention: str | None = None
     quantization: str = "no_change"
@@ -96,6 +99,19 @@ class TextEncoder(ABC):
     def _ids(self, text: str) -> list[int]:
         # verbose: it would warn of texts longer than the tokenizer's own limit, which is not the one here.
         return list(self._tokenizer(text, verbose=False)["input_ids"])
+
+
+def text_encoder(config: Config, where: torch.device) -> Any:
+    """The family's text encoder, from the file under stages/text/ that the catalogue names."""
+    loading.quiet()
+    model = config.model
+    module = importlib.import_module(f"stages.text.{model.spec.text_encoder}")
+    dtype = getattr(torch, config.text.precision or model.precision)
+    length = config.text.max_length or model.template.max_length
+    text = config.text
+    options = {"attention": text.attention, "quantization": text.quantization, "offload": text.offload}
+    with loading.explained(model, "text_encoder"):
+        return module.Encoder(model.source, model.revision, model.template, length, dtype, where, **options)
 
 
 def load(

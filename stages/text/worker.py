@@ -8,8 +8,9 @@ from cache.generations import Unit
 from cache.shard import Row
 from schemas.geometry import Bucket
 from stages import loading
+from stages.engines.jobs import Job
 from stages.media.members import Read, Wanted
-from stages.stage import Job
+from stages.text import models
 from stages.text.request import CLIP_LENGTH, Prepared, TextRequest
 from stages.worker import UnitWorker
 
@@ -28,7 +29,7 @@ class TextWorker(UnitWorker):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.precision = self.config.text.precision or self.config.model.precision
-        self._encoder = loading.text_encoder(self.config, self.device)
+        self._encoder = models.text_encoder(self.config, self.device)
 
     def member_bytes(self, unit: Unit) -> int:
         geometry = self.plan.texts[unit.members[0]]["image_geometry"]

@@ -1,5 +1,6 @@
 """What the autoencoders share: loading, memory levers, drawing from the posterior, and pixels as bytes."""
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +8,13 @@ from typing import Any, Literal
 
 import torch
 
+from cache.compatibility import require_autoencoder
 from cache.weights import pretrained, resolve
-from schemas.config import Latents
+from schemas.config.encoding import Latents
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
 from schemas.family import Family, Normalisation
+from stages import loading
 
 PARTS = ("vae",)
 Posterior = Literal["sample", "mode", "moments"]
@@ -39,6 +44,26 @@ class Levers:
 
 NO_LEVERS = Levers()
 SCALED = Normalisation()  # by the scaling_factor alone
+
+
+def autoencoder(config: Config, where: torch.device) -> Any:
+    """The family's autoencoder, from the file under stages/vae/ that the catalogue names."""
+    family = config.model.spec
+    module = importlib.import_module(f"stages.vae.{family.autoencoder}")
+    dtype = getattr(torch, config.latents.precision or config.model.precision)
+    levers = Levers.of(config.latents, family)
+    require_autoencoder(config.model)
+    with loading.explained(config.model, "vae"):
+        source, revision = config.model.source, config.model.revision
+        loaded = module.Autoencoder(source, revision, dtype, where, levers, family.normalisation)
+    expected = config.latents.settings(family)
+    if loaded.settings() != expected:
+        raise LatentpressError(
+            f"the installed diffusers encodes otherwise than the cache's name says: {loaded.settings()} instead of "
+            f"{expected}",
+            "install the tested versions (constraints.txt)",
+        )
+    return loaded
 
 
 def load(kind: Any, source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:

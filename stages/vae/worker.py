@@ -11,8 +11,9 @@ from cache.shard import Row
 from schemas.geometry import Bucket
 from schemas.identity import seed_of
 from stages import loading
+from stages.engines.jobs import Job
 from stages.media.members import Read, Wanted
-from stages.stage import Job
+from stages.vae import base
 from stages.vision.pooling import pool_space, pool_time
 from stages.worker import UnitWorker
 
@@ -36,7 +37,7 @@ class LatentsWorker(UnitWorker):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.precision = self.config.latents.precision or self.config.model.precision
-        self._autoencoder = loading.autoencoder(self.config, self.device)
+        self._autoencoder = base.autoencoder(self.config, self.device)
         self.provenance["slicing"] = self.config.latents.slicing
         self._dtype = getattr(torch, self.precision)
         self._stride = self.config.model.spec.temporal_stride

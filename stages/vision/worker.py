@@ -13,8 +13,8 @@ from cache.generations import Unit
 from cache.shard import Row
 from schemas.geometry import Bucket
 from stages import loading
+from stages.engines.jobs import Job
 from stages.media.members import Read, Wanted
-from stages.stage import Job
 from stages.vision import checkpoint
 from stages.vision.dinov2 import Encoder, resize
 from stages.vision.grids import patch_grid, stored_grid

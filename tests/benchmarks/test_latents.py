@@ -5,7 +5,8 @@ from pathlib import Path
 from diffusers import AutoencoderKL
 
 from benchmarks import latents
-from cache.shard import done_units, reader
+from cache.shard import done_units
+from cache.shard_io import reader
 from cache.store import Store
 
 

@@ -3,8 +3,9 @@
 import pyarrow as pa
 import pytest
 
-from cache import arrow, ipc, shard
-from cache.shard import DamageError, Row, SetAside, ShardMeta
+from cache import arrow, ipc, shard_io
+from cache.damage import DamageError
+from cache.shard import Row, SetAside, ShardMeta
 from cache.store import Store
 from cache.tensors import Array
 
@@ -24,7 +25,7 @@ def make_row(number: int) -> Row:
 
 def write(store: Store, stem: str = "text/f00d/t-1") -> str:
     kind, fingerprint, unit = stem.split("/")
-    with shard.writer(store, stem, ShardMeta(kind, fingerprint, unit, ""), COLUMNS, "arrow") as out:
+    with shard_io.writer(store, stem, ShardMeta(kind, fingerprint, unit, ""), COLUMNS, "arrow") as out:
         for number in range(3):
             out.add(make_row(number))
         return out.finish()
@@ -49,13 +50,13 @@ def test_a_description_that_fits_into_its_room_and_one_that_does_not(tmp_path, r
     """It is known after the rows, which are copied where it is longer than the room that was left for it."""
     store = Store(tmp_path)
     ids = [f"id{number}" for number in range(rows)]
-    with shard.writer(store, "text/f00d/t-1", ShardMeta("text", "f00d", "t-1", "", [*ids, "x"]), COLUMNS) as out:
+    with shard_io.writer(store, "text/f00d/t-1", ShardMeta("text", "f00d", "t-1", "", [*ids, "x"]), COLUMNS) as out:
         for number in range(rows):
             out.add(make_row(number))
         out.set_aside(SetAside("x", "odd", "why " * (words // 4)))
         rel = out.finish()
-    assert shard.verify(store, rel) == []
-    with shard.reader(store, rel) as reader:
+    assert shard_io.verify(store, rel) == []
+    with shard_io.reader(store, rel) as reader:
         assert [reader.read(number) for number in range(rows)] == [make_row(number) for number in range(rows)]
         assert len(reader.meta.set_aside[0].message) == words
     data = (tmp_path / rel).read_bytes()
@@ -91,4 +92,4 @@ def test_an_arrow_file_that_is_no_shard_is_damage(tmp_path, change):
     with store.create(rel) as file, pa.ipc.new_file(file, table.schema) as sink:
         sink.write_table(table, max_chunksize=1)
     with pytest.raises(DamageError, match={"metadata": "description", "columns": "columns", "count": "2 rows"}[change]):
-        shard.reader(store, rel)
+        shard_io.reader(store, rel)

@@ -40,7 +40,8 @@ def format(request) -> str:
 @pytest.fixture
 def folder(tmp_path, format) -> Path:
     """The shard, written by the project; where its files lie."""
-    from cache.shard import Row, SetAside, ShardMeta, writer
+    from cache.shard import Row, SetAside, ShardMeta
+    from cache.shard_io import writer
     from cache.store import Store
     from cache.tensors import Array
 

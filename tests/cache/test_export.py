@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import generations, shard
+from cache import generations, shard, shard_io
+from cache.damage import UNREADABLE, DamageError
 from cache.exported import ExportedSet, apart, columns_at, together
 from cache.exporter import Exporter, Size, TargetError, cut
 from cache.importer import Importer
 from cache.layout import is_ours, is_shard
 from cache.opening import find_set, open_set
-from cache.shard import UNREADABLE, DamageError, Row, ShardMeta, row_checksum, to_json, writer
+from cache.shard import Row, ShardMeta, row_checksum, to_json
+from cache.shard_io import writer
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import SetError, TrainSet
@@ -205,12 +207,12 @@ def test_there_and_back_bit_by_bit(source: Store, tmp_path: Path, form: str, vis
     for store in (exported, back):
         paths = [name for name in store.names() if is_shard(name)]
         assert [name for name in store.names() if not is_ours(name)] == []
-        assert len(paths) >= 6 and not [damage for path in paths for damage in shard.verify(store, path)]
+        assert len(paths) >= 6 and not [damage for path in paths for damage in shard_io.verify(store, path)]
 
 
 def test_one_bucket_and_role_a_shard(source: Store, tmp_path: Path) -> None:
     exporter = export(source, target := Store(tmp_path / "export"))
-    shards = [shard.reader(target, name) for name in target.names() if name.startswith("samples/")]
+    shards = [shard_io.reader(target, name) for name in target.names() if name.startswith("samples/")]
     assert len(shards) == len(exporter.pieces) > 3
     for one in shards:
         infos = [one.read(i).info for i in range(len(one))]
@@ -553,7 +555,7 @@ def test_rows_that_are_no_exports_are_refused(info: dict, tensors: dict) -> None
 def test_a_row_that_is_no_exports_is_named(exported: Store, parts: Any) -> None:
     """Its own checksum is right: nothing but what it says is wrong."""
     path = min(exported.names("samples"))
-    with shard.reader(exported, f"samples/{path}") as there:
+    with shard_io.reader(exported, f"samples/{path}") as there:
         meta, rows = there.meta, [there.read(i) for i in range(len(there))]
         columns = columns_at(exported, f"samples/{path}")
     rows[0].info["parts"] = parts

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.damage import ENCODERS, MAKERS
 from cache.layout import is_ours, is_shard
-from cache.shard import ENCODERS, MAKERS
 from schemas.geometry import Bucket
 from schemas.identity import fingerprint, hash_json, unit_id
 

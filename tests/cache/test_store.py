@@ -8,9 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+import cache.files
 import cache.store as module
 from cache.damage import DamageError
-from cache.store import Store, StoreError
+from cache.files import StoreError
+from cache.store import Store
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,8 +96,8 @@ def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
     store.publish_bytes("a/kept", b"old")
     code = f"""
         import os, signal
-        import cache.store as module
-        module.replace = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
+        import cache.files, cache.store as module
+        cache.files.replace = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
         module.Store({str(tmp_path)!r}).publish_bytes("a/kept", b"new")
     """
     assert run(code).returncode == -9
@@ -128,7 +130,7 @@ def test_only_its_own_temporaries_are_swept(store, tmp_path):
 
 def test_file_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):
     steps = []
-    original_sync, original_replace = os.fsync, module.replace
+    original_sync, original_replace = os.fsync, cache.files.replace
 
     def fsync(descriptor: int) -> None:
         steps.append(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -139,7 +141,7 @@ def test_file_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):
         original_replace(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(module, "replace", replace)
+    monkeypatch.setattr(cache.files, "replace", replace)
     Store(tmp_path).publish_bytes("a/b/c", b"1")
     assert steps[:2] == [str(tmp_path / "a"), str(tmp_path)], "new folders are entered in their parents"
     assert steps[2].endswith(".tmp") and steps[3:] == ["replace", str(tmp_path / "a/b")]
@@ -164,7 +166,7 @@ def run(code: str) -> subprocess.CompletedProcess:
 WRITE_ALL = r"""
 import os, sys
 import cache.store as module
-from cache import arrow, shard, wds  # imported before a process gives up its rights
+from cache import arrow, shard_io, wds  # imported before a process gives up its rights
 from cache.shard import Row, ShardMeta
 from cache.tensors import Array
 import pyarrow as pa
@@ -174,7 +176,7 @@ def attempts(root):
     big = bytes(3 << 20)
     meta = ShardMeta("text", "f", "u", "")
     def write(format):
-        with shard.writer(store, "u-" + format, meta, {"a": "uint8"}, format) as out:
+        with shard_io.writer(store, "u-" + format, meta, {"a": "uint8"}, format) as out:
             for number in range(3):
                 out.add(Row(f"r{number}", {"a": Array("uint8", (len(big),), big)}))
             out.finish()
@@ -293,7 +295,7 @@ def test_a_url_that_nothing_here_can_open_is_named(url, monkeypatch):
 
 def test_a_folder_that_is_removed_while_a_file_is_opened_is_made_again(tmp_path, monkeypatch) -> None:
     """As gc of another configuration does with an empty one."""
-    make, times = module._make_folders, []
+    make, times = module.make_folders, []
 
     def raced(folder) -> None:
         make(folder)
@@ -301,7 +303,7 @@ def test_a_folder_that_is_removed_while_a_file_is_opened_is_made_again(tmp_path,
             times.append(folder)
             folder.rmdir()
 
-    monkeypatch.setattr(module, "_make_folders", raced)
+    monkeypatch.setattr(module, "make_folders", raced)
     store = Store(tmp_path)
     store.publish_bytes("rejects/a/x.arrow", b"x")
     assert store.read_bytes("rejects/a/x.arrow") == b"x" and len(times) == 2

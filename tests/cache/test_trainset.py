@@ -11,9 +11,11 @@ import pyarrow as pa
 import pytest
 
 from cache import generations
+from cache.damage import DamageError
 from cache.opening import open_set
 from cache.plan import Plan, Span
-from cache.shard import DamageError, Row, ShardMeta, writer
+from cache.shard import Row, ShardMeta
+from cache.shard_io import writer
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import OPEN_SHARDS, SetError, TrainSet

@@ -5,8 +5,9 @@ import tarfile
 import numpy as np
 import pytest
 
-from cache import shard
-from cache.shard import DamageError, Row, SetAside, ShardMeta
+from cache import shard_io
+from cache.damage import DamageError
+from cache.shard import Row, SetAside, ShardMeta
 from cache.store import Store
 from cache.tensors import NUMPY_DTYPES, Array
 from cache.wds import ShardWriter, from_safetensors, header, seal, to_safetensors, unseal
@@ -118,7 +119,7 @@ def test_reading_a_row_touches_that_row_only(tmp_path):
     start, end = entry["tensors"][0], sum(entry["info"])
     blank = bytes(start) + data[start:end] + bytes(len(data) - end)
     store.publish_bytes(rel, blank)
-    with shard.reader(store, rel) as reader:
+    with shard_io.reader(store, rel) as reader:
         assert reader.read(2) == latent_row(2)
         assert [damage.row for damage in reader.verify()] == [None, 0, 1]
 
@@ -139,11 +140,11 @@ def test_without_its_sidecar_it_is_damaged(tmp_path):
     rel = write(store)
     store.remove("latents/beef/u.tar.json")
     with pytest.raises(DamageError, match=r"u\.tar\.json is missing"):
-        shard.reader(store, rel)
+        shard_io.reader(store, rel)
 
 
 def test_the_sidecar_is_published_before_the_tar(tmp_path, monkeypatch):
-    import cache.store as module
+    import cache.files as module
 
     published, original = [], module.replace
 
@@ -159,7 +160,7 @@ def test_the_sidecar_is_published_before_the_tar(tmp_path, monkeypatch):
 @pytest.mark.parametrize("last", [0, 1])
 def test_two_writers_of_one_unit_end_with_one_whole_shard(tmp_path, monkeypatch, last):
     """Sidecars and tars of two workers with unlike bytes interleave; the tar that comes last is whole."""
-    import cache.store as module
+    import cache.files as module
 
     store = Store(tmp_path)
     original = module.replace
@@ -177,8 +178,8 @@ def test_two_writers_of_one_unit_end_with_one_whole_shard(tmp_path, monkeypatch,
     started: list[bool] = []
     monkeypatch.setattr(module, "replace", replace)
     second.finish()
-    assert shard.verify(store, "latents/beef/u.tar") == []
-    with shard.reader(store, "latents/beef/u.tar") as reader:
+    assert shard_io.verify(store, "latents/beef/u.tar") == []
+    with shard_io.reader(store, "latents/beef/u.tar") as reader:
         assert reader.read(0) == latent_row(last)
 
 

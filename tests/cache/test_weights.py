@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cache.weights import OtherCheckpoint, WeightsError, fingerprint_of, require_model, require_task, resolve
-from schemas.config import Config, Model, Resources
+from cache.compatibility import OtherCheckpoint, require_model, require_task
+from cache.weights import WeightsError, fingerprint_of, resolve
+from schemas.config.encoding import Model, Resources
+from schemas.config.pipeline import Config
 
 COMMIT, OTHER = "0" * 38 + "ab", "1" * 40
 
@@ -206,9 +208,10 @@ def test_damaged_weights_are_named(tiny, tmp_path, name):
     settings = {"root": "r", "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     config = Config.model_validate(settings | {"model": {"family": "kandinsky5-image", "path": str(folder)}})
     from stages import loading
+    from stages.vae import base
 
     with pytest.raises(WeightsError, match="vae") as caught:
-        loading.autoencoder(config, loading.device(Resources(device="cpu", threads=1)))
+        base.autoencoder(config, loading.device(Resources(device="cpu", threads=1)))
     assert "whole copy" in caught.value.next_step
 
 

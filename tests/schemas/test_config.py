@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from schemas.catalogue import FAMILIES
-from schemas.config import PACKAGES, STAGE_ORDER, Config, Model
+from schemas.config.encoding import STAGE_ORDER, Model
+from schemas.config.pipeline import PACKAGES, Config
 from schemas.datasets import Dataset
 from schemas.explain import explain
 from schemas.section import Incoherent

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.explain import fields_of, is_section
 from schemas.loading import ConfigError, json_schema, load
 from schemas.yamlfile import MAX_CHARACTERS

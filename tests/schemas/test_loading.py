@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.datasets import TagShuffle
 from schemas.explain import fields_of, is_section, type_at
 from schemas.foreign import HINTS

@@ -10,7 +10,7 @@ import pytest
 
 from cache import generations
 from cache.rows import Rows
-from cache.shard import reader
+from cache.shard_io import reader
 from cache.store import Store
 from schemas.console import Console, Options
 from schemas.errors import LatentpressError

@@ -12,8 +12,9 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from schemas.errors import LatentpressError
-from stages import decode, loading
+from stages import decode
 from stages.media.video import probe_video
+from stages.vae import base
 
 COLOURS = (
     (200, 40, 90),
@@ -135,7 +136,7 @@ def test_an_image_is_what_the_autoencoder_decodes(project) -> None:
     report = home.run(decode.run)
     assert (report.done, report.exit_code) == (1, 0)
     picture = np.asarray(Image.open(home.folder / "output/run/samples/step-000003/cat.png"))
-    autoencoder = loading.autoencoder(home.config(), torch.device("cpu"))
+    autoencoder = base.autoencoder(home.config(), torch.device("cpu"))
     expected = np.asarray(autoencoder.decode(torch.from_numpy(latent)[None])[0, 0])
     np.testing.assert_array_equal(picture, expected)
     assert picture.shape == (64, 96, 3)
@@ -158,7 +159,7 @@ def test_what_is_decoded_is_not_decoded_again_and_new_steps_are(project, monkeyp
     home.run(decode.run)
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image", step=6)
     assert home.run(decode.run).done == 1
-    monkeypatch.setattr(loading, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr(base, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
     again = home.run(decode.run)
     assert (again.done, again.skipped) == (0, 2)
 
@@ -200,7 +201,7 @@ def test_a_file_that_is_no_validation_latent_is_named(project) -> None:
 
 def test_an_output_that_is_no_folder_is_named_before_a_model_is_loaded(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i")
-    monkeypatch.setattr(loading, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr(base, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
     (home.folder / "output").symlink_to(home.folder / "unmounted")
     with pytest.raises(LatentpressError, match=r"output is a link to .*unmounted, which is not there"):
         home.run(decode.run)

@@ -10,7 +10,7 @@ import pytest
 
 from cache import rejects
 from cache.damage import DamageError
-from cache.shard import reader
+from cache.shard_io import reader
 from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index, status

@@ -11,7 +11,8 @@ import transformers
 from PIL import Image
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-from cache.shard import Row, reader
+from cache.shard import Row
+from cache.shard_io import reader
 from cache.store import Store
 from schemas.errors import USAGE, LatentpressError
 from schemas.loading import ConfigError
@@ -172,7 +173,10 @@ def test_the_weights_of_a_repository_are_those_of_the_commit_that_names_the_cach
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     home.settings["vision"]["model"] = "someone/dino-that-moves"
-    assert encode_vision.parts(home.config())["weights"] == {"repo": "someone/dino-that-moves", "commit": commits[0]}
+    assert encode_vision.STAGE.parts(home.config())["weights"] == {
+        "repo": "someone/dino-that-moves",
+        "commit": commits[0],
+    }
     (repo / "refs" / "main").write_text(commits[1])  # which has no weights at all
     assert home.run(encode_vision.run).done == 1
 
@@ -217,7 +221,9 @@ def test_what_is_to_come_is_what_is_written(make) -> None:
     home.video("clip.mp4")
     prepare(home)
     config = home.config()
-    to_come = [encode_vision.size(config, unit) for unit in current_plan(Store(home.root), config).units("latents")]
+    to_come = [
+        encode_vision.STAGE.size(config, unit) for unit in current_plan(Store(home.root), config).units("latents")
+    ]
     home.run(encode_vision.run)
     assert sum(to_come) == sum(row.tensors["vision"].nbytes for row in rows(home)) > 0
 

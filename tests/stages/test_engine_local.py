@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from cache.generations import Unit
-from schemas.config import Config, Encoding
+from schemas.config.encoding import Encoding
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.ahead import Take
+from stages.engines.jobs import Job, Outcome
 from stages.engines.local import run_units
-from stages.stage import Job, Outcome
 
 
 class Echo:

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 import stages.planning.join
 from cache import generations
+from cache.compatibility import side_multiple
 from cache.generations import Generation
 from cache.opening import open_set
 from cache.plan import Span
-from cache.shard import Readers, Row, SetAside, ShardMeta, writer
+from cache.shard import Row, SetAside, ShardMeta
+from cache.shard_io import Readers, writer
 from cache.store import Store
 from cache.tensors import Array
-from cache.weights import side_multiple
 from schemas.errors import REMAINS, LatentpressError
 from schemas.identity import hash_bytes
 from schemas.recipe import plan_key

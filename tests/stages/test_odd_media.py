@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
-from cache.shard import reader
+from cache.shard_io import reader
 from cache.store import Store
 from schemas.console import Report
 from schemas.errors import LatentpressError

@@ -12,7 +12,8 @@ from PIL import Image
 from cache.current import choose
 from cache.opening import find_set, open_set
 from cache.plan import Plan
-from cache.shard import Row, reader
+from cache.shard import Row
+from cache.shard_io import reader
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import NoSet, TrainSet

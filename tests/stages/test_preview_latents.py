@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cache import shard
+from cache import shard_io
 from cache.store import Store
 from schemas.console import Report
 from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents, encode_text, loading, preview
+from stages import bucket, discover, encode_latents, encode_text, preview
 from stages.contactsheet import comparing, poster
 from stages.contactsheet.cached import Caption
 from stages.contactsheet.page import Item, Picture, Section, render
@@ -26,6 +26,7 @@ from stages.media import pixels
 from stages.media.errors import MediaError
 from stages.media.samples import fit_image, read_frames
 from stages.plan import current_plan
+from stages.vae import base
 from tests.stages.pages import HOSTILE, SEEN, Page, alike, decoded
 
 MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
@@ -56,7 +57,7 @@ def rows(home, *overrides: str) -> dict[str, dict]:
 
 def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
     """uint8 clips encoded, without drawing from the posterior, and decoded, outside of the program."""
-    autoencoder = loading.autoencoder(home.config(), torch.device("cpu"))
+    autoencoder = base.autoencoder(home.config(), torch.device("cpu"))
     found = []
     for clip in clips_THWC:
         latents = autoencoder.encode(torch.from_numpy(pixels.normalise(clip))[None], [0], "mode")
@@ -198,7 +199,7 @@ def photos(project):
 
 def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:
     lost = sorted((photos.root / "latents").rglob("*.arrow"))[0]
-    count = len(shard.reader(Store(photos.root), str(lost.relative_to(photos.root))))
+    count = len(shard_io.reader(Store(photos.root), str(lost.relative_to(photos.root))))
     lost.unlink()
     report, page = show(photos, items=20)
     assert 0 < count < 6 and report.done == len(page.articles) == 6 - count
@@ -213,7 +214,7 @@ def test_the_choice_is_by_identity_and_of_what_is_encoded(photos) -> None:
     report, _ = show(photos, items=2)
     assert sorted(row["sample_id"] for row in report.details["samples"]) == lowest[:2]
     for path in (photos.root / "latents").rglob("*.arrow"):
-        with shard.reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
+        with shard_io.reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
             ids = list(found.meta.ids)
         if lowest[0] in ids:
             path.unlink()
@@ -224,7 +225,7 @@ def test_the_choice_is_by_identity_and_of_what_is_encoded(photos) -> None:
 
 def test_a_damaged_row_costs_itself_alone(photos) -> None:
     path = sorted((photos.root / "latents").rglob("*.arrow"))[0]
-    with shard.reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
+    with shard_io.reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
         data = bytes(found.read(0).tensors["latent"].raw())
     content = bytearray(path.read_bytes())
     content[content.index(data) + 5] ^= 1
@@ -237,7 +238,7 @@ def test_a_damaged_row_costs_itself_alone(photos) -> None:
 
 
 def test_a_dry_run_writes_nothing_and_loads_nothing(photos, monkeypatch) -> None:
-    monkeypatch.setattr(loading, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr(base, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
     before = sorted(photos.folder.rglob("*"))
     report = photos.run(preview.run, dry_run=True)
     assert (report.remaining, report.exit_code) == (6, 0)

@@ -14,6 +14,7 @@ import pytest
 import typer
 
 import cache.arrow
+import cache.files
 import cache.store
 import cache.wds
 from schemas.errors import REMAINS
@@ -114,14 +115,14 @@ def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) 
     """A shard's file was opened, and nobody has it yet."""
     opened = []
 
-    class Temp(cache.store._Temp):
+    class Temp(cache.files.WriteBehind):
         def __init__(self, file) -> None:
             opened.append(file.name)
             if len(opened) == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
             super().__init__(file)
 
-    monkeypatch.setattr(cache.store, "_Temp", Temp)
+    monkeypatch.setattr(cache.store, "WriteBehind", Temp)
     report = planned.run(encode_latents.run)
     assert report.details["stopped"].startswith("by SIGTERM") and len(opened) >= 3
     assert leftovers(planned.root) == []

@@ -9,8 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache.shard import Row, SetAside, ShardMeta, reader, writer
-from cache.store import Store, StoreError
+from cache.files import StoreError
+from cache.shard import Row, SetAside, ShardMeta
+from cache.shard_io import reader, writer
+from cache.store import Store
 from cache.tensors import Array
 from schemas.tables import SET_SHARDS
 from stages import bucket, discover, encode_latents, export, index, soundness, verify

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cache.compatibility import OtherCheckpoint, pinned, side_multiple
 from cache.store import Store
-from cache.weights import OtherCheckpoint, WeightsError, fingerprint_of, pinned, side_multiple
+from cache.weights import WeightsError, fingerprint_of
 from schemas.catalogue import FAMILIES
-from schemas.config import Model
+from schemas.config.encoding import Model
 
 COMMIT = "1234567890abcdef1234567890abcdef12345678"
 FLAVOURS = [(family.name, flavour.name) for family in FAMILIES.values() for flavour in family.flavours.values()]

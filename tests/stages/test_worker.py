@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import cache.arrow
-from cache.shard import reader
+from cache.shard_io import reader
 from cache.store import Store
-from schemas.config import Resources
+from schemas.config.encoding import Resources
 from schemas.console import Console, Options
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, loading

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cache.files
 import cache.store
-from cache import shard
+from cache import shard_io
 from cache.shard import Row, SetAside, ShardMeta
 from cache.store import Store
 from cache.tensors import Array
@@ -54,7 +55,7 @@ class Shards:
     def write(cls, store: Store, format: str, rows: int = 4, width: int = 5, stem: str = STEM) -> str:
         kind, fingerprint, unit = stem.split("/")
         meta = ShardMeta(kind, fingerprint, unit, "", provenance={"torch": "2.13.0", "libraries": {"a": "1"}})
-        with shard.writer(store, stem, meta, COLUMNS, format) as out:
+        with shard_io.writer(store, stem, meta, COLUMNS, format) as out:
             for number in range(rows):
                 out.add(cls.row(number, width))
             out.set_aside(SetAside("bad", "unreadable", "it is empty"))
@@ -161,5 +162,5 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
     monkeypatch.setattr(cache.store, "open", opened, raising=False)
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(cache.store, "replace", replaced)
+    monkeypatch.setattr(cache.files, "replace", replaced)
     return taken

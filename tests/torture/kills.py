@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from cache import shard
+from cache import shard_io
 from cache.store import Store
 from tests.project import Project
 
@@ -97,7 +97,7 @@ class Stage:
 
     def verify(self) -> None:
         store = Store(self.home.root)
-        assert [shard.verify(store, name) for name in self.files() if name.endswith(SHARDS) and self.kind in name]
+        assert [shard_io.verify(store, name) for name in self.files() if name.endswith(SHARDS) and self.kind in name]
 
 
 class Running:

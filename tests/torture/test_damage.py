@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cache import shard
-from cache.shard import DamageError, Readers
+from cache import shard, shard_io
+from cache.damage import DamageError
+from cache.shard_io import Readers
 from cache.store import Store
 
 OTHER = "text/0ther/t-1"
@@ -40,7 +41,7 @@ class Damaged:
         """Where the message, or the member, of the last row begins."""
         if self.rel.endswith(".tar"):
             return json.loads(self.store.read_bytes(self.rel + ".json"))["rows"][3]["tensors"][0] - 512
-        with shard.reader(self.store, self.rel) as reader:
+        with shard_io.reader(self.store, self.rel) as reader:
             return reader._frames.places[3][0]
 
 
@@ -102,7 +103,7 @@ def read_all(readers: Readers, it: Damaged) -> list[DamageError]:
 @pytest.mark.parametrize("case", IN_PLACE)
 def test_on_first_opening(whole, readers, case) -> None:
     IN_PLACE[case][0](whole)
-    found = shard.verify(whole.store, whole.rel)
+    found = shard_io.verify(whole.store, whole.rel)
     assert found, "verify takes it for whole"
     for damage in [*found, *read_all(readers, whole)]:
         named(damage, whole)
@@ -121,7 +122,7 @@ def test_while_it_is_open(whole, readers, case, forked) -> None:
         for each in found:
             named(each, whole)
         readers.close()
-        assert shard.verify(whole.store, whole.rel)
+        assert shard_io.verify(whole.store, whole.rel)
 
     assert forked(work, seconds=20) == 0, "the reader died"
 
@@ -154,7 +155,7 @@ def test_a_shard_of_another_fingerprint_unit_or_kind(whole, readers, shards, for
     with pytest.raises(DamageError, match=f"it is shard {stem} under another name") as caught:
         readers.read(whole.rel, 0)
     named(caught.value, whole)
-    assert [str(each) for each in shard.verify(whole.store, whole.rel)] == [str(caught.value)]
+    assert [str(each) for each in shard_io.verify(whole.store, whole.rel)] == [str(caught.value)]
 
 
 def test_a_tar_beside_the_description_of_another(tmp_path, shards, forked) -> None:
@@ -164,7 +165,7 @@ def test_a_tar_beside_the_description_of_another(tmp_path, shards, forked) -> No
     shards.write(store, "webdataset", width=6, stem="text/f00d/t-2")
     assert store.size(rel) == store.size("text/f00d/t-2.tar")
     store.local("text/f00d/t-2.tar").replace(store.local(rel))
-    with shard.reader(store, rel) as reader:
+    with shard_io.reader(store, rel) as reader:
         for number in range(4):
             with pytest.raises(DamageError):
                 reader.read(number)
@@ -174,9 +175,9 @@ def test_a_disk_that_fails_is_no_damage(whole, monkeypatch) -> None:
     """Nobody should remove a whole shard for a network that was away."""
     import errno
 
-    from cache.store import StoreError
+    from cache.files import StoreError
 
-    with shard.reader(whole.store, whole.rel) as reader:
+    with shard_io.reader(whole.store, whole.rel) as reader:
 
         def fail(i: int) -> None:
             raise OSError(errno.EIO, "Input/output error")
@@ -202,10 +203,10 @@ def test_a_flipped_bit_of_any_byte(tmp_path, shards, forked, often, name) -> Non
         for at in range(0, len(data), step):
             path.unlink()
             path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-            if shard.verify(store, rel):
+            if shard_io.verify(store, rel):
                 continue
             unseen += 1
-            with shard.reader(store, rel) as reader:
+            with shard_io.reader(store, rel) as reader:
                 assert [reader.read(i) for i in range(4)] == [shards.row(i) for i in range(4)]
                 assert [member.id for member in reader.meta.set_aside] == ["bad"]
         # Of a small Arrow file more than half is padding, names of columns, and the schema again in the footer.

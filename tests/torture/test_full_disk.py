@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cache import shard
-from cache.store import Store, StoreError
+from cache import shard, shard_io
+from cache.files import StoreError
+from cache.store import Store
 
 WIDE = 1500  # numbers in a row of a tensor: several writes a shard
 
@@ -41,8 +42,8 @@ def before(request, shards):
 def check(store: Store, shards, format: str, expected: dict[str, bytes]) -> None:
     """What is done is whole: as before or as it will be. And done again, it is what it should be."""
     for rel in shard.done_units(store, "text/f00d").values():
-        assert shard.verify(store, rel) == []
-        with shard.reader(store, rel) as reader:
+        assert shard_io.verify(store, rel) == []
+        with shard_io.reader(store, rel) as reader:
             assert [reader.read(i) for i in range(len(reader))] == [shards.row(n, WIDE) for n in range(len(reader))]
             assert len(reader) in (2, 4)
     shards.write(store, format, width=WIDE)

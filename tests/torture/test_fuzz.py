@@ -19,8 +19,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache import arrow, shard, wds
-from cache.shard import BaseReader, DamageError, Row, ShardMeta
+from cache import arrow, shard, shard_io, wds
+from cache.damage import DamageError
+from cache.shard import BaseReader, Row, ShardMeta
 from cache.store import Store
 from schemas.identity import hash_bytes
 
@@ -114,7 +115,7 @@ def look(store: Store, rel: str, expected: list[Row] | None = None) -> bool:
     it could be read."""
     signal.setitimer(signal.ITIMER_REAL, HANG_S)
     try:
-        reader = shard.reader(store, rel)
+        reader = shard_io.reader(store, rel)
     except DamageError as damage:
         _sound_error(damage, store, rel)
         return False
@@ -276,7 +277,7 @@ def test_descriptions_that_are_no_plain_json(tmp_path, safely, rel, case) -> Non
     def work() -> None:
         reseal(store, rel, lambda data, how: RAW[case](data))(None)
         with pytest.raises(DamageError):
-            shard.reader(store, rel)
+            shard_io.reader(store, rel)
         assert not look(store, rel)
 
     safely(work)

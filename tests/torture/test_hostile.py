@@ -13,9 +13,11 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from cache import arrow, ipc, shard, wds
-from cache.shard import DamageError, ShardMeta
+from cache import arrow, ipc, shard, shard_io, wds
+from cache.damage import DamageError
+from cache.shard import ShardMeta
 from cache.store import Store
+from cache.tensors import Array
 
 ROOT = Path(__file__).parents[2]
 ARROW, TAR, SIDECAR = "text/f00d/t-1.arrow", "text/f00d/t-1.tar", "text/f00d/t-1.tar.json"
@@ -35,13 +37,13 @@ def _same(ended: int) -> None:
 def refused(store: Store, rel: str, says: str) -> None:
     """That opening, reading or verifying the shard finds damage which names it."""
     with pytest.raises(DamageError, match=says) as caught:
-        with shard.reader(store, rel) as reader:
+        with shard_io.reader(store, rel) as reader:
             for i in range(len(reader)):
                 reader.read(i)
-        for damage in shard.verify(store, rel):
+        for damage in shard_io.verify(store, rel):
             raise damage
     assert caught.value.path == store.path(rel)
-    assert shard.verify(store, rel)
+    assert shard_io.verify(store, rel)
 
 
 # -- Arrow ---------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ def described(**changes: Any) -> dict[bytes, bytes]:
 def one_row(size: int = 8, dtype: pa.DataType | None = None, **columns: Any) -> pa.RecordBatch:
     """A row with one tensor "a" of `size` uint8, right in all but what is said otherwise."""
     data = bytes(size)
-    tensors = {"a": shard.Array("uint8", (size,), data)}
+    tensors = {"a": Array("uint8", (size,), data)}
     cells = {
         "id": pa.array(["id0"]),
         "a": pa.array([data], pa.large_binary()),
@@ -81,7 +83,7 @@ def write_arrow(store: Store, batch: pa.RecordBatch, count: int = 1, **options: 
 def test_the_sane_row_is_read(tmp_path) -> None:
     store = Store(tmp_path)
     write_arrow(store, one_row())
-    assert shard.verify(store, ARROW) == []
+    assert shard_io.verify(store, ARROW) == []
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
@@ -231,7 +233,7 @@ HEADERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", HEADERS)
 def test_members_that_are_not_what_their_place_says(tmp_path, shards, safely, case) -> None:
     store = tar_of(tmp_path, shards, lambda data: header(data, **HEADERS[case]))
-    with shard.reader(store, TAR) as reader:
+    with shard_io.reader(store, TAR) as reader:
         assert reader.read(0) == shards.row(0), "a row is found without the headers"
     safely(lambda: refused(store, TAR, r"row 0, id id0: the header of one of its members is wrong"))
 
@@ -306,7 +308,7 @@ def test_an_arrow_file_of_a_terabyte_of_nothing(tmp_path, shards) -> None:
 def test_a_shard_is_read_below_the_root_alone(tmp_path, rel) -> None:
     Store(tmp_path / "x.arrow")
     with pytest.raises(DamageError, match="leads out"):
-        shard.reader(Store(tmp_path / "root"), rel)
+        shard_io.reader(Store(tmp_path / "root"), rel)
 
 
 SOURCES = [path for top in ("schemas", "cache", "stages", "trainer") for path in sorted((ROOT / top).rglob("*.py"))]

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from cache.generations import Unit
-from schemas.config import Config, Encoding
+from schemas.config.encoding import Encoding
+from schemas.config.pipeline import Config
 from schemas.errors import REMAINS
 from stages import bucket, discover, encode_latents, encode_text, status
 from stages.engines import local
-from stages.stage import Job, Outcome
+from stages.engines.jobs import Job, Outcome
 from stages.text.worker import TextWorker
 from tests.project import Project
 from tests.torture.conftest import LONG

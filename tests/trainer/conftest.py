@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from cache import current
-from cache.shard import Row, ShardMeta, writer
+from cache.compatibility import side_multiple
+from cache.shard import Row, ShardMeta
+from cache.shard_io import writer
 from cache.store import Store
 from cache.tensors import Array
-from cache.weights import side_multiple
 from schemas.catalogue import FAMILIES
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.recipe import recipe
 from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS, TABLES_VERSION
 

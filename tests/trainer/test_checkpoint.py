@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from schemas.config import Optimizer
+from cache import files
+from schemas.config.training import Optimizer
 from schemas.errors import DAMAGE
 from trainer import checkpoint, resume
 from trainer.optim import BadSteps, DivergedError, clip, learning_rate, make_optimizer, set_rate
@@ -63,7 +64,7 @@ def test_bfloat16_weights_survive(tmp_path: Path) -> None:
     assert torch.equal(again["w"], parameters["w"])
 
 
-@pytest.mark.parametrize("moment", ["write_tensors", "rename"])
+@pytest.mark.parametrize("moment", ["write_tensors", "replace"])
 def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypatch) -> None:
     """A process that ends in the middle of writing: the one before stays the newest, and the rest is swept."""
     parameters, optimizer, _ = trained(2)
@@ -71,7 +72,7 @@ def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypa
     child = os.fork()
     if child == 0:
         try:
-            owner = checkpoint if moment == "write_tensors" else os
+            owner = checkpoint if moment == "write_tensors" else files
             monkeypatch.setattr(owner, moment, lambda *_: os._exit(7))
             checkpoint.save(tmp_path, 3, parameters, optimizer, {}, {})
         finally:

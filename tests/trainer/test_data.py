@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from cache.damage import DamageError
 from cache.opening import open_set
 from cache.plan import Plan
-from cache.shard import DamageError
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import TrainSet

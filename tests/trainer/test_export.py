@@ -13,7 +13,7 @@ from cache.opening import find_set
 from cache.plan import Plan
 from cache.store import Store
 from cache.trainset import TrainSet
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import DAMAGE, OK, Console, Options
 from trainer import metrics
 from trainer.__main__ import run

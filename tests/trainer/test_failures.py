@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cache.files import StoreError
 from cache.opening import open_set
 from cache.plan import Plan
-from cache.store import Store, StoreError
+from cache.store import Store
 from schemas.console import OK, USAGE, Console, Options, execute
 from trainer import adapters, checkpoint
 from trainer import train as loop

@@ -17,7 +17,7 @@ from cache.opening import open_set
 from cache.plan import Plan
 from cache.store import Store
 from cache.trainset import TrainSet
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.console import Console
 from trainer import train as loop
 from trainer import validate

@@ -17,9 +17,9 @@ from accelerate.state import AcceleratorState
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from cache.damage import DamageError
 from cache.opening import open_set
 from cache.plan import Plan
-from cache.shard import DamageError
 from cache.store import Store
 from schemas.console import DAMAGE, OK, REMAINS, USAGE, Console, Options, execute
 from trainer import metrics, validate

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cache.store import Store
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.tables import MEDIA
 from stages import bucket, discover

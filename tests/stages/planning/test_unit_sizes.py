@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from cache.shard import reader
+from cache.shard_io import reader
 from cache.store import Store
 from stages import bucket, discover, encode_latents
 from stages.plan import current_plan

@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.identity import hash_json
 from schemas.tables import TEXTS
 from stages.planning.units import text_bytes, text_units

@@ -12,7 +12,8 @@ from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.sources import base
 from stages.sources.base import LISTING, open_source
-from stages.sources.folder import BACK, OUTSIDE, Folder
+from stages.sources.folder import Folder
+from stages.sources.walk import BACK, OUTSIDE
 
 Row = dict[str, Any]
 

@@ -11,7 +11,7 @@ import transformers
 
 from schemas.errors import USAGE
 from stages import bucket, discover, encode_text
-from stages.encode_text import parts
+from stages.encoders import text_parts as parts
 from stages.text import models
 from stages.text.models import OptionError
 

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from cache.weights import WeightsError
 from schemas.catalogue import FAMILIES
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from schemas.recipe import text_settings
 from stages.text.pictures import Processor
 from stages.text.qwenimages import ImageProcessor

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from cache.shard import reader
+from cache.shard_io import reader
 from cache.store import Store
 from schemas.catalogue import FAMILIES
-from stages import bucket, discover, encode_latents, encode_text, index, loading
+from stages import bucket, discover, encode_latents, encode_text, index
 from stages.engines.isolated import Isolated
-from stages.text import gemma, kandinsky5, pictures
+from stages.text import gemma, kandinsky5, models, pictures
 from stages.text.request import TextRequest
 from stages.text.worker import CUT_FOR_CLIP, TextWorker
 
@@ -77,13 +77,13 @@ def rows_of(home, kind: str):
 def encoders(monkeypatch) -> list:
     """The encoders that were loaded."""
     found: list = []
-    load = loading.text_encoder
+    load = models.text_encoder
 
     def loaded(*given):
         found.append(load(*given))
         return found[-1]
 
-    monkeypatch.setattr(loading, "text_encoder", loaded)
+    monkeypatch.setattr(models, "text_encoder", loaded)
     return found
 
 

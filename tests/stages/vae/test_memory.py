@@ -10,8 +10,8 @@ from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from schemas.catalogue import FAMILIES
-from stages import encode_latents, loading
-from stages.vae import chunked, hunyuan_video
+from stages import encode_latents
+from stages.vae import base, chunked, hunyuan_video
 from stages.vae.base import Levers
 
 CPU = torch.device("cpu")
@@ -189,13 +189,13 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
 def test_levers_are_in_the_caches_name_and_in_force(project) -> None:
     """As the stage loads it; slicing changes no value and is no part of the name."""
     home = project("kandinsky5-video-t2v")
-    plain = encode_latents.parts(home.config())
-    assert encode_latents.parts(home.config("latents.slicing=true")) == plain
+    plain = encode_latents.STAGE.parts(home.config())
+    assert encode_latents.STAGE.parts(home.config("latents.slicing=true")) == plain
     config = home.config("latents.tiling=true", "latents.chunk_frames=3", "latents.slicing=true")
     levers = {"tiling": True, "tile": 256, "tile_stride": 192, "chunk_frames": 3}
-    assert encode_latents.parts(config)["settings"] == {**plain["settings"], **levers}
-    loaded = loading.autoencoder(config, CPU)
-    assert loaded.settings() == encode_latents.parts(config)["settings"] and loaded._vae.use_slicing
+    assert encode_latents.STAGE.parts(config)["settings"] == {**plain["settings"], **levers}
+    loaded = base.autoencoder(config, CPU)
+    assert loaded.settings() == encode_latents.STAGE.parts(config)["settings"] and loaded._vae.use_slicing
     image = project("kandinsky5-image-t2i")
     name = encode_latents.STAGE.fingerprint
     assert name(image.config("latents.chunk_frames=3")) == name(image.config()), "of no effect on images"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-from schemas.config import Config
+from schemas.config.pipeline import Config
 from stages import encode_latents, loading
 from stages.vae import base, dc_ae, flux, hunyuan_video
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cache.shard import Row, reader
+from cache.shard import Row
+from cache.shard_io import reader
 from cache.store import Store
 from schemas.identity import seed_of
 from stages import bucket, discover, encode_latents

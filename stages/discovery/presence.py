@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.generations import Generation
-from schemas.config import VALIDATION
+from schemas.config.pipeline import VALIDATION
 from schemas.errors import LatentpressError
 from schemas.report import visible
+from stages.discovery.places import Need, Places
 from stages.media.errors import MediaError
 from stages.media.files import Blob, Media, size_of
-from stages.media.places import Need, Places
 from stages.sources.urls import shown
 
 LOOKED = 16  # files of each dataset that are looked for

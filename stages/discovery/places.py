@@ -8,7 +8,8 @@ import pyarrow.compute as pc
 
 from cache.generations import Generation
 from cache.rows import Rows
-from schemas.config import VALIDATION, Config, Dataset
+from schemas.config.pipeline import VALIDATION, Config
+from schemas.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.media.errors import MediaError
 from stages.media.files import Media, check

@@ -1,0 +1,97 @@
+"""Sections about training: the adapter, the optimizer, the loop, and validation."""
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from schemas.config.types import MOST_PROCESSES, MOST_STEPS, SIZE, Beta, Device, Seed
+from schemas.section import Name, Section, Share
+
+
+class Adapter(Section):
+    type: Literal["lora", "full"] = "lora"
+    rank: int = Field(16, ge=1, le=65_536)
+    alpha: float | None = Field(None, gt=0, le=1e6, description="default: rank")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[str, ...] | None = Field(
+        None, strict=False, description="regular expressions of full module paths; default: the family's"
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _compile(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for target in targets or ():
+            try:
+                re.compile(target)
+            except re.error as error:
+                raise ValueError(f"{target!r} is not a regular expression: {error}") from error
+        return targets
+
+
+class Optimizer(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(1e-4, gt=0, le=100)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
+    weight_decay: float = Field(0.01, ge=0, le=100)
+    eps: float = Field(1e-8, gt=0, le=1)
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup: int = Field(100, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
+    max_grad_norm: float = Field(1.0, gt=0, le=1e12)
+
+
+class Train(Section):
+    run: Name = "run"
+    set: str = Field(
+        "current",
+        min_length=1,
+        description="training set: 'current', the id of one under root's sets/, or the path or URL of an export",
+    )
+    steps: int = Field(1000, ge=1, le=MOST_STEPS, description="optimizer steps")
+    batch_size: int = Field(1, ge=1, le=65_536, description="samples of one forward pass on one device")
+    accumulate: int = Field(1, ge=1, le=65_536, description="forward passes of one optimizer step")
+    seed: Seed = 0
+    precision: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.precision")
+    gradient_checkpointing: bool = True
+    shift: float | None = Field(None, gt=0, le=1000, description="of sigma; default: the flavour's")
+    caption_dropout: float = Field(0.1, ge=0, le=1, description="share of samples given the null prompt")
+    adapter: Adapter = Adapter()
+    optimizer: Optimizer = Optimizer()
+    checkpoint_every: int = Field(500, ge=1, le=MOST_STEPS, description="steps")
+    keep_checkpoints: int = Field(3, ge=1, le=MOST_STEPS)
+    resume: bool = Field(True, description="go on from the newest checkpoint of this run, if there is one")
+    log_every: int = Field(1, ge=1, le=MOST_STEPS, description="steps")
+    device: Device = "auto"
+    threads: int | None = Field(None, ge=1, le=MOST_PROCESSES, description="CPU threads; default: torch's own")
+    max_bad_steps: int = Field(
+        5, ge=0, le=MOST_STEPS, description="steps with a loss or gradient that is not finite, before it stops"
+    )
+
+
+class Prompt(Section):
+    name: Name
+    prompt: str
+    negative_prompt: str | None = Field(None, description="default: the pipeline's own")
+    image: str | None = Field(
+        None,
+        description="source image (i2i) or first frame (i2v); a clip where the family starts from several frames",
+    )
+
+
+class Validation(Section):
+    prompts: tuple[Prompt, ...] = Field((), strict=False)
+    size: str | None = Field(
+        None,
+        pattern=SIZE,
+        description="WxH or WxH@F; default: the family's resolution, square",
+    )
+    every: int = Field(500, ge=1, le=MOST_STEPS, description="steps")
+    steps: int | None = Field(None, ge=1, le=10_000, description="denoising steps; default: the family's")
+    guidance: float | None = Field(None, ge=0, le=1000, description="default: the family's")
+    shift: float | None = Field(None, gt=0, le=1000, description="of the sampling schedule; default: the checkpoint's")
+    seed: Seed = 0
+    eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
+    eval_sigmas: tuple[Share, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
+    fps: float | None = Field(
+        None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's rate"
+    )
