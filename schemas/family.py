@@ -116,7 +116,8 @@ class Family:
 
     text_encoder, autoencoder, transformer: names of modules in stages/text/, stages/vae/ and trainer/families/.
     conditions: task -> what the model is given beside the text; tasks that are not there give nothing.
-    components: sub-folders of the checkpoint that hold its transformers.
+    components: sub-folders of the checkpoint that hold its transformers (`trainer.experts.Experts`
+    of several).
     side_multiple: both sides of a bucket are multiples of it (pixels). spatial_stride, temporal_stride: the
     autoencoder's. resolution: default edge length whose square is the bucket's area (pixels). frames: of a validation
     clip by default. text_width: channels of one stored text token. image_token: side in pixels of what one token of an

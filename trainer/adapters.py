@@ -12,12 +12,11 @@ from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from cache.files import replacing
+from trainer.experts import Experts, components
 from trainer.files import write_tensors
 
 ADAPTER = "default"
 Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no types to check
-
-PREFIX = "transformer"  # the pipelines' name of the component that the adapter belongs to
 
 
 def choose_targets(model: Model, patterns: Sequence[str]) -> list[str]:
@@ -57,19 +56,33 @@ def add_lora(
     if not targets:
         raise ValueError("LoRA needs at least one target module")
     model.requires_grad_(False)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=rank if alpha is None else alpha,  # type: ignore[arg-type]  # peft takes fractions
-        lora_dropout=dropout,
-        target_modules=list(targets),
-        rank_pattern=dict(rank_pattern or {}),
-        alpha_pattern=dict(alpha_pattern or {}),
-    )
-    model.add_adapter(config, ADAPTER)
+    for expert, own in _by_expert(model, targets):
+        expert.add_adapter(
+            LoraConfig(
+                r=rank,
+                lora_alpha=rank if alpha is None else alpha,  # type: ignore[arg-type]  # peft takes fractions
+                lora_dropout=dropout,
+                target_modules=own,
+                rank_pattern=dict(rank_pattern or {}),
+                alpha_pattern=dict(alpha_pattern or {}),
+            ),
+            ADAPTER,
+        )
     wrapped = adapted_modules(model)
     assert sorted(wrapped) == sorted(targets), sorted(set(wrapped) ^ set(targets))[:5]
     for parameter in trainable_parameters(model).values():
         parameter.data = parameter.data.float()
+
+
+def _by_expert(model: Model, targets: Sequence[str]) -> list[tuple[Model, list[str]]]:
+    """Each transformer with the targets that are its own, as paths within it."""
+    if not isinstance(model, Experts):
+        return [(model, list(targets))]
+    found = []
+    for name, expert in model.experts.items():
+        own = [target.removeprefix(f"experts.{name}.") for target in targets if target.startswith(f"experts.{name}.")]
+        found += [(expert, own)] if own else []
+    return found
 
 
 def train_fully(model: Model) -> None:
@@ -94,9 +107,14 @@ def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str,
     metadata: further text for the file's header (under `latentpress.<key>`), beside the family and the
     adapter's configuration, without which a pipeline would guess alpha. Written whole or not at all.
     """
-    state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
-    tensors = {f"{PREFIX}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
-    header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(_configuration(model), sort_keys=True)}
+    tensors, settings = dict[str, torch.Tensor](), dict[str, Any]()
+    for part, expert in components(model).items():
+        if not adapted_modules(expert):
+            continue
+        state = get_peft_model_state_dict(expert, adapter_name=ADAPTER, save_embedding_layers=False)
+        tensors |= {f"{part}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
+        settings |= _configuration(expert, part)
+    header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, sort_keys=True)}
     notes = {"family": family, **(metadata or {})}
     header |= {f"latentpress.{key}": value for key, value in notes.items()}
     final = directory / LORA_WEIGHT_NAME_SAFE
@@ -105,20 +123,23 @@ def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str,
     return final
 
 
-def _configuration(model: Model) -> dict[str, Any]:
-    """The adapter's peft configuration, keyed as diffusers does."""
+def _configuration(model: Model, part: str) -> dict[str, Any]:
+    """The peft configuration of a transformer's adapter, keyed as diffusers does."""
     config = model.peft_config[ADAPTER].to_dict()
     # peft may have shortened the paths to suffixes that are unambiguous in this model; say what was adapted.
     config["target_modules"] = sorted(adapted_modules(model))
     # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
     config["lora_dropout"] = 0.0
-    return {f"{PREFIX}.{key}": sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    return {f"{part}.{key}": sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 
 def save_full(model: Model, directory: Path) -> Path:
-    """Write the whole transformer as `directory`, in diffusers' layout, for its class's `from_pretrained`."""
-    model.save_pretrained(directory)
-    mode = (directory / "config.json").stat().st_mode & 0o777  # of weights it is the owner's alone
-    for path in directory.glob("*.safetensors"):
-        path.chmod(mode)
+    """Write the whole transformer as `directory`, in diffusers' layout, for its class's `from_pretrained`; of several
+    the others beside it, by their names."""
+    for part, expert in components(model).items():
+        folder = directory.with_name(part)
+        expert.save_pretrained(folder)
+        mode = (folder / "config.json").stat().st_mode & 0o777  # of weights it is the owner's alone
+        for path in folder.glob("*.safetensors"):
+            path.chmod(mode)
     return directory

@@ -17,12 +17,15 @@ class WeightsError(LatentpressError):
     exit_code = USAGE
 
 
-def transformer(model_class: Any, source: str, revision: str | None, dtype: torch.dtype) -> Any:
-    """The model of `source`, a local folder or a repo id, and nothing else of it. WeightsError where its weights are
-    pickled; of a repo no pickle is fetched, and OSError says that it has none of the files that are."""
-    folder = Path(source).expanduser() / PART
+def transformer(model_class: Any, source: str, revision: str | None, dtype: torch.dtype, part: str = PART) -> Any:
+    """The model in the sub-folder `part` of `source`, a local folder or a repo id, and nothing else of it.
+
+    WeightsError where its weights are pickled; of a repo no pickle is fetched, and OSError says that it has none of the
+    files that are.
+    """
+    folder = Path(source).expanduser() / part
     if folder.is_dir() and (problem := problem_of(folder)):
         raise WeightsError(*problem)
     return model_class.from_pretrained(
-        source, subfolder=PART, revision=revision, torch_dtype=dtype, use_safetensors=True
+        source, subfolder=part, revision=revision, torch_dtype=dtype, use_safetensors=True
     )

@@ -27,8 +27,8 @@ class FamilyModule(Protocol):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Any:
-        """The transformer of a checkpoint, a diffusers ModelMixin, and nothing else of it. ValueError or OSError where
-        it can't be trained."""
+        """The transformer of a checkpoint, a diffusers ModelMixin, or `trainer.experts.Experts` of several; no other
+        part. ValueError or OSError where it can't be trained."""
 
     def clean_frames(self, task: Task) -> int:
         """Leading latent frames that are given: neither noised nor in the loss."""

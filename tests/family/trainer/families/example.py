@@ -1,4 +1,4 @@
-"""The example family's transformer: Wan's, given two clean frames."""
+"""The example family's transformers: two of Wan's, for much noise and for little, given two clean frames."""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -10,9 +10,11 @@ from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer import pretrained
 from trainer.batch import Batch
+from trainer.experts import Experts, components
 from trainer.families.base import FamilyModule
 
-_TARGETS = re.compile(r"blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)")
+BOUNDARY = 0.5  # of sigma
+_TARGETS = re.compile(r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)")
 
 
 def load(
@@ -20,8 +22,10 @@ def load(
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> WanTransformer3DModel:
-    return pretrained.transformer(WanTransformer3DModel, source, revision, dtype).to(device)
+) -> Experts:
+    parts = FAMILIES["example"].components
+    experts = {name: pretrained.transformer(WanTransformer3DModel, source, revision, dtype, name) for name in parts}
+    return Experts(experts).to(device)
 
 
 def clean_frames(task: Task) -> int:
@@ -34,12 +38,13 @@ def sampling_dtype(model: Any) -> torch.dtype:
 
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     assert bool(batch.text_mask_BL.all()), "this transformer masks no text: train with batches of one"
-    return model(
-        hidden_states=start(noisy_BCTHW, batch, task),
-        timestep=(1000 * sigma_B).float(),
-        encoder_hidden_states=batch.text_BLD,
-        return_dict=False,
-    )[0]
+    inputs = {
+        "hidden_states": start(noisy_BCTHW, batch, task),
+        "timestep": (1000 * sigma_B).float(),
+        "encoder_hidden_states": batch.text_BLD,
+    }
+    high, low = (expert(**inputs, return_dict=False)[0] for expert in components(model).values())
+    return torch.where((sigma_B >= BOUNDARY).view(-1, 1, 1, 1, 1), high, low)
 
 
 def start(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
