@@ -202,13 +202,13 @@ def second_scan(files: int, repeat: int) -> list[str]:
         scan(settings)
 
         def ours() -> None:
-            assert scan(settings).details["data"]["files read"] == 0
+            assert scan(settings).details["datasets"][0]["files_read"] == 0
 
         bare, own, ratio = alternately(repeat, lambda: bare_walk(media, settings), ours)
         for number in range(10):
             (media / "000" / f"new{number}.jpg").write_bytes(unique_jpeg(file.getvalue(), files + number))
             (media / "000" / f"new{number}.txt").write_text(f"new {number}")
-        read = scan(settings).details["data"]["files read"]
+        read = scan(settings).details["datasets"][0]["files_read"]
     return [
         f"| second scan of {files} unchanged files | {bare} | {own} | {ratio} | 2 |",
         f"| files read after adding 10 | 10 | {read} | {read / 10:.1f} | 1 |",

@@ -9,7 +9,7 @@ from schemas.loading import load
 from stages.contactsheet.page import environment
 from stages.plan import current_plan
 
-STAGE_COLUMNS = ("stage", "done", "skipped", "set aside", "seconds")
+STAGE_COLUMNS = ("stage", "done", "skipped", "set_aside", "seconds")
 
 
 def write_report(out: Path, results: dict[str, dict[str, Any]]) -> Path:

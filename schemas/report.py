@@ -9,6 +9,7 @@ from typing import Any
 from schemas.errors import DAMAGE, OK, REMAINS
 
 SHOWN = 20  # items of a list that the summary shows
+MOST_COLUMNS = 10  # of a table; rows of more are shown one below the other
 
 
 @dataclass
@@ -20,6 +21,8 @@ class Report:
     more_set_aside: how many further ones stand in the full list alone. Items set aside are no failure; failed ones
     are, and are tried again by the next run. rejects: where the full list of what was set aside is kept.
     next_steps: commands. details: anything else; a value that is a list of flat dicts is shown as a table.
+    Keys are snake_case at every level, with the unit of a number at their end (`written_mib`), and name no data: what
+    there is of each dataset or bucket is a list of rows. `heading` makes of them what a person sees.
     """
 
     program: str
@@ -70,6 +73,14 @@ class Report:
         return "\n".join(lines)
 
 
+_WORDS = {"mib": "MiB", "percent": "%", "psnr": "PSNR", "db": "dB", "tensorboard": "TensorBoard"}
+
+
+def heading(key: str) -> str:
+    """A key of a report as a person reads it: `latents_mib` is "latents MiB"."""
+    return " ".join(_WORDS.get(word, word) for word in key.split("_"))
+
+
 def shortened(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -93,9 +104,9 @@ def plain(value: Any) -> Any:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Aligned lines, one a row, under the keys of the first row; numbers to the right."""
+    """Aligned lines, one a row, under the headings of the first row; numbers to the right."""
     keys = list(rows[0])
-    cells = [keys] + [[visible(str(row.get(key, ""))) for key in keys] for row in rows]
+    cells = [[heading(key) for key in keys]] + [[visible(str(row.get(key, ""))) for key in keys] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
     right = [all(isinstance(row.get(key, 0), int | float) for row in rows) for key in keys]
     aligned = [
@@ -106,14 +117,22 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _detail(key: str, value: Any) -> list[str]:
-    name = key.replace("_", " ")
+    name = heading(key)
     if isinstance(value, Mapping):
         return [f"  {name}:", *(f"  {line}" for inner in value.items() for line in _detail(*inner))]
     if isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value):
+        if len(value[0]) > MOST_COLUMNS:
+            return [f"  {name}:", *(f"  {line}" for row in value for line in _block(row))]
         return [f"  {name}:", *(f"    {line}" for line in table(value))]
     if isinstance(value, list | tuple):
         value = ", ".join(str(item) for item in value)
     return [f"  {name}: {value:g}" if isinstance(value, float) else f"  {name}: {value}"]
+
+
+def _block(row: Mapping[str, Any]) -> list[str]:
+    """A row that is too wide for a table: its first value, and below it the others."""
+    (_, title), *others = row.items()
+    return [f"  {visible(str(title))}:", *(f"  {line}" for key, value in others for line in _detail(key, value))]
 
 
 def _listing(title: str, items: Sequence[Mapping[str, Any]], full: str = "", unlisted: int = 0) -> list[str]:

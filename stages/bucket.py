@@ -72,7 +72,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.out.num_rows else ""
     report.done = new_samples.num_rows + new_texts.num_rows
     report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.done
-    report.details["new units"] = {kind: _count(made, "kind", kind) for kind in ("latents", "text")}
+    report.details["new_units"] = {kind: _count(made, "kind", kind) for kind in ("latents", "text")}
     report.details["generation"] = generation.name + ("" if generation.name not in before else " (unchanged)")
     return report
 
@@ -147,8 +147,8 @@ def _details(config: Config, plan: Draft, new_samples: pa.Table, new_texts: pa.T
         "datasets": summary.dataset_table(config, plan),
         "texts": plan.texts.num_rows,
         "disk": [
-            {"MiB (estimated)": "latents", "of this plan": round(latents, 2), "to be encoded": round(latents_new, 2)},
-            {"MiB (estimated)": "text", "of this plan": round(text, 2), "to be encoded": round(text_new, 2)},
+            {"estimated": "latents", "plan_mib": round(latents, 2), "to_encode_mib": round(latents_new, 2)},
+            {"estimated": "text", "plan_mib": round(text, 2), "to_encode_mib": round(text_new, 2)},
         ],
     }
     return details

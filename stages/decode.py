@@ -37,7 +37,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     if mine or not sheet.exists():
         with explained(str(sheet)):
             contact_sheet(config, folder, files, sheet)
-    report.details = {"samples": str(folder / "samples"), "contact sheet": str(sheet)}
+    report.details = {"samples": str(folder / "samples"), "contact_sheet": str(sheet)}
     return report
 
 

@@ -110,7 +110,8 @@ class _Discovery:
         report.more_set_aside += max(0, len(aside) - SHOWN)
         if len(aside):
             report.rejects = self.store.path("rejects/discover")
-        report.details[self.dataset.id] = self._counts(table, news, aside, source) | {"files read": read}
+        counts = self._counts(table, news, aside, source) | {"files_read": read}
+        report.details.setdefault("datasets", []).append({"dataset": self.dataset.id} | counts)
 
     def _whole_before(self) -> pa.Table | None:
         try:
@@ -172,13 +173,15 @@ class _Discovery:
         new = problems + unread - again
         report.remaining += new
         report.skipped += total - new
-        report.details[self.dataset.id] = {
+        counts = {
+            "dataset": self.dataset.id,
             "files": total,
-            "files to read": unread,
-            "MiB to read": round(size / 2**20, 1),
-            "set aside before, tried again": again,
-            "other files": _ignored(source),
+            "files_to_read": unread,
+            "to_read_mib": round(size / 2**20, 1),
+            "set_aside_tried_again": again,
+            "other_files": _ignored(source),
         }
+        report.details.setdefault("datasets", []).append(counts)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -303,9 +306,9 @@ class _Discovery:
             "videos": _count(pc.equal(table["kind"], "video")),
             "captions": pc.sum(pc.list_value_length(table["captions"])).as_py() or 0,
             **news,
-            "files whose bytes are there twice": mediatable.twice(table["media_id"]),
-            "set aside": f"{len(aside)}: {by_reason}" if len(aside) else 0,
-            "other files": _ignored(source),
+            "duplicate_files": mediatable.twice(table["media_id"]),
+            "set_aside": f"{len(aside)}: {by_reason}" if len(aside) else 0,
+            "other_files": _ignored(source),
         }
 
 

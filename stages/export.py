@@ -64,7 +64,7 @@ def run(
             progress.advance(count)
     exporter.write_prompts()
     exporter.publish()
-    report.details["MiB written"] = round(written / MIB, 2)
+    report.details["written_mib"] = round(written / MIB, 2)
     data.close()
     return report
 
@@ -80,7 +80,7 @@ def _sizes(exporter: Exporter) -> dict[str, float]:
             [(count, size.text) for count, size in every],
         )
     )
-    return {"MiB (estimated)": round(row / MIB, 2), "MiB of them texts": round(text / MIB, 2)}
+    return {"estimated_mib": round(row / MIB, 2), "estimated_texts_mib": round(text / MIB, 2)}
 
 
 app = program(

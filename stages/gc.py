@@ -60,7 +60,7 @@ class Item:
         newest = max(entry.modified for entry in self.entries)
         days = max(0, int((now - newest) / DAY))
         mib = round(self.bytes / MIB, 2)
-        return {"MiB": mib, "days old": days, "files": len(self.entries), "path": self.path, "what": self.what}
+        return {"mib": mib, "days_old": days, "files": len(self.entries), "path": self.path, "what": self.what}
 
 
 def run(
@@ -86,12 +86,12 @@ def run(
     report = Report(program="gc", dry_run=options.dry_run)
     report.details = {
         "unused": [item.row(now) for item in items] or f"nothing, of what was written more than {keep_days:g} days ago",
-        "MiB unused": round(found / MIB, 2),
-        "MiB that stay": round(listed.kept / MIB, 2),
+        "unused_mib": round(found / MIB, 2),
+        "kept_mib": round(listed.kept / MIB, 2),
     }
     if listed.others:
         size = sum(entry.size for entry in listed.others)
-        report.details["other files"] = f"{len(listed.others)} files, {round(size / MIB, 2)} MiB: left alone"
+        report.details["other_files"] = f"{len(listed.others)} files, {round(size / MIB, 2)} MiB: left alone"
     if not yes or options.dry_run:
         report.remaining = len(items) if options.dry_run else 0
         given = [*(f"--also {shlex.quote(str(path))}" for path in also or ()), "--yes"]
@@ -106,7 +106,7 @@ def run(
         if item.entries:
             console.log(f"removing {item.path}")
             _remove(store, item, listed.folders)
-    report.details["MiB removed"] = round(sum(item.bytes for item in items) / MIB, 2)
+    report.details["removed_mib"] = round(sum(item.bytes for item in items) / MIB, 2)
     return report
 
 

@@ -49,7 +49,7 @@ def run(
                 report.done += len(part.rows)
             progress.advance(len(part.rows))
     importer.publish(importer.write_prompts())
-    report.details["MiB written"] = round(written / MIB, 2)
+    report.details["written_mib"] = round(written / MIB, 2)
     data.close()
     return report
 

@@ -58,7 +58,7 @@ def run(
     aside = _set_aside(plan, encoded)
     stopped = _stopped(store, config, works)
     if stopped or any(len(each.missing) for each in encoded.values()):
-        report.set_aside, report.details = aside, stopped
+        report.set_aside, report.details = aside, {"stopped_by_limit": stopped} if stopped else {}
         return report_missing(report, plan, encoded)
     if not allow_missing and any(row["reason"] == "missing" for row in aside):
         return _refuse(report, aside, works)
@@ -81,8 +81,8 @@ def run(
     record["counts"] = {"samples": joined.train, "eval": joined.held_out, "texts": count}
     name = hash_json({**record, "tables": {key: digest(table) for key, table in joined.tables.items()}})[:16]
     report.details = {"set": f"sets/{name}", "samples": joined.train, "texts": count}
-    report.details |= {"held out": joined.held_out} if joined.held_out else {}
-    report.details |= {"texts set aside": len(texts.set_aside)} if texts.set_aside else {}
+    report.details |= {"held_out": joined.held_out} if joined.held_out else {}
+    report.details |= {"texts_set_aside": len(texts.set_aside)} if texts.set_aside else {}
     report.truncated = told(plan, texts.truncated)
     report.set_aside, report.done = joined.left_out, joined.train + joined.held_out
     if options.dry_run:
@@ -137,14 +137,14 @@ def _set_aside(plan: Generation, encoded: Mapping[str, Encoded]) -> list[Row]:
     return list(found.values())
 
 
-def _stopped(store: Store, config: Config, works: Mapping[str, Work]) -> Row:
+def _stopped(store: Store, config: Config, works: Mapping[str, Work]) -> list[Row]:
     """What a stage said that was stopped by the limit on what is set aside, and would say again; empty where none."""
-    said: Row = {}
+    said: list[Row] = []
     for stage in encoders.wanted(config):
         try:
             Limit(stage, store, config, works[stage.kind])
         except LatentpressError as error:
-            said[stage.name] = f"{error.message}; {error.next_step}"
+            said.append({"stage": stage.name, "message": f"{error.message}; {error.next_step}"})
     return said
 
 
@@ -152,7 +152,7 @@ def _refuse(report: Report, aside: list[Row], kinds: Iterable[str]) -> Report:
     """Missing media is not bad media: no set is made without it unless that is asked for."""
     lost = [row for row in aside if row["reason"] == "missing"]
     report.set_aside, report.remaining = aside, len(lost)
-    report.details["no set was made"] = f"the media of {len(lost)} samples and texts were missing when encoded"
+    report.details["no_set_made"] = f"the media of {len(lost)} samples and texts were missing when encoded"
     again = [f"latentpress {ENCODERS[kind]}   # the same: what was missing is tried again" for kind in kinds]
     report.next_steps = [
         "latentpress encode-text   # once the files are there again (mount the disk, or correct media_root)",
@@ -165,7 +165,7 @@ def _refuse(report: Report, aside: list[Row], kinds: Iterable[str]) -> Report:
 
 def report_missing(report: Report, plan: Generation, encoded: Mapping[str, Encoded]) -> Report:
     """Name what is not encoded: texts by their words, samples by their files, and the command that makes them."""
-    stopped = [ENCODERS[kind] for kind in encoded if ENCODERS[kind] in report.details]
+    stopped = [row["stage"] for row in report.details.get("stopped_by_limit", ())]
     report.remaining = len(report.set_aside) if stopped else 0
     report.next_steps += [f"latentpress {stage} --retry-set-aside   # once its cause is mended" for stage in stopped]
     for kind, found in encoded.items():
@@ -174,7 +174,7 @@ def report_missing(report: Report, plan: Generation, encoded: Mapping[str, Encod
             report.remaining += count
             report.next_steps.append(f"latentpress {ENCODERS[kind]}   # {count} {what} are not encoded yet")
             listed, of = _missing_texts(plan, found.missing) if kind == "text" else _missing_files(plan, found.missing)
-            report.details[f"missing {what} (the first {SHOWN} of {of})"] = listed
+            report.details |= {f"missing_{kind}": of, f"first_missing_{kind}": listed}
     report.next_steps.append("latentpress index")
     return report
 

@@ -27,7 +27,7 @@ from schemas.report import visible
 from schemas.tables import MEDIA, TABLES_VERSION
 from stages.listing import SLICE, Known, Rows, equal, slices
 
-NO_NEWS = {"came": 0, "went": 0, "changed": 0, "files whose captions changed": 0}
+NO_NEWS = {"new": 0, "removed": 0, "changed": 0, "captions_changed": 0}
 _NO_ANIMATION = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 _PLACE = ("instance_data_dir", "source", "split", "media_column")  # another file may have the same path, size and time
 _VERSION, _SETTINGS = b"tables_version", b"discovered_with"
@@ -283,16 +283,16 @@ def compare(before: Known | None, same: int, others: Iterable[pa.Table]) -> dict
     common, names = same, ["media_id", "captions"]
     for part in (part for table in others for part in slices(table.select(["path", *names]))):
         if before is None:
-            counts["came"] += len(part)
+            counts["new"] += len(part)
             continue
         rows, old = before.find(part["path"], names)
         there = pa.array(rows >= 0)
         part, old = part.filter(there), old.filter(there)
         common += len(part)
-        counts["came"] += len(rows) - len(part)
+        counts["new"] += len(rows) - len(part)
         counts["changed"] += int((~equal(part["media_id"], old["media_id"])).sum())
-        counts["files whose captions changed"] += int((~equal(_one_text(part), _one_text(old))).sum())
-    counts["went"] = (0 if before is None else len(before.table)) - common
+        counts["captions_changed"] += int((~equal(_one_text(part), _one_text(old))).sum())
+    counts["removed"] = (0 if before is None else len(before.table)) - common
     return counts
 
 

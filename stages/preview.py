@@ -82,7 +82,7 @@ def _show_plan(
     _require_media(sheet, chosen)
     with console.progress(total, "preview") as progress:
         size = _write(page, planned.page(sheet, chosen, options, report, progress))
-    report.details["MiB"] = round(size / 2**20, 2)
+    report.details["written_mib"] = round(size / 2**20, 2)
     return report
 
 
@@ -96,7 +96,7 @@ def _show_latents(
     total = sum(map(len, chosen.values()))
     report.details["cache"] = cached.folder
     if cached.missing:
-        report.details["not encoded yet"] = cached.missing
+        report.details["not_encoded"] = cached.missing
         report.next_steps.append("latentpress encode-latents")
     if not total:
         where = "" if buckets == sheet.buckets else f" of {', '.join(buckets)}"
@@ -119,8 +119,8 @@ def _show_latents(
     report.details["buckets"] = table = resultpage.lines(cached, found, buckets)
     size = _write(page, resultpage.page(cached, found, table))
     sheets = _write_sheets(page, poster.sheets(found, table))
-    report.details["contact sheets"] = [str(path) for path in sheets]
-    report.details["MiB"] = round((size + sum(path.stat().st_size for path in sheets)) / 2**20, 2)
+    report.details["contact_sheets"] = [str(path) for path in sheets]
+    report.details["written_mib"] = round((size + sum(path.stat().st_size for path in sheets)) / 2**20, 2)
     return report
 
 

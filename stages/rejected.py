@@ -44,4 +44,4 @@ def _row(row: Row) -> Row:
     message = row["message"].removeprefix(f"{row['path']}: ")
     problem, _, advice = message.partition("; ")
     keys = {key: row[key] for key in ("stage", "item", "path", "reason")}
-    return {**keys, "message": problem, "to mend": advice or "see docs/datasets.md, or leave it set aside"}
+    return {**keys, "message": problem, "remedy": advice or "see docs/datasets.md, or leave it set aside"}

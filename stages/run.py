@@ -59,7 +59,7 @@ def _in_order(config: Config, options: Options, console: Console, stages: "_Proc
         if "error" in document or code not in (OK, REMAINS, DAMAGE):
             raise StageFailed(stage, code, document)
         rows.append({"stage": stage, "seconds": seconds} | {key: document[key] for key in COUNTS})
-        rows[-1]["set aside"] = len(document["set_aside"]) + document["more_set_aside"]
+        rows[-1]["set_aside"] = len(document["set_aside"]) + document["more_set_aside"]
         report.remaining += bool(document["remaining"])
         report.done += bool(document["done"]) and not document["remaining"]
         report.skipped += not document["done"] and not document["remaining"]
@@ -91,12 +91,12 @@ COUNTS = ("done", "skipped", "remaining")
 def _results(config: Config, stage: StageName, said: dict) -> dict[str, str]:
     """Where lies what somebody wanted of it all."""
     if stage == "train" and "saved" in said:
-        names = {"metrics.jsonl": "numbers", "tensorboard": "TensorBoard"}
+        names = {"metrics.jsonl": "numbers", "tensorboard": "tensorboard"}
         folder = Path(said["run"])
         result = "adapter" if config.train.adapter.type == "lora" else "model"
         return {result: said["saved"]} | {what: str(folder / name) for name, what in names.items()}
-    if stage == "decode" and "contact sheet" in said:
-        return {"pictures": said["samples"], "contact sheet": said["contact sheet"]}
+    if stage == "decode" and "contact_sheet" in said:
+        return {"pictures": said["samples"], "contact_sheet": said["contact_sheet"]}
     return {}
 
 

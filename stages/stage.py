@@ -126,7 +126,7 @@ class EncodingStage:
         report.details = {
             "cache": f"{self.kind}/{work.fingerprint}",
             "units": f"{len(work.units)}, {before} done before, {len(mine)} in this run",
-            "MiB to come": round(sum(self.size(config, unit) for unit in mine) / 2**20, 2),
+            "to_encode_mib": round(sum(self.size(config, unit) for unit in mine) / 2**20, 2),
         }
         topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks", "regularisation"), "vision": ("vision",)}
         for text in not_used_yet(config, *topics.get(self.kind, ())):
@@ -257,12 +257,14 @@ def _run_units(
             remarks.update(outcome.remarks)
             if outcome.smaller:
                 console.warn(f"unit {outcome.unit}: out of memory; {outcome.smaller}")
-                report.details["units in smaller batches"] = report.details.get("units in smaller batches", 0) + 1
+                report.details["units_in_smaller_batches"] = report.details.get("units_in_smaller_batches", 0) + 1
             report.done += outcome.encoded
             written += outcome.bytes
             limit.count(outcome.unit, outcome.set_aside)
-    report.details["MiB written"] = round(written / 2**20, 2)
-    report.details |= {remark: f"{count} of {report.done}" for remark, count in remarks.items()}
+    report.details["written_mib"] = round(written / 2**20, 2)
+    if remarks:
+        rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
+        report.details["remarks"] = rows
 
 
 class Limit:

@@ -88,13 +88,13 @@ def look(config: Config, options: Options) -> Report:
             report.next_steps.append(f"latentpress {stage.name}")
         report.remaining += row["remaining"]
         report.done += row["done"]
-    for column in ("items/s", "left") if report.remaining else ():
+    for column in ("items_per_second", "left") if report.remaining else ():
         for row in rows:
             row.setdefault(column, "")
     report.details["stages"] = rows
-    report.details["training set"] = _training_set(store, config, plan)
-    report.details["shards were made with"] = _made_with(store, works, listed)
-    report.details["MiB under root"] = {
+    report.details["training_set"] = _training_set(store, config, plan)
+    report.details["made_with"] = _made_with(store, works, listed)
+    report.details["under_root_mib"] = {
         top: _mib(entries) for top, entries in listed.items() if entries or top in SHOWN[:4]
     }
     report.details["runs"] = _runs(config)
@@ -111,8 +111,8 @@ def _discover(store: Store, config: Config, mib: float) -> Row:
         "what": "files",
         "done": sum(len(table) for table in whole if table is not None),
         "remaining": remaining,
-        "set aside": sum(len(aside.get(dataset.id, [])) for dataset in datasets),
-        "MiB": mib,
+        "set_aside": sum(len(aside.get(dataset.id, [])) for dataset in datasets),
+        "mib": mib,
     }
 
 
@@ -125,8 +125,8 @@ def _bucket(store: Store, config: Config, plan: Generation, mib: float) -> Row:
         "what": "samples",
         "done": samples,
         "remaining": 0,
-        "set aside": len(aside),
-        "MiB": mib,
+        "set_aside": len(aside),
+        "mib": mib,
     }
 
 
@@ -140,8 +140,8 @@ def _encoding(stage: EncodingStage, work: Work, listed: Sequence[Entry]) -> Row:
         "what": "texts" if stage.of == "text" else "samples",
         "done": len(work.wanted) - remaining - aside,
         "remaining": remaining,
-        "set aside": aside,
-        "MiB": _mib(entries),
+        "set_aside": aside,
+        "mib": _mib(entries),
     }
     if remaining:
         row |= watching.pace(_published(work, entries), remaining, time.time())
@@ -167,18 +167,18 @@ def _training_set(store: Store, config: Config, plan: Generation) -> str:
 
 def _made_with(
     store: Store, works: Sequence[tuple[EncodingStage, Work]], listed: Mapping[str, Sequence[Entry]]
-) -> dict[str, str]:
+) -> list[Row]:
     """For each stage what the plan's shards say of the libraries and the machine that made them, and MIXED before what
     differs among them: their bytes may, though the configuration is one.
 
     Of many shards some are opened, from the oldest to the newest, since versions change in time.
     """
     readers = Readers(store)
-    told = {}
+    told = []
     for stage, work in works:
         written = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
         paths = [path for _, path in sorted((written.get(path, 0.0), path) for path in work.done.values())]
-        told[stage.name] = _told(readers, paths)
+        told.append({"stage": stage.name, "libraries": _told(readers, paths)})
     readers.close()
     return told
 

@@ -52,7 +52,7 @@ def run(
     store = Whole(config.root)
     present = soundness.shards(store, tuple(MAKERS))
     report = Report(program="verify", dry_run=options.dry_run)
-    report.details = {"shards": len(present), "MiB": round(sum(present.values()) / MIB, 2)}
+    report.details = {"shards": len(present), "mib": round(sum(present.values()) / MIB, 2)}
     if options.dry_run:
         report.remaining = len(present)
         return report
@@ -73,7 +73,7 @@ def run(
         _repair(store, config, options, console, found, report)
     if bad and repair:
         _repair_tables(config, options, console, bad, "sets")
-        report.details["damaged tables"], (_, bad) = sorted(bad), tablecheck.damaged(store)
+        report.details["damaged_tables"], (_, bad) = sorted(bad), tablecheck.damaged(store)
     every = found.damage | bad
     report.damage = [_row(rel, damage) for rel in sorted(every) for damage in every[rel]]
     again = tablecheck.commands(bad)
@@ -170,10 +170,10 @@ def _repair(store: Store, config: Config, options: Options, console: Console, fo
         units = {unit.unit_id for unit in work.units}
         folder = f"{stage.kind}/{work.fingerprint}/"
         again |= {rel: stage.name for rel in found.damage if rel.startswith(folder) and _unit(rel) in units}
-    report.details["damaged shards"] = [
+    report.details["damaged_shards"] = [
         {
             "shard": rel,
-            "set aside as": soundness.put_away(store, rel) if store.exists(rel) else "",
+            "moved_to": soundness.put_away(store, rel) if store.exists(rel) else "",
             "then": again.get(rel, "not encoded again: no unit of this configuration"),
         }
         for rel in own
@@ -190,7 +190,7 @@ def _repair(store: Store, config: Config, options: Options, console: Console, fo
     found.damage = {rel: bad for rel, bad in found.damage.items() if rel not in again or _unit(rel) not in mended}
     found.damage |= later.damage
     report.failed += later.unread
-    report.details["encoded again"] = len(made) - len(later.damage)
+    report.details["encoded_again"] = len(made) - len(later.damage)
     report.next_steps += _advice(store, found.damage, []) + (["latentpress index"] if own else [])
 
 

@@ -24,10 +24,10 @@ def pace(published: Sequence[tuple[float, int]], remaining: int, now: float) -> 
     # The first says when counting begins: what it holds was done before.
     items = sum(count for _, count in recent[1:])
     if not items:
-        return {"items/s": "", "left": ""}
+        return {"items_per_second": "", "left": ""}
     rate = items / max(now - recent[0][0], 1e-3)
     return {
-        "items/s": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
+        "items_per_second": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
         "left": str(timedelta(seconds=round(remaining / rate))),
     }
 
@@ -59,6 +59,8 @@ def _lines(report: Report) -> dict[str, str]:
     found = {}
     for row in report.details.get("stages", []):
         line = f"{row['stage']}: {row['done']} {row['what']} done, {row['remaining']} remaining"
-        line += f", {row['set aside']} set aside" if row["set aside"] else ""
-        found[line] = line + (f", {row['items/s']} {row['what']}/s, {row['left']} left" if row.get("left") else "")
+        line += f", {row['set_aside']} set aside" if row["set_aside"] else ""
+        found[line] = line + (
+            f", {row['items_per_second']} {row['what']}/s, {row['left']} left" if row.get("left") else ""
+        )
     return found

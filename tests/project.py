@@ -13,6 +13,7 @@ from PIL import Image
 from schemas.config.pipeline import Config
 from schemas.console import Console, Options, Report, Shard
 from schemas.loading import load
+from tests.reports import odd_keys
 
 
 @dataclass
@@ -71,7 +72,9 @@ class Project:
         given = Options(self.folder / "pipeline.yaml", overrides, shard=Shard(int(index), int(total)), **options)
         with io.StringIO() as messages:
             try:
-                return program(self.config(*overrides), given, Console(stderr=messages), **own)
+                report = program(self.config(*overrides), given, Console(stderr=messages), **own)
+                assert list(odd_keys(report.document())) == []
+                return report
             finally:
                 self.said = messages.getvalue()
 

@@ -1,5 +1,6 @@
 """`latentpress run`, as a user starts it: from a folder of pictures to an adapter, then nothing the second time."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -9,7 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from schemas.console import Options, Report, execute
+from schemas.console import Console, Options, Report, execute
+from schemas.errors import LatentpressError
+from schemas.loading import load
+from stages.cli import PROGRAMS, module_of
+from tests.reports import odd_keys
 from trainer.__main__ import run as train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +26,9 @@ def latentpress(folder: Path, *arguments: str) -> tuple[int, dict, str]:
     command = [sys.executable, "-m", "stages.cli", *arguments, "--json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
     assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout), done.stderr
+    report = json.loads(done.stdout)
+    assert list(odd_keys(report)) == []
+    return done.returncode, report, done.stderr
 
 
 @pytest.fixture
@@ -121,3 +128,22 @@ def test_reports_of_all_programs_have_the_same_keys() -> None:
     assert {"program", "done", "skipped", "remaining", "set_aside", "failed", "damage", "next_steps"} <= set(
         Report("x").document()
     )
+
+
+@pytest.mark.slow
+def test_every_program_reports_in_snake_case(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every level of nesting, of a dry run and of a true one: one after the other, they are the whole pipeline."""
+    monkeypatch.chdir(home)
+    config, out = load(home / "pipeline.yaml"), str(home / "exported")
+    own: dict[str, dict] = {"preview": {"plan": True}, "export": {"to": out}, "import": {"source": out}}
+    for program in PROGRAMS:
+        run = train if program == "train" else importlib.import_module(module_of(program)).run
+        for dry_run in (True, False):
+            options = Options(home / "pipeline.yaml", dry_run=dry_run, json=True)
+            try:
+                document = run(config, options, Console(json=True), **own.get(program, {})).document()
+                assert (document["program"] == program and document["details"]) or program == "decode"
+            except LatentpressError as error:
+                assert program == "encode-vision", error  # which this configuration does not want
+                document = error.document()
+            assert list(odd_keys(document)) == [], program

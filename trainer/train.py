@@ -347,10 +347,10 @@ def summary(run: Run, first: int, done: int, saved: Path) -> dict[str, Any]:
     losses = [line["loss"] for line in lines if "loss" in line]
     evals = [line for line in lines if "eval_loss" in line]
     result: dict[str, Any] = {"done": done - first, "skipped": first, "saved": str(saved)}
-    result["trainable parameters"] = sum(parameter.numel() for parameter in run.trainable.values())
+    result["trainable_parameters"] = sum(parameter.numel() for parameter in run.trainable.values())
     result["loss"] = {"first": losses[0], "last": losses[-1]} if losses else {}
-    result["eval loss"] = {"first": evals[0]["eval_loss"], "last": evals[-1]["eval_loss"]} if evals else {}
+    result["eval_loss"] = {"first": evals[0]["eval_loss"], "last": evals[-1]["eval_loss"]} if evals else {}
     if evals:
-        result["eval loss"]["on"] = evals[-1].get("eval_on", "training samples")
-    result["steps not finite"] = run.bad.total
+        result["eval_loss"]["on"] = evals[-1].get("eval_on", "training samples")
+    result["non_finite_steps"] = run.bad.total
     return result

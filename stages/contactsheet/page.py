@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from schemas.clips import clip_times
 from schemas.geometry import Bucket
-from schemas.report import shortened, visible
+from schemas.report import heading, shortened, visible
 
 Row = Mapping[str, Any]
 TEMPLATES = Path(__file__).with_name("templates")
@@ -154,7 +154,13 @@ def environment(folder: Path) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {"decibels": decibels, "known": known, "shortened": shortened, "visible": visible}
+    found.filters |= {
+        "decibels": decibels,
+        "heading": heading,
+        "known": known,
+        "shortened": shortened,
+        "visible": visible,
+    }
     return found
 
 

@@ -54,7 +54,7 @@ def page(
 def _about(sheet: Sheet, lines: list[Row]) -> list[str]:
     model, held = sheet.config.model, pc.sum(pc.equal(sheet.active.column("role"), "eval")).as_py() or 0
     train = sheet.active.num_rows - held
-    size = sum(line["MiB of latents"] for line in lines)
+    size = sum(line["latents_mib"] for line in lines)
     return [
         f"{model.family}, {model.task}, {model.chosen.name}",
         f"{train} samples to train on in {len(lines)} buckets, {held} held out; about {size:.4g} MiB of latents to "
@@ -80,7 +80,7 @@ def _rules(out: pa.Table) -> list[Row]:
         mine = pc.and_(
             pc.equal(out.column("reason"), row["rule"]), pc.starts_with(out.column("item"), f"{row['dataset']}/")
         )
-        row["for example"] = out.filter(mine).slice(0, EXAMPLES).column("message").to_pylist()
+        row["example"] = out.filter(mine).slice(0, EXAMPLES).column("message").to_pylist()
     return rows
 
 

@@ -82,7 +82,7 @@ def _flow(blocks: Sequence[Block]) -> Iterator[tuple[list[tuple[int, int, Block]
 def _heading(line: Row) -> Block:
     block = Block(WIDTH - 2 * MARGIN, keep=SIDE + 4 * LINE)
     shown = f"{line['shown']} of {line['encoded']} encoded samples"
-    block.write(f"{line['bucket']}: {shown}, mean PSNR {line['mean PSNR (dB)']:.2f} dB; original, then reconstruction")
+    block.write(f"{line['bucket']}: {shown}, mean PSNR {line['mean_psnr_db']:.2f} dB; original, then reconstruction")
     return block
 
 

@@ -66,8 +66,8 @@ def lines(cached: Cached, found: Sequence[Result], buckets: Sequence[str]) -> li
         mine = [one for one in found if one.bucket == bucket]
         values = [one.psnr for one in mine if one.psnr is not None]
         mean = sum(values) / len(values) if values else math.nan
-        row = cached.line(bucket, len(mine)) | {"mean PSNR (dB)": round(mean, 2)}
-        table.append(row | {"lowest PSNR (dB)": round(min(values, default=math.nan), 2)})
+        row = cached.line(bucket, len(mine)) | {"mean_psnr_db": round(mean, 2)}
+        table.append(row | {"lowest_psnr_db": round(min(values, default=math.nan), 2)})
     return table
 
 

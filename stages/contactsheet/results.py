@@ -101,7 +101,7 @@ def _compared(
 def report(found: list[Result], report: Report, *, everything: bool) -> None:
     """What a report says of the results. everything: with the numbers of each sample."""
     compared = sorted((one for one in found if one.psnr is not None), key=_order)
-    report.details["lowest PSNR"] = [_numbers(one) for one in compared[:WORST]]
+    report.details["lowest_psnr"] = [_numbers(one) for one in compared[:WORST]]
     if everything:
         report.details["samples"] = [_numbers(one) | _more(one) for one in found]
     report.done = len(compared)
@@ -121,7 +121,7 @@ def report(found: list[Result], report: Report, *, everything: bool) -> None:
 def _numbers(one: Result) -> Row:
     psnr = math.nan if one.psnr is None else round(one.psnr, 2)
     tokens = ", ".join("unknown" if caption.tokens is None else str(caption.tokens) for caption in one.captions)
-    return {"PSNR (dB)": psnr, "bucket": one.bucket, "tokens": tokens, "item": one.name}
+    return {"psnr_db": psnr, "bucket": one.bucket, "tokens": tokens, "item": one.name}
 
 
 def _more(one: Result) -> Row:

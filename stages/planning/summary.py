@@ -16,7 +16,7 @@ from stages.planning.draft import Draft
 from stages.planning.units import latent_bytes, text_bytes
 
 Row = dict[str, Any]
-SCALE_CLASS = "scale class"  # the column of families with a scale window
+SCALE_CLASS = "scale_class"  # the column of families with a scale window
 
 
 def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iterable[Row]) -> list[Row]:
@@ -29,13 +29,19 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iter
     table = []
     for name, draws in sorted(drawn.items()):
         bucket, count = Bucket.parse(name), draws.samples
-        row: Row = {"bucket": name, "orientation": bucket.orientation, "samples": count, "samples a pass": draws.draws}
+        row: Row = {
+            "bucket": name,
+            "orientation": bucket.orientation,
+            "samples": count,
+            "samples_per_pass": draws.draws,
+        }
         if family.video:
             row["frames"] = count * bucket.frames
         if family.scale_window is not None:
             row[SCALE_CLASS] = scale_name(family.scale_window.factors(bucket.width, bucket.height))
-        row["MiB of latents"] = round(count * each[name] / 2**20, 2)
-        row["stretched %"], row["cut off % (most)"], row["cut off % (mean)"] = (round(100 * v, 2) for v in worst[name])
+        row["latents_mib"] = round(count * each[name] / 2**20, 2)
+        stretched, most, mean = (round(100 * share, 2) for share in worst[name])
+        row |= {"stretched_percent": stretched, "cut_off_percent_max": most, "cut_off_percent_mean": mean}
         table.append(row)
     return table
 
@@ -92,7 +98,7 @@ def excluded(out: pa.Table) -> list[Row]:
             "dataset": row["dataset"],
             "rule": row["rule"],
             "items": row["message_count"],
-            "for example": row["message_first"],
+            "example": row["message_first"],
         }
         for row in groups.to_pylist()
     ]
@@ -111,7 +117,7 @@ def changes(before: pa.Table, now: pa.Table) -> dict[str, Row]:
         return {}
     if not before.num_rows:
         items = now.group_by(["dataset", "path"]).aggregate([])
-        return {"came": {"items": items.num_rows - (pc.sum(pc.equal(items["dataset"], VALIDATION)).as_py() or 0)}}
+        return {"new": {"items": items.num_rows - (pc.sum(pc.equal(items["dataset"], VALIDATION)).as_py() or 0)}}
     old, new = _signatures(before), _signatures(now)
     came = _without(new["item"], old["item"])
     went = _without(old["item"], new["item"])
@@ -121,8 +127,8 @@ def changes(before: pa.Table, now: pa.Table) -> dict[str, Row]:
     ]
     changed = _without(_without(pc.unique(pa.concat_arrays(differs)), came), went)
     return {
-        word: {"items": len(names), "for example": pc.take(names, pc.sort_indices(names)[:3]).to_pylist()}
-        for word, names in (("came", came), ("went", went), ("changed", changed))
+        word: {"items": len(names), "examples": pc.take(names, pc.sort_indices(names)[:3]).to_pylist()}
+        for word, names in (("new", came), ("removed", went), ("changed", changed))
         if len(names)
     }
 
@@ -154,12 +160,12 @@ def dataset_table(config: Config, plan: Draft) -> list[Row]:
         mine = narrow.filter(pc.equal(narrow.column("dataset"), name))
         roles = mine.column("role")
         row: Row = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": mine.num_rows}
-        row["held out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
-        row["same bytes twice"] = notes.duplicates
+        row["held_out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
+        row["duplicates"] = notes.duplicates
         if config.model.condition is not None and config.model.condition.kind == "source":
-            row["source of another aspect"] = len(notes.unlike)
+            row["sources_of_other_aspect"] = len(notes.unlike)
         if config.model.spec.video:
-            row["rounded down"], row["repeat frames"] = notes.rounded, notes.repeating
+            row["rounded_down"], row["repeating_frames"] = notes.rounded, notes.repeating
         table.append(row)
     return table
 
@@ -183,7 +189,7 @@ def scale_warning(config: Config, buckets: list[Row], multiple: int) -> str | No
     return (
         f"{config.model.chosen.name} was made for sides of {window.low} to {window.high} pixels; outside are "
         f"{', '.join(outside)}. "
-        + ("; ".join(advice) or f"Choose a resolution whose buckets are all of {SCALE_CLASS} {inside}")
+        + ("; ".join(advice) or f"Choose a resolution whose buckets are all of scale class {inside}")
     )
 
 

@@ -59,7 +59,7 @@ def demo(tmp_path: Path, tiny: Callable[[str], Path]) -> Path:
 
 
 def test_names_are_escaped_and_every_link_leads_to_a_file(demo: Path) -> None:
-    stage = {"stage": NAME, "done": 2, "skipped": 0, "set aside": 0, "seconds": 1.5, "other": "not shown"}
+    stage = {"stage": NAME, "done": 2, "skipped": 0, "set_aside": 0, "seconds": 1.5, "other": "not shown"}
     report = {"seconds": 2.4, "eval": [(0, 2.0), (5, 1.25)], "details": {"stages": [stage]}}
     page = Tags(write_report(demo, {NAME: report}).read_text())
     tags = {tag for tag, _ in page.found}

@@ -15,6 +15,7 @@ from schemas.console import Console, Options, Report, Shard, execute, program
 from schemas.errors import DAMAGE, INTERRUPTED, OK, REMAINS, USAGE, LatentpressError
 from schemas.loading import load
 from schemas.options import parse_shard
+from schemas.report import MOST_COLUMNS
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = "root: w\nmodel: {family: sana}\ndatasets: [{id: a, instance_data_dir: x}]\n"
@@ -369,3 +370,13 @@ def test_commands_in_texts_get_the_options_that_were_given(tmp_path) -> None:
     }
     assert {text: options.completed(text) for text in cases} == cases
     assert Options().completed("run `latentpress index`") == "run `latentpress index`"
+
+
+def test_a_summary_has_headings_and_a_wide_row_is_shown_line_by_line() -> None:
+    """The document has keys, the summary what a person reads; rows of more columns than fit are blocks of lines."""
+    wide = {"dataset": "photos", **{f"part_{number}_mib": number for number in range(MOST_COLUMNS)}}
+    report = Report("probe", details={"buckets": [{"cut_off_percent_max": 3, "psnr_db": 2.5}], "datasets": [wide]})
+    lines = report.summary().splitlines()[1:]
+    assert lines[:3] == ["  buckets:", "    cut off % max  PSNR dB", "                3      2.5"]
+    assert lines[3:6] == ["  datasets:", "    photos:", "      part 0 MiB: 0"] and len(lines) == 5 + MOST_COLUMNS
+    assert report.document()["details"]["datasets"] == [wide]

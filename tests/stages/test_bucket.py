@@ -49,16 +49,16 @@ def photos(project):
 
 
 def test_what_came_went_and_changed(photos):
-    assert plan(photos).details["changes"] == {"came": {"items": 4}}
+    assert plan(photos).details["changes"] == {"new": {"items": 4}}
     assert plan(photos).details["changes"] == "none"
     (photos.media / "0.png").unlink()
     (photos.media / "1.txt").write_text("another caption")
     photos.image("9.png", (96, 64), "a new one", seed=9)
     changes = plan(photos).details["changes"]
     assert changes == {
-        "came": {"items": 1, "for example": ["photos/9.png"]},
-        "went": {"items": 1, "for example": ["photos/0.png"]},
-        "changed": {"items": 1, "for example": ["photos/1.png"]},
+        "new": {"items": 1, "examples": ["photos/9.png"]},
+        "removed": {"items": 1, "examples": ["photos/0.png"]},
+        "changed": {"items": 1, "examples": ["photos/1.png"]},
     }
 
 
@@ -69,7 +69,7 @@ def test_only_what_is_new_is_planned_again(photos):
     (photos.media / "1.txt").write_text("another caption")
     report = plan(photos)
     assert report.done == 1, "one text; the picture is the same"
-    assert report.details["new units"] == {"latents": 0, "text": 1}
+    assert report.details["new_units"] == {"latents": 0, "text": 1}
     after = {name for kind in ("latents", "text") for name in generations.planned(store, kind).to_pylist()}
     assert before < after and len(after - before) == 1
 
@@ -77,7 +77,7 @@ def test_only_what_is_new_is_planned_again(photos):
 def test_a_changed_crop_changes_samples_and_no_text(photos):
     plan(photos)
     report = photos.run(bucket.run, "datasets.photos.crop_style=corner", "datasets.photos.crop_aspect=square")
-    assert report.details["new units"]["text"] == 0 and report.details["new units"]["latents"] > 0
+    assert report.details["new_units"]["text"] == 0 and report.details["new_units"]["latents"] > 0
     assert report.details["changes"]["changed"]["items"] == 2, "the square ones are cut as before"
     back = photos.run(bucket.run)
     assert back.done == 0 and "unchanged" in back.details["generation"], "the old settings find their old plan"
@@ -100,10 +100,10 @@ def test_a_second_run_and_a_dry_run_write_nothing(photos):
 def test_the_plan_a_person_reads(photos):
     report = plan(photos, "datasets.photos.minimum_image_size=80")
     (row,) = report.details["buckets"]
-    assert (row["bucket"], row["orientation"], row["samples"], row["samples a pass"]) == ("64x64@1", "square", 2, 2)
-    assert row["cut off % (most)"] == 0 and row["stretched %"] == 0
+    assert (row["bucket"], row["orientation"], row["samples"], row["samples_per_pass"]) == ("64x64@1", "square", 2, 2)
+    assert row["cut_off_percent_max"] == 0 and row["stretched_percent"] == 0
     (rule,) = report.details["excluded"]
-    assert (rule["rule"], rule["items"]) == ("too-small", 2) and rule["for example"].startswith("0.png: is 96x64")
+    assert (rule["rule"], rule["items"]) == ("too-small", 2) and rule["example"].startswith("0.png: is 96x64")
     assert "too-small" in report.summary() and "64x64@1" in report.summary()
     json.dumps(report.document(), allow_nan=False)
 
@@ -118,7 +118,7 @@ def test_estimated_latents_are_what_is_written(photos):
     for path in paths:
         with reader(store, path) as shard:
             total += sum(array.nbytes for n in range(len(shard)) for array in shard.read(n).tensors.values() if array)
-    assert report.details["disk"][0]["to be encoded"] == round(total / 2**20, 2)
+    assert report.details["disk"][0]["to_encode_mib"] == round(total / 2**20, 2)
 
 
 def test_a_bucket_smaller_than_a_step_is_warned_about_with_what_helps(photos):
@@ -139,7 +139,7 @@ def test_weights_count_in_the_advice(photos):
     photos.run(discover.run)
     light = ("datasets.photos.weight=0.25", "datasets.photos.crop_aspect=square", "train.batch_size=3")
     report, text = said(photos, bucket, *light)
-    assert report.details["buckets"][0]["samples a pass"] == 1
+    assert report.details["buckets"][0]["samples_per_pass"] == 1
     assert "64x64@1 (1)" in text and "train.accumulate: 1 and train.batch_size: 1" in text
 
 
@@ -150,10 +150,10 @@ def test_a_lite_video_model_is_warned_with_the_resolution_that_would_do(project)
     made.run(discover.run)
     report, text = said(made, bucket)
     assert report.details["buckets"][0]["bucket"] == "688x384@9"
-    assert report.details["buckets"][0]["scale class"] == "1x3.16x3.16"
+    assert report.details["buckets"][0]["scale_class"] == "1x3.16x3.16"
     assert "resolution: 632 would lie inside" in text
     inside, text = said(made, bucket, "datasets.photos.resolution=632")
-    assert inside.details["buckets"][0]["scale class"] == "1x2x2" and "would lie inside" not in text
+    assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "would lie inside" not in text
 
 
 def test_a_shape_too_wide_for_a_lite_model_is_told_the_aspect_too(project):
@@ -164,7 +164,7 @@ def test_a_shape_too_wide_for_a_lite_model_is_told_the_aspect_too(project):
     _, text = said(made, bucket)
     assert "max_aspect: 1.77 would lie inside" in text
     inside, text = said(made, bucket, "datasets.photos.resolution=626", "datasets.photos.max_aspect=1.77")
-    assert inside.details["buckets"][0]["scale class"] == "1x2x2" and "was made for" not in text
+    assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "was made for" not in text
 
 
 def test_holding_out_nothing_is_said(photos):
@@ -179,7 +179,7 @@ def test_repeated_frames_are_counted_and_warned_about(project):
     made.video("fast.mp4", rate=12)
     made.run(discover.run)
     report, text = said(made, bucket)
-    assert report.details["datasets"][0]["repeat frames"] == 1 and "1 clips repeat frames" in text
+    assert report.details["datasets"][0]["repeating_frames"] == 1 and "1 clips repeat frames" in text
     limited = made.run(bucket.run, "datasets.photos.video.max_repeated_frames=0.2")
     assert [row["reason"] for row in limited.set_aside] == ["repeats-frames"]
 
@@ -189,7 +189,7 @@ def test_several_resolutions_of_the_same_files_share_their_texts(photos):
     photos.settings["datasets"].append(first | {"id": "larger", "resolution": 96, "allow_upscale": True})
     report = plan(photos)
     assert report.details["texts"] == 4 + 1
-    assert report.details["changes"] == {"came": {"items": 8}}
+    assert report.details["changes"] == {"new": {"items": 8}}
     assert {row["dataset"]: row["samples"] for row in report.details["datasets"]} == {"photos": 4, "larger": 4}
     assert (
         len({tuple(row["texts"]) for row in current_plan(Store(photos.root), photos.config()).active.to_pylist()}) == 4

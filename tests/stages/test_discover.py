@@ -34,7 +34,7 @@ def test_finds_images_with_their_captions(project) -> None:
     assert rows[1]["captions"] == ["first line", "second line"]
     assert report.exit_code == 0
     assert report.done == 2
-    assert report.details["photos"]["other files"] == "1: .md 1"
+    assert report.details["datasets"][0]["other_files"] == "1: .md 1"
 
 
 def test_finds_videos_and_reads_their_headers(project) -> None:
@@ -48,7 +48,7 @@ def test_finds_videos_and_reads_their_headers(project) -> None:
 
 
 def read(report, dataset: str = "photos") -> int:
-    return report.details[dataset]["files read"]
+    return next(row["files_read"] for row in report.details["datasets"] if row["dataset"] == dataset)
 
 
 def test_an_unchanged_file_is_not_read_again(project) -> None:
@@ -67,7 +67,7 @@ def test_an_unchanged_file_is_not_read_again(project) -> None:
     home.image("two.png", (80, 60), seed=2)
     os.utime(changed, ns=(1, 1))
     report = home.run(discover.run)
-    assert (read(report), report.done, report.details["photos"]["changed"]) == (1, 1, 1)
+    assert (read(report), report.done, report.details["datasets"][0]["changed"]) == (1, 1, 1)
     assert rows_of(home)[0] == first[0]
     assert (rows_of(home)[1]["width"], rows_of(home)[1]["version"]) == (80, "1")
 
@@ -84,8 +84,8 @@ def test_a_changed_caption_is_noticed_without_reading_the_media(project) -> None
     (after,) = rows_of(home)
     assert after["captions"] == ["after"]
     assert after | {"captions": ["before"], "captions_version": before["captions_version"]} == before
-    assert report.details["photos"]["files whose captions changed"] == 1
-    assert (report.done, report.skipped, report.details["photos"]["changed"]) == (0, 1, 0)
+    assert report.details["datasets"][0]["captions_changed"] == 1
+    assert (report.done, report.skipped, report.details["datasets"][0]["changed"]) == (0, 1, 0)
 
 
 def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> None:
@@ -167,7 +167,7 @@ def test_links_are_followed_inside_the_folder_only(project, tmp_path: Path) -> N
     (home.media / "out").symlink_to(outside)
     report = home.run(discover.run)
     assert [row["path"] for row in rows_of(home)] == ["link/one.png", "real/one.png"]
-    assert report.details["photos"]["other files"] == "2: link that leads back 1, link that leads outside 1"
+    assert report.details["datasets"][0]["other_files"] == "2: link that leads back 1, link that leads outside 1"
 
 
 def test_dry_run_writes_nothing(project) -> None:
@@ -265,15 +265,15 @@ def test_what_came_went_and_changed_is_counted(project) -> None:
     home = project()
     for number in range(4):
         home.image(f"{number}.png", seed=number)
-    first = home.run(discover.run).details["photos"]
-    assert (first["came"], first["went"], first["changed"]) == (4, 0, 0)
+    first = home.run(discover.run).details["datasets"][0]
+    assert (first["new"], first["removed"], first["changed"]) == (4, 0, 0)
     (home.media / "0.png").unlink()
     home.image("1.png", (90, 90))
     home.image("new.png", seed=3)  # the bytes of 3.png
     report = home.run(discover.run)
-    counts = report.details["photos"]
-    assert (counts["came"], counts["went"], counts["changed"], counts["files read"]) == (1, 1, 1, 2)
-    assert counts["files whose bytes are there twice"] == 1
+    counts = report.details["datasets"][0]
+    assert (counts["new"], counts["removed"], counts["changed"], counts["files_read"]) == (1, 1, 1, 2)
+    assert counts["duplicate_files"] == 1
     assert [row["path"] for row in rows_of(home)] == ["1.png", "2.png", "3.png", "new.png"]
 
 
@@ -334,7 +334,7 @@ def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
         rows_of(home)  # a part is no table
     report = home.run(discover.run, MANY)
     assert (read(report), report.done, report.skipped) == (4, 0, 4)
-    assert report.details["photos"]["came"] == 4
+    assert report.details["datasets"][0]["new"] == 4
     assert [row["path"] for row in rows_of(home)] == [f"good{number}.png" for number in range(4)]
     assert not (home.root / "media/photos/partial").exists() or not list((home.root / "media/photos/partial").iterdir())
 
@@ -388,9 +388,9 @@ def test_a_kill_costs_what_was_read_last(project) -> None:
 def test_a_dry_run_says_how_much_is_to_read(project) -> None:
     home = project()
     size = sum(home.image(f"{number}.png", (300, 300), seed=number).stat().st_size for number in range(3))
-    counts = home.run(discover.run, dry_run=True).details["photos"]
-    assert (counts["files"], counts["files to read"]) == (3, 3)
-    assert counts["MiB to read"] == pytest.approx(size / 2**20, abs=0.06)
+    counts = home.run(discover.run, dry_run=True).details["datasets"][0]
+    assert (counts["files"], counts["files_to_read"]) == (3, 3)
+    assert counts["to_read_mib"] == pytest.approx(size / 2**20, abs=0.06)
     home.run(discover.run)
-    counts = home.run(discover.run, dry_run=True).details["photos"]
-    assert (counts["files"], counts["files to read"], counts["MiB to read"]) == (3, 0, 0)
+    counts = home.run(discover.run, dry_run=True).details["datasets"][0]
+    assert (counts["files"], counts["files_to_read"], counts["to_read_mib"]) == (3, 0, 0)

@@ -34,10 +34,10 @@ def test_from_media_to_an_export_and_back(project, capsys) -> None:
 
     code, dry = command(home, capsys, export, dry_run=True, to=place, shard_mib=0.02)
     assert code == 0 and dry["remaining"] == 5 and not Path(place).exists()
-    assert dry["details"]["MiB (estimated)"] > dry["details"]["MiB of them texts"] > 0
+    assert dry["details"]["estimated_mib"] > dry["details"]["estimated_texts_mib"] > 0
     code, done = command(home, capsys, export, to=place, shard_mib=0.02, with_captions=True, form="arrow")
     assert (code, done["done"], done["skipped"]) == (0, 5, 0)
-    assert done["details"]["MiB written"] == pytest.approx(done["details"]["MiB (estimated)"], rel=0.05, abs=0.011)
+    assert done["details"]["written_mib"] == pytest.approx(done["details"]["estimated_mib"], rel=0.05, abs=0.011)
     code, again = command(home, capsys, export, to=place, shard_mib=0.02, with_captions=True, form="arrow")
     assert (code, again["done"], again["skipped"]) == (0, 0, 5)
     code, other = command(home, capsys, export, to=place, shard_mib=7)

@@ -51,7 +51,7 @@ def test_nothing_is_listed_of_a_root_in_use(indexed) -> None:
     before = files(indexed)
     report = indexed.run(gc.run, yes=True, keep_days=0.0)
     assert (paths(report), report.exit_code, report.done) == ([], 0, 0)
-    assert files(indexed) == before and all(map(is_ours, before)) and "other files" not in report.details
+    assert files(indexed) == before and all(map(is_ours, before)) and "other_files" not in report.details
 
 
 def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only_on_yes(indexed) -> None:
@@ -65,7 +65,7 @@ def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only
     listed = indexed.run(gc.run)
     assert {path for path in paths(listed) if path.startswith(("text/", "latents/"))} == float32
     assert any(path.startswith("sets/") for path in paths(listed))
-    sizes = [row["MiB"] for row in listed.details["unused"]]
+    sizes = [row["mib"] for row in listed.details["unused"]]
     assert sizes == sorted(sizes, reverse=True)
     assert any("encode-latents (flux, float32" in row["what"] for row in listed.details["unused"])
     assert (listed.exit_code, listed.next_steps) == (0, ["latentpress gc --yes"])
@@ -221,7 +221,7 @@ def test_a_persons_own_files_are_left_alone(indexed) -> None:
     age(indexed, 400)
     report = indexed.run(gc.run, yes=True, keep_days=0.0)
     assert (paths(report), report.done) == ([], 0)
-    assert report.details["other files"] == f"{len(OTHERS) - 2} files, 0.0 MiB: left alone"  # but for what is hidden
+    assert report.details["other_files"] == f"{len(OTHERS) - 2} files, 0.0 MiB: left alone"  # but for what is hidden
     assert all((indexed.root / name).read_text() == "mine" for name in OTHERS)
 
 

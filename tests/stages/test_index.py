@@ -221,10 +221,10 @@ def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
         f"latentpress encode-latents   # {SHOWN + 4} samples are not encoded yet",
         "latentpress index",
     ]
-    words, files = report.details.values()
+    words, files = (report.details[f"first_missing_{kind}"] for kind in ("text", "latents"))
     assert {row["id"] for row in words} == {id_of(name) for name in ("t0", "t1", NULL)}
     assert all(row["text"] == f"words of {row['id']}"[:60] for row in words)
-    assert list(report.details)[1] == f"missing samples (the first {SHOWN} of {SHOWN + 5})"
+    assert (report.details["missing_text"], report.details["missing_latents"]) == (3, SHOWN + 5)
     paths = [row["path"] for row in files]
     assert len(paths) == SHOWN and paths == sorted(paths) and paths[:2] == ["copy of s00.png", "s00.png"]
     assert "s03.png" not in paths
@@ -350,7 +350,7 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
         shard(store, kind, kind, members[kind], folder=folder)
     assert work.run(index.run, dry_run=True).remaining == 3 and not store.names("sets")
     report = work.run(index.run)
-    assert (report.done, report.remaining, report.details["samples"], report.details["held out"]) == (3, 0, 2, 1)
+    assert (report.done, report.remaining, report.details["samples"], report.details["held_out"]) == (3, 0, 2, 1)
     data = open_set(store, "current", config.model.family, config.model.task)
     assert report.details["set"] == f"sets/{data.id}"
     assert data.spans == [Span("64x64", 0, 1), Span("64x64", 1, 1, 0, 2.0)] and data.eval_rows == range(2, 3)

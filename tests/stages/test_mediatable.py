@@ -20,7 +20,7 @@ def rows_of(home) -> list[dict]:
 
 
 def read(report) -> int:
-    return report.details["photos"]["files read"]
+    return report.details["datasets"][0]["files_read"]
 
 
 def no_order(number: int) -> int:
@@ -89,12 +89,12 @@ def test_the_bytes_of_a_table_tell_nothing_of_how_it_came_about(invented, monkey
     Invented.captions |= {number: "late" for number in numbers if not number % 3}
     Invented.captions |= {7: "corrected"}
     Invented.captions.pop(8)
-    report = home.run(discover.run).details["photos"]
-    assert {name: report[name] for name in ("came", "went", "files whose captions changed", "files read")} == {
-        "came": 134,
-        "went": 1,
-        "files whose captions changed": 1,
-        "files read": 134,
+    report = home.run(discover.run).details["datasets"][0]
+    assert {name: report[name] for name in ("new", "removed", "captions_changed", "files_read")} == {
+        "new": 134,
+        "removed": 1,
+        "captions_changed": 1,
+        "files_read": 134,
     }
     rows = rows_of(home)
     assert [row["path"] for row in rows] == [f"{number:04d}.png" for number in numbers if number != 8]
@@ -130,8 +130,8 @@ def test_what_a_stop_left_is_used_with_the_table_that_was_there(invented, monkey
     assert len(rows_of(home)) == 100
     report = home.run(discover.run)
     assert 0 < read(report) < 200
-    counts = report.details["photos"]
-    assert (counts["came"], counts["went"], counts["files whose captions changed"]) == (200, 0, 1)
+    counts = report.details["datasets"][0]
+    assert (counts["new"], counts["removed"], counts["captions_changed"]) == (200, 0, 1)
     assert [row["captions"][0] for row in rows_of(home)] == [Invented.captions[number] for number in range(300)]
 
 

@@ -69,10 +69,10 @@ def test_discover_asks_before_most_of_what_it_knew_leaves_the_table(project) -> 
     stops(home, discover.run, "is not a folder", "media_root")
     away.rename(home.media)
     (home.media / "0.png").unlink()
-    assert home.run(discover.run).details["photos"]["went"] == 1
+    assert home.run(discover.run).details["datasets"][0]["removed"] == 1
     for number in range(1, 4):
         (home.media / f"{number}.png").unlink()
-    assert home.run(discover.run, accept_removed=True).details["photos"]["went"] == 3
+    assert home.run(discover.run, accept_removed=True).details["datasets"][0]["removed"] == 3
     assert home.run(discover.run).exit_code == 0
 
 
@@ -81,7 +81,7 @@ def test_renamed_files_are_not_gone(project) -> None:
     home.media.rename(home.folder / "b")
     home.media.mkdir()
     (home.folder / "b").rename(home.media / "b")
-    assert home.run(discover.run).details["photos"]["went"] == 3
+    assert home.run(discover.run).details["datasets"][0]["removed"] == 3
 
 
 @pytest.mark.parametrize("role", ["conditioning_data", "mask_data"])
@@ -140,9 +140,9 @@ def test_rehash_finds_what_size_and_time_hide(project) -> None:
     report = home.run(encode_latents.run)
     assert home.rejects(report) == {"0.png": "changed"}
     assert "--rehash" in report.set_aside[0]["message"]
-    assert home.run(discover.run).details["photos"]["files read"] == 0
-    found = home.run(discover.run, rehash=True).details["photos"]
-    assert (found["files read"], found["changed"]) == (4, 1)
+    assert home.run(discover.run).details["datasets"][0]["files_read"] == 0
+    found = home.run(discover.run, rehash=True).details["datasets"][0]
+    assert (found["files_read"], found["changed"]) == (4, 1)
     home.run(bucket.run)
     assert home.run(encode_latents.run).set_aside == []
     before = files(home)
@@ -354,7 +354,7 @@ def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, shape: tupl
     report = home.run(index.run)
     assert report.exit_code == 3 and not (home.root / "sets").exists()
     assert home.rejects(report) == {f"{number}.jpg": "truncated" for number in range(6)}
-    assert "were set aside" in report.details["encode-latents"]
+    assert "were set aside" in report.details["stopped_by_limit"][0]["message"]
     assert report.next_steps[0].startswith("latentpress encode-latents --retry-set-aside")
     raised = "stages.max_reject_fraction=1.0"
     assert home.run(encode_latents.run, raised).exit_code == 0

@@ -206,7 +206,7 @@ def test_every_file_is_accounted_for_exactly_once(which: str, request) -> None:
     ignored = {"clip.mp4", "readme.md"} if which == "images" else set()
     shown = {cases.NO_UTF8_SHOWN if path == cases.NO_UTF8 else path for path in media - ignored}
     assert sorted([*listed, *outcome.active]) == sorted(shown)
-    others = str(outcome.reports["discover"].details["photos"]["other files"])
+    others = str(outcome.reports["discover"].details["datasets"][0]["other_files"])
     assert others.partition(":")[0] == str(len(ignored))
     # One of the two of the same bytes is encoded.
     unreadable = {path for path, reject in outcome.rejects.items() if reject.stage == "latents"}

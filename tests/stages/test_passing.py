@@ -130,7 +130,7 @@ def test_vision_features_reach_the_batch(project: Callable, tiny: Callable, tmp_
     reports = [home.run(program.run) for program in STAGES]
     assert [report.exit_code for report in reports] == [0] * 4 + [REMAINS]
     assert reports[-1].next_steps[0] == "latentpress encode-vision   # 5 vision features of samples are not encoded yet"
-    assert len(reports[-1].details["missing vision features of samples (the first 20 of 5)"]) == 5
+    assert len(reports[-1].details["first_missing_vision"]) == 5
     plain = home.run(index.run, "vision.model=null")
     with pytest.raises(NoSet, match=r"made otherwise: vision is in the configuration alone\n"):
         choose(home.config(), pytest.fail)

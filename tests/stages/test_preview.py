@@ -17,6 +17,7 @@ from schemas.clips import clip_times
 from schemas.console import Report
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
+from schemas.report import heading
 from stages import bucket, discover, preview
 from stages.contactsheet import looking
 from stages.contactsheet.page import Item, Look, Picture, Section, render
@@ -212,7 +213,7 @@ def test_a_bucket_has_the_line_that_bucket_prints(project) -> None:
     assert len(table) > 1 and sheet.lines() == table
     _, page = show(home, items=20)
     for row in table:
-        assert all(key in page.text for key in row)
+        assert all(heading(key) in page.text for key in row)
         assert f"of {sheet.count(row['bucket'])} samples" in page.text
     assert sum("held out" in article for article in page.articles) == sheet.active.num_rows - sum(
         row["samples"] for row in table

@@ -91,19 +91,19 @@ def test_an_image_is_compared_with_what_was_encoded(project) -> None:
         assert alike(shown["original"], original)
         np.testing.assert_array_equal(shown["reconstruction"], seen(reconstruction[0]))
         expected = decibels(original, reconstruction[0])
-        assert numbers[f"photos/{name}"]["PSNR (dB)"] == pytest.approx(expected, abs=0.006)
+        assert numbers[f"photos/{name}"]["psnr_db"] == pytest.approx(expected, abs=0.006)
         assert f"reconstruction, {expected:.2f} dB" in page.article(name)
     assert "words" in page.article("0.png") and "<b>many</b>" in page.article("1.png") and not page.of("b")
     [short], [long] = (numbers[f"photos/{number}.png"]["captions"] for number in (0, 1))
     assert short["tokens"] == short["kept"] < 24 < long["tokens"] and long["kept"] <= 24
     assert f"{short['tokens']} tokens" in page.article("0.png")
     assert f"truncated: {long['kept']} of {long['tokens']} tokens kept" in page.article("1.png")
-    lowest = [row["PSNR (dB)"] for row in report.details["lowest PSNR"]]
+    lowest = [row["psnr_db"] for row in report.details["lowest_psnr"]]
     [line] = report.details["buckets"]
-    assert lowest == sorted(lowest) and line["lowest PSNR (dB)"] == lowest[0]
-    assert line["mean PSNR (dB)"] == pytest.approx(np.mean(lowest), abs=0.011)
+    assert lowest == sorted(lowest) and line["lowest_psnr_db"] == lowest[0]
+    assert line["mean_psnr_db"] == pytest.approx(np.mean(lowest), abs=0.011)
     assert line["samples"] == line["encoded"] == line["shown"] == 2
-    first = report.details["lowest PSNR"][0]["item"]
+    first = report.details["lowest_psnr"][0]["item"]
     assert first in page.articles[0]  # a bucket's lowest stands first too
 
 
@@ -117,7 +117,7 @@ def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> No
     there = {f"#{tag['id']}" for _, tag in page.tags if "id" in tag}
     assert {link["href"] for link in page.of("a")} <= there
     assert all(image["alt"] for image in page.of("img")) and not page.of("script")
-    [sheet] = report.details["contact sheets"]
+    [sheet] = report.details["contact_sheets"]
     with Image.open(sheet) as drawn:
         assert drawn.format == "PNG" and drawn.width == poster.WIDTH and drawn.height <= poster.HEIGHT
         top = poster.MARGIN + poster.LINE + 2 * poster.GAP
@@ -148,7 +148,7 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
         psnr = decibels(original[place], reconstruction[place])
         assert f"{time:.2f} s, {psnr:.2f} dB" in page.article("clip.mp4")
     [numbers] = report.details["samples"]
-    assert numbers["PSNR (dB)"] == pytest.approx(decibels(original, reconstruction), abs=0.006)
+    assert numbers["psnr_db"] == pytest.approx(decibels(original, reconstruction), abs=0.006)
     # The condition is the first frame, which is encoded alone.
     np.testing.assert_array_equal(shown[1][8], seen(first[0], comparing.FRAME_BOX))
     assert comparing.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
@@ -173,7 +173,7 @@ def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstr
         assert f"no original to compare with ({reason})" in page.article(name)
         assert len(page.pictures(f"reconstruction: {name}")) == 1 and not page.pictures(f"original: {name}")
     assert "not encoded yet" in page.article("0.png")  # its caption
-    assert {row["item"]: row["PSNR (dB)"] for row in report.document()["details"]["samples"]}["photos/1.png"] is None
+    assert {row["item"]: row["psnr_db"] for row in report.document()["details"]["samples"]}["photos/1.png"] is None
 
 
 def test_moments_are_decoded_from_their_mean(project) -> None:
@@ -184,7 +184,7 @@ def test_moments_are_decoded_from_their_mean(project) -> None:
     original = fit_image(path, rows(home, "latents.posterior=moments")["one.png"]["geometry"])
     [reconstruction] = again(home, original[None])
     np.testing.assert_array_equal(page.pictures("reconstruction: one.png")[0], seen(reconstruction[0]))
-    assert report.details["samples"][0]["PSNR (dB)"] == pytest.approx(decibels(original, reconstruction[0]), abs=0.006)
+    assert report.details["samples"][0]["psnr_db"] == pytest.approx(decibels(original, reconstruction[0]), abs=0.006)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:
     lost.unlink()
     report, page = show(photos, items=20)
     assert 0 < count < 6 and report.done == len(page.articles) == 6 - count
-    assert report.details["not encoded yet"] == count
+    assert report.details["not_encoded"] == count
     assert report.next_steps == ["latentpress encode-latents", "latentpress encode-text"] and report.exit_code == 0
     assert f"{count} are not encoded yet: latentpress encode-latents" in page.text
     assert report.details["buckets"][0]["encoded"] == 6 - count
@@ -308,7 +308,7 @@ def test_pictures_keep_to_their_bytes_and_small_ones_are_not_enlarged() -> None:
 def test_contact_sheets_are_as_many_as_it_takes() -> None:
     flat = comparing.picture(np.full((300, 300, 3), 90, np.uint8), comparing.IMAGE_BOX, 1 << 20)
     found = [_result(flat, number) for number in range(16)]
-    line = {"bucket": "64x64@1", "samples": 16, "encoded": 16, "shown": 16, "mean PSNR (dB)": 20.0}
+    line = {"bucket": "64x64@1", "samples": 16, "encoded": 16, "shown": 16, "mean_psnr_db": 20.0}
     sheets = list(poster.sheets(found, [line]))
     assert len(sheets) > 1
     for data in sheets:

@@ -42,7 +42,7 @@ def test_configurations_of_one_root_train_on_the_sets_that_they_make(photos) -> 
     assert first != second
     assert (trained_on(photos), trained_on(photos, other)) == (first, second)
     for overrides, own in (((), first), ((other,), second)):
-        assert photos.run(status.run, *overrides).details["training set"] == f"sets/{own}"
+        assert photos.run(status.run, *overrides).details["training_set"] == f"sets/{own}"
         assert photos.run(export.run, *overrides, to=str(photos.folder / own)).details["set"] == f"sets/{own}"
 
 
@@ -81,7 +81,7 @@ def test_a_changed_configuration_has_no_set_until_it_is_made(photos) -> None:
     assert "text.max_length is 300 in the set and 64 in the configuration" in caught.value.message
     assert "latentpress run" in caught.value.next_step and f"train.set: {first}" in caught.value.next_step
     assert not (photos.folder / "output").exists()
-    assert "latentpress index" in photos.run(status.run, "text.max_length=64").details["training set"]
+    assert "latentpress index" in photos.run(status.run, "text.max_length=64").details["training_set"]
     assert trained_on(photos) == first
     assert made(photos, *changes) == trained_on(photos, *changes) != first
 

@@ -4,6 +4,7 @@ import io
 import itertools
 import shutil
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,11 @@ def encoded(project):
     for program in (discover, bucket, encode_text, encode_latents):
         home.run(program.run)
     return home
+
+
+def made_with(home: Any) -> dict[str, str]:
+    """stage -> what made its shards."""
+    return {row["stage"]: row["libraries"] for row in home.run(status.run).details["made_with"]}
 
 
 def test_what_is_done_and_what_remains(encoded) -> None:
@@ -43,14 +49,14 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     for folder in (encoded.root / "sets").iterdir():
         if folder.is_dir():
             shutil.rmtree(folder)
-    assert "is not there: latentpress index" in encoded.run(status.run).details["training set"]
+    assert "is not there: latentpress index" in encoded.run(status.run).details["training_set"]
 
     # Watched, it ends at once where nothing remains, and of what remains it says so.
     assert encoded.run(status.run, watch=True, every=0.1).exit_code == 0
 
     (name,) = encoded.shards("latents")
     (encoded.root / "latents" / name).write_bytes(b"")
-    assert "latentpress verify" in encoded.run(status.run).details["shards were made with"]["encode-latents"]
+    assert "latentpress verify" in made_with(encoded)["encode-latents"]
 
     shutil.rmtree(encoded.root / "media")
     report = encoded.run(status.run)
@@ -64,25 +70,25 @@ def test_what_differs_among_shards_of_one_cache_is_told(project) -> None:
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in (discover, bucket, encode_latents):
         home.run(program.run)
-    made = home.run(status.run).details["shards were made with"]["encode-latents"]
+    made = made_with(home)["encode-latents"]
     assert "MIXED" not in made and f"torch {version('torch')}" in made and "threads 1" in made
     first, _ = home.shards("latents")
     (home.root / "latents" / first).unlink()
     home.run(encode_latents.run, "stages.encode-latents.threads=2")
-    made = home.run(status.run).details["shards were made with"]
+    made = made_with(home)
     assert made["encode-latents"].startswith("MIXED: threads 1 | 2; ")
     assert made["encode-text"] == "none yet"
 
 
 def test_pace_is_that_of_the_last_shards() -> None:
     every_10_s = [(1000.0 + 10 * number, 5) for number in range(10)]
-    assert watching.pace(every_10_s, 90, now=1090.0) == {"items/s": "0.5", "left": "0:03:00"}
-    assert watching.pace(every_10_s, 90, now=1180.0) == {"items/s": "0.25", "left": "0:06:00"}
-    nothing = {"items/s": "", "left": ""}
+    assert watching.pace(every_10_s, 90, now=1090.0) == {"items_per_second": "0.5", "left": "0:03:00"}
+    assert watching.pace(every_10_s, 90, now=1180.0) == {"items_per_second": "0.25", "left": "0:06:00"}
+    nothing = {"items_per_second": "", "left": ""}
     assert watching.pace([], 90, now=0.0) == watching.pace(every_10_s[:1], 90, now=1000.0) == nothing
     assert watching.pace(every_10_s, 90, now=1090.0 + 2 * watching.RECENT) == nothing
     long = [(float(second), 1) for second in range(1000)] + [(1000.0 + second, 9) for second in range(100)]
-    assert watching.pace(long, 9, now=1099.0)["items/s"] == "9"
+    assert watching.pace(long, 9, now=1099.0)["items_per_second"] == "9"
 
 
 def look(*remaining: int):
@@ -93,8 +99,10 @@ def look(*remaining: int):
         count = next(left)
         if count < 0:
             raise KeyboardInterrupt
-        row = {"stage": "encode-text", "what": "texts", "done": 9 - count, "remaining": count, "set aside": 0}
-        return Report("status", remaining=count, details={"stages": [row | {"items/s": "3", "left": "0:00:01"}]})
+        row = {"stage": "encode-text", "what": "texts", "done": 9 - count, "remaining": count, "set_aside": 0}
+        return Report(
+            "status", remaining=count, details={"stages": [row | {"items_per_second": "3", "left": "0:00:01"}]}
+        )
 
     return now
 
@@ -149,7 +157,7 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
         "small.png": ("bucket", "needs-upscale"),
     }
     assert rows["small.png"]["message"] == "is 32x32, smaller than its bucket 64x64"
-    assert "set allow_upscale: true" in rows["small.png"]["to mend"] and rows["0.png"]["to mend"]
+    assert "set allow_upscale: true" in rows["small.png"]["remedy"] and rows["0.png"]["remedy"]
     text = report.summary()
-    assert all(row[key] in text for row in rows.values() for key in ("item", "reason", "message", "to mend"))
+    assert all(row[key] in text for row in rows.values() for key in ("item", "reason", "message", "remedy"))
     assert any(step.startswith("latentpress discover ") for step in report.next_steps) and report.exit_code == 0

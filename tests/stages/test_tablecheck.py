@@ -138,7 +138,7 @@ def test_verify_finds_damage_and_repairs_it(indexed, what, how) -> None:
     if what == "media":
         assert report.exit_code == 4 and report.next_steps == ["latentpress discover"]
         return
-    assert report.exit_code == 0 and report.details["damaged tables"] == [rel]
+    assert report.exit_code == 0 and report.details["damaged_tables"] == [rel]
     assert indexed.run(verify.run).exit_code == 0
     assert indexed.run(index.run).exit_code == 0
 

@@ -76,9 +76,9 @@ def test_a_flipped_byte_is_found_and_the_printed_command_rebuilds_the_same_bytes
     assert report.damage[0]["row"] is not None
     assert report.next_steps == ["latentpress verify --repair", "latentpress index"]
     repaired = encoded.run(verify.run, repair=True)
-    assert (repaired.exit_code, repaired.details["encoded again"]) == (0, 1)
+    assert (repaired.exit_code, repaired.details["encoded_again"]) == (0, 1)
     assert encoded.shards(kind) == whole
-    (kept,) = [row["set aside as"] for row in repaired.details["damaged shards"]]
+    (kept,) = [row["moved_to"] for row in repaired.details["damaged_shards"]]
     assert (encoded.root / kept).read_bytes() == broken
     assert encoded.run(verify.run).exit_code == 0
 
@@ -106,7 +106,7 @@ def test_a_damaged_shard_of_another_configuration_is_only_set_aside(encoded) -> 
     report = encoded.run(verify.run, repair=True)
     assert report.exit_code == 4
     assert "under another name" in report.damage[0]["message"]
-    assert "no unit of this configuration" in report.details["damaged shards"][0]["then"]
+    assert "no unit of this configuration" in report.details["damaged_shards"][0]["then"]
     assert not (encoded.root / other).exists()
     assert encoded.run(verify.run).exit_code == 0
 

@@ -77,7 +77,7 @@ def learn(make_config, make_set, made):
         plan = Plan(data.spans, seed, config.train.batch_size)
         console = Console(stderr=open(os.devnull, "w"))  # noqa: SIM115 (as long-lived as the console)
         trained = loop.prepare(config, data, plan, console, "cpu")
-        result = loop.fit(trained)["eval loss"]
+        result = loop.fit(trained)["eval_loss"]
         trained.denoiser.eval()
         grid = validate.Grid(8, config.validation.eval_sigmas, config.validation.seed, 4)
         swapped = validate.eval_loss(trained.denoiser, opened(other), grid, torch.device("cpu"), trained.skip_frames)

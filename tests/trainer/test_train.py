@@ -55,7 +55,7 @@ def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
     make_set(config)
     result = train(config)
     folder = Path(config.output) / "run"
-    assert result["done"] == 3 and result["steps not finite"] == 0
+    assert result["done"] == 3 and result["non_finite_steps"] == 0
     assert list(lines(config)) == [1, 2, 3] and list(lines(config, "eval_loss")) == [0, 2, 3]
     saved = folder / ("model/transformer/config.json" if kind == "sana" else "adapter/pytorch_lora_weights.safetensors")
     assert saved.is_file()
@@ -289,7 +289,7 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     heard = io.StringIO()
     result = loop.train(config, data, Plan(data.spans, 0, 1), Console(stderr=heard), "cpu")
     where = "held-out samples" if held_out else "training samples"
-    assert result["eval loss"]["on"] == where and set(lines(config, "eval_on").values()) == {where}
+    assert result["eval_loss"]["on"] == where and set(lines(config, "eval_on").values()) == {where}
     assert f"eval loss on {held_out or 5} {where}" in heard.getvalue()
     assert heard.getvalue().count("2 samples are regularisation data; this release trains on them") == 1
     rows = data.eval_rows if held_out else range(12)
@@ -434,11 +434,11 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, mak
     monkeypatch.setattr(
         loop, "loss_of", lambda run, part: real(run, part) * (float("nan") if next(calls) in bad else 1.0)
     )
-    assert train(config)["steps not finite"] == 2
+    assert train(config)["non_finite_steps"] == 2
     losses = lines(config)
     assert losses[2] is None and losses[4] is None and losses[8] is not None
     assert all(value.isfinite().all() for value in trained_weights(config).values())
-    assert train(make_config("t2i", steps=9, max_bad_steps=2))["steps not finite"] == 2, "counted before, and kept"
+    assert train(make_config("t2i", steps=9, max_bad_steps=2))["non_finite_steps"] == 2, "counted before, and kept"
     other = make_config("t2i", name="other", steps=8, max_bad_steps=2)
     make_set(other)
     bad |= set(range(100))
@@ -458,7 +458,7 @@ def test_dry_run_says_what_would_be_trained(make_config, make_set, tmp_path, cap
     make_set(config)
     code, report = program(config, tmp_path, capsys, dry_run=True)
     assert code == OK and report["remaining"] == 40 and report["details"]["samples"] == 12
-    assert report["details"]["steps per epoch"] == 3
+    assert report["details"]["steps_per_epoch"] == 3
     buckets = {row["bucket"]: row for row in report["details"]["buckets"]}
     assert buckets["64x64"] == {"bucket": "64x64", "samples": 8, "draws": 8, "fill": 2}
     assert not (Path(config.output) / "run").exists()
@@ -468,7 +468,7 @@ def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys)
     config = make_config("t2i", steps=2)
     make_set(config)
     code, report = program(config, tmp_path, capsys)
-    assert code == OK and report["done"] == 2 and report["details"]["trainable parameters"] > 0
+    assert code == OK and report["done"] == 2 and report["details"]["trainable_parameters"] > 0
     assert program(config, tmp_path, capsys)[1]["skipped"] == 2
     missing = make_config("sana", name="work")
     code, report = program(missing, tmp_path, capsys)

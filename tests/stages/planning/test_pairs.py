@@ -135,7 +135,7 @@ def test_bucket_names_the_pairs_of_different_aspects_and_uses_them(project) -> N
     assert "photos: 2 of 3 sources have another aspect than their target" in said
     assert "tall.png (64x48, its source 50x90), wide.png (64x48, its source 120x48)" in said
     [row] = report.details["datasets"]
-    assert (row["samples"], row["source of another aspect"]) == (3, 2)
+    assert (row["samples"], row["sources_of_other_aspect"]) == (3, 2)
 
 
 def test_a_source_too_small_for_the_size_of_its_target_is_named(project) -> None:

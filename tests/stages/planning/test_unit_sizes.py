@@ -44,4 +44,4 @@ def test_estimated_bytes_are_those_of_the_shard(project, kind: str, posterior: s
         total += stored
     assert not units and total
     [row] = planned["buckets"]
-    assert row["MiB of latents"] == planned["disk"][0]["of this plan"] == round(total / 2**20, 2)
+    assert row["latents_mib"] == planned["disk"][0]["plan_mib"] == round(total / 2**20, 2)

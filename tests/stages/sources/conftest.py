@@ -287,8 +287,8 @@ class Home:
 
     def news(self, report: Report) -> dict[str, int]:
         """What a discovery found, over all datasets."""
-        keys = ("came", "went", "changed", "files whose captions changed")
-        return {key: sum(report.details[part][key] for part in report.details) for key in keys}
+        keys = ("new", "removed", "changed", "captions_changed")
+        return {key: sum(row[key] for row in report.details["datasets"]) for key in keys}
 
     def files(self) -> dict[str, tuple[int, bytes]]:
         """Every file of the caches: modification time and content."""

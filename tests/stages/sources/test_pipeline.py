@@ -245,16 +245,16 @@ def test_the_shards_are_the_same_and_a_change_costs_itself(
 
     before = home.files()
     found, planned = home.run(discover, bucket)
-    assert sum(found.details[part]["files read"] for part in found.details) == 0
+    assert sum(row["files_read"] for row in found.details["datasets"]) == 0
     assert (planned.done, planned.details["changes"]) == (0, "none") and home.files() == before
 
     changed = [replace(items[0], captions=("said otherwise",)), *items[2:]]  # items[1] is gone
     changed[2:2] = [Item("added.jpg", photo(77), ("added",)), Item("later.jpg", photo(78), ("later",))]
     home.datasets = offer(place, changed)
     found, planned = home.run(discover, bucket)
-    assert home.news(found) == {"came": 2, "went": 1, "changed": 0, "files whose captions changed": 1}
+    assert home.news(found) == {"new": 2, "removed": 1, "changed": 0, "captions_changed": 1}
     news = {word: row["items"] for word, row in planned.details["changes"].items()}
-    assert news == {"came": 2, "went": 1, "changed": 1}
+    assert news == {"new": 2, "removed": 1, "changed": 1}
     home.datasets = offer(place, [replace(item, data=photo(79)) if item.stem == "later" else item for item in changed])
     text, latents = home.run(encode_text, encode_latents)
     assert (text.done, latents.done) == (3, 1)

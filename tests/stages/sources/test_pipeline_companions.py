@@ -115,4 +115,4 @@ def test_companions_that_change_or_go(home_of, place_of, photo, pairs: list[Pair
     place.s3.rm_file(f"{place.prefix}/masks/i1.jpg")
     found, planned = home.run(discover, bucket)
     assert [row["reason"] for row in found.set_aside] == ["no-mask"]
-    assert {word: row["items"] for word, row in planned.details["changes"].items()} == {"changed": 1, "went": 1}
+    assert {word: row["items"] for word, row in planned.details["changes"].items()} == {"changed": 1, "removed": 1}

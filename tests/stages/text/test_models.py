@@ -92,8 +92,9 @@ def test_matrices_that_nf4_can_not_pack_stay_as_they_are_and_this_is_said_once(p
         home.run(program.run)
     report = home.run(encode_text.run, "text.quantization=nf4-bnb")
     assert report.exit_code == 0 and report.done == 4
-    [said] = [key for key in report.details if "nf4-bnb can't pack" in key]
-    assert said.endswith(": mlp.down_proj, mlp.gate_proj, mlp.up_proj") and report.details[said] == "4 of 4"
+    [said] = report.details["remarks"]
+    assert "nf4-bnb can't pack" in said["remark"] and (said["items"], said["of"]) == (4, 4)
+    assert said["remark"].endswith(": mlp.down_proj, mlp.gate_proj, mlp.up_proj")
 
 
 @pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana"])
