@@ -120,8 +120,8 @@ def test_a_family_of_its_own_files_and_rows_is_trained(
     config = home.folder / "pipeline.yaml"
     config.write_text(json.dumps(home.settings))
     run(tree, "stages.run", "--config", str(config), "--json")
-    planned = run(tree, "stages.bucket", "--config", str(config), "--json")
-    assert "scale class" not in json.dumps(planned), "that is another family's note"
+    planned = json.dumps(run(tree, "stages.bucket", "--config", str(config), "--json"))
+    assert "orientation" in planned and "scale_class" not in planned, "that is another family's note"
     check_latents(home.root)
     check_texts(home.root, checkpoint)
     check_result(home.folder / "output" / "run")
