@@ -33,6 +33,12 @@ class WeightsError(LatentpressError, ValueError):
     """A checkpoint, or a part of it, that isn't there or can't be reached."""
 
 
+class UnsafeWeights(WeightsError):
+    """Weights that are not safetensors, or not there."""
+
+    exit_code = USAGE
+
+
 class NoCheckpoint(WeightsError):
     """What the configuration names is no checkpoint at all."""
 
@@ -66,10 +72,15 @@ def resolve(source: str, revision: str | None, parts: Sequence[str]) -> Path:
     return folder
 
 
+def load_part(model_class: Any, source: str, revision: str | None, part: str, **settings: Any) -> Any:
+    """The model in folder `part` of a checkpoint, the only folder that is fetched. Raises WeightsError."""
+    return pretrained(model_class, resolve(source, revision, (part,)) / part, **settings)
+
+
 def pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
-    """`model_class.from_pretrained(folder)`, of safetensors alone. WeightsError where the weights are pickled."""
+    """`model_class.from_pretrained(folder)`, of safetensors alone. UnsafeWeights where the weights are pickled."""
     if problem := problem_of(folder):
-        raise WeightsError(*problem)
+        raise UnsafeWeights(*problem)
     return model_class.from_pretrained(folder, use_safetensors=True, **settings)
 
 

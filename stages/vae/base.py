@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from cache.compatibility import require_autoencoder
-from cache.weights import pretrained, resolve
+from cache.weights import load_part
 from schemas.config.encoding import Latents
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -68,8 +68,7 @@ def autoencoder(config: Config, where: torch.device) -> Any:
 
 def load(kind: Any, source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
     """The checkpoint's autoencoder, for inference. Raises WeightsError where it is missing or pickled."""
-    folder = resolve(source, revision, PARTS)
-    return pretrained(kind, folder / "vae", torch_dtype=dtype).to(device).eval()
+    return load_part(kind, source, revision, "vae", torch_dtype=dtype).to(device).eval()
 
 
 def pull(vae: Any, levers: Levers) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
-from trainer import pretrained
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule
 from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install, sparse_params
@@ -37,7 +37,7 @@ def load(
 
     Time embeddings and modulations stay in float32 whatever the dtype: never call `.to(dtype)` on the result.
     """
-    model = pretrained.transformer(Kandinsky5Transformer3DModel, source, revision, dtype)
+    model = load_part(Kandinsky5Transformer3DModel, source, revision, "transformer", torch_dtype=dtype)
     install(model, float32_rotary)
     return model.to(device)
 

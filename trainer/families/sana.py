@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
 
+from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
-from trainer import pretrained
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule
 
@@ -26,7 +26,7 @@ def load(
     device: torch.device | str = "cpu",
 ) -> SanaTransformer2DModel:
     """The transformer of a checkpoint, a local folder or a repo id, and nothing else of it."""
-    model = pretrained.transformer(SanaTransformer2DModel, source, revision, dtype)
+    model = load_part(SanaTransformer2DModel, source, revision, "transformer", torch_dtype=dtype)
     if model.config.guidance_embeds:
         raise ValueError(
             f"{source}: a guidance-distilled model (Sana Sprint) cannot be trained; choose Sana or Sana 1.5"

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
+from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
-from trainer import pretrained
 from trainer.batch import Batch
 from trainer.experts import Experts, components
 from trainer.families.base import FamilyModule
@@ -24,7 +24,7 @@ def load(
     device: torch.device | str = "cpu",
 ) -> Experts:
     parts = FAMILIES["example"].components
-    experts = {name: pretrained.transformer(WanTransformer3DModel, source, revision, dtype, name) for name in parts}
+    experts = {name: load_part(WanTransformer3DModel, source, revision, name, torch_dtype=dtype) for name in parts}
     return Experts(experts).to(device)
 
 
