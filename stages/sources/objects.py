@@ -8,6 +8,7 @@ import base64
 import hashlib
 import io
 import os
+import posixpath
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -161,7 +162,7 @@ class RemoteFile(Blob):
         if self._info is None:
             with explained(self.url, self.name):
                 fs, path = filesystem(self.url)
-                fs.invalidate_cache(fs._parent(path))
+                fs.invalidate_cache(posixpath.dirname(path))
                 self._info = dict(fs.info(path))
         assert self._info is not None
         return self._info

@@ -15,8 +15,10 @@ from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.ahead import Take
+from stages.engines import local
 from stages.engines.jobs import Job, Outcome
 from stages.engines.local import run_units
+from tests.processes import ForkedWorkers
 
 
 class Echo:
@@ -52,7 +54,12 @@ def units(*names: str) -> list[Unit]:
     return [Unit(name, "latents", "8x8@1", ("a", "b"), 1) for name in names]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "multiprocessing", ForkedWorkers().multiprocessing)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
     counted: list[int] = []
     names = [f"u{number}" for number in range(6)]
@@ -64,15 +71,27 @@ def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
     assert (str(os.getpid()) in processes) == (workers == 1)
 
 
+class Numbered(Echo):
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        (self.folder / f"process-{job.process}-{os.getpid()}").touch()
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_dies_takes_its_unit_alone_which_is_tried_again(tmp_path: Path) -> None:
+    """By a new one, which takes the number of the dead."""
     names, said = ("u0", "die-once", "u1", "u2", "u3"), []
-    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), iter(units(*names)), lambda n: None, said.append)}
+    found = run_units(Numbered, job(tmp_path, 2), iter(units(*names)), lambda n: None, said.append)
+    outcomes = {outcome.unit: outcome for outcome in found}
     assert set(outcomes) == set(names)
     (warning,) = said
     assert "exit code -9" in warning and "die-once" in warning
     assert all(outcome.shard for outcome in outcomes.values())
+    numbers = [path.name.split("-")[1] for path in tmp_path.glob("process-*")]
+    assert len(numbers) == 3 and set(numbers) == {"0", "1"}
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(tmp_path: Path) -> None:
     names = ("u0", "die-always", "u1", "u2")
     outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), iter(units(*names)), lambda n: None)}
@@ -91,6 +110,7 @@ class LastWords(Echo):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_has_died_with_nothing_to_do_is_noticed_and_no_unit_blamed(tmp_path: Path) -> None:
     """The next unit comes when the process that did the first is dead, and its last words may be unread."""
     said: list[str] = []
@@ -107,19 +127,7 @@ def test_a_process_that_has_died_with_nothing_to_do_is_noticed_and_no_unit_blame
     assert said and all("units it had, which are tried alone: none" in line for line in said)
 
 
-class Numbered(Echo):
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        (self.folder / f"process-{job.process}-{os.getpid()}").touch()
-
-
-def test_processes_are_numbered_and_a_new_one_takes_the_number_of_the_dead(tmp_path: Path) -> None:
-    names = ("u0", "die-once", "u1", "u2", "u3")
-    assert len(list(run_units(Numbered, job(tmp_path, 2), iter(units(*names)), lambda n: None))) == 5
-    numbers = [path.name.split("-")[1] for path in tmp_path.glob("process-*")]
-    assert len(numbers) == 3 and set(numbers) == {"0", "1"}
-
-
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_meant_for_the_user_reaches_the_caller(tmp_path: Path, workers: int) -> None:
     with pytest.raises(LatentpressError, match="no more room"):
@@ -136,6 +144,7 @@ def dies_loading(job: Job, times: int) -> Echo:
     return Echo(job)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_dies_while_it_loads_is_started_again_and_no_unit_is_blamed(tmp_path: Path) -> None:
     names, said = [f"u{number}" for number in range(6)], []
     load = partial(dies_loading, times=2)  # both of the first, or one and its successor
@@ -144,6 +153,7 @@ def test_a_process_that_dies_while_it_loads_is_started_again_and_no_unit_is_blam
     assert len(said) == 2 and all("while it loaded its model (exit code -9)" in line for line in said)
 
 
+@pytest.mark.usefixtures("forked")
 def test_where_loading_keeps_failing_the_stage_ends_with_the_facts(tmp_path: Path) -> None:
     names = [f"u{number}" for number in range(6)]
     load = partial(dies_loading, times=100)

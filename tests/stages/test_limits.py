@@ -1,6 +1,5 @@
 """A full disk, missing permission, too little memory or time: a clear message, nothing half-written, and it goes on."""
 
-import multiprocessing.forkserver
 import os
 import resource
 import signal
@@ -20,32 +19,19 @@ from stages import bucket, discover, encode_latents, verify
 from stages.discover import read_media
 from stages.media import members
 from stages.sources import objects
+from tests.processes import in_child
 
 
 @pytest.fixture
-def planned(project):
-    home = project("kandinsky5-image-t2i", cache={"unit_mib": 0.05})
+def planned(project, built):
+    return built(project("kandinsky5-image-t2i", cache={"unit_mib": 0.05}), plan_six)
+
+
+def plan_six(home) -> None:
     for number in range(6):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     home.run(discover.run)
     home.run(bucket.run)
-    return home
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Fork, do `work`, give the exit status; what it limits stays in the child."""
-    child = os.fork()
-    if child == 0:
-        multiprocessing.forkserver._forkserver.__init__()  # the parent's server can't be this process's
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFEXITED(status), f"killed by signal {os.WTERMSIG(status)}"
-    return os.WEXITSTATUS(status)
 
 
 def expect(home, *words: str) -> Callable[[], None]:
@@ -104,6 +90,7 @@ def test_no_write_permission_is_named(planned) -> None:
     assert planned.shards("latents") == {}
 
 
+@pytest.mark.slow
 def test_an_item_that_takes_too_much_memory_is_set_aside_and_the_unit_goes_on(project) -> None:
     home = project("kandinsky5-image-t2i", cache={"unit_mib": 0.05})
     home.settings["stages"]["item_memory_mib"] = 256
@@ -132,6 +119,7 @@ def hanging() -> Callable[[members.Wanted], members.Read]:
     return read
 
 
+@pytest.mark.slow
 def test_an_item_that_takes_too_long_is_set_aside_and_the_unit_goes_on(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i", cache={"unit_mib": 0.05})
     home.image("small.png", (64, 64))
@@ -181,6 +169,7 @@ def stalling(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     thread.join()
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_costs_its_items_alone(project, stalling, monkeypatch: pytest.MonkeyPatch) -> None:
     url, folder = stalling
     home = project()

@@ -1,7 +1,6 @@
 """What the torture tests share. Counts are small; TORTURE=long, as `make torture` sets it, makes them large."""
 
 import io
-import multiprocessing.forkserver
 import os
 import resource
 import signal
@@ -19,6 +18,7 @@ from cache import shard_io
 from cache.shard import Row, SetAside, ShardMeta
 from cache.store import Store
 from cache.tensors import Array
+from tests.processes import forget_forkserver
 
 LONG = os.environ.get("TORTURE") == "long"
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
@@ -77,7 +77,7 @@ def forked(work: Act, said: Path, seconds: float = 0, memory: int = 0) -> int:
     goes through the file `said`. seconds: it is killed after so many. memory: bytes that it may take beyond its own."""
     child = os.fork()
     if child == 0:
-        multiprocessing.forkserver._forkserver.__init__()  # the parent's server can't be this process's
+        forget_forkserver()
         code = 1
         try:
             if memory:

@@ -4,7 +4,6 @@ A child is forked from this process, which has imported torch already, so that a
 imports; it is killed with SIGKILL, which no handler sees.
 """
 
-import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ from types import ModuleType
 
 from cache import shard_io
 from cache.store import Store
+from tests.processes import forget_forkserver
 from tests.project import Project
 
 Only = Callable[[str, str], bool]
@@ -110,7 +110,7 @@ class Running:
             code = 1
             try:
                 os.setsid()
-                multiprocessing.forkserver._forkserver.__init__()  # the parent's server can't be this process's
+                forget_forkserver()
                 work()
                 code = 0
             except BaseException:

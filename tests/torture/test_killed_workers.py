@@ -1,12 +1,7 @@
-"""Several processes at one job, of which one, or the program, or all are killed: nothing is lost, and the same bytes.
-
-A worker process is forked here, not spawned, since a spawned one imports torch for ten seconds. Like a spawned one it
-holds no pipe but its own, so it sees when the program is gone.
-"""
+"""Several processes at one job. One, or the program, or all are killed: nothing is lost, and the bytes are the same."""
 
 import importlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import time
@@ -24,9 +19,12 @@ from stages import bucket, discover, encode_latents, encode_text, status
 from stages.engines import local
 from stages.engines.jobs import Job, Outcome
 from stages.text.worker import TextWorker
+from tests.processes import ForkedWorkers
 from tests.project import Project
 from tests.torture.conftest import LONG
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die, once, processes, wait_for
+
+pytestmark = pytest.mark.slow
 
 PROGRAMS = {"encode-text": encode_text, "encode-latents": encode_latents}
 
@@ -49,25 +47,16 @@ def home(project) -> Project:
     return made
 
 
-class Workers:
-    """Worker processes by forking, in place of multiprocessing's way to spawn them. Each leaves its number."""
-
-    Pipe = staticmethod(multiprocessing.Pipe)
+class Workers(ForkedWorkers):
+    """Each leaves its number."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir()
 
-    def Process(self, target: Callable, args: tuple):
-        return multiprocessing.get_context("fork").Process(target=self._alone, args=(target, *args))
-
-    def _alone(self, serve: Callable, load: Callable, job: Job, pipe: Connection) -> None:
-        for name in os.listdir("/proc/self/fd"):
-            if Path(f"/proc/self/fd/{name}").is_socket() and int(name) != pipe.fileno():
-                os.dup2(os.open(os.devnull, os.O_RDWR), int(name))
-        multiprocessing.forkserver._forkserver.__init__()
+    def alone(self, serve: Callable, load: Callable, job: Job, pipe: Connection) -> None:
         (self._folder / str(os.getpid())).touch()
-        serve(load, job, pipe)
+        super().alone(serve, load, job, pipe)
 
     @property
     def numbers(self) -> set[int]:
@@ -86,8 +75,7 @@ class Workers:
 @pytest.fixture
 def workers(tmp_path, monkeypatch) -> Workers:
     made = Workers(tmp_path / "workers")
-    forking = type("Forking", (), {"get_context": staticmethod(lambda method: made)})
-    monkeypatch.setattr(local, "multiprocessing", forking)
+    monkeypatch.setattr(local, "multiprocessing", made.multiprocessing)
     return made
 
 

@@ -14,6 +14,7 @@ from cache.opening import open_set
 from cache.plan import Plan
 from cache.store import Store
 from schemas.console import OK, USAGE, Console, Options, execute
+from tests.processes import in_child
 from trainer import adapters, checkpoint
 from trainer import train as loop
 from trainer.__main__ import run as program_run
@@ -31,19 +32,6 @@ def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict]:
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
     code = execute("train", program_run, Options(path, json=True, **options))
     return code, json.loads(capsys.readouterr().out)
-
-
-def in_child(work) -> int:
-    """Fork and do `work` there; its exit status: 1 where it raised."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("victim", ["checkpoint", "result"])

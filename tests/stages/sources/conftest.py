@@ -3,14 +3,12 @@
 import hashlib
 import io
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from cache.store import Store
 from schemas.console import Console, Options, Report
 from schemas.loading import load
 from stages.sources import huggingface
+from tests.processes import forget_forkserver
 
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE77",
@@ -76,14 +75,6 @@ def s3_address() -> Iterator[str]:
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
-
-
-def forget_forkserver() -> None:
-    """The next one is started with this test's environment. The one before ends by itself, and is not waited for."""
-    server = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-    server.__init__()
 
 
 @pytest.fixture
