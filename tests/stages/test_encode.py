@@ -31,13 +31,21 @@ def encode(home, *overrides: str, **options):
 
 
 @pytest.fixture
-def photos(project):
+def photos(project, built):
     """Four images of two shapes with a caption each, discovered and bucketed."""
-    home = project(IMAGE)
+    return built(project(IMAGE), plan_four)
+
+
+def plan_four(home) -> None:
     for number in range(4):
         home.image(f"{number}.png", (64, 64) if number % 2 else (96, 64), f"picture number {number}", number)
     prepare(home)
-    return home
+
+
+@pytest.fixture
+def encoded(photos, built):
+    """The same, with all their shards."""
+    return built(photos, encode)
 
 
 def test_everything_once_and_nothing_the_second_time(photos) -> None:
@@ -55,11 +63,10 @@ def test_dry_run_says_how_much_and_writes_nothing(photos) -> None:
     assert photos.shards("text") == photos.shards("latents") == {}
 
 
-def test_text_is_stored_at_its_true_length(photos) -> None:
-    encode(photos)
-    store = Store(photos.root)
+def test_text_is_stored_at_its_true_length(encoded) -> None:
+    store = Store(encoded.root)
     lengths = set()
-    for name in photos.shards("text"):
+    for name in encoded.shards("text"):
         shard = reader(store, f"text/{name}")
         for row in range(len(shard)):
             found = shard.read(row)
@@ -121,50 +128,44 @@ def changed(home, *overrides: str) -> tuple[int, int]:
     return text.done, latents.done
 
 
-def test_a_changed_caption_encodes_that_text_alone(photos) -> None:
-    encode(photos)
-    (photos.media / "0.txt").write_text("quite another caption")
-    assert changed(photos) == (1, 0)
-    rows = json.loads(json.dumps(photos.run(index.run).details))
+def test_a_changed_caption_encodes_that_text_alone(encoded) -> None:
+    (encoded.media / "0.txt").write_text("quite another caption")
+    assert changed(encoded) == (1, 0)
+    rows = json.loads(json.dumps(encoded.run(index.run).details))
     assert rows["texts"] == 5  # the old caption is no part of the set any more
 
 
-def test_a_changed_file_encodes_that_sample_alone(photos) -> None:
-    encode(photos)
-    photos.image("0.png", (96, 64), "picture number 0", seed=99)
-    assert changed(photos) == (0, 1)
+def test_a_changed_file_encodes_that_sample_alone(encoded) -> None:
+    encoded.image("0.png", (96, 64), "picture number 0", seed=99)
+    assert changed(encoded) == (0, 1)
 
 
-def test_a_renamed_file_encodes_nothing(photos) -> None:
-    encode(photos)
+def test_a_renamed_file_encodes_nothing(encoded) -> None:
     for suffix in (".png", ".txt"):
-        (photos.media / f"0{suffix}").rename(photos.media / f"other{suffix}")
-    assert changed(photos) == (0, 0)
+        (encoded.media / f"0{suffix}").rename(encoded.media / f"other{suffix}")
+    assert changed(encoded) == (0, 0)
 
 
-def test_a_deleted_file_leaves_the_set_and_comes_back_without_encoding(photos) -> None:
-    encode(photos)
-    content = (photos.media / "0.png").read_bytes()
-    (photos.media / "0.png").unlink()
-    assert changed(photos) == (0, 0)
-    assert photos.run(index.run).details["samples"] == 3
-    (photos.media / "0.png").write_bytes(content)
-    assert changed(photos) == (0, 0)
-    assert photos.run(index.run).details["samples"] == 4
+def test_a_deleted_file_leaves_the_set_and_comes_back_without_encoding(encoded) -> None:
+    content = (encoded.media / "0.png").read_bytes()
+    (encoded.media / "0.png").unlink()
+    assert changed(encoded) == (0, 0)
+    assert encoded.run(index.run).details["samples"] == 3
+    (encoded.media / "0.png").write_bytes(content)
+    assert changed(encoded) == (0, 0)
+    assert encoded.run(index.run).details["samples"] == 4
 
 
-def test_a_changed_resolution_encodes_the_latents_alone_and_back_again_nothing(photos) -> None:
-    encode(photos)
-    assert changed(photos, "datasets.photos.resolution=96") == (0, 4)
-    assert changed(photos) == (0, 0)
+def test_a_changed_resolution_encodes_the_latents_alone_and_back_again_nothing(encoded) -> None:
+    assert changed(encoded, "datasets.photos.resolution=96") == (0, 4)
+    assert changed(encoded) == (0, 0)
 
 
-def test_a_grown_dataset_encodes_what_is_new(photos) -> None:
-    encode(photos)
-    before = photos.shards("latents")
-    photos.image("new.png", (64, 64), "something new", seed=7)
-    assert changed(photos) == (1, 1)
-    assert before.items() <= photos.shards("latents").items()
+def test_a_grown_dataset_encodes_what_is_new(encoded) -> None:
+    before = encoded.shards("latents")
+    encoded.image("new.png", (64, 64), "something new", seed=7)
+    assert changed(encoded) == (1, 1)
+    assert before.items() <= encoded.shards("latents").items()
 
 
 def test_settings_that_change_bytes_change_the_cache_and_others_do_not(photos) -> None:
@@ -329,31 +330,29 @@ def test_index_says_what_is_missing_and_which_command_makes_it(photos) -> None:
     assert report.next_steps[0].startswith("latentpress encode-latents")
 
 
-def test_a_prompt_added_later_names_the_command(photos) -> None:
-    encode(photos)
-    photos.settings["validation"] = {"size": "64x64", "prompts": [{"name": "new", "prompt": "a new prompt"}]}
-    photos.run(bucket.run)
-    report = photos.run(index.run)
+def test_a_prompt_added_later_names_the_command(encoded) -> None:
+    encoded.settings["validation"] = {"size": "64x64", "prompts": [{"name": "new", "prompt": "a new prompt"}]}
+    encoded.run(bucket.run)
+    report = encoded.run(index.run)
     assert report.next_steps[0].startswith("latentpress encode-text")
-    assert photos.run(encode_text.run).done == 1
-    assert photos.run(index.run).exit_code == 0
+    assert encoded.run(encode_text.run).done == 1
+    assert encoded.run(index.run).exit_code == 0
 
 
-def test_both_formats_hold_the_same_rows_and_either_counts_as_done(photos) -> None:
-    encode(photos)
-    prepare(photos, "root=tar", "cache.format=webdataset")
-    encode(photos, "root=tar", "cache.format=webdataset")
+def test_both_formats_hold_the_same_rows_and_either_counts_as_done(encoded) -> None:
+    prepare(encoded, "root=tar", "cache.format=webdataset")
+    encode(encoded, "root=tar", "cache.format=webdataset")
     for kind in ("text", "latents"):
-        for name in photos.shards(kind):
-            arrow = reader(Store(photos.root), f"{kind}/{name}")
-            tar = reader(Store(photos.folder / "tar"), f"{kind}/{name.removesuffix('.arrow')}.tar")
+        for name in encoded.shards(kind):
+            arrow = reader(Store(encoded.root), f"{kind}/{name}")
+            tar = reader(Store(encoded.folder / "tar"), f"{kind}/{name.removesuffix('.arrow')}.tar")
             assert arrow.meta == tar.meta
             for row in range(len(arrow)):
                 a, b = arrow.read(row), tar.read(row)
                 assert (a.id, a.info, a.tensors.keys()) == (b.id, b.info, b.tensors.keys())
                 for key in a.tensors:
                     np.testing.assert_array_equal(a.tensors[key].numpy(), b.tensors[key].numpy())
-    _, latents = encode(photos, "cache.format=webdataset")
+    _, latents = encode(encoded, "cache.format=webdataset")
     assert latents.done == 0
 
 

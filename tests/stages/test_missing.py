@@ -129,8 +129,8 @@ def test_a_dataset_without_media_says_what_is_there(project, names: list[str], s
     assert home.run(discover.run).done == 1
 
 
-def test_rehash_finds_what_size_and_time_hide(project) -> None:
-    home = prepared(project())
+def test_rehash_finds_what_size_and_time_hide(project, built) -> None:
+    home = built(project(), prepared)
     path = home.media / "0.png"
     status = path.stat()
     data = bytearray(path.read_bytes())
@@ -162,21 +162,21 @@ def test_a_place_that_is_not_there_stops_the_stage_and_changes_nothing(project, 
     assert home.run(encode_latents.run, "datasets.photos.media_root=elsewhere").done == count
 
 
-def test_an_empty_mount_point_is_no_place_of_media(project) -> None:
-    home = prepared(project())
+def test_an_empty_mount_point_is_no_place_of_media(project, built) -> None:
+    home = built(project(), prepared)
     home.media.rename(home.folder / "elsewhere")
     home.media.mkdir()
     stops(home, unloaded(encode_latents), "datasets.photos.instance_data_dir", "is an empty folder", "media_root")
 
 
-def test_a_media_root_that_is_wrong_is_named(project) -> None:
-    home = prepared(project())
+def test_a_media_root_that_is_wrong_is_named(project, built) -> None:
+    home = built(project(), prepared)
     home.settings["datasets"][0]["media_root"] = "wrong"
     stops(home, unloaded(encode_latents), "datasets.photos.media_root", str(home.folder / "wrong"))
 
 
-def test_most_of_a_place_is_missing_and_the_stage_stops_and_fewer_are_set_aside(project) -> None:
-    home = prepared(project())
+def test_most_of_a_place_is_missing_and_the_stage_stops_and_fewer_are_set_aside(project, built) -> None:
+    home = built(project(), prepared)
     for number in range(3):
         (home.media / f"{number}.png").rename(home.folder / f"{number}.png")
     stops(home, unloaded(encode_latents), "3 of 4 files", "0.png", "latentpress discover")
@@ -239,8 +239,8 @@ def test_images_of_validation_prompts_that_are_not_there(project) -> None:
     stops(home, bucket.run, "first.png", "validation.prompts")
 
 
-def test_a_dry_run_and_texts_without_images_need_no_media(project) -> None:
-    home = prepared(project())
+def test_a_dry_run_and_texts_without_images_need_no_media(project, built) -> None:
+    home = built(project(), prepared)
     home.media.rename(home.folder / "elsewhere")
     assert home.run(encode_latents.run, dry_run=True).remaining == 4
     assert home.run(encode_text.run).done == 5
@@ -261,8 +261,8 @@ def test_preview_stops_too(project, plan: bool) -> None:
 
 
 @pytest.mark.parametrize("left", ["nothing", "empty"])
-def test_a_disk_that_goes_while_the_stage_runs(project, left: str) -> None:
-    home = prepared(project())
+def test_a_disk_that_goes_while_the_stage_runs(project, built, left: str) -> None:
+    home = built(project(), prepared)
 
     def go_and_load(job):
         home.media.rename(home.folder / "elsewhere")

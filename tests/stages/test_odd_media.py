@@ -25,6 +25,7 @@ from schemas.console import Report
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, preview
 from stages.plan import current_plan
+from tests.project import SETTINGS, Project
 from tests.stages import odd
 from tests.stages import odd_cases as cases
 from tests.stages.odd_cases import CLIP, IMAGES, LANDSCAPE, PORTRAIT, VIDEOS, Reject, Sample
@@ -72,26 +73,24 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def start(request, tiny) -> Callable[..., Any]:
+def start(tiny) -> Callable[..., Project]:
     """start(folder, kind, **dataset) -> the project of the other tests, for a whole module."""
-    plugins = request.config.pluginmanager.get_plugins()
-    shared = next(plugin for plugin in plugins if hasattr(plugin, "Project") and hasattr(plugin, "SETTINGS"))
-    return partial(project, shared, tiny)
+    return partial(project, tiny)
 
 
-def project(shared: Any, tiny: Callable[[str], Path], folder: Path, kind: str, **dataset: Any) -> Any:
+def project(tiny: Callable[[str], Path], folder: Path, kind: str, **dataset: Any) -> Project:
     settings = {"id": "photos", "instance_data_dir": "media", "resolution": 64, **dataset}
     if "video" in kind:
         settings |= {
             "dataset_type": "video",
             "video": {"num_frames": 9, "frame_rate": 12.0, **dataset.get("video", {})},
         }
-    home = shared.Project(
+    home = Project(
         folder,
         {
             "root": "work",
             "output": "output",
-            "model": {**shared.SETTINGS[kind], "path": str(tiny(kind)), "precision": "float32"},
+            "model": {**SETTINGS[kind], "path": str(tiny(kind)), "precision": "float32"},
             "latents": {"posterior": "mode"},
             "datasets": [settings],
             "stages": {"max_reject_fraction": 1.0, "encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
@@ -250,6 +249,7 @@ def called(home: Any, *arguments: str, encoding: str = "utf-8", expected: int = 
 PROGRAMS = ["discover", "preview --plan --items 1000", "encode-latents"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_reports_are_json_whatever_the_names(images: Outcome, program: str) -> None:
     images.home.config()

@@ -13,13 +13,15 @@ from stages import bucket, discover, encode_latents, encode_text, index, status,
 
 
 @pytest.fixture
-def encoded(project):
-    home = project("sana")
+def encoded(project, built):
+    return built(project("sana"), encode_three)
+
+
+def encode_three(home) -> None:
     for number in range(3):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in (discover, bucket, encode_text, encode_latents):
         home.run(program.run)
-    return home
 
 
 def made_with(home: Any) -> dict[str, str]:

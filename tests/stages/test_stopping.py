@@ -38,13 +38,15 @@ def test_what_is_no_time_is_refused_with_examples(text: str) -> None:
 
 
 @pytest.fixture
-def planned(project):
-    home = project(cache={"unit_mib": 0.004})
+def planned(project, built):
+    return built(project(cache={"unit_mib": 0.004}), plan_eight)
+
+
+def plan_eight(home) -> None:
     for number in range(8):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     home.run(discover.run)
     home.run(bucket.run)
-    return home
 
 
 def leftovers(root: Path) -> list[str]:
@@ -128,6 +130,7 @@ def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) 
     assert leftovers(planned.root) == []
 
 
+@pytest.mark.slow
 def test_time_that_is_up_stops_it_with_several_processes_too(planned) -> None:
     report = planned.run(encode_latents.run, "stages.encode-latents.workers=2", max_time=0.2)
     assert report.details["stopped"].startswith("by --max-time")

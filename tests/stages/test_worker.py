@@ -19,13 +19,15 @@ PIXELS = 64 * 64
 
 
 @pytest.fixture
-def planned(project):
-    home = project(cache={"unit_mib": 0.3})
+def planned(project, built):
+    return built(project(cache={"unit_mib": 0.3}), plan_nine)
+
+
+def plan_nine(home) -> None:
     for number in range(9):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     home.run(discover.run)
     home.run(bucket.run)
-    return home
 
 
 def recorded(home) -> list[int]:

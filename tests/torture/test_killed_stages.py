@@ -28,6 +28,8 @@ from tests.project import Project
 from tests.torture.conftest import LONG
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
@@ -193,23 +195,15 @@ def test_at_random_moments(planned, tmp_path, often, name) -> None:
 # -- index and export ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """A folder in which the first test leaves what it encoded."""
-    return tmp_path_factory.mktemp("kept") / "encoded"
-
-
 @pytest.fixture
-def encoded(project, kept) -> Project:
-    home = project(validation={"prompts": [{"name": "cat", "prompt": "a cat"}], "size": "64x64"})
-    if kept.exists():
-        shutil.copytree(kept, home.folder, dirs_exist_ok=True)
-        return home
+def encoded(project, built) -> Project:
+    return built(project(validation={"prompts": [{"name": "cat", "prompt": "a cat"}], "size": "64x64"}), encode)
+
+
+def encode(home: Project) -> None:
     pictures(home)
     for program in (discover, bucket, encode_text, encode_latents):
         assert home.run(program.run).exit_code == 0
-    shutil.copytree(home.folder, kept)
-    return home
 
 
 def everything(root: Path) -> dict[str, bytes]:
