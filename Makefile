@@ -11,11 +11,12 @@ STAMP := $(VENV)/.installed
 FLAVOUR ?=
 PYTEST_ARGS ?=
 
-.PHONY: help venv test torture lint demo clean
+.PHONY: help venv test test-fast torture lint demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real media with tiny models; no FLAVOUR: all five"
-	@echo "make test                 the test suite (PYTEST_ARGS=... are added)"
+	@echo "make test                 the whole test suite (PYTEST_ARGS=... are added)"
+	@echo "make test-fast            the same without the tests marked slow, for every change on the way"
 	@echo "make torture              kills, full disks, damage and hostile files in their long form (some tens of minutes)"
 	@echo "make lint                 ruff, mypy and the import contracts"
 	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
@@ -32,6 +33,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 torture: $(STAMP)
 	TORTURE=long $(BIN)/python -m pytest tests/torture --timeout 7200 $(PYTEST_ARGS)

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import os
+import resource
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,35 @@ settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILDER = ROOT / "examples" / "tiny_models.py"
+SLOW_S = 2.0  # of processor time; a test that takes more belongs among those that are marked slow
+
+
+def _cpu_s() -> float:
+    """Of this process and of the children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    before = _cpu_s()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu_s", _cpu_s() - before))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the tests that `make test-fast` should leave out. By processor time, which other work changes little."""
+    took = {
+        report.nodeid: dict(report.user_properties)["cpu_s"]
+        for report in terminalreporter.stats.get("passed", [])
+        if "slow" not in report.keywords
+    }
+    if slow := sorted((test for test, seconds in took.items() if seconds > SLOW_S), key=took.__getitem__, reverse=True):
+        terminalreporter.section(f"more than {SLOW_S:g} s of processor time, not marked slow")
+        for test in slow:
+            terminalreporter.write_line(f"{took[test]:6.1f} s  {test}")
 
 
 @pytest.fixture(scope="session")

@@ -238,6 +238,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> tuple[Project, 
 STAGES = {"encode-text": encode_text, "encode-latents": encode_latents, "encode-vision": encode_vision, "index": index}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [*options()])
 def test_a_change_is_refused_made_again_or_without_effect(made: tuple[Project, str], option: str) -> None:
     home, name = made

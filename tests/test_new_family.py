@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "tests" / "family"
 PACKAGES = ("schemas", "cache", "stages", "trainer")

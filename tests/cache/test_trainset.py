@@ -325,6 +325,7 @@ def large(root: Path, count: int) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
     """200,000 rows after 1,000 rows add less than 2 MiB (10 bytes a row) of memory that is not the file's own."""

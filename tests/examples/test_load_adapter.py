@@ -14,6 +14,8 @@ from PIL import Image
 from examples import load_adapter
 from trainer import adapters
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = {
     "kandinsky5-image-t2i": ("kandinsky5-image", "t2i-lite-sft", "lora", "64x64"),

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 # bitsandbytes asks its native library whether the CPU has AVX512-BF16; here the answer is yes on any CPU.
 FORCED = """
 import ctypes, logging, sys

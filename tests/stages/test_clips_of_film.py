@@ -45,6 +45,7 @@ def taken(home, decoder: str) -> dict[str, list[list[int]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["pyav", "decord"])
 def test_frames_neither_repeat_nor_are_left_out(project, decoder) -> None:
     if decoder == "decord":

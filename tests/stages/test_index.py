@@ -248,6 +248,7 @@ def test_places_of_ids_are_exact_whatever_their_sums(monkeypatch, sums) -> None:
 names = st.sampled_from("abcdefgh")
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(

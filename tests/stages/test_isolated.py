@@ -90,6 +90,7 @@ def test_an_item_that_hangs_is_given_up_and_the_others_go_on() -> None:
     assert [item for item, result in results.items() if item != result] == ["hang"]
 
 
+@pytest.mark.slow
 def test_of_a_list_that_a_process_was_given_only_the_item_in_hand_is_lost() -> None:
     items: list[object] = list(range(400))
     for place in (90, 91, 200, 399):
@@ -145,6 +146,7 @@ def test_items_are_taken_a_bounded_number_ahead() -> None:
     assert most <= (AHEAD * 2 + 2) * TOGETHER
 
 
+@pytest.mark.slow
 def test_a_map_that_is_left_early_leaves_nothing_in_the_way() -> None:
     with isolated() as apart:
         assert next(apart.map(["a", *["hang"] * 3])) == ("a", "a")
@@ -165,6 +167,7 @@ def wait_until_gone(*processes: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_closing_or_forgetting_it_ends_its_processes() -> None:
     with isolated() as apart:
         closed = apart("pid")
@@ -186,6 +189,7 @@ with Isolated(partial(noting, Path({folder!r})), workers=2, timeout_s=4, memory_
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> None:

@@ -81,6 +81,7 @@ def table_bytes(home) -> bytes:
     return (home.root / media_path("photos")).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_table_tell_nothing_of_how_it_came_about(invented, monkeypatch: pytest.MonkeyPatch) -> None:
     home = invented
     numbers = range(400)
@@ -108,6 +109,7 @@ def test_the_bytes_of_a_table_tell_nothing_of_how_it_came_about(invented, monkey
     assert not [path for path in home.root.rglob("*") if "tmp" in path.name or path.parent.name == "partial"]
 
 
+@pytest.mark.slow
 def test_a_listing_that_says_the_same_leaves_the_table_alone(invented) -> None:
     home = invented
     Invented.captions = {number: f"caption {number}" for number in range(200)}
@@ -118,6 +120,7 @@ def test_a_listing_that_says_the_same_leaves_the_table_alone(invented) -> None:
     assert (home.root / media_path("photos")).stat() == before
 
 
+@pytest.mark.slow
 def test_what_a_stop_left_is_used_with_the_table_that_was_there(invented, monkeypatch: pytest.MonkeyPatch) -> None:
     home = invented
     Invented.captions = {number: f"caption {number}" for number in range(100)}

@@ -92,6 +92,7 @@ def configurations(folder: Path, revision: str | None) -> list[str]:
     return list(map(str, paths))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("offline", "revision"), [("0", None), ("1", COMMIT)], ids=["main", "offline, a commit"])
 def test_no_program_before_encoding_asks_the_network(tmp_path: Path, offline: str, revision: str | None) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE"))}

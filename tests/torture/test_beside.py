@@ -22,6 +22,8 @@ from tests.project import Project
 from tests.torture.conftest import LONG, Steps
 from tests.torture.kills import FORMATS, Running, Stage, wait_for
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = {"encode-text": encode_text, "encode-latents": encode_latents}
 OLD = "0" * 24  # a fingerprint that nothing uses
 

@@ -11,6 +11,8 @@ from cache.damage import DamageError
 from cache.shard_io import Readers
 from cache.store import Store
 
+pytestmark = pytest.mark.slow
+
 OTHER = "text/0ther/t-1"
 PAGE = 4096
 WIDE = 3000  # so that a shard has several pages

@@ -11,6 +11,8 @@ from cache import shard, shard_io
 from cache.files import StoreError
 from cache.store import Store
 
+pytestmark = pytest.mark.slow
+
 WIDE = 1500  # numbers in a row of a tensor: several writes a shard
 
 

@@ -25,6 +25,8 @@ from cache.shard import BaseReader, Row, ShardMeta
 from cache.store import Store
 from schemas.identity import hash_bytes
 
+pytestmark = pytest.mark.slow
+
 HANG_S = 10.0
 MEMORY = 512 << 20
 

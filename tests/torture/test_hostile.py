@@ -19,6 +19,8 @@ from cache.shard import ShardMeta
 from cache.store import Store
 from cache.tensors import Array
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 ARROW, TAR, SIDECAR = "text/f00d/t-1.arrow", "text/f00d/t-1.tar", "text/f00d/t-1.tar.json"
 MEMORY = 512 << 20

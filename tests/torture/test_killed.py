@@ -21,6 +21,8 @@ from stages.media.members import Wanted
 from tests.project import Project
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:

@@ -22,6 +22,8 @@ from schemas.tables import ACTIVE, INDEX, MEDIA, SAMPLES, SET_SHARDS, SET_TEXTS,
 from stages import mediatable, tablecheck
 from stages.mediatable import Settings
 
+pytestmark = pytest.mark.slow
+
 MEMORY = 512 << 20
 COUNT = 5
 

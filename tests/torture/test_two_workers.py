@@ -9,6 +9,8 @@ import pytest
 from cache import shard, shard_io
 from cache.store import Store
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 3
 WIDE = 2000
 

@@ -20,6 +20,8 @@ import pytest
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index
 
+pytestmark = pytest.mark.slow
+
 wds = pytest.importorskip("webdataset")
 hf = pytest.importorskip("datasets")
 
@@ -228,12 +230,7 @@ def folder(home_of, place_of, items: list[Item]) -> Any:
 # -- the same from everywhere ---------------------------------------------------------------------------------------
 
 
-#: Sources that have much in common with another one here.
-SLOW = ("huggingface-folders", "manifest-jsonl", "manifest-urls")
-SLOWLY = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in OFFERS]
-
-
-@pytest.mark.parametrize("name", SLOWLY)
+@pytest.mark.parametrize("name", OFFERS)
 def test_the_shards_are_the_same_and_a_change_costs_itself(
     name: str, folder: Any, home_of, place_of, photo, items: list[Item]
 ) -> None:
@@ -262,7 +259,7 @@ def test_the_shards_are_the_same_and_a_change_costs_itself(
     home.assert_no_secret()
 
 
-@pytest.mark.parametrize("name", SLOWLY)
+@pytest.mark.parametrize("name", OFFERS)
 def test_a_place_that_is_not_there_stops_the_stage_and_changes_nothing(
     name: str, home_of, place_of, items: list[Item]
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from stages import bucket, discover, encode_latents, encode_text, index
 
+pytestmark = pytest.mark.slow
+
 wds = pytest.importorskip("webdataset")
 hf = pytest.importorskip("datasets")
 
@@ -81,7 +83,6 @@ def in_tar(place: Any, pairs: list[Pair]) -> dict:
     return {"instance_data_dir": f"{place.folder}/0.tar", **columns}
 
 
-@pytest.mark.slow
 def test_companions_from_everywhere(home_of, place_of, pairs: list[Pair]) -> None:
     """Sources and masks by name, here and in S3, in columns and in tars: one set of shards."""
     shards, roles = {}, {}

@@ -23,6 +23,8 @@ from schemas.recipe import text_settings
 from stages.text.pictures import Processor
 from stages.text.qwenimages import ImageProcessor
 
+pytestmark = pytest.mark.slow
+
 # What torchvision 0.28 does for uint8 tensors (C, H, W) on a CPU: transforms/v2/functional/_geometry.py (resize_image),
 # _misc.py (normalize_image).
 TORCHVISION = {
