@@ -1,73 +1,174 @@
-"""The whole of it by one command: what it counts, where it says the results are, and what a dry run foretells."""
+"""`latentpress run`, as a user starts it: from a folder of pictures to an adapter, then nothing the second time."""
 
+import importlib
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
-from schemas.console import Report
-from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run, status
+from schemas.console import Console, Options, Report, execute
+from schemas.errors import LatentpressError
+from schemas.loading import load
+from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run
+from stages.cli import PROGRAMS, module_of
+from tests.project import Project
+from tests.reports import odd_keys
+from trainer.__main__ import run as train
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = {
+    "discover": discover.run,
+    "bucket": bucket.run,
+    "encode-text": encode_text.run,
+    "encode-latents": encode_latents.run,
+    "index": index.run,
+    "train": train,
+    "decode": decode.run,
+}
+
+
+def latentpress(home: Project, *arguments: str) -> tuple[int, Report, dict, str]:
+    """Exit code, the report, its JSON, and the log."""
+    command = [sys.executable, "-m", "stages.cli", *arguments, "--json"]
+    done = subprocess.run(command, cwd=home.folder, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.stdout, done.stderr
+    document = json.loads(done.stdout)
+    assert list(odd_keys(document)) == []
+    known = {key: value for key, value in document.items() if key not in ("exit_code", "error")}
+    return done.returncode, Report(**known) if "error" not in document else Report("run"), document, done.stderr
 
 
 @pytest.fixture
-def small(project):
-    home = project("sana", validation={"prompts": [{"name": "one", "prompt": "a cat"}], "size": "64x64", "steps": 1})
-    for number in range(2):
-        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    home.settings["train"] = {"run": "mine", "steps": 1, "caption_dropout": 0.0}
-    home.settings["validation"]["eval_samples"] = 0
-    return home
-
-
-def by_hand(home, *words: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "stages.cli", *words, "--config", str(home.folder / "pipeline.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=home.folder)
-    return done.returncode, done.stdout
-
-
-@pytest.mark.slow
-def test_a_run_counts_stages_and_a_dry_run_of_what_is_done_does_nothing(small) -> None:
-    order = "stages.order=[discover,bucket,encode-text,encode-latents,index]"
-    first = small.run(run.run, order)
-    assert (first.done, first.skipped, first.remaining, first.exit_code) == (5, 0, 0, 0)
-    assert first.summary().startswith("run: 5 stages done, 0 skipped\n")
-    assert [row["done"] for row in first.details["stages"]] == [2, 6, 4, 2, 2]
-    again = small.run(run.run, order, dry_run=True)
-    assert again.summary().startswith("run (dry run): 0 stages done, 5 skipped\n")
-    assert [(row["done"], row["remaining"]) for row in again.details["stages"]] == [(0, 0)] * 5
-
-    # And so do the programs themselves.
-    for program in (discover, bucket, encode_text, encode_latents, index):
-        report = small.run(program.run, dry_run=True)
-        assert report.done == report.remaining == 0 < report.skipped, program.__name__
-    place = str(small.folder / "export")
-    assert small.run(export.run, to=place, dry_run=True).remaining == small.run(export.run, to=place).done == 2
-    report = small.run(export.run, to=place, dry_run=True)
-    assert (report.done, report.remaining, report.skipped) == (0, 0, 2)
-    small.config("datasets.photos.repeats=3")
-    report = small.run(run.run, order, "datasets.photos.prepend=new", dry_run=True)
-    assert (report.done, report.skipped, report.remaining) == (0, 1, 1)  # what follows bucket depends on its result
+def home(project: Callable[..., Project]) -> Project:
+    """Four pictures, and a configuration in which two more texts are encoded."""
+    prompts = [{"name": "one", "prompt": "a colour"}]
+    made = project(
+        text={"max_length": 3},
+        train={"run": "first", "steps": 6, "batch_size": 2, "threads": 1, "optimizer": {"warmup": 2}},
+        validation={"size": "64x64", "steps": 2, "every": 3, "eval_samples": 2, "prompts": prompts},
+    )
+    for number in range(4):
+        made.image(f"{number}.png", (64, 64), f"colour number {number}", number)
+    made.config()
+    return made
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_says_where_the_results_are(small) -> None:
-    small.config()
-    code, output = by_hand(small, "run", "--json")
-    assert code == 0, output
-    report = Report(**{key: value for key, value in json.loads(output).items() if key != "exit_code"})
-    lines = [line.strip() for line in report.summary().splitlines()]
-    output = small.folder / "output/mine"
-    assert f"adapter: {output}/adapter" in lines and (output / "adapter").is_dir()
+@pytest.mark.timeout(1800)  # a dozen processes, of which six import torch
+def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
+    home: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, _, log = latentpress(home, "run", "--dry-run")
+    assert code == 0, log
+    code, first, _, log = latentpress(home, "run")
+    assert code == 0, log
+    assert (first.done, first.skipped, first.remaining) == (7, 0, 0)
+    assert first.summary().startswith("run: 7 stages done, 0 skipped, 5 truncated\n")
+    done = {row["stage"]: row["done"] for row in first.details["stages"]}
+    assert list(done) == [*STAGES] and [*done.values()][:6] == [4, 10, 6, 4, 4, 6]
+    cut = {row["path"] for row in first.truncated}
+    assert {f"colour number {number}" for number in range(4)} <= cut
+    where_the_results_are(home, first)
+    before = {path: path.stat().st_mtime_ns for path in home.folder.rglob("*") if path.is_file()}
+    code, again, _, log = latentpress(home, "run")
+    assert code == 0, log
+    assert (again.done, again.skipped, again.remaining) == (0, 7, 0)
+    assert {row["path"] for row in again.truncated} == cut
+    assert again.details["adapter"] == first.details["adapter"], "finished, it says the same again"
+    assert {path: path.stat().st_mtime_ns for path in home.folder.rglob("*") if path.is_file()} == before
+    (home.folder / "output/preview").mkdir()
+    code, report, _, _ = latentpress(home, "status")
+    assert (code, report.remaining, report.details["runs"]) == (0, 0, ["first"])
+    a_dry_run_of_what_is_done_does_nothing(home)
+    away = a_set_elsewhere(home)
+    monkeypatch.chdir(away)
+    assert execute("train", train, Options(Path("pipeline.yaml"), json=True)) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["done"] == 6 and "warning" not in said.err
+    here, there = (folder / "output" / "first" / "metrics.jsonl" for folder in (home.folder, away))
+    assert losses(there) == losses(here)
+
+
+def where_the_results_are(home: Project, report: Report) -> None:
+    lines, output = [line.strip() for line in report.summary().splitlines()], home.folder / "output/first"
+    assert f"adapter: {output}/adapter" in lines
+    assert (output / "adapter/pytorch_lora_weights.safetensors").exists()
     assert f"contact sheet: {output}/samples/contact-sheet.png" in lines
     assert f"pictures: {output}/samples" in lines and (output / "samples/contact-sheet.png").exists()
     assert f"numbers: {output}/metrics.jsonl" in lines and (output / "metrics.jsonl").exists()
-    report = small.run(decode.run, dry_run=True)
-    assert report.done == report.remaining == 0 < report.skipped
-    (small.folder / "output/preview").mkdir()
-    assert small.run(status.run).details["runs"] == ["mine"]
+    shown = sorted(path.parent.name for path in (output / "samples").rglob("one.png"))
+    assert shown == ["step-000000", "step-000003", "step-000006"]
 
-    # Finished, it says the same again.
-    report = small.run(run.run)
-    assert (report.done, report.skipped) == (0, 7) and report.details["adapter"] == f"{output}/adapter"
-    assert small.run(run.run, dry_run=True).skipped == 7
+
+def a_dry_run_of_what_is_done_does_nothing(home: Project) -> None:
+    report = home.run(run.run, dry_run=True)
+    assert report.summary().startswith("run (dry run): 0 stages done, 7 skipped")
+    assert [(row["done"], row["remaining"]) for row in report.details["stages"]] == [(0, 0)] * 7
+    for name, program in STAGES.items():
+        report = home.run(program, dry_run=True)
+        assert report.done == report.remaining == 0 < report.skipped, name
+    place = str(home.folder / "export")
+    assert home.run(export.run, to=place, dry_run=True).remaining == home.run(export.run, to=place).done == 4
+    report = home.run(export.run, to=place, dry_run=True)
+    assert (report.done, report.remaining, report.skipped) == (0, 0, 4)
+    report = home.run(run.run, "datasets.photos.prepend=new", dry_run=True)
+    assert (report.done, report.skipped, report.remaining) == (0, 1, 1)  # what follows bucket depends on its result
+
+
+def a_set_elsewhere(home: Project) -> Path:
+    """A copy of sets/, the shards that the set names and the transformer, without media, plans and encoders."""
+    away = home.folder / "away"
+    shutil.copytree(home.root / "sets", away / "work" / "sets")
+    (table,) = away.glob("work/sets/*/shards.arrow")
+    for path in pa.ipc.open_file(table).read_all().column("path").to_pylist():
+        (away / "work" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(home.root / path, away / "work" / path)
+    settings = json.loads(json.dumps(home.settings))
+    for part in ("transformer", "scheduler"):
+        shutil.copytree(Path(settings["model"]["path"]) / part, away / "model" / part)
+    settings["model"]["path"] = "model"
+    (away / "pipeline.yaml").write_text(json.dumps(settings))
+    return away
+
+
+def losses(path: Path) -> list[float]:
+    return [row["loss"] for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
+
+
+def test_a_failing_stage_stops_the_run_with_its_message(home: Project) -> None:
+    for path in home.media.iterdir():
+        path.unlink()
+    code, _, document, log = latentpress(home, "run")
+    assert code == 3
+    assert document["error"]["message"].startswith("discover: datasets.photos.instance_data_dir: ")
+    assert log.count("holds no images") == 1 and log.count(document["error"]["next_step"]) == 1
+
+
+def test_reports_of_all_programs_have_the_same_keys() -> None:
+    assert {"program", "done", "skipped", "remaining", "set_aside", "failed", "damage", "next_steps"} <= set(
+        Report("x").document()
+    )
+
+
+@pytest.mark.slow
+def test_every_program_reports_in_snake_case(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every level of nesting, of a dry run and of a true one: one after the other, they are the whole pipeline."""
+    monkeypatch.chdir(home.folder)
+    path, out = home.folder / "pipeline.yaml", str(home.folder / "exported")
+    own: dict[str, dict] = {"preview": {"plan": True}, "export": {"to": out}, "import": {"source": out}}
+    for program in PROGRAMS:
+        called = train if program == "train" else importlib.import_module(module_of(program)).run
+        for dry_run in (True, False):
+            options = Options(path, dry_run=dry_run, json=True)
+            try:
+                document = called(load(path), options, Console(json=True), **own.get(program, {})).document()
+                assert (document["program"] == program and document["details"]) or program == "decode"
+            except LatentpressError as error:
+                assert program == "encode-vision", error  # which this configuration does not want
+                document = error.document()
+            assert list(odd_keys(document)) == [], program
