@@ -2,6 +2,7 @@
 
 import json
 import re
+import string
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -119,7 +120,10 @@ def clip_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=900, end_of_word_suffix="</w>", show_progress=False)
+    # The trainer numbers letters at the end of a word in the order of a hash table, another in each process, and breaks
+    # ties between merges by these numbers; given to it as special tokens, they have numbers already.
+    ends = [letter + "</w>" for letter in string.ascii_lowercase]
+    trainer = trainers.BpeTrainer(vocab_size=900, end_of_word_suffix="</w>", special_tokens=ends, show_progress=False)
     texts = [re.sub(r"[^a-z]+", "\n", text.lower()).strip().split("\n") for text in SENTENCES]
     learned, merges = _learned(tokenizer, trainer, [word for words in texts for word in words])
     # Every byte, inside and at the end of a word: an unknown one would become the end token and cut the text.

@@ -49,6 +49,21 @@ def test_the_seed_alone_decides_the_bytes(models: Path, tmp_path: Path, kind: st
     assert len(weights) >= 3 and all(other[name] != again[name] for name in weights)
 
 
+def test_every_process_makes_the_same_tokenizers() -> None:
+    script = (
+        "import hashlib; from examples.tiny_tokenizers import TOKENIZERS\n"
+        "for name, make in TOKENIZERS.items():\n"
+        "    print(name, hashlib.sha256(make().backend_tokenizer.to_str().encode()).hexdigest())"
+    )
+    root = Path(tiny_models.__file__).parents[1]
+    made = {
+        subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    (lines,) = made
+    assert len(lines.splitlines()) == 4
+
+
 def test_a_build_leaves_torch_as_it_was(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     tiny_models.build("dinov2", tmp_path)
