@@ -5,7 +5,8 @@ import multiprocessing.forkserver
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -18,6 +19,17 @@ def forget_forkserver() -> None:
     """The next reader starts another server: with the environment as it is then, or as a child of a forked process. The
     one before ends with the process that started it."""
     importlib.reload(multiprocessing.forkserver)
+
+
+@contextmanager
+def same_scheduling() -> Iterator[None]:
+    """SVT-AV1, run as root, makes the thread that calls it a real-time one, and with it whatever that starts later: one
+    process then stops all others on its core. Afterwards the thread is scheduled as before."""
+    policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, param)
 
 
 def in_child(work: Callable[[], object]) -> int:

@@ -16,6 +16,8 @@ import av
 import numpy as np
 from PIL import Image, ImageCms
 
+from tests.processes import same_scheduling
+
 SIZE = WIDTH, HEIGHT = 96, 64
 COLOURS = RED, GREEN, BLUE, YELLOW = (200, 40, 40), (40, 180, 60), (50, 60, 200), (220, 210, 60)
 WHITE = (255, 255, 255)
@@ -180,7 +182,7 @@ def video(
     first = next(pictures)
     base = Fraction(1, 1000) if stamps else Fraction(1, RATE)
     target = path if isinstance(path, io.RawIOBase) else str(path)
-    with av.open(target, "w", format=form, options=container) as output:
+    with same_scheduling(), av.open(target, "w", format=form, options=container) as output:
         stream: Any = output.add_stream(name, rate=RATE, options=options)
         stream.height, stream.width = first.shape[:2]
         stream.pix_fmt = layout

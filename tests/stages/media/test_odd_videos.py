@@ -16,6 +16,7 @@ from stages.media.errors import MediaError
 from stages.media.files import Blob
 from stages.media.orientation import of_frame, of_header
 from stages.media.video import probe_video, read_frames
+from tests.processes import same_scheduling
 
 WIDTH, HEIGHT, BITS, BLOCK = 256, 64, 16, 16
 X265 = {"preset": "ultrafast", "x265-params": "log-level=none:keyint=10"}
@@ -44,7 +45,7 @@ def write(path, frames, codec="libx264", options=None, *, layout="yuv420p", rate
     first = next(frames)
     target = path if hasattr(path, "write") else str(path)
     form = "matroska" if hasattr(path, "write") else None
-    with av.open(target, "w", format=form, options=container or {}) as output:
+    with same_scheduling(), av.open(target, "w", format=form, options=container or {}) as output:
         stream = output.add_stream(codec, rate=rate, options=FAST if options is None else options)
         is_array = isinstance(first, np.ndarray)
         size = first.shape[1::-1] if is_array else (first.width, first.height)
@@ -126,6 +127,12 @@ FILES = {
     "mpeg4.mp4": ("mpeg4", {"g": "10"}, "yuv420p"),
     "prores.mov": ("prores_ks", {}, "yuv422p10le"),
 }
+
+
+def test_an_encoder_leaves_the_process_scheduled_as_it_was(tmp_path):
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    write(tmp_path / "a.mp4", [np.zeros((64, 96, 3), np.uint8)] * 3, "libsvtav1", {"preset": "12"})
+    assert (os.sched_getscheduler(0), os.sched_getparam(0)) == before
 
 
 def test_the_encoders_that_these_tests_need_are_there():
