@@ -37,10 +37,11 @@ import xxhash
 from PIL import Image
 
 from cache.store import Store
+from schemas.cli.console import Console, Options, Report
 from schemas.config.pipeline import Config
-from schemas.console import Console, Options, Report
-from stages import discover, reading
-from stages.sources.base import CHUNK, LISTING
+from stages import discover
+from stages.discovery import item_reader
+from stages.discovery.sources.base import CHUNK_ROWS, LISTING_SCHEMA
 
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -48,7 +49,7 @@ WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-def jpeg(width: int, height: int, seed: int) -> bytes:
+def make_jpeg(width: int, height: int, seed: int) -> bytes:
     """Something like a photograph: smooth, with some grain."""
     random = np.random.default_rng(seed)
     smooth = Image.fromarray(random.integers(0, 256, (height // 64, width // 64, 3), dtype=np.uint8))
@@ -64,7 +65,7 @@ def unique_jpeg(data: bytes, number: int) -> bytes:
     return data[:2] + b"\xff\xfe\x00\x0a" + b"%08d" % number + data[2:]
 
 
-def video(folder: Path, width: int = 1280, height: int = 720, frames: int = 72) -> bytes:
+def make_video(folder: Path, width: int = 1280, height: int = 720, frames: int = 72) -> bytes:
     path = folder / "one.mp4"
     smooth = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 32, 3), dtype=np.uint8))
     wide = np.asarray(smooth.resize((width + 2 * frames, height), Image.Resampling.BICUBIC))
@@ -84,7 +85,7 @@ def unique_video(data: bytes, number: int) -> bytes:
     return data + b"\x00\x00\x00\x10free%08d" % number
 
 
-def config(folder: Path, **dataset: object) -> Config:
+def make_config(folder: Path, **dataset: object) -> Config:
     entry = {"id": "data", "instance_data_dir": str(folder / "media"), "dataset_type": "video", **dataset}
     return Config.model_validate(
         {
@@ -96,7 +97,7 @@ def config(folder: Path, **dataset: object) -> Config:
     )
 
 
-def scan(settings: Config) -> Report:
+def run_discover(settings: Config) -> Report:
     with open(os.devnull, "w") as silent:
         return discover.run(settings, Options(), Console(stderr=silent))
 
@@ -134,26 +135,26 @@ def bare_walk(media: Path, settings: Config) -> int:
             else:
                 entry.stat()
                 count += 1
-    table = Store(settings.root).read_table(discover.media_path("data"))
+    table = Store(settings.root).read_table(discover.media_table_path("data"))
     return count + 0 * sum(column.nbytes for column in table.columns)
 
 
-def alternately(repeat: int, bare: Callable[[], object], ours: Callable[[], object]) -> tuple[str, str, str]:
+def time_alternately(repeat: int, bare: Callable[[], object], ours: Callable[[], object]) -> tuple[str, str, str]:
     """Medians: seconds of the one and of the other, with those of the processors, and ratios; lowest to highest."""
     times: dict[str, list[tuple[float, float]]] = {"bare": [], "ours": []}
     for number in range(repeat):
         pair = [("bare", bare), ("ours", ours)]
         for name, work in pair if number % 2 == 0 else reversed(pair):
-            began, busy = time.perf_counter(), _processor_s()
+            began, busy = time.perf_counter(), _cpu_seconds()
             work()
-            times[name].append((time.perf_counter() - began, _processor_s() - busy))
+            times[name].append((time.perf_counter() - began, _cpu_seconds() - busy))
     (bare_s, bare_cpu), (own_s, own_cpu) = (map(statistics.median, zip(*t, strict=True)) for t in times.values())
     each = sorted(own / bare for (own, _), (bare, _) in zip(times["ours"], times["bare"], strict=True))
     ratio = f"{own_s / bare_s:.2f} ({each[0]:.2f} to {each[-1]:.2f}; processor {own_cpu / bare_cpu:.2f})"
     return f"{bare_s:.3f} s ({bare_cpu:.2f})", f"{own_s:.3f} s ({own_cpu:.2f})", ratio
 
 
-def _processor_s() -> float:
+def _cpu_seconds() -> float:
     """Of this process and of those that it has waited for, and those for theirs."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
@@ -162,32 +163,32 @@ def _processor_s() -> float:
 # -- what is measured -----------------------------------------------------------------------------------------------
 
 
-def first_scan(images: int, videos: int, repeat: int) -> str:
+def benchmark_first_scan(images: int, videos: int, repeat: int) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         media = folder / "media"
         media.mkdir()
-        pictures = [jpeg(1152, 896, 0), jpeg(1600, 1200, 1), jpeg(1024, 1408, 2)]
-        clip = video(folder)
+        pictures = [make_jpeg(1152, 896, 0), make_jpeg(1600, 1200, 1), make_jpeg(1024, 1408, 2)]
+        clip = make_video(folder)
         for number in range(images):
             (media / f"{number:05d}.jpg").write_bytes(unique_jpeg(pictures[number % 3], number))
             (media / f"{number:05d}.txt").write_text(f"picture {number}")
         for number in range(videos):
             (media / f"v{number:05d}.mp4").write_bytes(unique_video(clip, number))
             (media / f"v{number:05d}.txt").write_text(f"video {number}")
-        settings = config(folder)
+        settings = make_config(folder)
 
         def ours() -> None:
             shutil.rmtree(folder / "work", ignore_errors=True)
-            assert scan(settings).done == images + videos
+            assert run_discover(settings).done == images + videos
 
-        bare, own, ratio = alternately(repeat, lambda: bare_read(media), ours)
+        bare, own, ratio = time_alternately(repeat, lambda: bare_read(media), ours)
         size = sum(path.stat().st_size for path in media.iterdir()) / 2**20
     what = f"first scan: {images} JPEGs, {videos} videos, {size:.0f} MiB, {WORKERS} processes"
     return f"| {what} | {bare} | {own} | {ratio} | 1.5 |"
 
 
-def second_scan(files: int, repeat: int) -> list[str]:
+def benchmark_second_scan(files: int, repeat: int) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         media = folder / "media"
@@ -198,24 +199,24 @@ def second_scan(files: int, repeat: int) -> list[str]:
             inside.mkdir(parents=True, exist_ok=True)
             (inside / f"{number:06d}.jpg").write_bytes(unique_jpeg(file.getvalue(), number))
             (inside / f"{number:06d}.txt").write_text(f"picture {number}")
-        settings = config(folder)
-        scan(settings)
+        settings = make_config(folder)
+        run_discover(settings)
 
         def ours() -> None:
-            assert scan(settings).details["datasets"][0]["files_read"] == 0
+            assert run_discover(settings).details["datasets"][0]["files_read"] == 0
 
-        bare, own, ratio = alternately(repeat, lambda: bare_walk(media, settings), ours)
+        bare, own, ratio = time_alternately(repeat, lambda: bare_walk(media, settings), ours)
         for number in range(10):
             (media / "000" / f"new{number}.jpg").write_bytes(unique_jpeg(file.getvalue(), files + number))
             (media / "000" / f"new{number}.txt").write_text(f"new {number}")
-        read = scan(settings).details["datasets"][0]["files_read"]
+        read = run_discover(settings).details["datasets"][0]["files_read"]
     return [
         f"| second scan of {files} unchanged files | {bare} | {own} | {ratio} | 2 |",
         f"| files read after adding 10 | 10 | {read} | {read / 10:.1f} | 1 |",
     ]
 
 
-class Synthetic:
+class SyntheticSource:
     """Entries that are nowhere, in no order, as a source lists them."""
 
     entries = 0
@@ -224,23 +225,23 @@ class Synthetic:
         self.ignored: Counter[str] = Counter()
 
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
-        for start in range(0, self.entries, CHUNK):
-            numbers = range(start, min(start + CHUNK, self.entries))
+        for start in range(0, self.entries, CHUNK_ROWS):
+            numbers = range(start, min(start + CHUNK_ROWS, self.entries))
             paths = [f"{number * 7919 % self.entries:08d}/picture number {number}.jpg" for number in numbers]
-            columns: dict[str, object] = {name: [None] * len(paths) for name in LISTING.names}
+            columns: dict[str, object] = {name: [None] * len(paths) for name in LISTING_SCHEMA.names}
             columns |= {"path": paths, "kind": ["image"] * len(paths), "size": [123456] * len(paths)}
             columns |= {"version": ["1700000000000000000"] * len(paths), "captions_version": ["1"] * len(paths)}
             columns["captions_at"] = [path.replace(".jpg", ".txt") for path in paths]
-            yield pa.table(columns, schema=LISTING)
+            yield pa.table(columns, schema=LISTING_SCHEMA)
 
 
-class Invented:
+class SyntheticReader:
     """What would be read of them."""
 
     def __init__(self, *_: object) -> None:
         pass
 
-    def __call__(self, task: reading.Task) -> dict[str, object]:
+    def __call__(self, task: item_reader.ReadTask) -> dict[str, object]:
         found = {
             "media_id": xxhash.xxh3_128_hexdigest(task.path.encode()),
             "kind": "image",
@@ -250,21 +251,21 @@ class Invented:
         return found | {"captions": [f"what is to be seen in {task.path}, told in about a hundred letters or so"]}
 
 
-def scan_invented(entries: int, folder: Path) -> None:
+def scan_synthetic(entries: int, folder: Path) -> None:
     """In a process of its own: one scan, after a small one for what is only ever made once."""
-    discover.open_source = Synthetic  # type: ignore[assignment]
-    reading.Reader = Invented  # type: ignore[assignment,misc]
+    discover.open_source = SyntheticSource  # type: ignore[assignment]
+    item_reader.ItemReader = SyntheticReader  # type: ignore[assignment,misc]
     with tempfile.TemporaryDirectory() as name:
-        Synthetic.entries = 1000
-        scan(config(Path(name)))
-    Synthetic.entries, settings = entries, config(folder)
+        SyntheticSource.entries = 1000
+        run_discover(make_config(Path(name)))
+    SyntheticSource.entries, settings = entries, make_config(folder)
     pa.default_memory_pool().release_unused()
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
     print(json.dumps(memory_of("self")), flush=True)
     began = time.perf_counter()
-    scan(settings)
+    run_discover(settings)
     took = time.perf_counter() - began
-    size = Path(settings.root, discover.media_path("data")).stat().st_size / 2**20
+    size = Path(settings.root, discover.media_table_path("data")).stat().st_size / 2**20
     print(json.dumps({"seconds": took, "table": size, "most": memory_of("self")["VmHWM"]}), flush=True)
 
 
@@ -275,7 +276,7 @@ def memory_of(process: object) -> dict[str, float]:
     return {name: int(value.split()[0]) / 1024 for name, value in pairs}
 
 
-def memory(entries: int) -> list[str]:
+def benchmark_memory(entries: int) -> list[str]:
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         for which in ("first", "second"):
@@ -302,16 +303,16 @@ def main() -> None:
     parser.add_argument("--invented", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.invented:
-        scan_invented(given.entries[0], given.invented)
+        scan_synthetic(given.entries[0], given.invented)
         return
     print("| | bare | discover | ratio | limit |\n|---|---|---|---|---|")
-    print(first_scan(given.images, given.videos, given.repeat), flush=True)
-    print("\n".join(second_scan(given.tree, given.repeat)), flush=True)
+    print(benchmark_first_scan(given.images, given.videos, given.repeat), flush=True)
+    print("\n".join(benchmark_second_scan(given.tree, given.repeat)), flush=True)
     print(
         "\n| entries | scan | table | own memory | resident | resident / table | time |\n|---|---|---|---|---|---|---|"
     )
     for entries in given.entries if sys.platform == "linux" else ():
-        print("\n".join(memory(entries)), flush=True)
+        print("\n".join(benchmark_memory(entries)), flush=True)
 
 
 if __name__ == "__main__":

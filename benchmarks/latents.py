@@ -30,9 +30,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.discover import jpeg, unique_jpeg, unique_video, video
-from schemas.console import Console, Options
-from schemas.loading import load
+from benchmarks.discover import make_jpeg, make_video, unique_jpeg, unique_video
+from schemas.cli.console import Console, Options
+from schemas.config.loading import load_config
 
 PR_SET_CHILD_SUBREAPER = 36
 SIZES = ((1152, 896), (1600, 1200), (1024, 1408))
@@ -41,7 +41,7 @@ KINDS = {"kandinsky5-image-t2i": 1024, "kandinsky5-video-t2v": 627, "sana": 1024
 FRAMES = 61
 
 
-def checkpoint(folder: Path, channels: int) -> Path:
+def make_checkpoint(folder: Path, channels: int) -> Path:
     """A tiny checkpoint whose autoencoder has `channels` on its first level."""
     import torch
     from diffusers import AutoencoderKL
@@ -59,7 +59,7 @@ def checkpoint(folder: Path, channels: int) -> Path:
     return folder
 
 
-def project(
+def make_project(
     folder: Path, count: int, side: int, model: Path, kind: str = "kandinsky5-image-t2i", **resources: str
 ) -> Path:
     """A planned project of so many pictures or clips; the configuration's path."""
@@ -68,7 +68,7 @@ def project(
     media = folder / "media"
     media.mkdir(parents=True)
     clips = "video" in kind
-    some = [video(folder, 1152, 768)] if clips else [jpeg(*size, seed) for seed, size in enumerate(SIZES)]
+    some = [make_video(folder, 1152, 768)] if clips else [make_jpeg(*size, seed) for seed, size in enumerate(SIZES)]
     for number in range(count):
         data = (unique_video if clips else unique_jpeg)(some[number % len(some)], number)
         (media / f"{number:05d}.{'mp4' if clips else 'jpg'}").write_bytes(data)
@@ -87,18 +87,18 @@ def project(
     path.write_text(json.dumps(config))
     for program in (discover.run, bucket.run):
         with open(os.devnull, "w") as silent:
-            program(load(path), Options(path), Console(stderr=silent))
+            program(load_config(path), Options(path), Console(stderr=silent))
     return path
 
 
-def stage(path: Path) -> None:
+def run_stage(path: Path) -> None:
     from stages import encode_latents
 
     with open(os.devnull, "w") as silent:
-        encode_latents.run(load(path), Options(path), Console(stderr=silent))
+        encode_latents.run(load_config(path), Options(path), Console(stderr=silent))
 
 
-def bare(path: Path) -> None:
+def run_bare(path: Path) -> None:
     import torch
     from diffusers import AutoencoderKL
 
@@ -106,11 +106,11 @@ def bare(path: Path) -> None:
     from schemas.geometry import Bucket
     from stages.media import pixels
     from stages.media.image import load_image
-    from stages.media.samples import crop_of
-    from stages.plan import current_plan
+    from stages.media.sample_reader import parse_crop
+    from stages.planning.plan_lookup import current_plan
 
     torch.set_num_threads(1)
-    config = load(path)
+    config = load_config(path)
     vae = AutoencoderKL.from_pretrained(Path(config.model.source) / "vae").eval()
     plan = current_plan(Store(config.root), config)
     for unit in plan.units("latents"):
@@ -121,18 +121,18 @@ def bare(path: Path) -> None:
             for name in unit.members[start : start + size]:
                 row = plan.samples[name]
                 picture = load_image(path.parent / "media" / row["path"])
-                batch.append(pixels.normalise(pixels.fit(picture, *crop_of(row["geometry"]))))
+                batch.append(pixels.normalise_pixels(pixels.resize_and_crop(picture, *parse_crop(row["geometry"]))))
             with torch.no_grad():
                 vae.encode(torch.from_numpy(np.stack(batch))).latent_dist.sample()
 
 
-def shapes(path: Path) -> list[tuple[int, int, int, int]]:
+def batch_shapes(path: Path) -> list[tuple[int, int, int, int]]:
     """Of the stage's batches: members, frames, height, width."""
     from cache.store import Store
     from schemas.geometry import Bucket
-    from stages.plan import current_plan
+    from stages.planning.plan_lookup import current_plan
 
-    config, found = load(path), []
+    config, found = load_config(path), []
     for unit in current_plan(Store(config.root), config).units("latents"):
         bucket = Bucket.parse(unit.bucket)
         size = max(1, config.latents.batch_pixels // (bucket.frames * bucket.width * bucket.height))
@@ -142,18 +142,18 @@ def shapes(path: Path) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def on_device(one: Path, all_: Path, repeat: int) -> None:
+def benchmark_on_device(one: Path, all_: Path, repeat: int) -> None:
     """The stage and `vae.encode` on ready tensors, by turns."""
     import torch
 
-    from benchmarks import device as devices
-    from stages import loading
-    from stages.vae import base
+    from benchmarks import device_usage as devices
+    from stages.encoding import model_loading
+    from stages.encoding.vae import base
 
-    config = load(all_)
-    device = loading.device(config.stages.encode_latents)
-    vae = base.autoencoder(config, device)._vae
-    batches = shapes(all_)
+    config = load_config(all_)
+    device = model_loading.select_device(config.stages.encode_latents)
+    vae = base.load_autoencoder(config, device)._vae
+    batches = batch_shapes(all_)
     clips, frames = config.model.spec.video, sum(members * frames for members, frames, _, _ in batches)
     ready = [torch.rand(b, 3, t, h, w, device=device, dtype=vae.dtype) * 2 - 1 for b, t, h, w in batches]
     ready = ready if clips else [batch[:, :, 0] for batch in ready]
@@ -166,26 +166,28 @@ def on_device(one: Path, all_: Path, repeat: int) -> None:
     def staged(path: Path) -> None:
         if (work := path.parent / "work" / "latents").exists():
             shutil.rmtree(work)
-        stage(path)
+        run_stage(path)
 
     others = 1 - batches[0][1] / frames  # the share of all but one
     turns: dict[str, list[float]] = {"bare": [], "stage": []}
     for turn in range(repeat + 1):
-        seconds = devices.timed(alone, device)
-        whole = devices.timed(lambda: staged(all_), device) - devices.timed(lambda: staged(one), device)
+        seconds = devices.time_call(alone, device)
+        whole = devices.time_call(lambda: staged(all_), device) - devices.time_call(lambda: staged(one), device)
         for side, found in (("bare", seconds), ("stage", whole / others)):
             turns[side] += [found] if turn else []
     bare, ours = (statistics.median(turns[side]) for side in ("bare", "stage"))
-    able = devices.able(device, vae.dtype)
+    able = devices.peak_flops(device, vae.dtype)
     print(f"{len(ready)} batches, as {'x'.join(map(str, batches[0]))}, {vae.dtype}, {device}")
-    print(f"| | s, median | least to most | frames/s | times bare | {devices.HEAD} |\n" + "|---" * 9 + "|")
-    least = devices.asked(alone, device, bare)
+    print(f"| | s, median | least to most | frames/s | times bare | {devices.TABLE_HEADER} |\n" + "|---" * 9 + "|")
+    least = devices.measure_usage(alone, device, bare)
     ready.clear()
     vae.to("cpu")
     seen = {"bare": least, "stage": replace(least, seconds=ours)}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        busy = (devices.kernels(lambda: staged(all_), device) - devices.kernels(lambda: staged(one), device)) / others
+        busy = (
+            devices.kernel_seconds(lambda: staged(all_), device) - devices.kernel_seconds(lambda: staged(one), device)
+        ) / others
         seen["stage"] = replace(seen["stage"], busy=busy / ours, peak=torch.cuda.max_memory_allocated(device))
     for side, asked in seen.items():
         spread, ratio = f"{min(turns[side]):.2f} to {max(turns[side]):.2f}", asked.seconds / bare
@@ -193,37 +195,37 @@ def on_device(one: Path, all_: Path, repeat: int) -> None:
         print(f"| {side} | {cells} |")
 
 
-def measured(side: str, path: Path) -> tuple[float, float]:
+def measure_side(side: str, path: Path) -> tuple[float, float]:
     """(seconds, processor seconds) of a side in processes of its own, orphans included."""
     work = path.parent / "work" / "latents"
     if work.exists():
         shutil.rmtree(work)
-    ours, before = children(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    ours, before = child_pids(), resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.latents", "--child", side, "--config", str(path)]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     seconds = time.perf_counter() - began
-    while orphans := children() - ours:
+    while orphans := child_pids() - ours:
         for process in orphans:
             os.waitpid(process, 0)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def children() -> set[int]:
+def child_pids() -> set[int]:
     """Processes of this one, and orphans of those, which it inherits."""
     return {int(number) for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def compare_processes(folder: Path, options: argparse.Namespace) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    model = checkpoint(folder / "model", options.channels)
-    one, all_ = (project(folder / str(count), count, options.side or 512, model) for count in (1, options.images))
+    model = make_checkpoint(folder / "model", options.channels)
+    one, all_ = (make_project(folder / str(count), count, options.side or 512, model) for count in (1, options.images))
     rows = []
     for _ in range(options.repeat):
         for side in ("bare", "stage"):
-            alone = measured(side, one)
-            whole = measured(side, all_)
+            alone = measure_side(side, one)
+            whole = measure_side(side, all_)
             rows.append((side, *(there - here for here, there in zip(alone, whole, strict=True))))
     print("| | time | processor | ratio |\n|---|---|---|---|")
     found = {
@@ -243,10 +245,10 @@ def compare_on_device(folder: Path, options: argparse.Namespace) -> None:
         tiny_models.build(options.kind, model, size="true", dtype=options.precision, only=("vae",))
     side = options.side or KINDS[options.kind]
     one, all_ = (
-        project(folder / str(count), count, side, model, options.kind, device=options.device)
+        make_project(folder / str(count), count, side, model, options.kind, device=options.device)
         for count in (1, options.images)
     )
-    on_device(one, all_, options.repeat)
+    benchmark_on_device(one, all_, options.repeat)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -263,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.precision = "float32" if options.kind == "sana" else "bfloat16"
     if options.child:
-        {"stage": stage, "bare": bare}[options.child](options.config)
+        {"stage": run_stage, "bare": run_bare}[options.child](options.config)
         return
     with tempfile.TemporaryDirectory() as name:
         (compare_on_device if options.device else compare_processes)(Path(name), options)

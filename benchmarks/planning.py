@@ -21,17 +21,17 @@ import numpy as np
 import pyarrow as pa
 
 from cache.store import Store
-from schemas.console import Console, Options
-from schemas.loading import load
-from schemas.tables import MEDIA
-from stages import mediatable
+from schemas.cli.console import Console, Options
+from schemas.config.loading import load_config
+from schemas.tables import MEDIA_SCHEMA
+from stages.discovery import media_table
 
 WORDS = ["a", "red", "house", "by", "the", "sea", "photo", "of", "cat", "dog", "tree", "light", "rain", "window"]
 FOREIGN = ["кот", "на", "крыше", "海辺の赤い家", "café", "naïve"]
 
 
-def media(items: int, kind: str, foreign: float) -> pa.Table:
-    """A media table of schemas.tables.MEDIA."""
+def make_media_table(items: int, kind: str, foreign: float) -> pa.Table:
+    """A media table of schemas.tables.MEDIA_SCHEMA."""
     rng = np.random.default_rng(0)
     width, height = rng.integers(600, 4000, (2, items), dtype=np.int32)
     words = np.array(WORDS, object)[rng.integers(0, len(WORDS), (items, 14))]
@@ -53,10 +53,10 @@ def media(items: int, kind: str, foreign: float) -> pa.Table:
     if kind == "video":
         columns |= {"rate": pa.repeat(25.0, items), "duration": rng.uniform(2, 20, items)}
         columns |= {"frames": pa.repeat(pa.scalar(250, pa.int32()), items)}
-    return pa.table({f.name: columns.get(f.name, pa.nulls(items, f.type)) for f in MEDIA}, schema=MEDIA)
+    return pa.table({f.name: columns.get(f.name, pa.nulls(items, f.type)) for f in MEDIA_SCHEMA}, schema=MEDIA_SCHEMA)
 
 
-def project(folder: Path, items: int, kind: str, foreign: float) -> Path:
+def make_project(folder: Path, items: int, kind: str, foreign: float) -> Path:
     """A configuration over a media table of so many items; returns the configuration's path."""
     name = "kandinsky5-video-t2v" if kind == "video" else "kandinsky5-image-t2i"
     model = folder / "model"
@@ -74,19 +74,22 @@ def project(folder: Path, items: int, kind: str, foreign: float) -> Path:
     }
     path = folder / f"pipeline{items}.json"
     path.write_text(json.dumps(config))
-    settings = mediatable.Settings.of(load(path).datasets[0])
+    settings = media_table.DiscoverySettings.of(load_config(path).datasets[0])
     store = Store(folder / f"work{items}")
-    store.write_table(mediatable.media_path("items"), mediatable.marked(media(items, kind, foreign), settings))
+    store.write_table(
+        media_table.media_table_path("items"),
+        media_table.with_table_metadata(make_media_table(items, kind, foreign), settings),
+    )
     return path
 
 
-def child(path: Path) -> None:
+def run_child(path: Path) -> None:
     """One run of bucket on one core; prints seconds and MiB at most."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)
     from stages import bucket
 
-    config = load(path)
+    config = load_config(path)
     with open(os.devnull, "w") as silent:
         start = time.perf_counter()
         bucket.run(config, Options(path), Console(stderr=silent))
@@ -94,7 +97,7 @@ def child(path: Path) -> None:
     print(json.dumps({"seconds": seconds, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
 
 
-def run(path: Path) -> dict[str, float]:
+def run_in_process(path: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.planning", "--child", str(path)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
@@ -107,12 +110,12 @@ def main() -> None:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        return child(options.child)
+        return run_child(options.child)
     print("| items | plan, s | again, s | memory at most, MiB |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for items in options.items:
-            path = project(Path(folder), items, options.kind, options.foreign)
-            first, again = run(path), run(path)
+            path = make_project(Path(folder), items, options.kind, options.foreign)
+            first, again = run_in_process(path), run_in_process(path)
             most = max(first["mib"], again["mib"])
             print(f"| {items:,} | {first['seconds']:.2f} | {again['seconds']:.2f} | {most:,.0f} |", flush=True)
     return None

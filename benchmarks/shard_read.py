@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from cache import arrow, shard, shard_io, wds  # noqa: F401 (so that importing is not measured)
-from cache.shard import Row, ShardMeta
+from cache.shard import ShardMeta, ShardRow
 from cache.store import Store
 from cache.tensors import Array
 
@@ -34,10 +34,10 @@ def write(root: str, format: str, rows: int, shape: tuple[int, ...]) -> tuple[st
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     meta = ShardMeta("latents", "bench", "unit", "768x512@29")
-    with shard_io.writer(Store(root), "latents/bench/unit", meta, {"latent": DTYPE}, format) as out:
+    with shard_io.open_writer(Store(root), "latents/bench/unit", meta, {"latent": DTYPE}, format) as out:
         for number in range(rows):
             latent = Array.from_numpy(np.roll(values, number).reshape(shape), DTYPE)
-            out.add(Row(f"{number:032x}", {"latent": latent}))
+            out.add(ShardRow(f"{number:032x}", {"latent": latent}))
         rel = out.finish()
     seconds = time.perf_counter() - start
     return rel, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -46,13 +46,13 @@ def write(root: str, format: str, rows: int, shape: tuple[int, ...]) -> tuple[st
 def read(root: str, rel: str, order: Iterable[int], verify: bool) -> float:
     """Seconds to read and copy the rows of `order`."""
     start = time.perf_counter()
-    with shard_io.reader(Store(root), rel) as reader:
+    with shard_io.open_reader(Store(root), rel) as reader:
         for number in order:
             reader.read(number, verify).tensors["latent"].numpy().copy()
     return time.perf_counter() - start
 
 
-def measure(root: str, rows: int, shape: tuple[int, ...]) -> None:
+def benchmark_formats(root: str, rows: int, shape: tuple[int, ...]) -> None:
     mib = rows * math.prod(shape) * 2 / 2**20
     print(f"{rows} rows of {shape} {DTYPE}, {mib:.1f} MiB")
     sequential = list(range(rows))
@@ -77,7 +77,7 @@ def main() -> None:
     shape = tuple(int(size) for size in options.shape.split(","))
     rows = options.rows or max(1, (128 << 20) // (2 * math.prod(shape)))
     with tempfile.TemporaryDirectory(dir=options.root) as root:
-        measure(root, rows, shape)
+        benchmark_formats(root, rows, shape)
 
 
 if __name__ == "__main__":

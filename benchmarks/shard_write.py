@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.verify import MIB, medians, timed
+from benchmarks.verify import MIB, medians, time_call
 from cache import shard, shard_io
 from cache.files import replace
-from cache.shard import Row, ShardMeta
+from cache.shard import ShardMeta, ShardRow
 from cache.store import Store
 from cache.tensors import Array
 
@@ -39,7 +39,7 @@ class Unit:
     """What a shard is made of."""
 
     columns: dict[str, str]
-    rows: list[Row]
+    rows: list[ShardRow]
 
     @property
     def nbytes(self) -> int:
@@ -47,45 +47,45 @@ class Unit:
 
     def write(self, store: Store, name: str, format: str) -> str:
         meta = ShardMeta("latents", "0" * 24, name, "", [row.id for row in self.rows])
-        with shard_io.writer(store, f"latents/{meta.fingerprint}/{name}", meta, self.columns, format) as out:
+        with shard_io.open_writer(store, f"latents/{meta.fingerprint}/{name}", meta, self.columns, format) as out:
             for row in self.rows:
                 out.add(row)
             return out.finish()
 
 
-def bfloat16(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+def random_bfloat16(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     return Array.from_numpy((rng.random(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16), "bfloat16")
 
 
-def latents(shape: tuple[int, ...], count: int) -> Unit:
+def make_latents(shape: tuple[int, ...], count: int) -> Unit:
     rng = np.random.default_rng(0)
-    some = [bfloat16(shape, rng) for _ in range(min(count, 64))]
-    return Unit({"latent": "bfloat16"}, [Row(f"{i:032x}", {"latent": some[i % 64]}) for i in range(count)])
+    some = [random_bfloat16(shape, rng) for _ in range(min(count, 64))]
+    return Unit({"latent": "bfloat16"}, [ShardRow(f"{i:032x}", {"latent": some[i % 64]}) for i in range(count)])
 
 
-def lengths() -> Iterator[int]:
+def draw_lengths() -> Iterator[int]:
     """Tokens of captions, each number as likely as any other."""
     rng = np.random.default_rng(0)
     while True:
         yield int(rng.integers(10, LONGEST + 1))
 
 
-def texts(nbytes: int = 0, count: int = 0) -> Unit:
+def make_texts(nbytes: int = 0, count: int = 0) -> Unit:
     """As many as there are in `nbytes`, or `count`."""
     rng = np.random.default_rng(0)
-    longest = bfloat16((LONGEST, WIDTH), rng).numpy()
-    rows: list[Row] = []
-    for tokens in lengths():
+    longest = random_bfloat16((LONGEST, WIDTH), rng).numpy()
+    rows: list[ShardRow] = []
+    for tokens in draw_lengths():
         if len(rows) == count if count else nbytes <= 0:
             break
         pooled = rng.random(POOLED, np.float32)
         tensors = {"embeds": Array.from_numpy(longest[:tokens], "bfloat16"), "pooled": Array.from_numpy(pooled)}
-        rows.append(Row(f"{len(rows):032x}", tensors, {"tokens": tokens, "kept": tokens}))
+        rows.append(ShardRow(f"{len(rows):032x}", tensors, {"tokens": tokens, "kept": tokens}))
         nbytes -= sum(array.nbytes for array in tensors.values())
     return Unit({"embeds": "bfloat16", "pooled": "float32"}, rows)
 
 
-def plainly(folder: Path, data: memoryview, name: str) -> None:
+def write_plain(folder: Path, data: memoryview, name: str) -> None:
     """Write bytes as fast as the disk takes them, one after the other."""
     temporary = folder / f".{name}"
     with open(temporary, "xb", buffering=0) as file:
@@ -95,13 +95,13 @@ def plainly(folder: Path, data: memoryview, name: str) -> None:
     replace(str(temporary), str(folder / name))
 
 
-def taken(folder: Path) -> tuple[int, int]:
+def disk_usage(folder: Path) -> tuple[int, int]:
     """Bytes of all files below, and bytes that the disk gave them."""
     found = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum(one.st_size for one in found), sum(one.st_blocks * 512 for one in found)
 
 
-def emptied(folder: Path) -> None:
+def remove_files(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.unlink()
@@ -110,34 +110,34 @@ def emptied(folder: Path) -> None:
 # --- speed ---
 
 
-def speed(folder: Path, mib: float, shards: int, repeat: int) -> None:
+def benchmark_speed(folder: Path, mib: float, shards: int, repeat: int) -> None:
     size = int(mib * MIB)
     units = {
-        f"Flux latents {FLUX}": latents(FLUX, max(1, size // (2 * int(np.prod(FLUX))))),
-        f"HunyuanVideo latents {HUNYUAN}": latents(HUNYUAN, max(1, size // (2 * int(np.prod(HUNYUAN))))),
-        f"texts of 10 to {LONGEST} tokens": texts(size),
+        f"Flux latents {FLUX}": make_latents(FLUX, max(1, size // (2 * int(np.prod(FLUX))))),
+        f"HunyuanVideo latents {HUNYUAN}": make_latents(HUNYUAN, max(1, size // (2 * int(np.prod(HUNYUAN))))),
+        f"texts of 10 to {LONGEST} tokens": make_texts(size),
     }
     print("| | written as | MiB/s, median | least to most | s of the CPU a GiB | of the disk's speed | bytes |")
     print("|---|---|---:|---|---:|---:|---:|")
     for name, unit in units.items():
-        for way, cells in compared(folder, unit, shards, repeat).items():
+        for way, cells in compare_formats(folder, unit, shards, repeat).items():
             print(f"| {name} | {way} | {' | '.join(cells)} |", flush=True)
 
 
-def compared(folder: Path, unit: Unit, shards: int, repeat: int) -> dict[str, list[str]]:
+def compare_formats(folder: Path, unit: Unit, shards: int, repeat: int) -> dict[str, list[str]]:
     """Way to write -> what is said of it."""
     store = Store(folder)
     data = memoryview(b"".join(array.raw() for row in unit.rows for array in row.tensors.values()))
-    ways: dict[str, Callable[[str], object]] = {"blocks of 1 MiB": partial(plainly, folder, data)}
+    ways: dict[str, Callable[[str], object]] = {"blocks of 1 MiB": partial(write_plain, folder, data)}
     ways |= {format: partial(unit.write, store, format=format) for format in shard.SUFFIXES}
     turns: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     sizes = {}
     for turn in range(repeat + 1):
         for way, write in ways.items():
-            found = timed(lambda write=write: [write(f"unit-{number}") for number in range(shards)])
+            found = time_call(lambda write=write: [write(f"unit-{number}") for number in range(shards)])
             turns[way] += [found] if turn else []
-            sizes[way] = taken(folder)[0] / (unit.nbytes * shards)
-            emptied(folder)
+            sizes[way] = disk_usage(folder)[0] / (unit.nbytes * shards)
+            remove_files(folder)
     mib, said = unit.nbytes * shards / MIB, {}
     base, _ = medians(turns["blocks of 1 MiB"])
     for way, found_turns in turns.items():
@@ -158,7 +158,7 @@ def torch_array(array: Array) -> Any:
     return torch.from_numpy(array.numpy().copy()).view(getattr(torch, array.dtype))
 
 
-def simpletuner(folder: Path, captions: Unit, pictures: list[Unit], pad: int, dtype: str) -> None:
+def write_like_simpletuner(folder: Path, captions: Unit, pictures: list[Unit], pad: int, dtype: str) -> None:
     """One .pt a caption, padded, and one .pt a sample."""
     import torch
 
@@ -177,7 +177,7 @@ def simpletuner(folder: Path, captions: Unit, pictures: list[Unit], pad: int, dt
             torch.save(latent.clone(), folder / f"{row.id}-{number}.pt")
 
 
-def musubi(folder: Path, captions: Unit, pictures: list[Unit]) -> None:
+def write_like_musubi(folder: Path, captions: Unit, pictures: list[Unit]) -> None:
     """Two .safetensors an item: the text at its true length, and the latents with the first and the last again."""
     import torch
     from safetensors.torch import save_file
@@ -198,38 +198,40 @@ def musubi(folder: Path, captions: Unit, pictures: list[Unit]) -> None:
             save_file(tensors, folder / f"{text.id}-{number}_k5.safetensors", about)
 
 
-def shards_of(folder: Path, captions: Unit, pictures: list[Unit], format: str) -> None:
+def write_shards(folder: Path, captions: Unit, pictures: list[Unit], format: str) -> None:
     store = Store(folder)
     captions.write(store, "texts", format)
     for number, unit in enumerate(pictures):
         unit.write(store, f"latents-{number}", format)
 
 
-WAYS: dict[str, Callable[[Path, Unit, list[Unit]], None]] = {
-    **{f"shards, {format}": partial(shards_of, format=format) for format in shard.SUFFIXES},
-    "musubi-tuner: a file an item, true length, bfloat16": musubi,
-    "SimpleTuner: a file a caption, padded to 256, bfloat16": partial(simpletuner, pad=256, dtype="bfloat16"),
-    "the same, padded to 512": partial(simpletuner, pad=512, dtype="bfloat16"),
-    "the same, padded to 512, float32": partial(simpletuner, pad=512, dtype="float32"),
+STORAGE_FORMATS: dict[str, Callable[[Path, Unit, list[Unit]], None]] = {
+    **{f"shards, {format}": partial(write_shards, format=format) for format in shard.SUFFIXES},
+    "musubi-tuner: a file an item, true length, bfloat16": write_like_musubi,
+    "SimpleTuner: a file a caption, padded to 256, bfloat16": partial(
+        write_like_simpletuner, pad=256, dtype="bfloat16"
+    ),
+    "the same, padded to 512": partial(write_like_simpletuner, pad=512, dtype="bfloat16"),
+    "the same, padded to 512, float32": partial(write_like_simpletuner, pad=512, dtype="float32"),
 }
 
 
-def bytes_of_a_sample(folder: Path, count: int) -> None:
-    captions = texts(count=count)
+def benchmark_size(folder: Path, count: int) -> None:
+    captions = make_texts(count=count)
     sets = {
-        "images 1024x1024": [latents(FLUX, count)],
-        "images at 512, 768 and 1024": [latents((16, 1, side, side), count) for side in SQUARES],
-        "clips 512x768, 61 frames": [latents(HUNYUAN, count)],
+        "images 1024x1024": [make_latents(FLUX, count)],
+        "images at 512, 768 and 1024": [make_latents((16, 1, side, side), count) for side in SQUARES],
+        "clips 512x768, 61 frames": [make_latents(HUNYUAN, count)],
     }
     print("\n| samples | stored as | files | bytes a sample: files | disk | times the shards |")
     print("|---|---|---:|---:|---:|---:|")
     for name, pictures in sets.items():
         samples, base = sum(len(unit.rows) for unit in pictures), 0
-        for way, write in WAYS.items():
+        for way, write in STORAGE_FORMATS.items():
             write(folder, captions, pictures)
             number = sum(path.is_file() for path in folder.rglob("*"))
-            size, given = taken(folder)
-            emptied(folder)
+            size, given = disk_usage(folder)
+            remove_files(folder)
             base = base or given
             cells = f"{number:,} | {size // samples:,} | {given // samples:,} | {given / base:.2f}"
             print(f"| {name} | {way} | {cells} |", flush=True)
@@ -245,9 +247,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.root) as folder:
         if options.repeat:
-            speed(Path(folder), options.mib, options.shards, options.repeat)
+            benchmark_speed(Path(folder), options.mib, options.shards, options.repeat)
         if options.captions:
-            bytes_of_a_sample(Path(folder), options.captions)
+            benchmark_size(Path(folder), options.captions)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from cache import checks, tables
+from cache import table_checks, table_files
 from cache.store import Store
-from schemas.tables import INDEX
+from schemas.tables import INDEX_SCHEMA
 
-REL = "sets/0123456789abcdef/index.arrow"
+INDEX_PATH = "sets/0123456789abcdef/index.arrow"
 
 
-def index(count: int) -> pa.Table:
+def make_index(count: int) -> pa.Table:
     """An index of `count` rows with one caption each, in four buckets."""
     digits = np.frombuffer(b"0123456789abcdef", np.uint8)[
         np.random.default_rng(0).integers(0, 16, 32 * count, np.uint8)
@@ -48,10 +48,10 @@ def index(count: int) -> pa.Table:
         "texts": pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), pa.array(numbers)),
         "null_text": pa.nulls(count, pa.int32()),
     }
-    return pa.table(columns, schema=INDEX)
+    return pa.table(columns, schema=INDEX_SCHEMA)
 
 
-def median(repeat: int, work: Callable[[], object]) -> str:
+def time_median(repeat: int, work: Callable[[], object]) -> str:
     walls, cpus = [], []
     for _ in range(repeat):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -69,15 +69,18 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.root) as root:
         store = Store(root)
-        store.write_table(REL, index(given.rows))
-        print(f"{given.rows} rows, {store.size(REL) / 2**20:.0f} MiB")
-        with store.open(REL) as file:
-            print("mapped    ", median(given.repeat, lambda: pa.ipc.open_file(file).read_all()))
-            print("checksum  ", median(given.repeat, lambda: tables.checksum(file)))
-            print("validated ", median(given.repeat, lambda: tables.read(file)))
-        print("read_table", median(given.repeat, lambda: Store(root).read_table(REL, checks.index)))
-        store.read_table(REL, checks.index)
-        print("again     ", median(given.repeat, lambda: store.read_table(REL, checks.index)))
+        store.write_table(INDEX_PATH, make_index(given.rows))
+        print(f"{given.rows} rows, {store.size(INDEX_PATH) / 2**20:.0f} MiB")
+        with store.open(INDEX_PATH) as file:
+            print("mapped    ", time_median(given.repeat, lambda: pa.ipc.open_file(file).read_all()))
+            print("checksum  ", time_median(given.repeat, lambda: table_files.verify_checksum(file)))
+            print("validated ", time_median(given.repeat, lambda: table_files.read_table(file)))
+        print(
+            "read_table",
+            time_median(given.repeat, lambda: Store(root).read_table(INDEX_PATH, table_checks.check_index)),
+        )
+        store.read_table(INDEX_PATH, table_checks.check_index)
+        print("again     ", time_median(given.repeat, lambda: store.read_table(INDEX_PATH, table_checks.check_index)))
 
 
 if __name__ == "__main__":

@@ -34,24 +34,24 @@ MID_QWEN = {
         "fullatt_block_indexes": [0], "tokens_per_second": 2,
     },
 }  # fmt: skip
-CLIP_PARTS = ("text_encoder_2", "tokenizer", "tokenizer_2")
+CLIP_COMPONENTS = ("text_encoder_2", "tokenizer", "tokenizer_2")
 
 
-def checkpoint(folder: Path, options: argparse.Namespace) -> Path:
+def make_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
     """A checkpoint's text parts with random weights."""
     from examples import tiny_models
 
     if options.true_size:
-        parts = ("text_encoder", *CLIP_PARTS)
+        parts = ("text_encoder", *CLIP_COMPONENTS)
         return tiny_models.build(
             options.kind, folder, size="true", dtype=options.precision, device=options.device, only=parts
         )
-    tiny_models.build(options.kind, folder, only=CLIP_PARTS)
+    tiny_models.build(options.kind, folder, only=CLIP_COMPONENTS)
     tiny_models.make_model("qwen", overrides=MID_QWEN).save_pretrained(folder / "text_encoder")
     return folder
 
 
-def captions(folder: Path, number: int, longest: int) -> list[str]:
+def make_captions(folder: Path, number: int, longest: int) -> list[str]:
     """Words of the tokenizer's own sentences, 10 to `longest` tokens, each length as likely as any other."""
     from transformers import AutoTokenizer
 
@@ -67,7 +67,7 @@ def captions(folder: Path, number: int, longest: int) -> list[str]:
     return made
 
 
-def pipeline(folder: Path, kind: str, dtype: Any, device: Any) -> Any:
+def make_pipeline(folder: Path, kind: str, dtype: Any, device: Any) -> Any:
     """The pipeline with its text parts alone. Its tokenizer is called directly, as the processor does for text."""
     import diffusers
     from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
@@ -93,7 +93,7 @@ def pipeline(folder: Path, kind: str, dtype: Any, device: Any) -> Any:
     return pipe
 
 
-def by_pipeline(pipe: Any, texts: list[str], device: Any) -> int:
+def encode_with_pipeline(pipe: Any, texts: list[str], device: Any) -> int:
     """Encodes in batches of 8, results to the host as the encoder's are; returns the number of tokens."""
     import torch
 
@@ -106,9 +106,9 @@ def by_pipeline(pipe: Any, texts: list[str], device: Any) -> int:
     return tokens
 
 
-def by_encoder(encoder: Any, texts: list[str], budget: int) -> int:
+def encode_with_encoder(encoder: Any, texts: list[str], budget: int) -> int:
     """Prepares, sorts by length, encodes batches of at most `budget` tokens; returns the number of tokens."""
-    from stages.text.request import TextRequest
+    from stages.encoding.text.request import TextRequest
 
     prepared = sorted((encoder.prepare(TextRequest(text)) for text in texts), key=lambda one: one.cost)
     tokens, batch = 0, []
@@ -120,7 +120,9 @@ def by_encoder(encoder: Any, texts: list[str], budget: int) -> int:
     return tokens + sum(result.kept for result in encoder.encode(batch))
 
 
-def timed(ways: dict[str, Callable[[], int]], repeat: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+def time_by_turns(
+    ways: dict[str, Callable[[], int]], repeat: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Tokens a second of each way, by turns, after one turn that is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeat + 1):
@@ -136,25 +138,25 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
     import torch
 
     from schemas.catalogue import FAMILIES
-    from stages.text.kandinsky5 import Encoder
+    from stages.encoding.text.kandinsky5 import Encoder
 
     device, dtype = torch.device(options.device), getattr(torch, options.precision)
     family, _, task = options.kind.rpartition("-")
     template = FAMILIES[family].templates[task]
-    texts = captions(folder, options.captions, options.longest)
+    texts = make_captions(folder, options.captions, options.longest)
     ordered = sorted(texts, key=len)
     arguments = (str(folder), None, template, template.max_length, dtype, device)
     shared, whole = Encoder(*arguments), Encoder(*arguments, share_prefix=False)
-    pipe = pipeline(folder, options.kind, dtype, device)
+    pipe = make_pipeline(folder, options.kind, dtype, device)
     ways = {
-        "pipeline, batches of 8": lambda: by_pipeline(pipe, texts, device),
-        "pipeline, sorted by length": lambda: by_pipeline(pipe, ordered, device),
-        "encoder without the shared prefix": lambda: by_encoder(whole, texts, options.budget),
-        "encoder": lambda: by_encoder(shared, texts, options.budget),
+        "pipeline, batches of 8": lambda: encode_with_pipeline(pipe, texts, device),
+        "pipeline, sorted by length": lambda: encode_with_pipeline(pipe, ordered, device),
+        "encoder without the shared prefix": lambda: encode_with_encoder(whole, texts, options.budget),
+        "encoder": lambda: encode_with_encoder(shared, texts, options.budget),
     }
     # On one thread of a CPU its own seconds are what the wall shows where nothing else runs.
     clock = time.process_time if device.type == "cpu" and options.threads == 1 else time.perf_counter
-    rates = timed(ways, options.repeat, clock)
+    rates = time_by_turns(ways, options.repeat, clock)
     base = np.median(rates["pipeline, batches of 8"])
     print(f"{options.captions} captions of 10 to {options.longest} tokens, {options.kind}, {dtype}, {device}")
     print("| | tokens/s, median | least to most | times the pipeline |\n|---|---|---|---|")
@@ -163,18 +165,18 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
               f"| {np.median(values) / base:.2f} |")  # fmt: skip
     counted = f"texts behind the shared prefix: {shared.stats.shared}, whole: {shared.stats.whole}"
     if options.look or device.type == "cuda":
-        look(ways, {name: float(np.median(values)) for name, values in rates.items()}, device, dtype)
+        print_device_usage(ways, {name: float(np.median(values)) for name, values in rates.items()}, device, dtype)
     print(counted)
 
 
-def look(ways: dict[str, Callable[[], int]], rates: dict[str, float], device: Any, dtype: Any) -> None:
+def print_device_usage(ways: dict[str, Callable[[], int]], rates: dict[str, float], device: Any, dtype: Any) -> None:
     """What the ways ask of the device, its memory with all models of this comparison on it."""
-    from benchmarks import device as devices
+    from benchmarks import device_usage as devices
 
-    able = devices.able(device, dtype)
-    print(f"\n| | {devices.HEAD} |\n" + "|---" * 5 + "|")
+    able = devices.peak_flops(device, dtype)
+    print(f"\n| | {devices.TABLE_HEADER} |\n" + "|---" * 5 + "|")
     for name, way in ways.items():
-        asked = devices.asked(way, device, way() / rates[name])
+        asked = devices.measure_usage(way, device, way() / rates[name])
         print(f"| {name} | {asked.cells(able)} |")
 
 
@@ -205,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as name:
-        compare(options.model or checkpoint(Path(name), options), options)
+        compare(options.model or make_checkpoint(Path(name), options), options)
 
 
 if __name__ == "__main__":

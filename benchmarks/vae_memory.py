@@ -25,16 +25,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from examples.tiny_models import make_model, skeleton
+from examples.tiny_models import make_model, make_untrained
 from schemas.catalogue import FAMILIES
-from stages.vae.base import Levers
+from stages.encoding.vae.base import MemoryOptions
 
 GIB = 2**30
-PARTS = {"flux": "flux_vae", "hunyuan_video": "hunyuan_vae", "dc_ae": "dc_ae"}
+MODEL_NAMES = {"flux": "flux_vae", "hunyuan_video": "hunyuan_vae", "dc_ae": "dc_ae"}
 TILES = {family.autoencoder: family.tile for family in FAMILIES.values()}
 CHUNKS = {"hunyuan_video": (4, 2, 1)}
 # autoencoder -> (frames, height, width) of the usual sizes
-USUAL = {
+USUAL_SIZES = {
     "flux": [(1, 1024, 1024)],
     "hunyuan_video": [(61, 512, 768), (121, 512, 768)],
     "dc_ae": [(1, 1024, 1024), (1, 2048, 2048)],
@@ -50,7 +50,7 @@ class Case:
     name: str
     shape: tuple[int, int, int]
     dtype: str
-    levers: Levers
+    levers: MemoryOptions
     overrides: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -68,16 +68,16 @@ class Case:
             vae.encode(given.to(getattr(torch, self.dtype)))
 
 
-def levers_of(name: str) -> list[Levers]:
+def memory_options_for(name: str) -> list[MemoryOptions]:
     tile, stride = TILES[name]
-    chunks = [Levers(chunk_frames=frames) for frames in CHUNKS.get(name, ())]
-    both = [Levers(tile=tile, tile_stride=stride, chunk_frames=1)] if chunks else []
-    return [Levers(), *chunks, Levers(tile=tile, tile_stride=stride), *both]
+    chunks = [MemoryOptions(chunk_frames=frames) for frames in CHUNKS.get(name, ())]
+    both = [MemoryOptions(tile=tile, tile_stride=stride, chunk_frames=1)] if chunks else []
+    return [MemoryOptions(), *chunks, MemoryOptions(tile=tile, tile_stride=stride), *both]
 
 
-def usual(name: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
-    for shape in USUAL[name]:
-        for levers in levers_of(name):
+def usual_cases(name: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
+    for shape in USUAL_SIZES[name]:
+        for levers in memory_options_for(name):
             for dtype in dtypes:
                 yield Case(name, shape, dtype, levers)
 
@@ -85,7 +85,7 @@ def usual(name: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
 # --- computed ---
 
 
-class Attention(TorchFunctionMode):
+class FlashAttentionMode(TorchFunctionMode):
     """Attention as a kernel that keeps no scores: its output alone is made."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +94,7 @@ class Attention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Meter(TorchDispatchMode):
+class MemoryMeter(TorchDispatchMode):
     """Bytes of the storages that are alive, and the most that ever were."""
 
     def __init__(self) -> None:
@@ -122,20 +122,20 @@ class Meter(TorchDispatchMode):
         return out
 
 
-def computed(case: Case) -> int:
+def compute_peak(case: Case) -> int:
     """Bytes, from shapes alone."""
     kept = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, case.dtype))
     try:
         with torch.device("meta"):
-            vae = skeleton(PARTS[case.name], "true", **dict(case.overrides)).eval()
+            vae = make_untrained(MODEL_NAMES[case.name], "true", **dict(case.overrides)).eval()
     finally:
         torch.set_default_dtype(kept)
-    import_module(f"stages.vae.{case.name}").pull(vae, case.levers)
-    meter = Meter()
+    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.levers)
+    meter = MemoryMeter()
     for parameter in vae.parameters():
         meter.hold(parameter)
-    with meter, Attention():
+    with meter, FlashAttentionMode():
         case.encode(vae, case.pixels("meta"))
     return meter.peak
 
@@ -143,27 +143,27 @@ def computed(case: Case) -> int:
 # --- measured ---
 
 
-def on_cpu(case: Case) -> tuple[int, float]:
+def measure_cpu(case: Case) -> tuple[int, float]:
     """(bytes of peak RSS beyond what the process had with torch loaded, seconds), in a process of its own."""
     with get_context("spawn").Pool(1) as pool:
-        return pool.apply(_on_cpu, (case,))
+        return pool.apply(_measure_cpu, (case,))
 
 
-def _on_cpu(case: Case) -> tuple[int, float]:
+def _measure_cpu(case: Case) -> tuple[int, float]:
     torch.set_num_threads(1)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    vae = make_model(PARTS[case.name], "true", dtype=case.dtype, overrides=dict(case.overrides))
-    import_module(f"stages.vae.{case.name}").pull(vae, case.levers)
+    vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, overrides=dict(case.overrides))
+    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.levers)
     begin = time.perf_counter()
     case.encode(vae, case.pixels("cpu"))
     seconds = time.perf_counter() - begin
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024, seconds
 
 
-def on_cuda(case: Case) -> tuple[int, float]:
+def measure_cuda(case: Case) -> tuple[int, float]:
     """(bytes of torch.cuda.max_memory_allocated, seconds of the second run), in this process."""
-    vae = make_model(PARTS[case.name], "true", dtype=case.dtype, device="cuda")
-    import_module(f"stages.vae.{case.name}").pull(vae, case.levers)
+    vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, device="cuda")
+    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.levers)
     torch.cuda.reset_peak_memory_stats()
     seconds = 0.0
     for _ in range(2):
@@ -178,7 +178,7 @@ def on_cuda(case: Case) -> tuple[int, float]:
     return peak, seconds
 
 
-def row(case: Case, *figures: str) -> None:
+def print_row(case: Case, *figures: str) -> None:
     frames, height, width = case.shape
     print(
         "| " + " | ".join([case.name, f"{frames}x{height}x{width}", case.dtype, case.label, *figures]) + " |",
@@ -190,22 +190,22 @@ def measure(names: list[str], device: str, shape: tuple[int, int, int]) -> None:
     print("| autoencoder | frames x height x width | precision | levers | computed GiB | measured GiB | s |")
     print("|---|---|---|---|---:|---:|---:|")
     overrides = tuple(REDUCED.items()) if device == "cpu" else ()
-    cases = [case for name in names for case in usual(name, ("float32", "bfloat16", "float16"))]
+    cases = [case for name in names for case in usual_cases(name, ("float32", "bfloat16", "float16"))]
     if device == "cpu":
-        levers = [Levers(), *(Levers(chunk_frames=frames) for frames in (4, 1))]
+        levers = [MemoryOptions(), *(MemoryOptions(chunk_frames=frames) for frames in (4, 1))]
         cases = [Case("hunyuan_video", shape, "float32", one, overrides) for one in levers]
     for case in cases:
         try:
-            found, seconds = on_cpu(case) if device == "cpu" else on_cuda(case)
+            found, seconds = measure_cpu(case) if device == "cpu" else measure_cuda(case)
         except torch.OutOfMemoryError:
-            row(case, f"{computed(case) / GIB:.2f}", "out of memory", "")
+            print_row(case, f"{compute_peak(case) / GIB:.2f}", "out of memory", "")
             continue
-        row(case, f"{computed(case) / GIB:.2f}", f"{found / GIB:.2f}", f"{seconds:.1f}")
+        print_row(case, f"{compute_peak(case) / GIB:.2f}", f"{found / GIB:.2f}", f"{seconds:.1f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--autoencoder", choices=list(PARTS), nargs="+", default=list(PARTS))
+    parser.add_argument("--autoencoder", choices=list(MODEL_NAMES), nargs="+", default=list(MODEL_NAMES))
     parser.add_argument("--measure", choices=("cpu", "cuda"), help="default: only compute")
     parser.add_argument("--shape", default="17x192x256", help="frames x height x width of what a CPU measures")
     options = parser.parse_args()
@@ -216,8 +216,8 @@ def main() -> None:
     print("| autoencoder | frames x height x width | precision | levers | computed GiB |")
     print("|---|---|---|---|---:|")
     for name in options.autoencoder:
-        for case in usual(name, ("float32", "bfloat16")):  # float16 takes the bytes of bfloat16
-            row(case, f"{computed(case) / GIB:.2f}")
+        for case in usual_cases(name, ("float32", "bfloat16")):  # float16 takes the bytes of bfloat16
+            print_row(case, f"{compute_peak(case) / GIB:.2f}")
 
 
 if __name__ == "__main__":

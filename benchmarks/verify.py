@@ -25,22 +25,24 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from benchmarks.planning import project
+from benchmarks.planning import make_project
 from cache import shard, shard_io
-from cache.shard import Row, ShardMeta
+from cache.shard import ShardMeta, ShardRow
 from cache.store import Store
 from cache.tensors import Array
-from schemas.console import Console, Options
-from schemas.loading import load
-from stages import bucket, encoders, soundness, verify
-from stages.plan import current_plan
+from schemas.cli.console import Console, Options
+from schemas.config.loading import load_config
+from stages import bucket, verify
+from stages.encoding import stage_registry
+from stages.maintenance import shard_checks
+from stages.planning.plan_lookup import current_plan
 
 MIB = 1 << 20
 SHAPES = {"latents": ("latent", (16, 1, 128, 128)), "text": ("embeds", (100, 3584))}
 PROGRAMS = ("encode-text", "encode-latents", "status", "gc")
 
 
-def fill(store: Store, mib: int, format: str) -> None:
+def write_shards(store: Store, mib: int, format: str) -> None:
     """Shards of 128 MiB, or as many as there are, half of each kind."""
     rng = np.random.default_rng(0)
     for kind, (name, shape) in SHAPES.items():
@@ -51,13 +53,13 @@ def fill(store: Store, mib: int, format: str) -> None:
         for start in range(0, rows, at_once):
             meta = ShardMeta(kind, "0" * 24, f"unit-{start}", "" if kind == "text" else "1024x1024@1")
             stem = f"{kind}/{meta.fingerprint}/{meta.unit}"
-            with shard_io.writer(store, stem, meta, {name: "bfloat16"}, format) as out:
+            with shard_io.open_writer(store, stem, meta, {name: "bfloat16"}, format) as out:
                 for row in range(start, min(rows, start + at_once)):
-                    out.add(Row(f"{row:032x}", {name: values[row % len(values)]}))
+                    out.add(ShardRow(f"{row:032x}", {name: values[row % len(values)]}))
                 out.finish()
 
 
-def plainly(path: Path) -> None:
+def read_plain(path: Path) -> None:
     """Read a file as `cat` does, and hash it."""
     state, block = xxhash.xxh3_128(), bytearray(MIB)
     with open(path, "rb", buffering=0) as file:
@@ -65,14 +67,14 @@ def plainly(path: Path) -> None:
             state.update(memoryview(block)[:read])
 
 
-def forget(paths: list[Path]) -> None:
+def drop_page_cache(paths: list[Path]) -> None:
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed(work: Callable[[], object]) -> tuple[float, float]:
+def time_call(work: Callable[[], object]) -> tuple[float, float]:
     """Seconds, and of the CPU, children's included."""
     before = _cpu()
     start = time.perf_counter()
@@ -90,33 +92,33 @@ def _cpu() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def reading(folder: Path, mib: int, repeat: int) -> None:
+def benchmark_reading(folder: Path, mib: int, repeat: int) -> None:
     silent = open(os.devnull, "w")  # noqa: SIM115 (for as long as the program runs)
     print(
         "| format | threads | files | verify, MiB/s | read + xxh3, MiB/s | verify's share |\n|---|---|---|---|---|---|"
     )
     for format in shard.SUFFIXES:
-        store = soundness.Whole(folder / format)
-        fill(store, mib, format)
-        present = soundness.shards(store, encoders.KINDS)
+        store = shard_checks.UnmappedStore(folder / format)
+        write_shards(store, mib, format)
+        present = shard_checks.list_shards(store, stage_registry.SHARD_KINDS)
         paths = [folder / format / rel for rel in present]
         size = sum(present.values()) / MIB
         for threads in (1, 2):
 
             def check(store=store, present=present, threads=threads) -> None:
-                assert not verify.examine(store, present, threads, Console(stderr=silent)).damage
+                assert not verify.check_shards(store, present, threads, Console(stderr=silent)).damage
 
             def plain(paths=paths, threads=threads) -> None:
                 with ThreadPoolExecutor(threads) as pool:
-                    list(pool.map(plainly, paths))
+                    list(pool.map(read_plain, paths))
 
             for cold in (False, True):
                 turns: dict[Callable[[], object], list[tuple[float, float]]] = {check: [], plain: []}
                 for _ in range(repeat):
                     for work in turns:
                         if cold:
-                            forget(paths)
-                        turns[work].append(timed(work))
+                            drop_page_cache(paths)
+                        turns[work].append(time_call(work))
                 ours, least = medians(turns[check]), medians(turns[plain])
                 cells = [f"{size / seconds:,.0f} ({cpu:.2f} s CPU)" for seconds, cpu in (ours, least)]
                 where = "cold" if cold else "in memory"
@@ -127,17 +129,17 @@ def reading(folder: Path, mib: int, repeat: int) -> None:
             path.unlink()
 
 
-def encoded(folder: Path, items: int, unit_mib: float) -> Path:
+def make_encoded_project(folder: Path, items: int, unit_mib: float) -> Path:
     """A project whose every text and sample is encoded, with rows of one number; its configuration."""
-    path = project(folder, items, "image", 0.0)
+    path = make_project(folder, items, "image", 0.0)
     settings = json.loads(path.read_text()) | {"cache": {"unit_mib": unit_mib}}
     path.write_text(json.dumps(settings))
-    config, store = load(path), Store(folder / f"work{items}")
+    config, store = load_config(path), Store(folder / f"work{items}")
     with open(os.devnull, "w") as silent:
         bucket.run(config, Options(path), Console(stderr=silent))
     plan = current_plan(store, config)
     one = Array.from_numpy(np.ones((1, 1, 1, 1), np.uint16), "bfloat16")
-    for stage in encoders.wanted(config):
+    for stage in stage_registry.required_stages(config):
         work = stage.work(store, config, plan)
         libraries = {"libraries": {"torch": "2.13.0", "diffusers": "0.42.1"}}
         store.publish_bytes(
@@ -147,16 +149,16 @@ def encoded(folder: Path, items: int, unit_mib: float) -> Path:
             ids = list(unit.members)
             meta = ShardMeta(stage.kind, work.fingerprint, unit.unit_id, unit.bucket, ids, provenance=libraries)
             stem = f"{stage.kind}/{work.fingerprint}/{unit.unit_id}"
-            with shard_io.writer(store, stem, meta, {"x": "bfloat16"}) as out:
+            with shard_io.open_writer(store, stem, meta, {"x": "bfloat16"}) as out:
                 for name in unit.members:
-                    out.add(Row(name, {"x": one}))
+                    out.add(ShardRow(name, {"x": one}))
                 out.finish()
     return path
 
 
-def nothing_to_do(folder: Path, items: int, unit_mib: float, repeat: int) -> None:
-    path = encoded(folder, items, unit_mib)
-    shards = len(soundness.shards(Store(folder / f"work{items}"), encoders.KINDS))
+def benchmark_idle_programs(folder: Path, items: int, unit_mib: float, repeat: int) -> None:
+    path = make_encoded_project(folder, items, unit_mib)
+    shards = len(shard_checks.list_shards(Store(folder / f"work{items}"), stage_registry.SHARD_KINDS))
     for program in PROGRAMS:
         name, *rest = program.split()
         command = [sys.executable, "-m", "stages.cli", name, *rest, "--config", str(path)]
@@ -164,7 +166,7 @@ def nothing_to_do(folder: Path, items: int, unit_mib: float, repeat: int) -> Non
         def start(command=command) -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-        seconds, cpu = medians([timed(start) for _ in range(repeat)])
+        seconds, cpu = medians([time_call(start) for _ in range(repeat)])
         print(f"| {items:,} | {shards:,} | {program} | {seconds:.2f} | {cpu:.2f} |", flush=True)
 
 
@@ -179,7 +181,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.root) as folder:
         if options.mib:
             print(f"python -m benchmarks.verify --mib {options.mib} --items 0 --repeat {options.repeat}\n")
-            reading(Path(folder) / "reading", options.mib, options.repeat)
+            benchmark_reading(Path(folder) / "reading", options.mib, options.repeat)
         if options.items:
             units = " ".join(f"{unit:g}" for unit in options.unit_mib)
             shown = f"--mib 0 --items {options.items} --unit-mib {units} --repeat {options.repeat}"
@@ -187,7 +189,7 @@ def main() -> None:
             print("| items | shards | program | seconds | of the CPU |\n|---|---|---|---|---|")
             for number, unit_mib in enumerate(options.unit_mib):
                 (inside := Path(folder) / str(number)).mkdir()
-                nothing_to_do(inside, options.items, unit_mib, options.repeat)
+                benchmark_idle_programs(inside, options.items, unit_mib, options.repeat)
 
 
 if __name__ == "__main__":

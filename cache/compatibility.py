@@ -2,35 +2,43 @@
 
 from typing import Any
 
+from cache.json_checks import printable
 from cache.store import Store
-from cache.untrusted import shown
-from cache.weights import COMMIT, INDEX, WeightsError, config_of, current_commit, local, read_object
+from cache.weights import (
+    COMMIT_PATTERN,
+    MODEL_INDEX,
+    WeightsError,
+    current_commit,
+    local_folder,
+    read_component_config,
+    read_object,
+)
 from schemas.catalogue import FAMILIES
 from schemas.config.encoding import Model
 from schemas.errors import USAGE
 from schemas.family import Family, Flavour
 
-CORRECT = "correct model.path, or model.family and model.flavour"
+MODEL_HINT = "correct model.path, or model.family and model.flavour"
 
 
-class OtherCheckpoint(WeightsError):
+class CheckpointMismatch(WeightsError):
     """A checkpoint of another family or task than the configuration says."""
 
     exit_code = USAGE
 
 
-def require_task(model: Model) -> None:
+def check_task(model: Model) -> None:
     """OtherCheckpoint where a local directory says, or a repository is known, to be another of the catalogue's
     pipelines.
 
-    Pipelines that the catalogue does not know pass: their parts are looked at one by one (`require_model`,
-    `require_transformer`).
+    Pipelines that the catalogue does not know pass: their parts are looked at one by one (`check_component`,
+    `check_transformer`).
     """
-    folder = local(model.source)
+    folder = local_folder(model.source)
     if folder is None:
-        found = {family.pipelines[flavour.task] for family, flavour in published(model.source)}
-    elif (folder / INDEX).is_file():
-        found = {str(read_object(folder / INDEX).get("_class_name"))}
+        found = {family.pipelines[flavour.task] for family, flavour in find_published(model.source)}
+    elif (folder / MODEL_INDEX).is_file():
+        found = {str(read_object(folder / MODEL_INDEX).get("_class_name"))}
     else:
         return
     wanted = model.spec.pipelines[model.task]
@@ -41,27 +49,27 @@ def require_task(model: Model) -> None:
         if name in found
     ]
     if wanted not in found and made_for:
-        raise OtherCheckpoint(
+        raise CheckpointMismatch(
             f"{model.source} is a checkpoint for {', '.join(made_for)} ({', '.join(sorted(found))}), and the "
             f"configuration says {model.family} {model.task} ({wanted})",
-            CORRECT,
+            MODEL_HINT,
         )
 
 
-def published(repo: str) -> list[tuple[Family, Flavour]]:
+def find_published(repo: str) -> list[tuple[Family, Flavour]]:
     """What the catalogue has of a repository."""
     return [(family, one) for family in FAMILIES.values() for one in family.flavours.values() if one.repo == repo]
 
 
-def require_transformer(model: Model) -> None:
+def check_transformer(model: Model) -> None:
     """OtherCheckpoint where a transformer's own config says that it is another family's, or made for another task.
 
     Of a repository that small file is fetched.
     """
     for part in model.spec.components:
-        require_model(model, part)
-        config = config_of(model.source, model.revision, part)
-        _require_attention(model, config)
+        check_component(model, part)
+        config = read_component_config(model.source, model.revision, part)
+        _check_attention(model, config)
         _require_task_of(model, part, config)
 
 
@@ -69,65 +77,69 @@ def _require_task_of(model: Model, part: str, config: dict[str, Any]) -> None:
     for key, wanted in model.spec.transformer_config[model.task].items():
         found = config.get(key, False if isinstance(wanted, bool) else wanted)
         if found != wanted:
-            raise OtherCheckpoint(
-                f"{model.source}: {part}/config.json has {key} = {shown(found)}, and {model.family} {model.task} "
+            raise CheckpointMismatch(
+                f"{model.source}: {part}/config.json has {key} = {printable(found)}, and {model.family} {model.task} "
                 f"needs {wanted}: the checkpoint is made for something else",
-                CORRECT,
+                MODEL_HINT,
             )
 
 
-def require_autoencoder(model: Model) -> None:
+def check_autoencoder(model: Model) -> None:
     """OtherCheckpoint where the autoencoder gives latents that the family's transformer can't read."""
-    require_model(model, "vae")
-    config = config_of(model.source, model.revision, "vae")
+    check_component(model, "vae")
+    config = read_component_config(model.source, model.revision, "vae")
     for key, wanted in model.spec.autoencoder_config.items():
         found = config.get(key, wanted)
         found = len(found) if isinstance(found, list) else found
         if found != wanted:
-            what = f"{shown(found)} entries of {key}" if isinstance(config[key], list) else f"{key} = {shown(found)}"
-            raise OtherCheckpoint(
+            what = (
+                f"{printable(found)} entries of {key}"
+                if isinstance(config[key], list)
+                else f"{key} = {printable(found)}"
+            )
+            raise CheckpointMismatch(
                 f"{model.source}: vae/config.json has {what}, and the transformer of {model.family} reads latents of "
                 f"an autoencoder with {wanted}: nothing that it encodes could be trained on",
-                f"take vae/ from the repository that the transformer is from ({model.chosen.repo}), or correct "
+                f"take vae/ from the repository that the transformer is from ({model.flavour_spec.repo}), or correct "
                 "model.path, model.family and model.flavour",
             )
 
 
-def require_model(model: Model, part: str) -> None:
+def check_component(model: Model, part: str) -> None:
     """OtherCheckpoint where the part holds another kind of model than the family's."""
-    config = config_of(model.source, model.revision, part)
+    config = read_component_config(model.source, model.revision, part)
     found, wanted = config.get("_class_name") or config.get("model_type"), model.spec.models[part]
     if found != wanted:
-        raise OtherCheckpoint(
+        raise CheckpointMismatch(
             f"{model.source}: {part} is a {found}, and {model.family} has a {wanted} there",
-            CORRECT,
+            MODEL_HINT,
         )
 
 
-def side_multiple(model: Model) -> int:
+def bucket_side_multiple(model: Model) -> int:
     """What both sides of a bucket must be multiples of, in pixels: more where the checkpoint's attention is sparse.
 
     Of a published repository the catalogue says so: planning needs no network and is the same on every machine. Any
-    other checkpoint's own config is asked. Raises OtherCheckpoint where it is for another family or task.
+    other checkpoint's own config is asked. Raises CheckpointMismatch where it is for another family or task.
     """
-    require_task(model)
+    check_task(model)
     sparse, part = model.spec.sparse, model.spec.components[0]
     if sparse is None:
         return model.spec.side_multiple
-    known = published(model.source) if local(model.source) is None else []
-    asked = known[0][1].sparse if known else sparse.asked(config_of(model.source, model.revision, part))
+    known = find_published(model.source) if local_folder(model.source) is None else []
+    asked = known[0][1].sparse if known else sparse.asked(read_component_config(model.source, model.revision, part))
     return sparse.side_multiple if asked else model.spec.side_multiple
 
 
-def _require_attention(model: Model, transformer_config: dict[str, Any]) -> None:
+def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
     """OtherCheckpoint where a published repository asks for sparse attention and the catalogue, and so the plan, knows
     of none.
 
     The other way round nothing is wrong: what is planned for sparse attention suits full attention.
     """
-    multiple, sparse = side_multiple(model), model.spec.sparse
+    multiple, sparse = bucket_side_multiple(model), model.spec.sparse
     if sparse is not None and sparse.asked(transformer_config) and multiple != sparse.side_multiple:
-        raise OtherCheckpoint(
+        raise CheckpointMismatch(
             f"{model.source}: transformer/config.json asks for {sparse.name} attention, which needs sides in multiples "
             f"of {sparse.side_multiple} pixels; buckets were planned in multiples of {multiple}, as published until "
             "now",
@@ -135,17 +147,17 @@ def _require_attention(model: Model, transformer_config: dict[str, Any]) -> None
         )
 
 
-def pinned(model: Model, memo: Store) -> Model:
+def pin_revision(model: Model, memo: Store) -> Model:
     """The model with the commit that its revision stands for now, so that whatever starts later loads the same weights.
     memo: see `current_commit`."""
-    if local(model.source) is not None or (model.revision and COMMIT.fullmatch(model.revision)):
+    if local_folder(model.source) is not None or (model.revision and COMMIT_PATTERN.fullmatch(model.revision)):
         return model
     commit = current_commit(model.source, model.revision, memo)
     found = model.model_copy(update={"revision": commit})
-    if model.spec.sparse is not None and published(model.source):
+    if model.spec.sparse is not None and find_published(model.source):
         try:
-            config = config_of(model.source, commit, model.spec.components[0])
+            config = read_component_config(model.source, commit, model.spec.components[0])
         except WeightsError:  # offline, and only other parts are here: the trainer compares
             return found
-        _require_attention(found, config)
+        _check_attention(found, config)
     return found

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from schemas.errors import LatentpressError
-from schemas.folders import in_the_way
+from schemas.folder_checks import find_obstacle
 
 TEMP_SUFFIX = ".tmp"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # as `temporary` names them
-SEND_BYTES = 8 << 20
+WRITEBACK_BYTES = 8 << 20
 
 NEXT_STEPS = {
     errno.ENOSPC: "free space there, or choose another place, and run the same command again: what is finished is kept",
@@ -66,9 +66,9 @@ def explained(path: str) -> Iterator[None]:
         raise StoreError(path, reason, step) from error
 
 
-def require_folder(path: str | Path) -> None:
+def check_folder(path: str | Path) -> None:
     """StoreError where something stands in the way of a folder at `path`, before work is done that ends there."""
-    if obstacle := in_the_way(path):
+    if obstacle := find_obstacle(path):
         reason, _, step = obstacle.partition("; ")
         raise StoreError(str(path), f"can't be a folder: {reason}", step)
 
@@ -162,7 +162,7 @@ def make_folders(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
-        require_folder(folder)
+        check_folder(folder)
         step = "choose another place: this one takes no folders (as /proc), or somebody removes them"
         raise StoreError(str(folder), "can't be made", step) from error
     for made in missing:
@@ -178,14 +178,16 @@ class WriteBehind(io.BufferedWriter):
     def write(self, data: Any) -> int:
         written = super().write(data)
         self._unsent += written
-        if self._unsent >= SEND_BYTES and hasattr(os, "posix_fadvise"):
+        if self._unsent >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
             span = self.fileno(), self.tell() - self._unsent, self._unsent
-            threading.Thread(target=_send, args=span, daemon=True).start()  # it takes as long as the copy of the pages
+            threading.Thread(
+                target=_start_writeback, args=span, daemon=True
+            ).start()  # it takes as long as the copy of the pages
             self._unsent = 0
         return written
 
 
-def _send(file: int, place: int, length: int) -> None:
+def _start_writeback(file: int, place: int, length: int) -> None:
     """Of pages that are to be written, "not needed" is where Linux starts to write them; it keeps them."""
     with suppress(OSError):  # it was closed meanwhile, and a hint is all that this is
         os.posix_fadvise(file, place, length, os.POSIX_FADV_DONTNEED)

@@ -15,18 +15,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache import shard, shard_io
-from cache.exported import ExportedSet, columns, folders
-from cache.exporter import TargetError, nbytes, publish, replaced
-from cache.plan import Ints
-from cache.shard import Row, ShardMeta, done_units
-from cache.sound import SAMPLE
+from cache.exported_set import ExportedSet, collect_columns, source_fingerprints
+from cache.exporter import TargetError, publish_set, replace_locations, row_bytes
+from cache.schedule import Ints
+from cache.shard import ShardMeta, ShardRow, find_done_units
 from cache.store import Store
-from cache.trainset import set_table
-from schemas.tables import SET_SHARDS, SET_TEXTS
+from cache.tensor_checks import SAMPLE
+from cache.trainset import read_set_table
+from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA
 
 
 @dataclass
-class Part:
+class ImportShard:
     """What one shard of the export becomes. texts: row of the index -> numbers of the texts that it is the first to
     hold, each with the name of its part. samples: rows that are the first of their sample."""
 
@@ -45,7 +45,7 @@ class Importer:
 
     def __init__(self, data: ExportedSet, target: Store, form: str) -> None:
         self.data, self.target, self.form = data, target, form
-        self.folders = folders(data)
+        self.folders = source_fingerprints(data)
         self.of_samples = {"latents": SAMPLE, **{kind: kind for kind in data.kinds}}  # kind of shard -> part of a row
         self.index = data.tables["index"]
         plain = {key: value for key, value in data.meta.items() if key != "export"}
@@ -58,11 +58,11 @@ class Importer:
 
     # -- what goes where -------------------------------------------------------------------------------------
 
-    def _divide(self) -> list[Part]:
+    def _divide(self) -> list[ImportShard]:
         shards = np.asarray(self.index.column("shard"))
         starts = np.flatnonzero(np.diff(shards, prepend=-1)).tolist()
         parts = [
-            Part(
+            ImportShard(
                 self._unit(f"{number:06d}"),
                 self.index.column("bucket")[start].as_py(),
                 range(start, stop),
@@ -113,27 +113,27 @@ class Importer:
         if not self.target.exists(rel):
             return False
         there = self.target.read_json(rel)
-        if _without_places(there) != _without_places(self.record):
+        if _without_locations(there) != _without_locations(self.record):
             raise TargetError(
                 f"{self.target.path(rel)} is another set of the same id, or an export",
                 "import into another root: --set root=...",
             )
-        paths = set_table(self.target, self.data.id, "shards").column("path").to_pylist()
+        paths = read_set_table(self.target, self.data.id, "shards").column("path").to_pylist()
         return not any("/import-" in path for path in paths)
 
     @cached_property
     def _columns(self) -> dict[str, dict[str, str]]:
-        return columns(self.data)
+        return collect_columns(self.data)
 
     @cached_property
     def _there(self) -> dict[str, dict[str, str]]:
-        return {kind: done_units(self.target, f"{kind}/{name}") for kind, name in self.folders.items()}
+        return {kind: find_done_units(self.target, f"{kind}/{name}") for kind, name in self.folders.items()}
 
-    def _ids(self, part: Part) -> dict[str, list[str]]:
+    def _ids(self, part: ImportShard) -> dict[str, list[str]]:
         samples = self.index.column("sample_id").take(pa.array(part.samples, pa.int64())).to_pylist()
         return dict.fromkeys(self.of_samples, samples) | {"text": [self.data.text_id(n) for n in part.numbers()]}
 
-    def is_whole(self, part: Part) -> bool:
+    def is_complete(self, part: ImportShard) -> bool:
         """Whether the shards of `part` are there, every byte as it was written. Reads all of them."""
         return all(self._holds(kind, part.unit, ids) for kind, ids in self._ids(part).items() if ids)
 
@@ -141,13 +141,13 @@ class Importer:
         path = self._there[kind].get(unit)
         if path is None or shard_io.verify(self.target, path):
             return False
-        with shard_io.reader(self.target, path) as there:
+        with shard_io.open_reader(self.target, path) as there:
             return there.meta.ids == ids
 
-    def write(self, part: Part) -> int:
+    def write(self, part: ImportShard) -> int:
         """Publish the shards of `part`; bytes of their tensors. DamageError where a row of the export is damaged."""
         ids, first = self._ids(part), set(part.samples)
-        rows: dict[str, list[Row]] = {kind: [] for kind in ids}
+        rows: dict[str, list[ShardRow]] = {kind: [] for kind in ids}
         for number in part.rows:
             parts = self.data.parts(number, verify=True)
             for kind, name in self.of_samples.items() if number in first else ():
@@ -157,18 +157,18 @@ class Importer:
             self._publish(kind, part.unit, "" if kind == "text" else part.bucket, ids[kind], rows[kind]) for kind in ids
         )
 
-    def _publish(self, kind: str, unit: str, bucket: str, ids: list[str], rows: list[Row]) -> int:
+    def _publish(self, kind: str, unit: str, bucket: str, ids: list[str], rows: list[ShardRow]) -> int:
         if not rows:
             return 0
         provenance = {"set": self.data.id, "made_with": self.data.meta["export"]["made_with"]}
         folder = f"{kind}/{self.folders[kind]}"
         meta = ShardMeta(kind, self.folders[kind], unit, bucket, ids, [], provenance)
-        with shard_io.writer(self.target, f"{folder}/{unit}", meta, self._columns[kind], self.form) as out:
+        with shard_io.open_writer(self.target, f"{folder}/{unit}", meta, self._columns[kind], self.form) as out:
             for row in rows:
                 out.add(row)
             out.finish()
         self._explain(kind, f"{folder}/provenance.json")
-        return sum(nbytes(row) for row in rows)
+        return sum(row_bytes(row) for row in rows)
 
     def _explain(self, kind: str, rel: str) -> None:
         """provenance.json beside the shards, as the stage that makes their kind writes it. It says what the export
@@ -184,7 +184,7 @@ class Importer:
         every = [self.data.prompt(at, verify=True) for at in range(len(self.record["validation"]))]
         texts = [every[at][name] for at, name, _ in self.prompts]
         self._publish("text", self._unit("prompts"), "", [row.id for row in texts], texts)
-        buckets: dict[str, dict[str, Row]] = {}  # an image is one frame of the size of what is to be made of it
+        buckets: dict[str, dict[str, ShardRow]] = {}  # an image is one frame of the size of what is to be made of it
         named = {}
         for at, found in enumerate(every):
             if "condition" in found:
@@ -225,14 +225,14 @@ class Importer:
             self.record["validation"][at]["condition"] = {"shard": numbered[path], "row": row}
         texts = self.data.tables["texts"].column("text_id")
         tables = {
-            "index": replaced(self.index, {kind: places[:, self._first] for kind, places in own.items()}),
-            "texts": pa.table([texts, *(pa.array(each, pa.int32()) for each in text)], schema=SET_TEXTS),
-            "shards": pa.Table.from_pylist(shards, SET_SHARDS),
+            "index": replace_locations(self.index, {kind: places[:, self._first] for kind, places in own.items()}),
+            "texts": pa.table([texts, *(pa.array(each, pa.int32()) for each in text)], schema=SET_TEXTS_SCHEMA),
+            "shards": pa.Table.from_pylist(shards, SET_SHARDS_SCHEMA),
         }
-        publish(self.target, self.record, tables)
+        publish_set(self.target, self.record, tables)
 
 
-def _without_places(record: Mapping[str, Any]) -> dict[str, Any]:
+def _without_locations(record: Mapping[str, Any]) -> dict[str, Any]:
     """For comparing: of what is no list of prompts, a record that equals none of a set."""
     prompts = record.get("validation")
     if not isinstance(prompts, list) or not all(isinstance(prompt, dict) for prompt in prompts):

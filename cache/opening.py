@@ -3,29 +3,31 @@
 import re
 
 from cache.damage import DamageError
-from cache.exported import ExportedSet
+from cache.exported_set import ExportedSet
+from cache.json_checks import PATH_NAME_PATTERN, printable
 from cache.store import Store
-from cache.trainset import NoSet, SetError, TrainSet
-from cache.untrusted import PLAIN, shown
+from cache.trainset import SetError, SetNotFound, TrainSet
 from schemas.tables import SET_VERSIONS
 
-OF_CONFIGURATION = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)  # pointers: cache/current.py
+CONFIG_POINTER_PATTERN = re.compile(
+    r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII
+)  # pointers: cache/set_pointers.py
 
 
 def find_set(root: str, name: str, family: str, task: str) -> TrainSet:
     """The set that `train.set` names: "current", the id of one under `root`, or, with a "/" in it, the path or URL
     of another root or an export ("s3://bucket/export", its current set) or of one set there (".../sets/<id>")."""
     if "/" in name:
-        root, name = located(name)
+        root, name = parse_set_path(name)
     return open_set(Store(root), name, family, task)
 
 
 def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
     """The set `set_id`, or the newest of this family and task for "current". Raises SetError otherwise."""
     if set_id == "current":
-        set_id = newest_of(store, family, task)
-    if not PLAIN.fullmatch(set_id):
-        raise SetError(f"{shown(repr(set_id))} is no name that a training set has", "Correct train.set.")
+        set_id = newest_set(store, family, task)
+    if not PATH_NAME_PATTERN.fullmatch(set_id):
+        raise SetError(f"{printable(repr(set_id))} is no name that a training set has", "Correct train.set.")
     rel = f"sets/{set_id}/set.json"
     if not store.exists(rel):
         known = sorted({name.split("/")[0] for name in store.names("sets") if name.endswith("/set.json")})
@@ -48,43 +50,43 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
         )
     if meta.get("id") != set_id:
         raise SetError(
-            f"{store.path(rel)} is that of set {shown(repr(meta.get('id')))}",
+            f"{store.path(rel)} is that of set {printable(repr(meta.get('id')))}",
             "Run `latentpress index`, which writes it again; copy an export again.",
         )
     return (ExportedSet if "export" in meta else TrainSet)(store, set_id, meta)
 
 
-def located(name: str) -> tuple[str, str]:
+def parse_set_path(name: str) -> tuple[str, str]:
     """(root, set) of a `train.set` that is a path or URL."""
     top, there, id = name.rstrip("/").rpartition("/sets/")
     return (top, id) if there else (name, "current")
 
 
-def pointer(family: str, task: str) -> str:
+def newest_pointer(family: str, task: str) -> str:
     """The file that names the newest set of a family and task."""
     return f"sets/current-{family}-{task}.json"
 
 
-def newest_of(store: Store, family: str, task: str) -> str:
+def newest_set(store: Store, family: str, task: str) -> str:
     """The id of the set that was made last for this family and task, whatever its configuration."""
-    rel = pointer(family, task)
+    rel = newest_pointer(family, task)
     if not store.exists(rel):
         others = sorted(
             name.removeprefix("current-").removesuffix(".json")
             for name in store.names("sets")
-            if name.startswith("current-") and not OF_CONFIGURATION.fullmatch(f"sets/{name}")
+            if name.startswith("current-") and not CONFIG_POINTER_PATTERN.fullmatch(f"sets/{name}")
         )
-        raise NoSet(
+        raise SetNotFound(
             f"no training set for {family} {task} under {store.path('sets')}; there are sets for: "
             f"{', '.join(others) or 'none'}",
             "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
         )
-    return pointed_at(store, rel)
+    return read_pointer(store, rel)
 
 
-def pointed_at(store: Store, rel: str) -> str:
+def read_pointer(store: Store, rel: str) -> str:
     """The id of the set that a pointer names. DamageError where no set can have that name."""
     named = store.read_json(rel).get("id")
-    if not isinstance(named, str) or not PLAIN.fullmatch(named):
-        raise DamageError(store.path(rel), f"it names {shown(repr(named))}, which no training set is called")
+    if not isinstance(named, str) or not PATH_NAME_PATTERN.fullmatch(named):
+        raise DamageError(store.path(rel), f"it names {printable(repr(named))}, which no training set is called")
     return named

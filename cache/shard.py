@@ -16,8 +16,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import pyarrow as pa
 
-from cache import untrusted
-from cache.damage import MAKERS, DamageError, attempt
+from cache import json_checks
+from cache.damage import SHARD_PROGRAMS, DamageError, read_or_damage
 from cache.files import explained
 from cache.store import Store
 from cache.tensors import Array
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class SetAside:
+class RejectedMember:
     """A member of the unit that could not be encoded."""
 
     id: str
@@ -39,7 +39,7 @@ class SetAside:
 
 
 @dataclass(frozen=True)
-class Truncated:
+class TruncatedText:
     """A row whose text has more tokens than the limit: of `tokens` the first `kept` are encoded."""
 
     id: str
@@ -57,14 +57,14 @@ class ShardMeta:
     unit: str
     bucket: str
     ids: list[str] = field(default_factory=list)
-    set_aside: list[SetAside] = field(default_factory=list)
+    set_aside: list[RejectedMember] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
-    truncated: list[Truncated] = field(default_factory=list)
+    truncated: list[TruncatedText] = field(default_factory=list)
 
 
 @dataclass
-class Row:
+class ShardRow:
     """One sample or text: its tensors by name (an absent one is left out) and a small JSON object."""
 
     id: str
@@ -75,14 +75,14 @@ class Row:
 class ShardWriter(Protocol):
     """A context manager; leaving it before `finish` leaves nothing behind."""
 
-    def add(self, row: Row) -> None: ...
-    def set_aside(self, member: SetAside) -> None: ...
+    def add(self, row: ShardRow) -> None: ...
+    def set_aside(self, member: RejectedMember) -> None: ...
     def finish(self) -> str: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *exc: object) -> None: ...
 
 
-class BaseReader(ABC):
+class BaseShardReader(ABC):
     """A reader of one shard, twin of a ShardWriter. Opening raises DamageError where the shard can't be read
     at all. Not safe for several threads at once; rows stay valid after `close`."""
 
@@ -97,7 +97,7 @@ class BaseReader(ABC):
         try:
             self._size = self.file.size()
             self._open()
-            for damage in misplaced(self.meta, rel, self.path):
+            for damage in check_location(self.meta, rel, self.path):
                 raise damage
         except BaseException:
             self.file.close()
@@ -108,8 +108,8 @@ class BaseReader(ABC):
         """Read the description into `meta`."""
 
     @abstractmethod
-    def _row(self, i: int) -> tuple[Row, bytes, str]:
-        """Row `i`, its info as stored, and its stored checksum; any of UNREADABLE where it can't be read."""
+    def _row(self, i: int) -> tuple[ShardRow, bytes, str]:
+        """Row `i`, its info as stored, and its stored checksum; any of PARSE_ERRORS where it can't be read."""
 
     @abstractmethod
     def _check_file(self) -> None:
@@ -118,7 +118,7 @@ class BaseReader(ABC):
     def __len__(self) -> int:
         return len(self.meta.ids)
 
-    def read(self, i: int, verify: bool = True) -> Row:
+    def read(self, i: int, verify: bool = True) -> ShardRow:
         """Row `i`, its tensors being views into the file where that is local. DamageError where the row is
         not what was written; with verify=False only where it can't be read or is another row."""
         if not 0 <= i < len(self):
@@ -127,12 +127,12 @@ class BaseReader(ABC):
         self._check_length()
         return self.attempt(lambda: self._checked(i, id, verify), "it can't be read", i, id)
 
-    def _checked(self, i: int, id: str, verify: bool) -> Row:
+    def _checked(self, i: int, id: str, verify: bool) -> ShardRow:
         row, info, checksum = self._row(i)
         if row.id != id:
-            found = untrusted.shown(repr(row.id))
+            found = json_checks.printable(repr(row.id))
             raise DamageError(self.path, f"its id is {found} where the description names {id!r}", i, id)
-        untrusted.an_object(row.info, "its info")
+        json_checks.check_object(row.info, "its info")
         if verify and row_checksum(row.id, info, row.tensors) != checksum:
             raise DamageError(self.path, "its checksum does not match", i, id)
         return row
@@ -145,16 +145,16 @@ class BaseReader(ABC):
             if size < self._size:
                 raise DamageError(self.path, f"it was cut while it was open: it had {self._size} bytes and has {size}")
 
-    def verify(self, look: Callable[[Row], object] | None = None) -> list[DamageError]:
+    def verify(self, look: Callable[[ShardRow], object] | None = None) -> list[DamageError]:
         """Read everything; every damage found. look: given each row that is as it was written, it raises ValueError
         with what is wrong with it all the same."""
         checks: list[Callable[[], object]] = [
             self._check_file,
             *(partial(self._check_row, i, look) for i in range(len(self))),
         ]
-        return [damage for check in checks if (damage := _damage(check))]
+        return [damage for check in checks if (damage := _catch_damage(check))]
 
-    def _check_row(self, i: int, look: Callable[[Row], object] | None) -> None:
+    def _check_row(self, i: int, look: Callable[[ShardRow], object] | None) -> None:
         row = self.read(i)
         if look is not None:
             try:
@@ -166,7 +166,7 @@ class BaseReader(ABC):
         """`read()`, with what it raises on bytes that are not what they should be turned into DamageError. A disk
         or a network that fails is no damage: StoreError."""
         with explained(self.path):
-            return attempt(self.path, read, reason, row, id)
+            return read_or_damage(self.path, read, reason, row, id)
 
     def close(self) -> None:
         """Release the file; rows read from a memory map keep their part of it."""
@@ -179,7 +179,7 @@ class BaseReader(ABC):
         self.close()
 
 
-def _damage(check: Callable[[], object]) -> DamageError | None:
+def _catch_damage(check: Callable[[], object]) -> DamageError | None:
     try:
         check()
     except DamageError as damage:
@@ -187,44 +187,44 @@ def _damage(check: Callable[[], object]) -> DamageError | None:
     return None
 
 
-def misplaced(meta: ShardMeta, rel: str, path: str) -> list[DamageError]:
+def check_location(meta: ShardMeta, rel: str, path: str) -> list[DamageError]:
     """Damage where the shard lies as <kind>/<fingerprint>/<unit> of which it says otherwise of itself."""
     parts = rel.split("/")
-    if len(parts) != 3 or parts[0] not in MAKERS:
+    if len(parts) != 3 or parts[0] not in SHARD_PROGRAMS:
         return []
-    found = (parts[0], parts[1], stem(parts[2]))
+    found = (parts[0], parts[1], unit_name(parts[2]))
     said = (meta.kind, meta.fingerprint, meta.unit)
     return [] if found == said else [DamageError(path, f"it is shard {'/'.join(said)} under another name")]
 
 
-def stem(name: str) -> str:
+def unit_name(name: str) -> str:
     return name.removesuffix(ARROW_SUFFIX).removesuffix(TAR_SUFFIX)
 
 
-def done_units(store: Store, prefix: str) -> dict[str, str]:
+def find_done_units(store: Store, prefix: str) -> dict[str, str]:
     """Unit -> path of its shard, for every finished unit in folder `prefix`; one listing."""
     names = [name for name in store.names(prefix) if "/" not in name]
-    done = {stem(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
-    return done | {stem(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
+    done = {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
+    return done | {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
 
 
-def remove(store: Store, rel: str) -> None:
+def remove_shard(store: Store, rel: str) -> None:
     """Remove a shard: the file that says "done" first, then the description beside it."""
     store.remove(rel)
     if rel.endswith(TAR_SUFFIX):
         store.remove(rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX)
 
 
-def remove_twin(store: Store, rel: str) -> None:
+def remove_other_format(store: Store, rel: str) -> None:
     """Remove the unit's shard in the other format: a unit done again after a change of `cache.format` has one
     shard, not two that differ."""
     if rel.endswith(ARROW_SUFFIX):
-        remove(store, rel.removesuffix(ARROW_SUFFIX) + TAR_SUFFIX)
+        remove_shard(store, rel.removesuffix(ARROW_SUFFIX) + TAR_SUFFIX)
     else:
         store.remove(rel.removesuffix(TAR_SUFFIX) + ARROW_SUFFIX)
 
 
-def to_json(value: Any) -> bytes:
+def canonical_json(value: Any) -> bytes:
     """Canonical JSON: sorted keys, no spaces, UTF-8, NaN refused."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode()
@@ -241,7 +241,7 @@ def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
     return hash_bytes(*parts)
 
 
-def describe(meta: ShardMeta, ids: Sequence[str], set_aside: Sequence[SetAside]) -> dict[str, Any]:
+def build_description(meta: ShardMeta, ids: Sequence[str], set_aside: Sequence[RejectedMember]) -> dict[str, Any]:
     """The JSON object that a finished shard carries. Members set aside and truncated rows are sorted: they may have
     been found in any order."""
     if meta.ids:
@@ -253,24 +253,26 @@ def describe(meta: ShardMeta, ids: Sequence[str], set_aside: Sequence[SetAside])
     return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": aside, "truncated": truncated}
 
 
-def parse_meta(value: Any, path: str) -> ShardMeta:
+def parse_description(value: Any, path: str) -> ShardMeta:
     """The inverse of `describe`; DamageError where a part is missing or no such thing, or of another format version."""
     version = value.get("format_version") if isinstance(value, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
-        found = untrusted.shown(repr(version))
+        found = json_checks.printable(repr(version))
         raise DamageError(path, f"its format version is {found}; this program reads {FORMAT_VERSION}")
     try:
         meta = ShardMeta(
-            kind=untrusted.name(value["kind"], "kind"),
-            fingerprint=untrusted.name(value["fingerprint"], "fingerprint"),
-            unit=untrusted.name(value["unit"], "unit"),
-            bucket=untrusted.name(value["bucket"], "bucket", empty=True),
-            ids=untrusted.names(value["ids"], "ids"),
-            set_aside=[_parse_set_aside(member) for member in untrusted.a_list(value["set_aside"], "set_aside")],
-            truncated=[_parse_truncated(row) for row in untrusted.a_list(value.get("truncated", []), "truncated")],
-            provenance=untrusted.an_object(value["provenance"], "provenance"),
+            kind=json_checks.check_name(value["kind"], "kind"),
+            fingerprint=json_checks.check_name(value["fingerprint"], "fingerprint"),
+            unit=json_checks.check_name(value["unit"], "unit"),
+            bucket=json_checks.check_name(value["bucket"], "bucket", empty=True),
+            ids=json_checks.check_names(value["ids"], "ids"),
+            set_aside=[_parse_rejected(member) for member in json_checks.check_list(value["set_aside"], "set_aside")],
+            truncated=[
+                _parse_truncated(row) for row in json_checks.check_list(value.get("truncated", []), "truncated")
+            ],
+            provenance=json_checks.check_object(value["provenance"], "provenance"),
         )
-        if untrusted.count(value["count"], "count") != len(meta.ids):
+        if json_checks.check_count(value["count"], "count") != len(meta.ids):
             raise ValueError(f"it says that it has {value['count']} rows and names {len(meta.ids)}")
         if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
             raise ValueError("a member is both a row and set aside")
@@ -278,26 +280,26 @@ def parse_meta(value: Any, path: str) -> ShardMeta:
             raise ValueError("a text is truncated that is no row")
         return meta
     except (KeyError, ValueError) as error:
-        raise DamageError(path, f"its description is incomplete or wrong ({untrusted.shown(error)})") from error
+        raise DamageError(path, f"its description is incomplete or wrong ({json_checks.printable(error)})") from error
 
 
-def _parse_set_aside(value: Any) -> SetAside:
-    member = untrusted.an_object(value, "a member set aside")
+def _parse_rejected(value: Any) -> RejectedMember:
+    member = json_checks.check_object(value, "a member set aside")
     if set(member) != {"id", "reason", "message"}:
-        raise ValueError(f"a member set aside has {untrusted.shown(sorted(member))}")
-    id, reason = untrusted.name(member["id"], "an id"), untrusted.name(member["reason"], "a reason")
-    return SetAside(id, reason, untrusted.text(member["message"], "a message"))
+        raise ValueError(f"a member set aside has {json_checks.printable(sorted(member))}")
+    id, reason = json_checks.check_name(member["id"], "an id"), json_checks.check_name(member["reason"], "a reason")
+    return RejectedMember(id, reason, json_checks.check_text(member["message"], "a message"))
 
 
-def _parse_truncated(value: Any) -> Truncated:
-    row = untrusted.an_object(value, "a truncated row")
+def _parse_truncated(value: Any) -> TruncatedText:
+    row = json_checks.check_object(value, "a truncated row")
     if set(row) != {"id", "tokens", "kept"}:
-        raise ValueError(f"a truncated row has {untrusted.shown(sorted(row))}")
-    tokens, kept = untrusted.count(row["tokens"], "tokens"), untrusted.count(row["kept"], "kept")
-    return Truncated(untrusted.name(row["id"], "an id"), tokens, kept)
+        raise ValueError(f"a truncated row has {json_checks.printable(sorted(row))}")
+    tokens, kept = json_checks.check_count(row["tokens"], "tokens"), json_checks.check_count(row["kept"], "kept")
+    return TruncatedText(json_checks.check_name(row["id"], "an id"), tokens, kept)
 
 
-def check_row(row: Row, columns: Mapping[str, str], taken: set[str]) -> None:
+def check_row(row: ShardRow, columns: Mapping[str, str], taken: set[str]) -> None:
     """Our own mistakes in a row to be written: a tensor or dtype not announced, an id twice."""
     assert row.id and row.id not in taken, f"row {row.id!r} is empty or there already"
     for name, array in row.tensors.items():

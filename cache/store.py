@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import fsspec
 import pyarrow as pa
 
-from cache import tables, untrusted
-from cache.damage import DamageError, attempt
+from cache import json_checks, table_files
+from cache.damage import DamageError, read_or_damage
 from cache.files import (
     Entry,
     StoreError,
@@ -37,7 +37,7 @@ from cache.files import (
 
 OPEN_TRIES = 5
 STALE = 24 * 3600  # seconds: no writer takes longer over one file
-JSON_BYTES = 64 << 20  # of a plan.json or set.json: more is none
+MAX_JSON_BYTES = 64 << 20  # of a plan.json or set.json: more is none
 
 
 class Store:
@@ -104,7 +104,7 @@ class Store:
         except FileNotFoundError:
             return []
         inside = [(name[len(top) :].lstrip("/"), about) for name, about in found if name.startswith(top + "/")]
-        return [Entry(name, about["size"] or 0, _written(about)) for name, about in inside]
+        return [Entry(name, about["size"] or 0, _object_time(about)) for name, about in inside]
 
     def _local_names(self, prefix: str) -> list[str]:
         assert self.root is not None
@@ -112,7 +112,7 @@ class Store:
         if not top.exists():
             return []
         names = []
-        for folder, _, files in os.walk(top, onerror=_reraise):
+        for folder, _, files in os.walk(top, onerror=_raise_unless_missing):
             inside = Path(folder).relative_to(top).as_posix()
             names += files if inside == "." else [f"{inside}/{file}" for file in files]
         return names
@@ -155,11 +155,13 @@ class Store:
         if known is not None and known[:2] == (self._signature(rel), check):
             return known[2]
         with self.open(rel) as file:
-            signature = _signature_of(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
+            signature = _file_signature(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
             with explained(self.path(rel)):
-                table, _ = attempt(self.path(rel), lambda: tables.read(file), "it is not as it was written")
+                table, _ = read_or_damage(
+                    self.path(rel), lambda: table_files.read_table(file), "it is not as it was written"
+                )
                 if check is not None:
-                    attempt(self.path(rel), lambda: check(table), "its values can't be right")
+                    read_or_damage(self.path(rel), lambda: check(table), "its values can't be right")
         if signature is not None:
             self._tables[rel] = (signature, check, table)
         return table
@@ -168,21 +170,21 @@ class Store:
         """What changes when another file takes the place of a local one."""
         local = self.local(rel)
         with explained(self.path(rel)):
-            return None if local is None else _signature_of(local.stat())
+            return None if local is None else _file_signature(local.stat())
 
     def read_json(self, rel: str) -> dict[str, Any]:
         """The JSON object in `rel`, which may come from anywhere, without its checksum: DamageError where that does not
         match, or it is too large, too deep or no object."""
 
         def read() -> dict[str, Any]:
-            if self.size(rel) > JSON_BYTES:
-                raise ValueError(f"more than {JSON_BYTES} bytes")
-            return tables.unsealed(untrusted.from_json(self.read_bytes(rel)))
+            if self.size(rel) > MAX_JSON_BYTES:
+                raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
+            return table_files.strip_checksum(json_checks.parse_json(self.read_bytes(rel)))
 
         try:
             return read()
         except ValueError as error:
-            reason = f"it is no JSON object as it was written ({untrusted.shown(error)})"
+            reason = f"it is no JSON object as it was written ({json_checks.printable(error)})"
             raise DamageError(self.path(rel), reason) from error
 
     # -- writing ---------------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ class Store:
         finally:
             self._remove_temp(Path(temp))
 
-    def abandon(self, file: BinaryIO) -> None:
+    def discard_temp(self, file: BinaryIO) -> None:
         """Remove and close a file of `open_temp`, unless it was published: what it still held can't be written to a
         full disk, nor need be."""
         self._remove_temp(Path(file.name))
@@ -226,7 +228,7 @@ class Store:
         except OSError:
             file.close()
 
-    def abandon_all(self) -> None:
+    def discard_all_temps(self) -> None:
         """Remove every file that this object began and did not finish. A signal may end a program between any two
         steps, also after a file was opened and before anybody had it."""
         for temp in list(self._unfinished):
@@ -253,12 +255,12 @@ class Store:
 
     def publish_json(self, rel: str, record: Mapping[str, Any]) -> None:
         """Publish a JSON object, with its checksum."""
-        self.publish_bytes(rel, json.dumps(tables.sealed(record), indent=1, sort_keys=True).encode())
+        self.publish_bytes(rel, json.dumps(table_files.add_checksum(record), indent=1, sort_keys=True).encode())
 
     @contextmanager
     def create_table(self, rel: str, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
         """Write the table `rel` in the body, a slice at a time; published, with its checksum, when the body ends."""
-        with self.create(rel) as file, tables.writing(file, schema) as writer:
+        with self.create(rel) as file, table_files.open_writer(file, schema) as writer:
             yield writer
 
     def write_table(self, rel: str, table: pa.Table) -> None:
@@ -295,7 +297,7 @@ class Store:
                 with suppress(OSError):  # not empty, or gone already
                     os.rmdir(folder)
 
-    def sweep(self, older_than_s: float) -> list[str]:
+    def remove_stale_temps(self, older_than_s: float) -> list[str]:
         """Remove temporaries not written to for `older_than_s` seconds; returns their paths. Give more than
         the longest time that one file takes to write, since another process may be writing now. Only names that
         `open_temp` gives are temporaries here: whatever else is called .tmp is somebody's."""
@@ -304,7 +306,7 @@ class Store:
             for folder, _, files in os.walk(top):
                 for file in filter(is_temporary, files):
                     path = Path(folder, file)
-                    if _modified(path) < before:
+                    if _modified_time(path) < before:
                         path.unlink(missing_ok=True)
                         removed.append(str(path))
         return sorted(removed)
@@ -319,11 +321,11 @@ def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
-def _signature_of(about: os.stat_result) -> tuple[int, ...]:
+def _file_signature(about: os.stat_result) -> tuple[int, ...]:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
-def _written(about: dict[str, Any]) -> float:
+def _object_time(about: dict[str, Any]) -> float:
     """When an object was last written, by whichever name its store says it; infinity where it does not."""
     for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = about.get(key)
@@ -334,7 +336,7 @@ def _written(about: dict[str, Any]) -> float:
     return float("inf")
 
 
-def _modified(path: Path) -> float:
+def _modified_time(path: Path) -> float:
     """Time of the last change; never old for a file that its owner has just renamed or removed."""
     try:
         return path.stat().st_mtime
@@ -342,7 +344,7 @@ def _modified(path: Path) -> float:
         return float("inf")
 
 
-def _reraise(error: OSError) -> None:
+def _raise_unless_missing(error: OSError) -> None:
     """For os.walk: a folder removed meanwhile is no error, one that can't be read is."""
     if not isinstance(error, FileNotFoundError):
         raise error

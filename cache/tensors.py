@@ -20,21 +20,24 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 #: float dtype -> the pattern of its infinity.
-INFINITY = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
-BLOCK = 1 << 17  # numbers looked at together
-DIMENSIONS, LONGEST = 32, (1 << 31) - 1  # of a shape: what numpy takes, and what an Arrow shard's int32 holds
+INFINITY_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+CHECK_BLOCK = 1 << 17  # numbers looked at together
+MAX_DIMENSIONS, MAX_DIMENSION_SIZE = (
+    32,
+    (1 << 31) - 1,
+)  # of a shape: what numpy takes, and what an Arrow shard's int32 holds
 
 
-def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+def count_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of an array. ValueError for an unknown dtype or a shape that no array has."""
     if dtype not in NUMPY_DTYPES:
         raise ValueError(f"dtype {dtype!r} is not stored in shards; choose from {', '.join(NUMPY_DTYPES)}")
-    if len(shape) > DIMENSIONS:
-        raise ValueError(f"a shape of {len(shape)} dimensions; at most {DIMENSIONS} are stored")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"a shape of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are stored")
     if any(size < 0 for size in shape):
         raise ValueError(f"shape {shape} has a negative dimension")
     # Also where another dimension is 0: numpy refuses such a shape, when the array is used.
-    if any(size > LONGEST for size in shape) or math.prod(size or 1 for size in shape) >= 1 << 60:
+    if any(size > MAX_DIMENSION_SIZE for size in shape) or math.prod(size or 1 for size in shape) >= 1 << 60:
         raise ValueError(f"shape {shape} is larger than any array")
     return math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
 
@@ -49,7 +52,7 @@ class Array:
     data: Any
 
     def __post_init__(self) -> None:
-        expected = nbytes_of(self.dtype, self.shape)
+        expected = count_bytes(self.dtype, self.shape)
         if self.nbytes != expected:
             raise ValueError(
                 f"{self.nbytes} bytes can't be {self.dtype} of shape {self.shape}, which has {expected} bytes"
@@ -81,16 +84,17 @@ class Array:
 
     def finite(self) -> bool:
         """Whether no number is NaN or infinite: an exponent of ones alone is one or the other."""
-        if self.dtype not in INFINITY or not self.nbytes:
+        if self.dtype not in INFINITY_BITS or not self.nbytes:
             return True
         unsigned = np.frombuffer(self.data, f"<u{NUMPY_DTYPES[self.dtype].itemsize}")
-        signed, positive = unsigned.view(unsigned.dtype.str.replace("u", "i")), INFINITY[self.dtype]
+        signed, positive = unsigned.view(unsigned.dtype.str.replace("u", "i")), INFINITY_BITS[self.dtype]
         negative = positive | 1 << (8 * unsigned.itemsize - 1)
-        blocks = range(0, len(unsigned), BLOCK)
+        blocks = range(0, len(unsigned), CHECK_BLOCK)
         # Patterns grow with the magnitude, so a maximum finds all that is not finite. Two of them read a block from the
         # processor's cache and write nothing: twice as fast as masks, which are arrays of the same size.
         return not any(
-            signed[i : i + BLOCK].max() >= positive or unsigned[i : i + BLOCK].max() >= negative for i in blocks
+            signed[i : i + CHECK_BLOCK].max() >= positive or unsigned[i : i + CHECK_BLOCK].max() >= negative
+            for i in blocks
         )
 
     @property

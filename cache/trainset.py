@@ -1,6 +1,6 @@
 """A training set as the trainer reads it: the joined index over text and latent shards.
 
-Tables are memory-mapped and shards are opened as they are needed, at most OPEN_SHARDS at a time, so what stays in
+Tables are memory-mapped and shards are opened as they are needed, at most MAX_OPEN_SHARDS at a time, so what stays in
 memory does not depend on how many samples there are. Every row read is checked against its checksum and against
 the identity that the index expects there.
 """
@@ -16,23 +16,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import checks, generations, untrusted
-from cache.checks import ROLES
-from cache.damage import DamageError, attempt
-from cache.plan import Ints, Span
-from cache.shard import Row
-from cache.shard_io import Readers
-from cache.sound import SAMPLE, kind_of, part_problem
+from cache import json_checks, plans, table_checks
+from cache.damage import DamageError, read_or_damage
+from cache.json_checks import check_object
+from cache.schedule import Ints, Span
+from cache.shard import ShardRow
+from cache.shard_io import ReaderPool
 from cache.store import Store
+from cache.table_checks import SET_ROLES
+from cache.tensor_checks import SAMPLE, find_tensor_problem, kind_of
 from cache.tensors import Array
-from cache.untrusted import an_object
-from schemas.errors import REMAINS, USAGE, LatentpressError
-from schemas.section import NAME_PATTERN
+from schemas.config.section import NAME_PATTERN
+from schemas.errors import INCOMPLETE, USAGE, LatentpressError
 from schemas.tables import further_kinds
 
-TABLES = {"index": checks.index, "texts": checks.set_texts, "shards": checks.set_shards}
-PROMPT_NAME = re.compile(NAME_PATTERN, re.ASCII)  # files are called by it
-OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
+TABLE_CHECKS = {
+    "index": table_checks.check_index,
+    "texts": table_checks.check_set_texts,
+    "shards": table_checks.check_set_shards,
+}
+PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are called by it
+MAX_OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
 
 class SetError(LatentpressError):
@@ -41,10 +45,10 @@ class SetError(LatentpressError):
     exit_code = USAGE
 
 
-class NoSet(SetError):
+class SetNotFound(SetError):
     """The set is still to be made."""
 
-    exit_code = REMAINS
+    exit_code = INCOMPLETE
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,17 @@ class TrainSet:
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         self.store, self.id, self.meta = store, set_id, meta
-        self.otherwise: list[str] = []  # how it differs from what the configuration that names it would make
+        self.recipe_differences: list[str] = []  # how it differs from what the configuration that names it would make
         #: Of texts, as the transformer reads them. Once they are given, `sample` and `validation` check that what they
         #: give can be trained on.
-        self.widths: dict[str, int] | None = None
-        self._index, self._texts, self._shards = (set_table(store, set_id, name) for name in TABLES)
-        self._attempt("index.arrow", lambda: checks.numbers_of_set(self._index, self._texts, self._shards))
-        self._attempt("set.json", lambda: check_description(meta, self._texts.num_rows, self._shards.num_rows))
-        self._readers = Readers(store, OPEN_SHARDS)
+        self.text_widths: dict[str, int] | None = None
+        self._index, self._texts, self._shards = (read_set_table(store, set_id, name) for name in TABLE_CHECKS)
+        self._attempt("index.arrow", lambda: table_checks.check_set_references(self._index, self._texts, self._shards))
+        self._attempt("set.json", lambda: check_set_json(meta, self._texts.num_rows, self._shards.num_rows))
+        self._readers = ReaderPool(store, MAX_OPEN_SHARDS)
 
     def _attempt(self, file: str, check: Callable[[], object]) -> None:
-        attempt(self.store.path(f"sets/{self.id}/{file}"), check, "its values can't be right")
+        read_or_damage(self.store.path(f"sets/{self.id}/{file}"), check, "its values can't be right")
 
     def __len__(self) -> int:
         """Samples to train on."""
@@ -98,10 +102,10 @@ class TrainSet:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """The rows to train on as `Plan` takes them: runs of one bucket, dataset, repeats and weight."""
+        """The rows to train on as `BatchSchedule` takes them: runs of one bucket, dataset, repeats and weight."""
         keys = ("role", "bucket", "dataset", "repeats", "weight")
-        runs = _runs(self._index, keys)
-        order = [(ROLES.index(role), *values) for (role, *values), _, _ in runs]
+        runs = _find_runs(self._index, keys)
+        order = [(SET_ROLES.index(role), *values) for (role, *values), _, _ in runs]
         if any(later <= earlier for earlier, later in pairwise(order)):
             raise SetError(f"the index of set {self.id} is not sorted by {', '.join(keys)}", "Run `latentpress index`.")
         return [
@@ -129,7 +133,7 @@ class TrainSet:
         """How many samples to train on are regularisation data."""
         return pc.sum(self._index.column("regularisation").slice(0, len(self))).as_py() or 0
 
-    def eval_choice(self, count: int) -> tuple[list[int], str]:
+    def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
         """At most `count` rows to measure a loss on, always the same, and what they are: "held-out samples", no
         sample twice, or, where the set has none, "training samples", spread evenly over the index.
 
@@ -145,7 +149,7 @@ class TrainSet:
         rows = pc.index_in(chosen, value_set=held_out).to_pylist()
         return sorted(len(self) + row for row in rows), "held-out samples"
 
-    def alternatives(self, rows: Ints) -> Ints:
+    def caption_counts(self, rows: Ints) -> Ints:
         """(n,) how many captions each of `rows` has."""
         return np.array([len(self._index.column("texts")[int(row)]) for row in rows], dtype=np.int64)
 
@@ -170,10 +174,10 @@ class TrainSet:
         regularisation = self._index.column("regularisation")[row].as_py()
         return Sample(parts[SAMPLE].id, tensors, parts[text].tensors, regularisation)
 
-    def _check(self, parts: Mapping[str, Row], bucket: str, place: Callable[[str], tuple[int, int]]) -> None:
+    def _check(self, parts: Mapping[str, ShardRow], bucket: str, place: Callable[[str], tuple[int, int]]) -> None:
         """DamageError where a part can't be trained on, once `widths` are given. place: its shard and row."""
-        for name, part in parts.items() if self.widths is not None else ():
-            if found := part_problem(name, part, bucket, self.meta, self.widths or {}):
+        for name, part in parts.items() if self.text_widths is not None else ():
+            if found := find_tensor_problem(name, part, bucket, self.meta, self.text_widths or {}):
                 shard, row = place(name)
                 raise DamageError(self._path(shard), found, row, part.id)
 
@@ -196,7 +200,7 @@ class TrainSet:
         texts = [f"text{i}" for i in range(len(entry["texts"]))]
         return [SAMPLE, *self.kinds, *texts, *(["null"] if self._null(entry) is not None else [])]
 
-    def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, Row]:
+    def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, ShardRow]:
         """Rows of shards, checksums verified, that belong to row `row`: those in `names`, by default all of them.
         verify: check again what an export says of each part of a row; in a root each is a row of its own."""
         names = self.part_names(row) if names is None else names
@@ -215,7 +219,7 @@ class TrainSet:
         kind = "" if name == SAMPLE else f"{name}_"
         return entry[f"{kind}shard"], entry[f"{kind}row"]
 
-    def prompt(self, number: int, verify: bool = False) -> dict[str, Row]:
+    def prompt(self, number: int, verify: bool = False) -> dict[str, ShardRow]:
         """The rows of validation prompt `number`: "text", "negative" and, where it has an image, "condition"."""
         entry = self.meta["validation"][number]
         ids: dict[str, str | None] = {name: self.text_id(entry[name]) for name in ("text", "negative")}
@@ -230,19 +234,21 @@ class TrainSet:
     @property
     def groups(self) -> list[tuple[str, str, int, int]]:
         """(role, bucket, first row, row after the last) of the runs of rows that agree in role and bucket."""
-        return [(role, bucket, start, stop) for (role, bucket), start, stop in _runs(self._index, ("role", "bucket"))]
+        return [
+            (role, bucket, start, stop) for (role, bucket), start, stop in _find_runs(self._index, ("role", "bucket"))
+        ]
 
     @property
     def tables(self) -> dict[str, pa.Table]:
         """index, texts and shards, as schemas.tables has them."""
         return {"index": self._index, "texts": self._texts, "shards": self._shards}
 
-    def newer_generation(self) -> str | None:
+    def find_newer_plan(self) -> str | None:
         """The newest plan of the settings this set was planned by, if the set is older; None where it is not."""
-        mine, published = self.meta["generation"], generations.names(self.store)
+        mine, published = self.meta["generation"], plans.list_plans(self.store)
         if mine not in published:
             return None  # the set was copied here without its plans
-        newest = generations.newest(self.store, generations.load(self.store, mine).info["key"])
+        newest = plans.newest_plan(self.store, plans.load_plan(self.store, mine).info["key"])
         return newest.name if newest is not None and newest.name > mine else None
 
     def close(self) -> None:
@@ -270,7 +276,7 @@ class TrainSet:
     def _path(self, shard: int) -> str:
         return self.store.path(self._shards.column("path")[shard].as_py())
 
-    def _read(self, shard: int, row: int, expected: str | None) -> Row:
+    def _read(self, shard: int, row: int, expected: str | None) -> ShardRow:
         """Row `row` of shard number `shard`, checksum verified; it must be the one named `expected`."""
         stored = self._readers.read(self._shards.column("path")[shard].as_py(), row)
         if expected is not None and stored.id != expected:
@@ -281,37 +287,39 @@ class TrainSet:
         return stored
 
 
-def set_table(store: Store, id: str, name: str) -> pa.Table:
+def read_set_table(store: Store, id: str, name: str) -> pa.Table:
     """The table `name` of a set, its values checked: "index", "texts" or "shards"."""
     rel = f"sets/{id}/{name}.arrow"
     try:
-        return store.read_table(rel, TABLES[name])
+        return store.read_table(rel, TABLE_CHECKS[name])
     except FileNotFoundError as error:
         raise DamageError(store.path(rel), "the file is missing") from error
 
 
-def check_description(meta: Mapping[str, Any], texts: int, shards: int) -> None:
-    """ValueError, or another of UNREADABLE, where what is followed in set.json can't be that of a set of so many texts
-    and shards."""
+def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
+    """Raises ValueError, or another of PARSE_ERRORS, where set.json refers to texts or shards that the set can't have.
+
+    texts, shards: how many of them the set has.
+    """
     numbers = [] if meta["null_text"] is None else [meta["null_text"]]
-    for entry in untrusted.a_list(meta["validation"], "validation"):
-        prompt = an_object(entry, "a validation prompt")
-        if not PROMPT_NAME.fullmatch(untrusted.name(prompt["name"], "the name of a validation prompt")):
+    for entry in json_checks.check_list(meta["validation"], "validation"):
+        prompt = check_object(entry, "a validation prompt")
+        if not PROMPT_NAME_PATTERN.fullmatch(json_checks.check_name(prompt["name"], "the name of a validation prompt")):
             raise ValueError(f"a validation prompt is called {prompt['name']!r}")
-        untrusted.name(prompt["bucket"], "the bucket of a validation prompt")
+        json_checks.check_name(prompt["bucket"], "the bucket of a validation prompt")
         numbers += [prompt["text"], prompt["negative"]]
         for key in ("prompt", "negative_prompt"):
-            untrusted.text(prompt[key], key)
+            json_checks.check_text(prompt[key], key)
         if prompt["condition"] is not None:
-            place = an_object(prompt["condition"], "a condition")
-            untrusted.count(place["row"], "the row of a condition")
-            if untrusted.count(place["shard"], "the shard of a condition") >= shards:
+            place = check_object(prompt["condition"], "a condition")
+            json_checks.check_count(place["row"], "the row of a condition")
+            if json_checks.check_count(place["shard"], "the shard of a condition") >= shards:
                 raise ValueError(f"a condition in shard {place['shard']} of {shards}")
-    if any(untrusted.count(number, "the number of a text") >= texts for number in numbers):
+    if any(json_checks.check_count(number, "the number of a text") >= texts for number in numbers):
         raise ValueError(f"it names texts beyond the {texts} that there are")
 
 
-def _runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
+def _find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
     """(values of `keys`, first row, row after the last) of each run of rows that agree in them."""
     bounds = {0, table.num_rows}
     for key in keys:

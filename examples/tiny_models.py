@@ -31,12 +31,12 @@ _NABLA = {
     "attention_window": 3, "attention_P": 0.9, "attention_wT": 11, "attention_wW": 3, "attention_wH": 3,
     "attention_add_sta": True, "attention_method": "topcdf",
 }  # fmt: skip
-_K5 = {"in_visual_dim": 16, "out_visual_dim": 16, "patch_size": (1, 2, 2), "attention_type": "regular"}
-_K5_TINY = _K5 | {
+_KANDINSKY = {"in_visual_dim": 16, "out_visual_dim": 16, "patch_size": (1, 2, 2), "attention_type": "regular"}
+_KANDINSKY_TINY = _KANDINSKY | {
     "in_text_dim": 64, "in_text_dim2": 32, "time_dim": 64, "model_dim": 96, "ff_dim": 256,
     "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (8, 12, 12),
 }  # fmt: skip
-_K5_TRUE = _K5 | {"in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "num_text_blocks": 2}
+_KANDINSKY_TRUE = _KANDINSKY | {"in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "num_text_blocks": 2}
 _FLUX_VAE = {
     "latent_channels": 16, "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -50,8 +50,8 @@ _DC_AE = {
 
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
-        "image": _K5_TINY,
-        "video": _K5_TINY | {"visual_cond": True},
+        "image": _KANDINSKY_TINY,
+        "video": _KANDINSKY_TINY | {"visual_cond": True},
         "sana": {
             "in_channels": 32, "out_channels": 32, "num_attention_heads": 3, "attention_head_dim": 32,
             "num_layers": 3, "num_cross_attention_heads": 3, "cross_attention_head_dim": 32,
@@ -86,9 +86,9 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "dinov2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 112},
     },
     "true": {
-        "image": _K5_TRUE | {"model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50,
+        "image": _KANDINSKY_TRUE | {"model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50,
             "axes_dims": (32, 48, 48)},
-        "video": _K5_TRUE | {"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 32,
+        "video": _KANDINSKY_TRUE | {"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 32,
             "axes_dims": (16, 24, 24),
                              "visual_cond": True},
         "sana": {},
@@ -115,7 +115,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 for _rows in SHAPES.values():
     _rows["qwen49"] = _rows["qwen"]
 SHAPES["pro"] = SHAPES["true"] | {
-    "video": _K5_TRUE | {"time_dim": 1024, "model_dim": 4096, "ff_dim": 16384, "num_text_blocks": 4,
+    "video": _KANDINSKY_TRUE | {"time_dim": 1024, "model_dim": 4096, "ff_dim": 16384, "num_text_blocks": 4,
                          "num_visual_blocks": 60, "axes_dims": (32, 48, 48), "visual_cond": True},
 }  # fmt: skip
 
@@ -136,7 +136,7 @@ CLASSES = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class CheckpointKind:
     """What one checkpoint is made of. `parts` maps a pipeline's component to a row of SHAPES."""
 
     pipeline: str | None
@@ -155,16 +155,16 @@ _SANA_SCHEDULER = {
 }  # fmt: skip
 _K5_IMAGE, _K5_VIDEO = (FAMILIES[f"kandinsky5-{media}"].pipelines for media in ("image", "video"))
 KINDS = {
-    "kandinsky5-image-t2i": Kind(_K5_IMAGE["t2i"], _IMAGE, {"visual_cond": False}, {"shift": 3.0}),
-    "kandinsky5-image-i2i": Kind(_K5_IMAGE["i2i"], _IMAGE, {"visual_cond": True}, {"shift": 3.0}),
-    "kandinsky5-image-i2i-prefix49": Kind(
+    "kandinsky5-image-t2i": CheckpointKind(_K5_IMAGE["t2i"], _IMAGE, {"visual_cond": False}, {"shift": 3.0}),
+    "kandinsky5-image-i2i": CheckpointKind(_K5_IMAGE["i2i"], _IMAGE, {"visual_cond": True}, {"shift": 3.0}),
+    "kandinsky5-image-i2i-prefix49": CheckpointKind(
         _K5_IMAGE["i2i"], _IMAGE | {"text_encoder": "qwen49"}, {"visual_cond": True}, {"shift": 3.0}
     ),
-    "kandinsky5-video-t2v": Kind(_K5_VIDEO["t2v"], _VIDEO, {}, {"shift": 5.0}),
-    "kandinsky5-video-i2v": Kind(_K5_VIDEO["i2v"], _VIDEO, {}, {"shift": 5.0}),
-    "kandinsky5-video-t2v-nabla": Kind(_K5_VIDEO["t2v"], _VIDEO, _NABLA, {"shift": 5.0}),
-    "sana": Kind(FAMILIES["sana"].pipelines["t2i"], _SANA, {}, _SANA_SCHEDULER),
-    "dinov2": Kind(None, {"": "dinov2"}),
+    "kandinsky5-video-t2v": CheckpointKind(_K5_VIDEO["t2v"], _VIDEO, {}, {"shift": 5.0}),
+    "kandinsky5-video-i2v": CheckpointKind(_K5_VIDEO["i2v"], _VIDEO, {}, {"shift": 5.0}),
+    "kandinsky5-video-t2v-nabla": CheckpointKind(_K5_VIDEO["t2v"], _VIDEO, _NABLA, {"shift": 5.0}),
+    "sana": CheckpointKind(FAMILIES["sana"].pipelines["t2i"], _SANA, {}, _SANA_SCHEDULER),
+    "dinov2": CheckpointKind(None, {"": "dinov2"}),
 }
 
 # --- models ---
@@ -187,7 +187,7 @@ def _config(part: str, size: str, overrides: dict[str, Any]) -> dict[str, Any]:
     return config | {f"{name}_token_id": i for name, i in ids.items()} | {"text_config": text}
 
 
-def skeleton(part: str, size: str = "tiny", **overrides: Any) -> Any:
+def make_untrained(part: str, size: str = "tiny", **overrides: Any) -> Any:
     """A part's model with its class's own initialisation, on torch's current default device and dtype."""
     import diffusers
     import transformers
@@ -269,7 +269,7 @@ def _calibrate(vae: Any, part: str) -> None:
 
 
 @contextmanager
-def _quiet_torch(seed: int) -> Iterator[None]:
+def _single_threaded(seed: int) -> Iterator[None]:
     """One thread (other numbers of threads give other last bits) and a random state of its own."""
     import torch
 
@@ -298,8 +298,8 @@ def make_model(
     kept = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if size == "tiny" else getattr(torch, dtype))
     try:
-        with _quiet_torch(seed), torch.device(device):
-            model = skeleton(part, size, **(overrides or {})).eval()
+        with _single_threaded(seed), torch.device(device):
+            model = make_untrained(part, size, **(overrides or {})).eval()
             _randomise(model, seed)
             if size == "tiny" and part in ("flux_vae", "hunyuan_vae", "dc_ae"):
                 _calibrate(model, part)
@@ -311,7 +311,7 @@ def make_model(
 # --- checkpoints ---
 
 
-def _write_tokenizers(kind: Kind, out: Path, wanted: Callable[[str], bool]) -> None:
+def _write_tokenizers(kind: CheckpointKind, out: Path, wanted: Callable[[str], bool]) -> None:
     for component, part in kind.parts.items():
         name = component.replace("text_encoder", "tokenizer")
         if part not in TOKENIZERS or not wanted(name):
@@ -324,7 +324,7 @@ def _write_tokenizers(kind: Kind, out: Path, wanted: Callable[[str], bool]) -> N
             Qwen2VLImageProcessorPil(size=size).save_pretrained(out / name)
 
 
-def _write_scheduler(kind: Kind, out: Path) -> str:
+def _write_scheduler(kind: CheckpointKind, out: Path) -> str:
     import diffusers
 
     name = "DPMSolverMultistepScheduler" if "flow_shift" in kind.scheduler else "FlowMatchEulerDiscreteScheduler"
@@ -332,7 +332,7 @@ def _write_scheduler(kind: Kind, out: Path) -> str:
     return name
 
 
-def _model_index(kind: Kind) -> dict[str, Any]:
+def _model_index(kind: CheckpointKind) -> dict[str, Any]:
     """model_index.json as the pipeline's own save_pretrained writes it."""
     import diffusers
 

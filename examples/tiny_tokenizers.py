@@ -40,7 +40,7 @@ SPLIT_WORDS = {
 }
 # The i2i prefix has 49 tokens in Qwen's own vocabulary, while its pipeline crops 54 (so five tokens of the
 # caption go too). These splits bring it to 54; the kind named prefix49 does without them.
-SPLIT_TO_54 = {
+EXTRA_SPLIT_WORDS = {
     " Based": (" Bas", "ed"),
     " target": (" tar", "get"),
     " together": (" to", "gether"),
@@ -65,7 +65,7 @@ def template_prefixes() -> dict[str, tuple[str, int]]:
     }
 
 
-def _learned(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list[str], list[Any]]:
+def _train_bpe(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list[str], list[Any]]:
     """Trains a BPE tokenizer and returns (tokens in the order of their ids, merges)."""
     tokenizer.train_from_iterator(texts, trainer)
     model = json.loads(tokenizer.to_str())["model"]
@@ -82,7 +82,7 @@ def qwen_tokenizer(i2i_prefix: int = 54) -> Any:
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
 
     split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
-    splits = SPLIT_WORDS | (SPLIT_TO_54 if i2i_prefix == 54 else {})
+    splits = SPLIT_WORDS | (EXTRA_SPLIT_WORDS if i2i_prefix == 54 else {})
     prefixes = template_prefixes()
     plain = [text for prefix, _ in prefixes.values() for text in re.split(r"<\|\w+\|>", prefix)]
     words = [word for text in plain for word, _ in split.pre_tokenize_str(text)]
@@ -94,7 +94,7 @@ def qwen_tokenizer(i2i_prefix: int = 54) -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False)
     # Weighted so that the templates' words are learned whole before anything of the sentences.
-    vocab, merges = _learned(tokenizer, trainer, pieces * 50 + list(SENTENCES))
+    vocab, merges = _train_bpe(tokenizer, trainer, pieces * 50 + list(SENTENCES))
     result = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(vocab)},
         merges=merges,
@@ -125,7 +125,7 @@ def clip_tokenizer() -> Any:
     ends = [letter + "</w>" for letter in string.ascii_lowercase]
     trainer = trainers.BpeTrainer(vocab_size=900, end_of_word_suffix="</w>", special_tokens=ends, show_progress=False)
     texts = [re.sub(r"[^a-z]+", "\n", text.lower()).strip().split("\n") for text in SENTENCES]
-    learned, merges = _learned(tokenizer, trainer, [word for words in texts for word in words])
+    learned, merges = _train_bpe(tokenizer, trainer, [word for words in texts for word in words])
     # Every byte, inside and at the end of a word: an unknown one would become the end token and cut the text.
     vocab = dict.fromkeys(alphabet + [letter + "</w>" for letter in alphabet] + learned)
     tokens = [*vocab, "<|startoftext|>", "<|endoftext|>"]
@@ -147,7 +147,7 @@ def gemma_tokenizer() -> Any:
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|▁?[^▁\n\p{P}]+|\p{P}|▁"), behavior="isolated")
     trainer = trainers.BpeTrainer(vocab_size=1200, show_progress=False)
-    learned, merges = _learned(tokenizer, trainer, [*instruction, *SENTENCES, "\n", " "] * 2)
+    learned, merges = _train_bpe(tokenizer, trainer, [*instruction, *SENTENCES, "\n", " "] * 2)
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
     tokens = dict.fromkeys(special + [f"<0x{byte:02X}>" for byte in range(256)] + learned)
     return GemmaTokenizer(

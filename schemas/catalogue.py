@@ -25,7 +25,7 @@ VISION_MODELS = {
 }
 
 
-def flavour_of(family: str, flavour: str) -> Flavour:
+def get_flavour(family: str, flavour: str) -> Flavour:
     """The flavour's row; an unknown family or flavour raises ValueError with the valid list."""
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}; valid families: {', '.join(FAMILIES)}")

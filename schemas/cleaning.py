@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # the catalogue is imported by `--help`, which loads no pyarr
 # ftfy takes 65 to 220 microseconds a caption. Captions of printable ASCII words with single spaces between them,
 # and no "&" that could begin an entity, stay as they are. With the punctuation of typeset English besides, all that
 # ftfy does is straighten the quotes. Both are tested against it.
-_CLEAN = "^[!-%'-~]+( [!-%'-~]+)*$"
-_PLAIN = "^[ -%'-~\u2013\u2014\u2018\u2019\u201c\u201d\u2026]*$"
+_ALREADY_CLEAN = "^[!-%'-~]+( [!-%'-~]+)*$"
+_ONLY_TYPOGRAPHY = "^[ -%'-~\u2013\u2014\u2018\u2019\u201c\u201d\u2026]*$"
 _QUOTES = (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
 
 
@@ -54,14 +54,14 @@ def folded_column(texts: "pa.Array") -> "pa.Array":
     """`folded` of n captions."""
     import pyarrow.compute as pc
 
-    unclean = pc.invert(pc.match_substring_regex(texts, _CLEAN))
-    return pc.replace_with_mask(texts, unclean, _mended(texts.filter(unclean)))
+    unclean = pc.invert(pc.match_substring_regex(texts, _ALREADY_CLEAN))
+    return pc.replace_with_mask(texts, unclean, _fix_texts(texts.filter(unclean)))
 
 
-def _mended(texts: "pa.Array") -> "pa.Array":
+def _fix_texts(texts: "pa.Array") -> "pa.Array":
     import pyarrow.compute as pc
 
-    plain = pc.match_substring_regex(texts, _PLAIN)
+    plain = pc.match_substring_regex(texts, _ONLY_TYPOGRAPHY)
     straight = texts
     for pattern, quote in _QUOTES:
         straight = pc.replace_substring_regex(straight, pattern, quote)

@@ -13,18 +13,18 @@ from typing import Any, Literal, get_args, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.randomness import mix, uniform
+from schemas.randomness import mix_bits, to_unit_interval
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Selection = Literal["head", "middle", "random", "uniform", "chunks", "slide"]
+ClipSelection = Literal["head", "middle", "random", "uniform", "chunks", "slide"]
 
 # Containers round timestamps (Matroska to milliseconds), so times this close, in seconds, are the same time.
 TIME_TOLERANCE = 0.001
 RATE_TOLERANCE = 0.005  # relative difference up to which a video's rate stands for the one asked for
-MOST_FRAMES = 2**53  # no segment is counted to have more: integers up to here are exact in floating point
-MOST_CLIPS = 50_000_000  # what a table of clips can hold with a few gigabytes of memory
-GAMMA = 0x9E3779B97F4A7C15  # the step of splitmix64 from one number to the next (Steele, Lea, Flood 2014)
+MAX_FRAMES = 2**53  # no segment is counted to have more: integers up to here are exact in floating point
+MAX_CLIPS = 50_000_000  # what a table of clips can hold with a few gigabytes of memory
+SPLITMIX_GAMMA = 0x9E3779B97F4A7C15  # the step of splitmix64 from one number to the next (Steele, Lea, Flood 2014)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def largest_valid_frames(frames: Any, temporal_stride: int = 4, *others: int) ->
         named = ", ".join(map(str, strides))
         raise ValueError(f"{count.min(initial=1)} frames at a stride of {named}: all must be 1 or more")
     stride = math.lcm(*strides)
-    return plain((count - 1) // stride * stride + 1)
+    return to_python_scalar((count - 1) // stride * stride + 1)
 
 
 @overload
@@ -60,16 +60,16 @@ def frames_available(duration: Any, rate: Any) -> Any:
 
     A time that reaches the end of the clip to within a millisecond (or a quarter of 1/rate, if that is less) is
     outside it: durations carry the rounding of their container. There are none where the duration is not positive,
-    not known (NaN) or infinite, and never more than MOST_FRAMES.
+    not known (NaN) or infinite, and never more than MAX_FRAMES.
     """
     if not np.all(np.isfinite(rate) & (np.asarray(rate) > 0)):
         raise ValueError(f"rate {rate}: give frames per second, more than 0")
     seconds = np.asarray(duration, np.float64)
     known = np.isfinite(seconds) & (seconds > 0)
     # The limit comes before the product, which would overflow.
-    seconds = np.where(known, np.minimum(seconds, MOST_FRAMES / rate), 0.0)
+    seconds = np.where(known, np.minimum(seconds, MAX_FRAMES / rate), 0.0)
     within = np.ceil((seconds - np.minimum(TIME_TOLERANCE, 0.25 / np.asarray(rate))) * rate)
-    return plain(np.where(known, np.clip(within, 1, MOST_FRAMES), 0).astype(np.int64))
+    return to_python_scalar(np.where(known, np.clip(within, 1, MAX_FRAMES), 0).astype(np.int64))
 
 
 def clip_times(start: float, rate: float, frames: int) -> list[float]:
@@ -79,7 +79,7 @@ def clip_times(start: float, rate: float, frames: int) -> list[float]:
     return [start + index / rate for index in range(frames)]
 
 
-def own_rates(source: Floats, rate: float) -> Floats:
+def match_frame_rates(source: Floats, rate: float) -> Floats:
     """(n,) rates at which every k-th frame of videos of `source` frames per second is chosen, k = 1, 2 …, where that is
     within RATE_TOLERANCE of `rate`; else, and where source is NaN, `rate`.
     """
@@ -87,7 +87,7 @@ def own_rates(source: Floats, rate: float) -> Floats:
     return np.where(np.abs(source / every - rate) <= RATE_TOLERANCE * rate, source / every, rate)
 
 
-def takes_evenly(start: Floats, frames: Ints, source: Floats, rate: float) -> NDArray[np.bool_]:
+def takes_every_kth_frame(start: Floats, frames: Ints, source: Floats, rate: float) -> NDArray[np.bool_]:
     """(n,) whether clips chosen at `rate` take every k-th frame of their videos of `source` frames per second, k being
     the nearest whole number, so that none repeats and none is left out; timestamps may be off by TIME_TOLERANCE.
 
@@ -110,7 +110,7 @@ def select_clips(
     min_frames: int,
     strides: tuple[int, ...],
     fixed: bool,
-    clip: Selection,
+    clip: ClipSelection,
     clips: int = 1,
     clip_stride: int | None = None,
 ) -> Clips:
@@ -127,7 +127,7 @@ def select_clips(
     - slide: every `clip_stride` frames, as long as they are inside.
 
     Every time of a clip lies within its segment as frames_available has it. Raises ValueError for more than
-    MOST_CLIPS.
+    MAX_CLIPS.
     """
     if min(num_frames, min_frames, clips, clip_stride or 1, *strides) < 1:
         raise ValueError("num_frames, min_frames, clips, clip_stride and strides must be 1 or more")
@@ -143,23 +143,23 @@ def select_clips(
         row = np.arange(len(segment))
         start = free // 2 if clip == "middle" else np.zeros_like(free)
     elif clip == "random":
-        row, start = _random(free, seeds, clips)
+        row, start = _random_starts(free, seeds, clips)
     elif clip == "uniform":
-        row, start = _uniform(free, clips)
+        row, start = _uniform_starts(free, clips)
     elif clip == "chunks":
-        row, start, frames = _chunks(available, frames, 0 if fixed else stride, min_frames)
+        row, start, frames = _chunk_starts(available, frames, 0 if fixed else stride, min_frames)
         return Clips(segment[row], start / rates[segment[row]], frames)
     elif clip == "slide":
         if clip_stride is None:
             raise ValueError("clip: slide needs clip_stride, the frames between the starts of clips")
-        row, place = _runs(free // clip_stride + 1)
+        row, place = _number_within_groups(free // clip_stride + 1)
         start = place * clip_stride
     else:
-        raise ValueError(f"clip {clip!r}: choose one of {', '.join(get_args(Selection))}")
+        raise ValueError(f"clip {clip!r}: choose one of {', '.join(get_args(ClipSelection))}")
     return Clips(segment[row], start / rates[segment[row]], frames[row])
 
 
-def plain(values: Any) -> Any:
+def to_python_scalar(values: Any) -> Any:
     """A number of Python's own for what is no column, (n,)."""
     return values.item() if np.ndim(values) == 0 else values
 
@@ -172,19 +172,19 @@ def _clip_frames(available: Ints, num_frames: int, stride: int, fixed: bool) -> 
     return np.where(available > 0, largest_valid_frames(np.clip(available, 1, num_frames), stride), 0)
 
 
-def _random(free: Ints, seeds: NDArray[np.uint64], clips: int) -> tuple[Ints, Ints]:
-    row, place = _runs(np.full(len(free), clips))
+def _random_starts(free: Ints, seeds: NDArray[np.uint64], clips: int) -> tuple[Ints, Ints]:
+    row, place = _number_within_groups(np.full(len(free), clips))
     # Each clip's number is drawn on its own, so that asking for more clips keeps those that there were.
-    drawn = uniform(mix(seeds[row] + (place + 1).astype(np.uint64) * np.uint64(GAMMA)))
+    drawn = to_unit_interval(mix_bits(seeds[row] + (place + 1).astype(np.uint64) * np.uint64(SPLITMIX_GAMMA)))
     start = np.floor(drawn * (free[row] + 1)).astype(np.int64)
     start = np.sort(start.reshape(-1, clips), axis=1).ravel()
     new = np.append(True, (row[1:] != row[:-1]) | (start[1:] != start[:-1]))[: len(row)]
     return row[new], start[new]
 
 
-def _uniform(free: Ints, clips: int) -> tuple[Ints, Ints]:
+def _uniform_starts(free: Ints, clips: int) -> tuple[Ints, Ints]:
     counts = np.minimum(clips, free + 1)
-    row, place = _runs(counts)
+    row, place = _number_within_groups(counts)
     steps = np.maximum(counts - 1, 1)
     # place * free / steps, rounded to the nearest, in two parts, so that no product exceeds 64 bits.
     whole, rest = np.divmod(free, steps)
@@ -192,23 +192,23 @@ def _uniform(free: Ints, clips: int) -> tuple[Ints, Ints]:
     return row, free // 2 if clips == 1 else start
 
 
-def _chunks(available: Ints, frames: Ints, tail_stride: int, min_frames: int) -> tuple[Ints, Ints, Ints]:
+def _chunk_starts(available: Ints, frames: Ints, tail_stride: int, min_frames: int) -> tuple[Ints, Ints, Ints]:
     """tail_stride: the stride of the frames of a last, shorter clip; 0 for no such clip."""
     whole, rest = np.divmod(available, frames)
     tail = np.zeros_like(rest)
     if tail_stride:
         tail = np.where(rest > 0, largest_valid_frames(np.maximum(rest, 1), tail_stride), 0)
-    row, place = _runs(whole + (tail >= min_frames))
+    row, place = _number_within_groups(whole + (tail >= min_frames))
     return row, place * frames[row], np.where(place < whole[row], frames[row], tail[row])
 
 
-def _runs(counts: Ints) -> tuple[Ints, Ints]:
+def _number_within_groups(counts: Ints) -> tuple[Ints, Ints]:
     """The numbers 0 .. count - 1 for each of n counts one after the other, behind the row that each belongs to."""
     total = counts.sum(dtype=np.float64)
-    if total > MOST_CLIPS:
+    if total > MAX_CLIPS:
         longest = counts.max()
         raise ValueError(
-            f"{total:.0f} clips, {longest} of them of one segment, are more than {MOST_CLIPS}: "
+            f"{total:.0f} clips, {longest} of them of one segment, are more than {MAX_CLIPS}: "
             "use a larger clip_stride or fewer clips, or leave out the longest videos with max_frames"
         )
     row = np.repeat(np.arange(len(counts)), counts)

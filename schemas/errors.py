@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 OK = 0  # everything is done
 USAGE = 2  # wrong usage or configuration
-REMAINS = 3  # work remains, or failed
+INCOMPLETE = 3  # work remains, or failed
 DAMAGE = 4  # damaged data was found
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
 TERMINATED = 143  # SIGTERM, likewise
@@ -20,7 +20,7 @@ class LatentpressError(Exception):
     `next_step` is a sentence or a command. A subclass says with `exit_code` how a program that met it ends.
     """
 
-    exit_code: ClassVar[int] = REMAINS
+    exit_code: ClassVar[int] = INCOMPLETE
 
     def __init__(self, message: str, next_step: str = "") -> None:
         super().__init__(message)

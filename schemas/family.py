@@ -114,7 +114,8 @@ class Flavour:
 class Family:
     """Everything a stage or the trainer must know of a family without loading it.
 
-    text_encoder, autoencoder, transformer: names of modules in stages/text/, stages/vae/ and trainer/families/.
+    text_encoder, autoencoder, transformer: names of modules in stages/encoding/text/, stages/encoding/vae/ and
+    trainer/families/.
     conditions: task -> what the model is given beside the text; tasks that are not there give nothing.
     components: sub-folders of the checkpoint that hold its transformers (`trainer.experts.Experts`
     of several).
@@ -146,8 +147,8 @@ class Family:
     temporal_stride: int
     resolution: int
     text_width: int
-    text_parts: tuple[str, ...]
-    latent_parts: tuple[str, ...]
+    text_components: tuple[str, ...]
+    latent_components: tuple[str, ...]
     models: dict[str, str]
     transformer_config: dict[Task, dict[str, int | bool]]
     autoencoder_config: dict[str, int]

@@ -17,7 +17,7 @@ from typing import Generic, Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.clips import Floats, Ints, largest_valid_frames, plain
+from schemas.clips import Floats, Ints, largest_valid_frames, to_python_scalar
 
 Lengths = int | Ints
 Numbers = float | Floats
@@ -29,7 +29,7 @@ Orientation = Literal["landscape", "portrait", "square"]
 RESOLUTION_TYPES: tuple[ResolutionType, ...] = ("pixel", "area", "pixel_area")
 MAX_ASPECT = 2.5
 
-_BUCKET = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?")
+_BUCKET_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?")
 
 
 @dataclass(frozen=True, order=True)
@@ -50,7 +50,7 @@ class Bucket:
     @classmethod
     def parse(cls, text: str) -> "Bucket":
         """Read `640x384@29`, or `640x384` for one frame. Raises ValueError for anything else."""
-        match = _BUCKET.fullmatch(text)
+        match = _BUCKET_PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"bucket {text!r}: write WIDTHxHEIGHT or WIDTHxHEIGHT@FRAMES, as in 640x384@29")
         width, height, frames = match.groups(default="1")
@@ -146,8 +146,8 @@ def choose_buckets(width: Lengths, height: Lengths, candidates: Sequence[tuple[i
     Of equals the larger is chosen, and of those the wider. Raises ValueError without candidates or for a size that
     is not positive.
     """
-    across, down = _sides(width, height)
-    return _nearest(across.astype(np.float64), down.astype(np.float64), candidates)
+    across, down = _check_sides(width, height)
+    return _nearest_aspect(across.astype(np.float64), down.astype(np.float64), candidates)
 
 
 def nearest_aspects(aspect: Numbers, candidates: Sequence[tuple[int, int]]) -> Ints:
@@ -156,7 +156,7 @@ def nearest_aspects(aspect: Numbers, candidates: Sequence[tuple[int, int]]) -> I
     wrong = ~(np.isfinite(across) & (across > 0))
     if wrong.any():
         raise ValueError(f"aspect {across[wrong].flat[0]}: give width / height, more than 0")
-    return _nearest(across, np.ones_like(across), candidates)
+    return _nearest_aspect(across, np.ones_like(across), candidates)
 
 
 def cover_crop(
@@ -174,11 +174,11 @@ def cover_crop(
     style: `center`; `corner` for the upper left; `random` for the place that `across` and `down`, each in [0, 1),
     say: all places that leave the cut inside are equally likely where they are uniform.
     """
-    sides = _sides(width, height, bucket_width, bucket_height)
-    return _cut(_covering(*sides), sides[2:], style, across, down)
+    sides = _check_sides(width, height, bucket_width, bucket_height)
+    return _make_crop(_cover_size(*sides), sides[2:], style, across, down)
 
 
-def loose_crop(
+def resize_then_crop(
     width: Lengths,
     height: Lengths,
     bucket_width: Lengths,
@@ -193,25 +193,25 @@ def loose_crop(
     It is made no smaller than covers the bucket, as cover_crop does, and otherwise no larger than it is. The
     shorter side is rounded to the nearest pixel and the other one to the nearest that keeps the aspect.
     """
-    sides = _sides(width, height, bucket_width, bucket_height)
+    sides = _check_sides(width, height, bucket_width, bucket_height)
     shorter = np.minimum(sides[0], sides[1])
     wanted = np.minimum(scaled_shorter, shorter)
     if not (wanted > 0).all():
         raise ValueError("scaled_shorter: every length must be more than 0 pixels")
     scaled = np.floor(wanted + 0.5).astype(np.int64)
     # Both are roundings of the sides times one factor each, so the larger pair is that of the larger factor.
-    pairs = zip(sides[:2], _covering(*sides), strict=True)
+    pairs = zip(sides[:2], _cover_size(*sides), strict=True)
     size = [np.maximum(covering, _rounded_division(side * scaled, shorter)) for side, covering in pairs]
-    return _cut(size, sides[2:], style, across, down)
+    return _make_crop(size, sides[2:], style, across, down)
 
 
-def stretch(bucket_width: Lengths, bucket_height: Lengths, n: int | None = None) -> Crop:
+def stretch_to_bucket(bucket_width: Lengths, bucket_height: Lengths, n: int | None = None) -> Crop:
     """Stretch the whole picture to the bucket and cut nothing; for `n` items where the bucket is a number."""
-    bucket = _sides(*(side if n is None else np.full(n, side) for side in (bucket_width, bucket_height)))
-    return _cut(bucket, bucket, "corner", 0.0, 0.0)
+    bucket = _check_sides(*(side if n is None else np.full(n, side) for side in (bucket_width, bucket_height)))
+    return _make_crop(bucket, bucket, "corner", 0.0, 0.0)
 
 
-def measured_size(width: Lengths, height: Lengths, resolution_type: ResolutionType) -> Floats:
+def measure_size(width: Lengths, height: Lengths, resolution_type: ResolutionType) -> Floats:
     """Size by `resolution_type`: pixels of the shorter side, megapixels, or pixels of the edge of an equal square."""
     _check_type(resolution_type)
     across, down = np.asarray(width, np.float64), np.asarray(height, np.float64)
@@ -220,10 +220,10 @@ def measured_size(width: Lengths, height: Lengths, resolution_type: ResolutionTy
     return across * down / 1e6 if resolution_type == "area" else np.sqrt(across * down)
 
 
-def shorter_at(width: Lengths, height: Lengths, size: Numbers, resolution_type: ResolutionType) -> Floats:
+def shorter_side_at_size(width: Lengths, height: Lengths, size: Numbers, resolution_type: ResolutionType) -> Floats:
     """Shorter side in pixels of the picture scaled so that its measured_size is `size`; a fraction, not rounded."""
     _check_type(resolution_type)
-    across, down = _sides(width, height)
+    across, down = _check_sides(width, height)
     if resolution_type == "pixel":
         return np.broadcast_arrays(np.asarray(size, np.float64), across, down)[0]
     area = np.square(size, dtype=np.float64) if resolution_type == "pixel_area" else np.multiply(size, 1e6)
@@ -232,30 +232,30 @@ def shorter_at(width: Lengths, height: Lengths, size: Numbers, resolution_type: 
 
 def cropped_share(width: Lengths, height: Lengths, crop: Crop, bucket_width: Lengths, bucket_height: Lengths) -> Floats:
     """Share, in [0, 1), of the area of the picture, (width, height), that the cut loses."""
-    sides = _sides(crop.resize_width, crop.resize_height, bucket_width, bucket_height)
+    sides = _check_sides(crop.resize_width, crop.resize_height, bucket_width, bucket_height)
     area = sides[0] * sides[1]
     return np.broadcast_arrays((area - sides[2] * sides[3]) / area, width, height)[0]
 
 
-def distortion(width: Lengths, height: Lengths, crop: Crop) -> Floats:
+def aspect_distortion(width: Lengths, height: Lengths, crop: Crop) -> Floats:
     """Change of aspect by the resize: the larger of the two scale factors over the smaller, minus 1."""
-    across, down = _sides(width, height)
+    across, down = _check_sides(width, height)
     wide, tall = crop.resize_width * down, crop.resize_height * across
     return np.abs(wide - tall) / np.minimum(wide, tall)
 
 
-def enlarged(width: Lengths, height: Lengths, crop: Crop) -> NDArray[np.bool_]:
+def is_upscaled(width: Lengths, height: Lengths, crop: Crop) -> NDArray[np.bool_]:
     """Whether the resize makes either side longer than it is."""
     return np.greater(crop.resize_width, width) | np.greater(crop.resize_height, height)
 
 
-def _nearest(across: Floats, down: Floats, candidates: Sequence[tuple[int, int]]) -> Ints:
+def _nearest_aspect(across: Floats, down: Floats, candidates: Sequence[tuple[int, int]]) -> Ints:
     """(n,) index of the candidate nearest in aspect to across / down.
 
     Of the distinct aspects, in order, only the one below and the one above can be the nearest: 2 of them are
     compared, however many there are. The ratio of two aspects stands for the difference of their logarithms.
     """
-    index = _by_aspect(candidates)
+    index = _sort_by_aspect(candidates)
     width, height = np.array(candidates, np.float64)[index].T
     above = np.searchsorted(width / height, across / down)
     low, high = np.maximum(above - 1, 0), np.minimum(above, len(index) - 1)
@@ -266,11 +266,11 @@ def _nearest(across: Floats, down: Floats, candidates: Sequence[tuple[int, int]]
     return index[np.where((to_high < from_low) | ((to_high == from_low) & larger_above[low]), high, low)]
 
 
-def _by_aspect(candidates: Sequence[tuple[int, int]]) -> Ints:
+def _sort_by_aspect(candidates: Sequence[tuple[int, int]]) -> Ints:
     """Indexes of the largest candidate of each aspect, the tallest aspect first."""
     if not candidates:
         raise ValueError("no bucket to choose from: give at least one (width, height)")
-    _sides(np.array(candidates))
+    _check_sides(np.array(candidates))
     best: dict[Fraction, int] = {}
     for index, (width, height) in enumerate(candidates):
         aspect = Fraction(width, height)
@@ -279,7 +279,7 @@ def _by_aspect(candidates: Sequence[tuple[int, int]]) -> Ints:
     return np.array([best[aspect] for aspect in sorted(best)], np.int64)
 
 
-def _covering(width: Ints, height: Ints, bucket_width: Ints, bucket_height: Ints) -> tuple[Ints, Ints]:
+def _cover_size(width: Ints, height: Ints, bucket_width: Ints, bucket_height: Ints) -> tuple[Ints, Ints]:
     """The smallest size of the picture's aspect that covers the bucket."""
     wide, tall = width * bucket_height, height * bucket_width
     wider = wide >= tall
@@ -287,13 +287,13 @@ def _covering(width: Ints, height: Ints, bucket_width: Ints, bucket_height: Ints
     return across, np.where(wider, bucket_height, _rounded_division(tall, width))
 
 
-def _cut(size: Sequence[Ints], bucket: Sequence[Ints], style: CropStyle, *shares: Numbers) -> Crop:
+def _make_crop(size: Sequence[Ints], bucket: Sequence[Ints], style: CropStyle, *shares: Numbers) -> Crop:
     """Cut the bucket from a picture that covers it. size, bucket and shares: across, down."""
-    starts = (_start(length - cut, style, share) for length, cut, share in zip(size, bucket, shares, strict=True))
-    return Crop(*map(plain, np.broadcast_arrays(*size, *starts)))
+    starts = (_crop_offset(length - cut, style, share) for length, cut, share in zip(size, bucket, shares, strict=True))
+    return Crop(*map(to_python_scalar, np.broadcast_arrays(*size, *starts)))
 
 
-def _start(free: Ints, style: CropStyle, share: Numbers) -> Ints:
+def _crop_offset(free: Ints, style: CropStyle, share: Numbers) -> Ints:
     """One of 0 .. free, in pixels; for the random style all alike where `share` is uniform in [0, 1)."""
     if style == "center":
         return free // 2
@@ -305,7 +305,7 @@ def _start(free: Ints, style: CropStyle, share: Numbers) -> Ints:
     return np.floor(share * (free + 1)).astype(np.int64)
 
 
-def _sides(*values: Lengths) -> tuple[Ints, ...]:
+def _check_sides(*values: Lengths) -> tuple[Ints, ...]:
     """Lengths in pixels as int64, checked. Fractions are refused with TypeError."""
     sides = tuple(np.asarray(value).astype(np.int64, casting="same_kind", copy=False) for value in values)
     for side in sides:

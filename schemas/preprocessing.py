@@ -4,9 +4,9 @@ Whoever changes what the code does changes the name. Apart from the code, so tha
 """
 
 RESIZE = "pillow-lanczos"  # stages/media/pixels.py: fit
-# stages/text/pictures.py: half of each side, as the pipeline does; qwenimages.py: as torchvision does
-IN_PROMPT = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalise"
-MASK = "grey-over-black;pillow-bilinear;area-mean"  # samples.py: read_mask; stages/vae/worker.py: reduced
+# stages/encoding/text/prompt_images.py: half of each side, as the pipeline does; qwenimages.py: as torchvision does
+PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalise"
+MASK = "grey-over-black;pillow-bilinear;area-mean"  # samples.py: read_mask; stages/encoding/vae/worker.py: reduced
 # image.py, colour.py and orientation.py
 COLOUR = (
     "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below;wide-primaries-to-709;mirrored-as-shown;"

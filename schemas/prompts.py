@@ -6,7 +6,7 @@ import pyarrow.compute as pc
 from schemas.family import Template
 
 
-def render_column(cleaned: pa.Array, template: Template, *, negative: bool = False) -> pa.Array:
+def render_prompts(cleaned: pa.Array, template: Template, *, negative: bool = False) -> pa.Array:
     """`render` of n texts at once."""
     if negative and not template.negative_uses_template:
         return cleaned
@@ -14,7 +14,7 @@ def render_column(cleaned: pa.Array, template: Template, *, negative: bool = Fal
     return pc.binary_join_element_wise(before, cleaned, after, "")
 
 
-def render(cleaned: str, template: Template, *, negative: bool = False) -> str:
+def render_prompt(cleaned: str, template: Template, *, negative: bool = False) -> str:
     """The text that is tokenised. Some templates are not put around negative and null prompts."""
     if negative and not template.negative_uses_template:
         return cleaned

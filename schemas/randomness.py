@@ -4,13 +4,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-def uniform(seeds: NDArray[np.uint64]) -> NDArray[np.float64]:
+def to_unit_interval(seeds: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Numbers in [0, 1) from seeds that were mixed."""
     return (seeds >> np.uint64(11)).astype(np.float64) * 2.0**-53

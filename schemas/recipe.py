@@ -11,8 +11,8 @@ from pathlib import PurePath
 from typing import Any
 
 from schemas import preprocessing
+from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
-from schemas.datasets import Dataset
 from schemas.family import Normalisation
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
@@ -21,9 +21,9 @@ TEXT_VERSION = 3  # of what encode-text does to bytes; raise it with any change 
 LATENTS_VERSION = 2  # of what encode-latents does to bytes; the same
 VISION_VERSION = 1  # of what encode-vision does to bytes; the same
 #: Options of a dataset that shape no plan: where the media lies on this machine, and whether it is looked at again.
-ELSEWHERE = frozenset(("media_root", "skip_file_discovery", "disabled"))
+MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
 #: Those that shape its media table: what is listed, and what is read of an item.
-DISCOVERED = (
+DISCOVERY_OPTIONS = (
     *("instance_data_dir", "source", "dataset_type", "split", "media_column", "follow_links", "identity", "animations"),
     *("caption_strategy", "caption_file", "caption_column", "instance_prompt"),
     *("conditioning_data", "conditioning_column", "mask_data", "mask_column"),
@@ -32,11 +32,11 @@ DISCOVERED = (
 Settings = dict[str, Any]
 
 
-def recipe(config: Config, side_multiple: int) -> Settings:
+def build_recipe(config: Config, side_multiple: int) -> Settings:
     """All of it, as it stands in set.json. side_multiple: `cache.weights.side_multiple` of the model."""
     return {
         "family": config.model.family,
-        "flavour": config.model.chosen.name,
+        "flavour": config.model.flavour_spec.name,
         "task": config.model.task,
         "plan": plan_settings(config, side_multiple),
         "text": text_settings(config),
@@ -66,7 +66,7 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         "tables": TABLES_VERSION,
         "family": config.model.family,
         "task": config.model.task,
-        "flavour": config.model.chosen.name if any(row["buckets"] == "family" for row in datasets) else None,
+        "flavour": config.model.flavour_spec.name if any(row["buckets"] == "family" for row in datasets) else None,
         "template": config.model.template.name,
         "side_multiple": side_multiple,
         "datasets": sorted(datasets, key=lambda dataset: dataset["id"]),
@@ -80,10 +80,10 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
 def dataset_settings(dataset: Dataset) -> Settings:
     """A dataset's part of it. Places are named as the configuration names them. Those of companions may differ from
     machine to machine, so of them it counts whether there are any."""
-    return dataset.model_dump(exclude=set(ELSEWHERE), mode="json") | {
+    return dataset.model_dump(exclude=set(MACHINE_OPTIONS), mode="json") | {
         "instance_data_dir": dataset.written("instance_data_dir"),
-        "source": dataset.source_name,
-        "caption_strategy": dataset.captions_from,
+        "source": dataset.resolved_source,
+        "caption_strategy": dataset.resolved_caption_strategy,
         "caption_file": dataset.written("caption_file"),
         "conditioning_data": dataset.conditioning_data is not None,
         "mask_data": dataset.mask_data is not None,
@@ -93,11 +93,11 @@ def dataset_settings(dataset: Dataset) -> Settings:
 def discovery_settings(dataset: Dataset) -> Settings:
     """What shapes a dataset's media table, beyond the media."""
     made = dataset_settings(dataset)
-    return {name: made[name] for name in DISCOVERED} | {"video.scenes": dataset.video.scenes}
+    return {name: made[name] for name in DISCOVERY_OPTIONS} | {"video.scenes": dataset.video.scenes}
 
 
 #: What is quantised, where a library's own answer would depend on its version or on the CPU.
-QUANTIZED = {"nf4-bnb": "nf4-bnb: matrices of the language model's blocks, multiples of 32x64"}
+QUANTIZATION_NAMES = {"nf4-bnb": "nf4-bnb: matrices of the language model's blocks, multiples of 32x64"}
 
 
 def text_settings(config: Config) -> Settings:
@@ -112,7 +112,7 @@ def text_settings(config: Config) -> Settings:
         "version": TEXT_VERSION,
         "encoder": family.text_encoder,
         "precision": precision,
-        "quantization": QUANTIZED.get(quantization, quantization),
+        "quantization": QUANTIZATION_NAMES.get(quantization, quantization),
         "attention": config.text.attention or family.text_attention,
         "template": {"name": template.name, "text": template.text, "crop": template.crop},
         "max_length": config.text.max_length or template.max_length,
@@ -120,7 +120,7 @@ def text_settings(config: Config) -> Settings:
     if template.layers != (-1,):
         what["layers"] = template.layers  # left out by default: caches that were made without it stay
     if template.with_image:
-        what |= {"resize": preprocessing.RESIZE, "colour": preprocessing.COLOUR, "image": preprocessing.IN_PROMPT}
+        what |= {"resize": preprocessing.RESIZE, "colour": preprocessing.COLOUR, "image": preprocessing.PROMPT_IMAGE}
     return what
 
 

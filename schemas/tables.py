@@ -16,7 +16,7 @@ SET_VERSIONS = (TABLES_VERSION, 4)
 _str, _int, _long, _float = pa.string(), pa.int32(), pa.int64(), pa.float64()
 
 #: An image or clip as it will be cut: whole media resized to resize_w x resize_h, then cropped at (x, y).
-GEOMETRY = pa.struct(
+GEOMETRY_TYPE = pa.struct(
     [("bucket", _str), ("resize_w", _int), ("resize_h", _int), ("x", _int), ("y", _int)],
 )
 
@@ -27,7 +27,7 @@ GEOMETRY = pa.struct(
 #: frames follow each other evenly) are null for images.
 #: scenes: seconds at which a new scene begins, null where they were not looked for. source, mask: companions.
 #: Columns of a manifest follow as "extra.<name>", of whatever type they have.
-MEDIA = pa.schema(
+MEDIA_SCHEMA = pa.schema(
     [
         ("path", _str),
         ("size", _long),
@@ -56,10 +56,10 @@ MEDIA = pa.schema(
         ("mask_height", _int),
     ]
 )
-EXTRA = "extra."
+EXTRA_PREFIX = "extra."
 
 #: plans/<generation>/samples.arrow: samples first planned in this generation. role: train | eval | validation.
-SAMPLES = pa.schema(
+SAMPLES_SCHEMA = pa.schema(
     [
         ("sample_id", _str),
         ("role", _str),
@@ -67,24 +67,24 @@ SAMPLES = pa.schema(
         ("path", _str),
         ("media_id", _str),
         ("kind", _str),
-        ("geometry", GEOMETRY),
+        ("geometry", GEOMETRY_TYPE),
         ("start", _float),  # seconds from the first shown frame; null for images
         ("rate", _float),  # frames per second at which frames are chosen; null for images
         ("condition", _str),  # none | first-frame | source
         ("source_path", _str),
         ("source_id", _str),
-        ("source_geometry", GEOMETRY),
+        ("source_geometry", GEOMETRY_TYPE),
         ("mask_path", _str),
         ("mask_id", _str),
         ("mask_kind", _str),
-        ("mask_geometry", GEOMETRY),
+        ("mask_geometry", GEOMETRY_TYPE),
     ]
 )
 
 #: plans/<generation>/texts.arrow: texts first planned in this generation. `text` is cleaned, `negative` says
 #: that it is rendered as the pipeline renders a negative prompt. An image inside the prompt is named by
 #: dataset, path, media id and geometry.
-TEXTS = pa.schema(
+TEXTS_SCHEMA = pa.schema(
     [
         ("text_id", _str),
         ("template", _str),
@@ -93,12 +93,12 @@ TEXTS = pa.schema(
         ("image_dataset", _str),
         ("image_path", _str),
         ("image_id", _str),
-        ("image_geometry", GEOMETRY),
+        ("image_geometry", GEOMETRY_TYPE),
     ]
 )
 
 #: plans/<generation>/units.arrow: work units first planned in this generation.
-UNITS = pa.schema(
+UNITS_SCHEMA = pa.schema(
     [
         ("unit_id", _str),
         ("kind", _str),  # text | latents
@@ -110,7 +110,7 @@ UNITS = pa.schema(
 
 #: plans/<generation>/active.arrow: every sample of the training set as of this generation, one row for each
 #: item (two files of the same bytes are two rows of one sample_id), with where its files lie now.
-ACTIVE = pa.schema(
+ACTIVE_SCHEMA = pa.schema(
     [
         ("sample_id", _str),
         ("role", _str),  # train | eval | validation
@@ -130,7 +130,7 @@ ACTIVE = pa.schema(
 #: sets/<id>/index.arrow: one row for each sample; first those of role "train", then "eval", each sorted by bucket,
 #: dataset, repeats, weight and sample_id. Shards and texts are numbers of rows in shards.arrow and texts.arrow of
 #: the same set.
-INDEX = pa.schema(
+INDEX_SCHEMA = pa.schema(
     [
         ("sample_id", _str),
         ("role", _str),  # train | eval
@@ -145,11 +145,11 @@ INDEX = pa.schema(
         ("null_text", _int),
     ]
 )
-SET_TEXTS = pa.schema([("text_id", _str), ("shard", _int), ("row", _int)])
-SET_SHARDS = pa.schema([("path", _str), ("kind", _str)])
+SET_TEXTS_SCHEMA = pa.schema([("text_id", _str), ("shard", _int), ("row", _int)])
+SET_SHARDS_SCHEMA = pa.schema([("path", _str), ("kind", _str)])
 
 #: rejects/<stage>/...: everything set aside. retry: tried again by itself when the plan still wants it.
-REJECTS = pa.schema(
+REJECTS_SCHEMA = pa.schema(
     [
         ("stage", _str),
         ("item", _str),
@@ -163,9 +163,13 @@ REJECTS = pa.schema(
 
 def index_schema(kinds: Sequence[str]) -> pa.Schema:
     """INDEX of a set whose samples also have a row in shards of these kinds: <kind>_shard and <kind>_row of each."""
-    return pa.schema([*INDEX, *(pa.field(f"{kind}_{what}", _int) for kind in kinds for what in ("shard", "row"))])
+    return pa.schema(
+        [*INDEX_SCHEMA, *(pa.field(f"{kind}_{what}", _int) for kind in kinds for what in ("shard", "row"))]
+    )
 
 
 def further_kinds(columns: Sequence[str]) -> list[str]:
     """The kinds of `index_schema`, of an index with these columns."""
-    return [name.removesuffix("_shard") for name in columns if name not in INDEX.names and name.endswith("_shard")]
+    return [
+        name.removesuffix("_shard") for name in columns if name not in INDEX_SCHEMA.names and name.endswith("_shard")
+    ]

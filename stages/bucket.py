@@ -10,42 +10,42 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import generations, rejects
-from cache.compatibility import side_multiple
-from cache.generations import Generation
-from cache.plan import remedy
+from cache import plans, rejects
+from cache.compatibility import bucket_side_multiple
+from cache.plans import Plan
+from cache.schedule import small_bucket_advice
 from cache.store import Store
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import VALIDATION, Config
-from schemas.console import Console, Options, Report, program
+from schemas.config.unused_features import find_unused_features
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
-from schemas.tables import ACTIVE
-from schemas.unused import not_used_yet
+from schemas.tables import ACTIVE_SCHEMA
+from stages.discovery.media_table import read_configured_media
+from stages.encoding.stage import refuse_partition
 from stages.media.errors import MediaError
-from stages.mediatable import media_of
 from stages.planning import summary, units
-from stages.planning.draft import Draft, draft
-from stages.planning.validation import Found, add_validation
-from stages.stage import refuse_shard
+from stages.planning.plan_builder import DraftPlan, build_plan
+from stages.planning.validation_prompts import PromptImage, add_validation_prompts
 
-Row = dict[str, Any]
-SHOWN = 30  # items put out, or warned of, that are listed by name
-LISTED = 10  # buckets that a warning names
+TableRow = dict[str, Any]
+MAX_LISTED_ITEMS = 30  # items put out, or warned of, that are listed by name
+MAX_LISTED_BUCKETS = 10  # buckets that a warning names
 
 
 def run(config: Config, options: Options, console: Console) -> Report:
-    refuse_shard(options, "bucket")
+    refuse_partition(options, "bucket")
     pa.set_memory_pool(pa.system_memory_pool())  # for large tables that come and go: a fifth less time and memory
     store = Store(config.root)
-    multiple = side_multiple(config.model)
+    multiple = bucket_side_multiple(config.model)
     used = [dataset for dataset in config.datasets if not dataset.disabled]
-    plan = draft(config, {dataset.id: media_of(store, dataset) for dataset in used}, multiple)
-    add_validation(plan, config, multiple, look)
+    plan = build_plan(config, {dataset.id: read_configured_media(store, dataset) for dataset in used}, multiple)
+    add_validation_prompts(plan, config, multiple, probe_prompt_image)
     report = Report(program="bucket", dry_run=options.dry_run)
-    _require_training(plan)
-    _set_damaged_aside(store, options, console)
-    new_samples = _new(plan.samples, "sample_id", generations.planned(store, "latents"))
-    new_texts = _new(plan.texts, "text_id", generations.planned(store, "text"))
+    _require_training_samples(plan)
+    _set_aside_damaged_plans(store, options, console)
+    new_samples = _new_rows(plan.samples, "sample_id", plans.planned_ids(store, "latents"))
+    new_texts = _new_rows(plan.texts, "text_id", plans.planned_ids(store, "text"))
     key = plan_key(config, multiple)
     info = {
         "family": config.model.family,
@@ -54,59 +54,59 @@ def run(config: Config, options: Options, console: Console) -> Report:
         "null_text": plan.null_text,
         "validation": plan.validation,
     }
-    report.details = _details(config, plan, new_samples, new_texts)
-    report.details |= {"changes": summary.changes(_last_active(store, info), plan.active) or "none"}
-    _warn(config, plan, report.details["buckets"], multiple, console)
-    _list_excluded(report, plan.out)
+    report.details = _report_details(config, plan, new_samples, new_texts)
+    report.details |= {"changes": summary.diff_active(_latest_active(store, info), plan.active) or "none"}
+    _print_warnings(config, plan, report.details["buckets"], multiple, console)
+    _report_excluded(report, plan.out)
     if options.dry_run:
         report.remaining = new_samples.num_rows + new_texts.num_rows
         report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.remaining
         return report
     made = pa.concat_tables([units.sample_units(config, new_samples), units.text_units(config, new_texts)])
-    before = generations.names(store)
-    generation = generations.publish(
+    before = plans.list_plans(store)
+    generation = plans.publish_plan(
         store, key=key, samples=new_samples, texts=new_texts, units=made, active=plan.active, info=info
     )
     list_name = f"{config.model.family}-{config.model.task}"
-    rejects.write(store, "bucket", list_name, plan.out)
+    rejects.write_rejects(store, "bucket", list_name, plan.out)
     report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.out.num_rows else ""
     report.done = new_samples.num_rows + new_texts.num_rows
     report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.done
-    report.details["new_units"] = {kind: _count(made, "kind", kind) for kind in ("latents", "text")}
+    report.details["new_units"] = {kind: _count_equal(made, "kind", kind) for kind in ("latents", "text")}
     report.details["generation"] = generation.name + ("" if generation.name not in before else " (unchanged)")
     return report
 
 
-def _set_damaged_aside(store: Store, options: Options, console: Console) -> None:
+def _set_aside_damaged_plans(store: Store, options: Options, console: Console) -> None:
     """Plans that are not as they were written make way: what they held is planned again. Units are called by their
     members, so that the shards of those that are planned as before are found again."""
-    for name in generations.names(store):
-        damage = generations.damage(store, name)
+    for name in plans.list_plans(store):
+        damage = plans.find_damage(store, name)
         if damage is None:
             continue
         if options.dry_run:
             raise damage
-        console.warn(f"{damage.message}; this plan is kept as {generations.put_away(store, name)} and planned again")
+        console.warn(f"{damage.message}; this plan is kept as {plans.quarantine(store, name)} and planned again")
 
 
-def look(path: Path, kind: str) -> Found:
+def probe_prompt_image(path: Path, kind: str) -> PromptImage:
     """What opening a validation prompt's image, or its clip for a condition of several frames, tells."""
-    from stages.media.probe import probe
+    from stages.media.probe import probe_media
 
     try:
-        found = probe(path, kind, animations="video" if kind == "video" else "first-frame")
+        found = probe_media(path, kind, animations="video" if kind == "video" else "first-frame")
     except (MediaError, OSError) as error:
         raise LatentpressError(
             f"a validation prompt's {kind} can't be read: {error}", "correct validation.prompts"
         ) from error
-    return Found(found["media_id"], found["width"], found["height"], found["duration"] or 0.0)
+    return PromptImage(found["media_id"], found["width"], found["height"], found["duration"] or 0.0)
 
 
-def _require_training(plan: Draft) -> None:
-    if _count(plan.active, "role", "train"):
+def _require_training_samples(plan: DraftPlan) -> None:
+    if _count_equal(plan.active, "role", "train"):
         return
     items = sum(notes.items for notes in plan.notes.values())
-    reasons = ", ".join(f"{row['items']} {row['rule']}" for row in summary.excluded(plan.out))
+    reasons = ", ".join(f"{row['items']} {row['rule']}" for row in summary.count_excluded(plan.out))
     if not items:
         why = "no media was found in any dataset"
     elif plan.out.num_rows:
@@ -119,31 +119,31 @@ def _require_training(plan: Draft) -> None:
     )
 
 
-def _new(table: pa.Table, key: str, known: pa.Array) -> pa.Table:
+def _new_rows(table: pa.Table, key: str, known: pa.Array) -> pa.Table:
     return table.filter(pc.invert(pc.is_in(table.column(key), value_set=known))) if len(known) else table
 
 
-def _count(table: pa.Table, column: str, value: str) -> int:
+def _count_equal(table: pa.Table, column: str, value: str) -> int:
     return pc.sum(pc.equal(table.column(column), value)).as_py() or 0
 
 
-def _last_active(store: Store, info: Row) -> pa.Table:
+def _latest_active(store: Store, info: TableRow) -> pa.Table:
     """What was active in the newest plan of this family and task, whatever its other settings; empty before any."""
-    for name in reversed(generations.names(store)):
-        generation: Generation = generations.load(store, name)
+    for name in reversed(plans.list_plans(store)):
+        generation: Plan = plans.load_plan(store, name)
         if all(generation.info.get(part) == info[part] for part in ("family", "task")):
-            return generation.active if generation.active.schema.equals(ACTIVE) else ACTIVE.empty_table()
-    return ACTIVE.empty_table()
+            return generation.active if generation.active.schema.equals(ACTIVE_SCHEMA) else ACTIVE_SCHEMA.empty_table()
+    return ACTIVE_SCHEMA.empty_table()
 
 
-def _details(config: Config, plan: Draft, new_samples: pa.Table, new_texts: pa.Table) -> Row:
-    latents, text = summary.disk(config, plan.samples, plan.texts)
-    latents_new, text_new = summary.disk(config, new_samples, new_texts)
+def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_texts: pa.Table) -> TableRow:
+    latents, text = summary.estimate_disk_mib(config, plan.samples, plan.texts)
+    latents_new, text_new = summary.estimate_disk_mib(config, new_samples, new_texts)
     trained = plan.samples.select(["geometry", "condition", "mask_id", "role"])
     trained = trained.filter(pc.not_equal(trained.column("role"), VALIDATION))
-    details: Row = {
+    details: TableRow = {
         "buckets": summary.bucket_table(config, plan.active, trained, plan.cuts),
-        "excluded": summary.excluded(plan.out) or "nothing",
+        "excluded": summary.count_excluded(plan.out) or "nothing",
         "datasets": summary.dataset_table(config, plan),
         "texts": plan.texts.num_rows,
         "disk": [
@@ -154,15 +154,15 @@ def _details(config: Config, plan: Draft, new_samples: pa.Table, new_texts: pa.T
     return details
 
 
-def _list_excluded(report: Report, out: pa.Table) -> None:
+def _report_excluded(report: Report, out: pa.Table) -> None:
     """Some of what was put out by name, the rest by number: a filter may put out a million."""
-    shown = out.slice(0, SHOWN)
+    shown = out.slice(0, MAX_LISTED_ITEMS)
     report.set_aside = shown.to_pylist()
     report.more_set_aside = out.num_rows - shown.num_rows
 
 
-def _warn(config: Config, plan: Draft, buckets: list[Row], multiple: int, console: Console) -> None:
-    _warn_small(config, plan, console)
+def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], multiple: int, console: Console) -> None:
+    _warn_small_buckets(config, plan, console)
     for dataset in config.datasets:
         notes = plan.notes.get(dataset.id)
         if notes and notes.repeating:
@@ -170,41 +170,47 @@ def _warn(config: Config, plan: Draft, buckets: list[Row], multiple: int, consol
                 f"{dataset.id}: {notes.repeating} clips repeat frames, their videos having fewer than "
                 f"{dataset.video.frame_rate:g} per second; a lower frame_rate or max_repeated_frames avoids it"
             )
-        if notes and len(notes.unlike):
-            more = f" and {len(notes.unlike) - SHOWN} more" if len(notes.unlike) > SHOWN else ""
+        if notes and len(notes.aspect_differs):
+            more = (
+                f" and {len(notes.aspect_differs) - MAX_LISTED_ITEMS} more"
+                if len(notes.aspect_differs) > MAX_LISTED_ITEMS
+                else ""
+            )
             console.warn(
-                f"{dataset.id}: {len(notes.unlike)} of {notes.planned} sources have another aspect than their target. "
+                f"{dataset.id}: {len(notes.aspect_differs)} of {notes.planned} sources have another aspect than "
+                f"their target. "
                 "Each is used, cut for itself, and need not show the same part as its target; crop the source as the "
-                f"target was cropped, or remove the pair: {', '.join(notes.unlike[:SHOWN].to_pylist())}{more}"
+                f"target was cropped, or remove the pair: "
+                f"{', '.join(notes.aspect_differs[:MAX_LISTED_ITEMS].to_pylist())}{more}"
             )
         if notes and dataset.eval_fraction and not notes.held_out:
             console.warn(
                 f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {notes.planned} items, since "
                 "each is chosen by its content alone; raise it, or set eval: true on a dataset of its own"
             )
-    for text in not_used_yet(config, "masks", "regularisation", "vision"):
+    for text in find_unused_features(config, "masks", "regularisation", "vision"):
         console.warn(text)
     if scale := summary.scale_warning(config, buckets, multiple):
         console.warn(scale)
 
 
-def _warn_small(config: Config, plan: Draft, console: Console) -> None:
+def _warn_small_buckets(config: Config, plan: DraftPlan, console: Console) -> None:
     """Warn of the buckets that hold fewer samples than one optimizer step on one device draws."""
     batch = config.train.batch_size * config.train.accumulate
-    epoch = summary.epoch(plan.active, batch)
-    small = sorted(epoch.shortages, key=lambda shortage: shortage.count)
+    epoch = summary.epoch_schedule(plan.active, batch)
+    small = sorted(epoch.small_buckets, key=lambda shortage: shortage.count)
     if not small:
         return
-    named = ", ".join(f"{row.bucket} ({row.count})" for row in small[:LISTED])
-    more = f" and {len(small) - LISTED} more" if len(small) > LISTED else ""
+    named = ", ".join(f"{row.bucket} ({row.count})" for row in small[:MAX_LISTED_BUCKETS])
+    more = f" and {len(small) - MAX_LISTED_BUCKETS} more" if len(small) > MAX_LISTED_BUCKETS else ""
     console.warn(
         f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than an optimizer step draws ({batch}: "
         f"train.batch_size x train.accumulate), so each of its steps shows some more than once: {named}{more}. "
-        + remedy(small, config.train.batch_size)
+        + small_bucket_advice(small, config.train.batch_size)
     )
 
 
-app = program("bucket", "Divide media into buckets and plan samples, texts and work units.", run, extra="media")
+app = make_app("bucket", "Divide media into buckets and plan samples, texts and work units.", run, extra="media")
 
 if __name__ == "__main__":
     app()

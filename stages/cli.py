@@ -8,7 +8,7 @@ import os
 import sys
 from keyword import iskeyword
 
-from schemas.importpath import keep_working_directory_out
+from schemas.cli.import_path import remove_working_directory
 
 PROGRAMS = {
     "discover": "find media, captions and companions; name files by content",
@@ -29,7 +29,7 @@ PROGRAMS = {
 }
 
 
-def usage() -> str:
+def format_usage() -> str:
     width = max(map(len, PROGRAMS))
     lines = [f"  {name.ljust(width)}  {what}" for name, what in PROGRAMS.items()]
     return "\n".join(
@@ -45,17 +45,17 @@ def usage() -> str:
     )
 
 
-def module_of(program: str) -> str:
+def program_module(program: str) -> str:
     """The module of a program of this package: no module can be called as a statement is."""
     name = program.replace("-", "_")
     return f"stages.{name}_" if iskeyword(name) else f"stages.{name}"
 
 
 def main() -> None:
-    keep_working_directory_out()
+    remove_working_directory()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
+        print(format_usage())
         sys.exit(0 if arguments else 2)
     name, rest = arguments[0], arguments[1:]
     if name == "--version":
@@ -68,7 +68,7 @@ def main() -> None:
         sys.exit(2)
     if name == "train":
         os.execv(sys.executable, [sys.executable, "-P", "-m", "trainer", *rest])
-    importlib.import_module(module_of(name)).app(args=rest, prog_name=f"latentpress {name}")
+    importlib.import_module(program_module(name)).app(args=rest, prog_name=f"latentpress {name}")
 
 
 if __name__ == "__main__":

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from cache.files import explained, replacing, require_folder
+from cache.files import check_folder, explained, replacing
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 
-SUFFIXES = {False: ".png", True: ".mp4"}
+OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
 
 
 def run(config: Config, options: Options, console: Console) -> Report:
     folder = Path(config.output) / config.train.run
-    require_folder(folder)
+    check_folder(folder)
     report = Report(program="decode", dry_run=options.dry_run)
     files = sorted((folder / "validation").glob("*/*.safetensors"))
-    mine = [file for file in options.shard.of(files) if not _is_decoded(file, target(folder, config, file))]
+    mine = [file for file in options.shard.of(files) if not _is_decoded(file, output_path(folder, config, file))]
     report.skipped = len(options.shard.of(files)) - len(mine)
     if options.dry_run:
         report.remaining = len(mine)
@@ -36,7 +36,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     sheet = folder / "samples" / "contact-sheet.png"
     if mine or not sheet.exists():
         with explained(str(sheet)):
-            contact_sheet(config, folder, files, sheet)
+            write_contact_sheet(config, folder, files, sheet)
     report.details = {"samples": str(folder / "samples"), "contact_sheet": str(sheet)}
     return report
 
@@ -46,18 +46,18 @@ def _is_decoded(file: Path, decoded: Path) -> bool:
     return decoded.exists() and decoded.stat().st_mtime_ns >= file.stat().st_mtime_ns
 
 
-def target(folder: Path, config: Config, file: Path) -> Path:
+def output_path(folder: Path, config: Config, file: Path) -> Path:
     """Where a latent's picture or video goes."""
-    return folder / "samples" / file.parent.name / (file.stem + SUFFIXES[config.model.spec.video])
+    return folder / "samples" / file.parent.name / (file.stem + OUTPUT_SUFFIXES[config.model.spec.video])
 
 
 def _decode_all(
     config: Config, options: Options, console: Console, folder: Path, files: list[Path], report: Report
 ) -> None:
-    from stages import loading
-    from stages.vae import base
+    from stages.encoding import model_loading
+    from stages.encoding.vae import base
 
-    autoencoder = base.autoencoder(config, loading.device(options.resources(config, "decode")))
+    autoencoder = base.load_autoencoder(config, model_loading.select_device(options.resources(config, "decode")))
     with console.progress(len(files), "decode", "samples") as progress:
         for file in files:
             latent, about = read_latent(file)
@@ -69,9 +69,9 @@ def _decode_all(
             import torch
 
             frames = autoencoder.decode(torch.from_numpy(latent)[None])[0]
-            picture = target(folder, config, file)
+            picture = output_path(folder, config, file)
             with explained(str(picture)):
-                write(picture, np.asarray(frames), frames_per_second(config))
+                write_output(picture, np.asarray(frames), frames_per_second(config))
             report.done += 1
             progress.advance(1)
 
@@ -82,14 +82,14 @@ def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
 
     try:
         with safe_open(file, framework="np") as content:
-            return content.get_tensor("latent").astype(np.float32), _about(content.metadata())
+            return content.get_tensor("latent").astype(np.float32), _parse_metadata(content.metadata())
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise LatentpressError(
             f"{file} can't be read: {error}", "delete it, and run `latentpress train` again"
         ) from error
 
 
-def _about(metadata: dict[str, str]) -> dict[str, Any]:
+def _parse_metadata(metadata: dict[str, str]) -> dict[str, Any]:
     return json.loads(metadata["latentpress"])
 
 
@@ -99,7 +99,7 @@ def frames_per_second(config: Config) -> float:
     return config.validation.fps or next(iter(rates), 24.0)
 
 
-def write(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
+def write_output(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
     """Write uint8 frames as PNG (its first frame) or MP4, by the path's suffix; under its name only when whole."""
     with replacing(path) as temporary:
         if path.suffix == ".png":
@@ -123,7 +123,7 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
     from stages.media import colour
 
     height, width = frames_THWC.shape[1:3]
-    tags, converter = colour.encoded_tags(width, height), VideoReformatter()
+    tags, converter = colour.output_tags(width, height), VideoReformatter()
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "14"})
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
@@ -134,13 +134,13 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
         container.mux(stream.encode())
 
 
-def contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -> None:
+def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -> None:
     """A table of pictures: a row for each prompt, a column for each step; of a video its middle frame."""
     from PIL import Image, ImageDraw
 
     steps = sorted({file.parent.name for file in files})
     names = sorted({file.stem for file in files})
-    pictures = {file: _thumbnail(target(folder, config, file), 256) for file in files}
+    pictures = {file: _thumbnail(output_path(folder, config, file), 256) for file in files}
     sizes = [side for picture in pictures.values() if picture for side in picture.size]
     cell, label = max([160, *sizes]), 20
     sheet = Image.new("RGB", (len(steps) * cell, len(names) * (cell + label)), "white")
@@ -173,7 +173,7 @@ def _thumbnail(path: Path, edge: int) -> Any:
     return image
 
 
-app = program("decode", "Turn validation latents into pictures and videos.", run, extra="encode")
+app = make_app("decode", "Turn validation latents into pictures and videos.", run, extra="encode")
 
 if __name__ == "__main__":
     app()

@@ -5,11 +5,11 @@ in the model's space (multiplied by the autoencoder's scaling factor). The poste
 the sample's identity alone determines; or its moments are stored, in twice the channels, and the trainer samples.
 """
 
-from schemas.console import program
-from stages.encoders import LATENTS as STAGE
+from schemas.cli.console import make_app
+from stages.encoding.stage_registry import LATENTS as STAGE
 
 run = STAGE.run
-app = program("encode-latents", "Encode images and clips with the family's autoencoder.", run, extra="encode")
+app = make_app("encode-latents", "Encode images and clips with the family's autoencoder.", run, extra="encode")
 
 if __name__ == "__main__":
     app()

@@ -4,11 +4,11 @@ Every distinct text once, at its true length. For i2i the prompt holds the sourc
 the embedding is a function of both.
 """
 
-from schemas.console import program
-from stages.encoders import TEXT as STAGE
+from schemas.cli.console import make_app
+from stages.encoding.stage_registry import TEXT as STAGE
 
 run = STAGE.run
-app = program("encode-text", "Encode captions, null prompts and validation prompts.", run, extra="encode")
+app = make_app("encode-text", "Encode captions, null prompts and validation prompts.", run, extra="encode")
 
 if __name__ == "__main__":
     app()

@@ -4,11 +4,11 @@ What CREPA compares the transformer's hidden states with: patch tokens of the fr
 computed once, so that training decodes no latents and loads no vision model. Without `vision.model` there are none.
 """
 
-from schemas.console import program
-from stages.encoders import VISION as STAGE
+from schemas.cli.console import make_app
+from stages.encoding.stage_registry import VISION as STAGE
 
 run = STAGE.run
-app = program(
+app = make_app(
     "encode-vision",
     "Encode images and clips with DINOv2, for CREPA, which training does not use yet.",
     run,

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from cache.current import choose
 from cache.exporter import MIB, Exporter
+from cache.set_pointers import open_configured_set
 from cache.shard import SUFFIXES
 from cache.store import Store
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from schemas.console import Console, Options, Report, program
-from stages.stage import refuse_shard
+from stages.encoding.stage import refuse_partition
 
 
 def parse_format(text: str) -> str:
@@ -41,22 +41,22 @@ def run(
     ] = 256,
     with_captions: Annotated[bool, typer.Option("--with-captions", help="Include the words of captions.")] = False,
 ) -> Report:
-    refuse_shard(options, "export")
-    data = choose(config, console.warn)
+    refuse_partition(options, "export")
+    data = open_configured_set(config, console.warn)
     place = to or f"{config.output}/export/{data.id}"
     exporter = Exporter(data, Store(place), form or config.cache.format, shard_mib, with_captions)
-    exporter.refuse_other()
+    exporter.check_target()
     report = Report(program="export", dry_run=options.dry_run)
-    report.details = {"set": f"sets/{data.id}", "to": place, "shards": len(exporter.pieces)} | _sizes(exporter)
+    report.details = {"set": f"sets/{data.id}", "to": place, "shards": len(exporter.pieces)} | _estimate_sizes(exporter)
     if options.dry_run:
-        report.remaining = sum(piece.stop - piece.start for piece in exporter.unmade)
+        report.remaining = sum(piece.stop - piece.start for piece in exporter.missing_shards)
         report.skipped = sum(piece.stop - piece.start for piece in exporter.pieces) - report.remaining
         return report
     written, total = 0, len(data.tables["index"])
     with console.progress(total, "export", "samples") as progress:
         for piece in exporter.pieces:
             count = piece.stop - piece.start
-            if exporter.is_whole(piece):
+            if exporter.is_complete(piece):
                 report.skipped += count
             else:
                 written += exporter.write(piece)
@@ -69,7 +69,7 @@ def run(
     return report
 
 
-def _sizes(exporter: Exporter) -> dict[str, float]:
+def _estimate_sizes(exporter: Exporter) -> dict[str, float]:
     """About how large the export is, and how much of that are texts, which stand in the row of each sample."""
     counts = [last - first for _, _, first, last in exporter.groups]
     every = list(zip(counts, exporter.sizes, strict=True))
@@ -83,7 +83,7 @@ def _sizes(exporter: Exporter) -> dict[str, float]:
     return {"estimated_mib": round(row / MIB, 2), "estimated_texts_mib": round(text / MIB, 2)}
 
 
-app = program(
+app = make_app(
     "export",
     "Write a training set as shards that need nothing beside them.",
     run,

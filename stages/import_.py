@@ -4,15 +4,15 @@ from typing import Annotated
 
 import typer
 
-from cache.exported import ExportedSet
+from cache.exported_set import ExportedSet
 from cache.exporter import MIB
 from cache.importer import Importer
 from cache.opening import find_set
 from cache.store import Store
 from cache.trainset import SetError
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from schemas.console import Console, Options, Report, program
-from stages.stage import WrongUse, refuse_shard
+from stages.encoding.stage import UsageError, refuse_partition
 
 
 def run(
@@ -24,9 +24,9 @@ def run(
         str | None, typer.Option("--from", metavar="PLACE", help="The export: a folder or URL, or .../sets/ID in it.")
     ] = None,
 ) -> Report:
-    refuse_shard(options, "import")
+    refuse_partition(options, "import")
     if source is None:
-        raise WrongUse("nothing says where the export lies", "latentpress import --from FOLDER-OR-URL")
+        raise UsageError("nothing says where the export lies", "latentpress import --from FOLDER-OR-URL")
     place = source if "/" in source else f"./{source}"
     data = find_set(config.root, place, config.model.family, config.model.task)
     if not isinstance(data, ExportedSet):
@@ -42,7 +42,7 @@ def run(
     written = 0
     with console.progress(total, "import", "samples") as progress:
         for part in importer.parts:
-            if importer.is_whole(part):
+            if importer.is_complete(part):
                 report.skipped += len(part.rows)
             else:
                 written += importer.write(part)
@@ -54,7 +54,7 @@ def run(
     return report
 
 
-app = program(
+app = make_app(
     "import", "Turn an export into ordinary shards and a training set.", run, examples=["--from /mnt/disk/photos"]
 )
 

@@ -11,18 +11,18 @@ from typing import Annotated
 import pyarrow as pa
 import typer
 
-from cache.files import explained, replacing, require_folder
+from cache.files import check_folder, explained, replacing
 from cache.store import Store
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from stages.contactsheet import planned
-from stages.contactsheet.sheet import Sheet
-from stages.discovery import presence
-from stages.discovery.places import Places
-from stages.plan import current_plan
-from stages.stage import WrongUse, refuse_shard
+from stages.discovery import missing_media
+from stages.discovery.media_locations import MediaLocations
+from stages.encoding.stage import UsageError, refuse_partition
+from stages.pages import plan_page
+from stages.pages.plan_table import PlanTable
+from stages.planning.plan_lookup import current_plan
 
 
 def run(
@@ -42,33 +42,33 @@ def run(
     ] = 6,
     bucket: Annotated[list[str] | None, typer.Option(metavar="WxH@F", help="This bucket alone. Repeatable.")] = None,
 ) -> Report:
-    refuse_shard(options, "preview")
+    refuse_partition(options, "preview")
     store = Store(config.root)
     current = current_plan(store, config)
     report = Report(program="preview", dry_run=options.dry_run, details={"generation": current.name})
-    sheet = Sheet.of(store, config, current)
-    buckets = _wanted(bucket, sheet.buckets)
+    sheet = PlanTable.of(store, config, current)
+    buckets = _select_buckets(bucket, sheet.buckets)
     page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
-    require_folder(page.parent)
+    check_folder(page.parent)
     show = _show_plan if plan else _show_latents
     return show(sheet, buckets, items, page, options, console, report)
 
 
-def _wanted(asked: Sequence[str] | None, there: Sequence[str]) -> list[str]:
-    """The buckets to show, in the plan's order. Raises WrongUse for one that the plan lacks."""
+def _select_buckets(asked: Sequence[str] | None, there: Sequence[str]) -> list[str]:
+    """The buckets to show, in the plan's order. Raises UsageError for one that the plan lacks."""
     for text in asked or ():
         try:
             known = str(Bucket.parse(text)) in there
         except ValueError as error:
-            raise WrongUse(f"--bucket: {error}", f"the plan has {', '.join(there)}") from error
+            raise UsageError(f"--bucket: {error}", f"the plan has {', '.join(there)}") from error
         if not known:
-            raise WrongUse(f"--bucket: the plan has no {Bucket.parse(text)}", f"it has {', '.join(there)}")
+            raise UsageError(f"--bucket: the plan has no {Bucket.parse(text)}", f"it has {', '.join(there)}")
     names = {str(Bucket.parse(text)) for text in asked or there}
     return [name for name in there if name in names]
 
 
 def _show_plan(
-    sheet: Sheet, buckets: list[str], items: int, page: Path, options: Options, console: Console, report: Report
+    sheet: PlanTable, buckets: list[str], items: int, page: Path, options: Options, console: Console, report: Report
 ) -> Report:
     chosen = sheet.choose(items, buckets)
     total = sum(map(len, chosen.values()))
@@ -81,17 +81,17 @@ def _show_plan(
         return report
     _require_media(sheet, chosen)
     with console.progress(total, "preview") as progress:
-        size = _write(page, planned.page(sheet, chosen, options, report, progress))
+        size = _write_atomically(page, plan_page.render_plan_page(sheet, chosen, options, report, progress))
     report.details["written_mib"] = round(size / 2**20, 2)
     return report
 
 
 def _show_latents(
-    sheet: Sheet, buckets: list[str], samples: int, page: Path, options: Options, console: Console, report: Report
+    sheet: PlanTable, buckets: list[str], samples: int, page: Path, options: Options, console: Console, report: Report
 ) -> Report:
-    from stages.contactsheet.cached import Cached
+    from stages.pages.encoded_plan import EncodedPlan
 
-    cached = Cached.of(sheet)
+    cached = EncodedPlan.of(sheet)
     chosen = sheet.choose(samples, buckets, among=cached.encoded)
     total = sum(map(len, chosen.values()))
     report.details["cache"] = cached.folder
@@ -111,23 +111,29 @@ def _show_latents(
         return report
     _require_torch()
     _require_media(sheet, chosen)
-    from stages.contactsheet import poster, resultpage, results
+    from stages.pages import contact_sheet, result_comparison, result_page
 
     with console.progress(total, "preview", "samples") as progress:
-        found = results.compare(sheet, cached, chosen, options.resources(sheet.config, "decode"), progress)
-    results.report(found, report, everything=options.json)
-    report.details["buckets"] = table = resultpage.lines(cached, found, buckets)
-    size = _write(page, resultpage.page(cached, found, table))
-    sheets = _write_sheets(page, poster.sheets(found, table))
+        found = result_comparison.compare_samples(
+            sheet, cached, chosen, options.resources(sheet.config, "decode"), progress
+        )
+    result_comparison.add_to_report(found, report, everything=options.json)
+    report.details["buckets"] = table = result_page.bucket_rows(cached, found, buckets)
+    size = _write_atomically(page, result_page.render_result_page(cached, found, table))
+    sheets = _write_contact_sheets(page, contact_sheet.draw_sheets(found, table))
     report.details["contact_sheets"] = [str(path) for path in sheets]
     report.details["written_mib"] = round((size + sum(path.stat().st_size for path in sheets)) / 2**20, 2)
     return report
 
 
-def _require_media(sheet: Sheet, chosen: dict[str, list[int]]) -> None:
+def _require_media(sheet: PlanTable, chosen: dict[str, list[int]]) -> None:
     rows = pa.array([row for rows in chosen.values() for row in rows], pa.int64())
     samples = sheet.active.column("sample_id").take(rows).combine_chunks()
-    presence.require(Places(sheet.config, sheet.plan), "latents", presence.watched(sheet.plan, "latents", samples))
+    missing_media.require_media(
+        MediaLocations(sheet.config, sheet.plan),
+        "latents",
+        missing_media.select_probed_members(sheet.plan, "latents", samples),
+    )
 
 
 def _require_torch() -> None:
@@ -142,12 +148,12 @@ def _require_torch() -> None:
         )
 
 
-def _write_sheets(page: Path, sheets: Iterable[bytes]) -> list[Path]:
+def _write_contact_sheets(page: Path, sheets: Iterable[bytes]) -> list[Path]:
     """Write the contact sheets beside the page: <page>-1.png and so on; those that an earlier one had more go."""
     written = []
     for number, data in enumerate(sheets, 1):
         written.append(page.with_name(f"{page.stem}-{number}.png"))
-        _write(written[-1], [data])
+        _write_atomically(written[-1], [data])
     number = len(written) + 1
     while (path := page.with_name(f"{page.stem}-{number}.png")).exists():
         path.unlink()
@@ -155,13 +161,13 @@ def _write_sheets(page: Path, sheets: Iterable[bytes]) -> list[Path]:
     return written
 
 
-def _write(path: Path, pieces: Iterable[bytes]) -> int:
+def _write_atomically(path: Path, pieces: Iterable[bytes]) -> int:
     """Write a file whole; returns its bytes."""
     with explained(str(path)), replacing(path) as temporary, temporary.open("wb") as file:
         return sum(map(file.write, pieces))
 
 
-app = program(
+app = make_app(
     "preview",
     "Show encoded samples beside their originals, or with --plan what would be encoded, as an HTML page.",
     run,

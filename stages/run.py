@@ -13,12 +13,12 @@ from typing import Annotated
 
 import typer
 
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
-from schemas.console import Console, Options, Report, program
-from schemas.errors import DAMAGE, OK, REMAINS, LatentpressError
-from stages.stage import refuse_shard
-from stages.stopping import MaxTime, Stopping
+from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
+from stages.encoding.interruption import MaxTimeOption, StopHandler
+from stages.encoding.stage import refuse_partition
 
 
 def run(
@@ -26,16 +26,16 @@ def run(
     options: Options,
     console: Console,
     *,
-    max_time: MaxTime = None,
+    max_time: MaxTimeOption = None,
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="As of index: leave out the samples whose media were missing.")
     ] = False,
 ) -> Report:
-    refuse_shard(options, "run")
-    stages = _Processes({"index": ["--allow-missing"]} if allow_missing else {})
-    stopping = Stopping(max_time, stages.stop)
-    with stopping.by_signals():
-        report = _in_order(config, options, console, stages, stopping)
+    refuse_partition(options, "run")
+    stages = _StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
+    stopping = StopHandler(max_time, stages.stop)
+    with stopping.stop_on_signals():
+        report = _run_stages(config, options, console, stages, stopping)
     if stopping.reason:
         report.details["stopped"] = f"by {stopping.reason}; what is done is kept"
         report.remaining = max(report.remaining, 1)
@@ -43,7 +43,9 @@ def run(
     return report
 
 
-def _in_order(config: Config, options: Options, console: Console, stages: "_Processes", stopping: Stopping) -> Report:
+def _run_stages(
+    config: Config, options: Options, console: Console, stages: "_StageProcesses", stopping: StopHandler
+) -> Report:
     report = Report(program="run", what="stages", dry_run=options.dry_run)
     rows: list[dict] = []
     report.details["stages"] = rows
@@ -56,9 +58,9 @@ def _in_order(config: Config, options: Options, console: Console, stages: "_Proc
         if stopping.reason and (not document or "error" in document):
             break  # it was interrupted where it has nothing to say
         seconds = round(time.monotonic() - started, 1)
-        if "error" in document or code not in (OK, REMAINS, DAMAGE):
+        if "error" in document or code not in (OK, INCOMPLETE, DAMAGE):
             raise StageFailed(stage, code, document)
-        rows.append({"stage": stage, "seconds": seconds} | {key: document[key] for key in COUNTS})
+        rows.append({"stage": stage, "seconds": seconds} | {key: document[key] for key in COUNT_KEYS})
         rows[-1]["set_aside"] = len(document["set_aside"]) + document["more_set_aside"]
         report.remaining += bool(document["remaining"])
         report.done += bool(document["done"]) and not document["remaining"]
@@ -69,9 +71,9 @@ def _in_order(config: Config, options: Options, console: Console, stages: "_Proc
         report.failed += document["failed"]
         report.damage += document["damage"]
         if not options.dry_run:
-            report.details |= _results(config, stage, document["details"])
+            report.details |= _result_paths(config, stage, document["details"])
         if code != OK:
-            report.next_steps += [_of_run(step) for step in document["next_steps"]]
+            report.next_steps += [_as_run_step(step) for step in document["next_steps"]]
         if code != OK or stopping.reason:
             break
         if options.dry_run and document["remaining"]:
@@ -80,15 +82,15 @@ def _in_order(config: Config, options: Options, console: Console, stages: "_Proc
     return report
 
 
-def _of_run(step: str) -> str:
+def _as_run_step(step: str) -> str:
     """A stage's next step where `run` has its option."""
     return step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
 
 
-COUNTS = ("done", "skipped", "remaining")
+COUNT_KEYS = ("done", "skipped", "remaining")
 
 
-def _results(config: Config, stage: StageName, said: dict) -> dict[str, str]:
+def _result_paths(config: Config, stage: StageName, said: dict) -> dict[str, str]:
     """Where lies what somebody wanted of it all."""
     if stage == "train" and "saved" in said:
         names = {"metrics.jsonl": "numbers", "tensorboard": "tensorboard"}
@@ -107,19 +109,19 @@ class StageFailed(LatentpressError):
         error = document.get("error", {})
         super().__init__(f"{stage} ended with exit code {code}: why stands above")
         message = error.get("message", f"it ended with exit code {code}; its output stands above")
-        self._passed_on = {"message": f"{stage}: {message}", "next_step": error.get("next_step", "")}
-        self.exit_code = error.get("exit_code", document.get("exit_code", REMAINS))  # type: ignore[misc]
+        self._forwarded_error = {"message": f"{stage}: {message}", "next_step": error.get("next_step", "")}
+        self.exit_code = error.get("exit_code", document.get("exit_code", INCOMPLETE))  # type: ignore[misc]
 
     def document(self) -> dict:
-        return super().document() | self._passed_on
+        return super().document() | self._forwarded_error
 
 
-class _Processes:
+class _StageProcesses:
     """One program at a time, each a process of its own; its log passes through."""
 
     def __init__(self, own: Mapping[str, list[str]]) -> None:
         """own: options of single programs, beside those of all."""
-        self._own = own
+        self._extra_options = own
         self._process: subprocess.Popen | None = None
         self._stopped = False
 
@@ -127,9 +129,9 @@ class _Processes:
         """Exit code and report; an empty error where it has none, an empty report where it was told to stop before."""
         module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
         words = [word for word in options.argv() if word != "--json"]
-        command = [sys.executable, "-P", "-m", module, *words, *self._own.get(stage, ()), "--json"]
+        command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
         if self._stopped:
-            return REMAINS, {}
+            return INCOMPLETE, {}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as self._process:
             if self._stopped:  # between the question and the start
                 self._process.terminate()
@@ -146,7 +148,7 @@ class _Processes:
             self._process.terminate()
 
 
-app = program("run", "Run every stage in order, each in its own process, skipping what is done.", run)
+app = make_app("run", "Run every stage in order, each in its own process, skipping what is done.", run)
 
 if __name__ == "__main__":
     app()

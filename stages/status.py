@@ -11,28 +11,29 @@ from typing import Annotated, Any
 import pyarrow.compute as pc
 import typer
 
-from cache import current, rejects
+from cache import rejects, set_pointers
 from cache.damage import DamageError
 from cache.files import Entry
-from cache.generations import Generation
-from cache.shard_io import Readers
+from cache.plans import Plan
+from cache.shard_io import ReaderPool
 from cache.store import Store
 from cache.trainset import SetError
 from cache.weights import WeightsError
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import VALIDATION, Config
-from schemas.console import Console, Options, Report, program
 from schemas.errors import LatentpressError
-from stages import encoders, rejected, watching
-from stages.mediatable import whole_table
-from stages.plan import current_plan
-from stages.stage import EncodingStage, Work, refuse_shard
+from stages.discovery.media_table import find_media_table
+from stages.encoding import stage_registry
+from stages.encoding.stage import EncodingStage, StageState, refuse_partition
+from stages.maintenance import live_status, reject_report
+from stages.planning.plan_lookup import current_plan
 
-OPENED = 32  # shards of each stage of which the libraries are looked up
-SHOWN = ("media", "plans", *encoders.KINDS, "sets", "damaged")
+MAX_OPENED_SHARDS = 32  # shards of each stage of which the libraries are looked up
+LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damaged")
 
-OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")  # what the trainer writes before anything else
+RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # what the trainer writes before anything else
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 
 
 def run(
@@ -50,20 +51,20 @@ def run(
         bool, typer.Option("--rejects", help="List every item that was set aside instead, with reason and remedy.")
     ] = False,
 ) -> Report:
-    refuse_shard(options, "status")
+    refuse_partition(options, "status")
     if rejects_too:
-        return rejected.report(config, options)
+        return reject_report.report_rejects(config, options)
     if watch and not options.dry_run:
-        return watching.until_done(lambda: look(config, options), console, every)
-    return look(config, options)
+        return live_status.refresh_until_done(lambda: build_report(config, options), console, every)
+    return build_report(config, options)
 
 
-def look(config: Config, options: Options) -> Report:
+def build_report(config: Config, options: Options) -> Report:
     """How things stand now."""
     store = Store(config.root)
-    listed = {top: store.entries(top) for top in SHOWN}
+    listed = {top: store.entries(top) for top in LISTED_FOLDERS}
     report = Report(program="status", dry_run=options.dry_run)
-    rows = [_discover(store, config, _mib(listed["media"]))]
+    rows = [_discover_row(store, config, _mib(listed["media"]))]
     report.remaining = rows[0]["remaining"]
     report.next_steps += ["latentpress discover"] if report.remaining else []
     try:
@@ -73,16 +74,16 @@ def look(config: Config, options: Options) -> Report:
         report.details["stages"] = rows
         report.remaining = report.remaining or 1
         return report
-    rows.append(_bucket(store, config, plan, _mib(listed["plans"])))
+    rows.append(_bucket_row(store, config, plan, _mib(listed["plans"])))
     try:
-        works = [(stage, stage.work(store, config, plan)) for stage in encoders.wanted(config)]
+        works = [(stage, stage.work(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except WeightsError as error:
         report.details = {"stages": rows, "checkpoint": str(error)}
         report.next_steps = [error.next_step]
         report.remaining = report.remaining or 1
         return report
     for stage, work in works:
-        row = _encoding(stage, work, listed[stage.kind])
+        row = _stage_row(stage, work, listed[stage.kind])
         rows.append(row)
         if row["remaining"]:
             report.next_steps.append(f"latentpress {stage.name}")
@@ -92,20 +93,20 @@ def look(config: Config, options: Options) -> Report:
         for row in rows:
             row.setdefault(column, "")
     report.details["stages"] = rows
-    report.details["training_set"] = _training_set(store, config, plan)
-    report.details["made_with"] = _made_with(store, works, listed)
+    report.details["training_set"] = _describe_training_set(store, config, plan)
+    report.details["made_with"] = _library_versions(store, works, listed)
     report.details["under_root_mib"] = {
-        top: _mib(entries) for top, entries in listed.items() if entries or top in SHOWN[:4]
+        top: _mib(entries) for top, entries in listed.items() if entries or top in LISTED_FOLDERS[:4]
     }
-    report.details["runs"] = _runs(config)
+    report.details["runs"] = _list_runs(config)
     return report
 
 
-def _discover(store: Store, config: Config, mib: float) -> Row:
+def _discover_row(store: Store, config: Config, mib: float) -> TableRow:
     datasets = [dataset for dataset in config.datasets if not dataset.disabled]
-    whole = [whole_table(store, dataset.id) for dataset in datasets]
+    whole = [find_media_table(store, dataset.id) for dataset in datasets]
     remaining = sum(table is None for table in whole)
-    aside = rejects.read(store, "discover")
+    aside = rejects.read_stage(store, "discover")
     return {
         "stage": "discover",
         "what": "files",
@@ -116,8 +117,8 @@ def _discover(store: Store, config: Config, mib: float) -> Row:
     }
 
 
-def _bucket(store: Store, config: Config, plan: Generation, mib: float) -> Row:
-    aside = rejects.read(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
+def _bucket_row(store: Store, config: Config, plan: Plan, mib: float) -> TableRow:
+    aside = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
     roles = plan.active.column("role")
     samples = len(roles) - (pc.sum(pc.equal(roles, VALIDATION)).as_py() or 0)
     return {
@@ -130,7 +131,7 @@ def _bucket(store: Store, config: Config, plan: Generation, mib: float) -> Row:
     }
 
 
-def _encoding(stage: EncodingStage, work: Work, listed: Sequence[Entry]) -> Row:
+def _stage_row(stage: EncodingStage, work: StageState, listed: Sequence[Entry]) -> TableRow:
     todo = {unit.unit_id for unit in work.todo}
     remaining = sum(work.counts[unit] for unit in todo)
     aside = sum(len(rows) for unit, rows in work.lists.items() if unit not in todo)
@@ -144,52 +145,52 @@ def _encoding(stage: EncodingStage, work: Work, listed: Sequence[Entry]) -> Row:
         "mib": _mib(entries),
     }
     if remaining:
-        row |= watching.pace(_published(work, entries), remaining, time.time())
+        row |= live_status.estimate_rate(_published_counts(work, entries), remaining, time.time())
     return row
 
 
-def _published(work: Work, entries: Sequence[Entry]) -> list[tuple[float, int]]:
+def _published_counts(work: StageState, entries: Sequence[Entry]) -> list[tuple[float, int]]:
     """(time, members) of the plan's shards that are there."""
     written = {entry.name: entry.modified for entry in entries}
     shards = ((path.partition("/")[2], unit) for unit, path in work.done.items() if unit in work.counts)
     return [(written[name], work.counts[unit]) for name, unit in shards if name in written]
 
 
-def _training_set(store: Store, config: Config, plan: Generation) -> str:
+def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
     """The set that this configuration makes, and whether it is of the plan in force; or why there is none."""
     try:
-        name = current.find(store, config)
+        name = set_pointers.find_configured_id(store, config)
     except SetError as error:
         return f"none yet: {error.message}: latentpress index"
     made_of = store.read_json(f"sets/{name}/set.json")["generation"]
     return f"sets/{name}" + ("" if made_of == plan.name else f", of the older plan {made_of}: latentpress index")
 
 
-def _made_with(
-    store: Store, works: Sequence[tuple[EncodingStage, Work]], listed: Mapping[str, Sequence[Entry]]
-) -> list[Row]:
+def _library_versions(
+    store: Store, works: Sequence[tuple[EncodingStage, StageState]], listed: Mapping[str, Sequence[Entry]]
+) -> list[TableRow]:
     """For each stage what the plan's shards say of the libraries and the machine that made them, and MIXED before what
     differs among them: their bytes may, though the configuration is one.
 
     Of many shards some are opened, from the oldest to the newest, since versions change in time.
     """
-    readers = Readers(store)
+    readers = ReaderPool(store)
     told = []
     for stage, work in works:
         written = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
         paths = [path for _, path in sorted((written.get(path, 0.0), path) for path in work.done.values())]
-        told.append({"stage": stage.name, "libraries": _told(readers, paths)})
+        told.append({"stage": stage.name, "libraries": _describe_provenance(readers, paths)})
     readers.close()
     return told
 
 
-def _told(readers: Readers, paths: Sequence[str]) -> str:
+def _describe_provenance(readers: ReaderPool, paths: Sequence[str]) -> str:
     found: dict[str, set[str]] = {}
     damaged = []
-    opened = _spread(paths)
+    opened = _spread_evenly(paths)
     for path in opened:
         try:
-            for key, value in _flat(readers.meta(path).provenance):
+            for key, value in _flatten(readers.meta(path).provenance):
                 found.setdefault(key, set()).add(value)
         except DamageError:
             damaged.append(f"{path} can't be read: latentpress verify")
@@ -201,33 +202,33 @@ def _told(readers: Readers, paths: Sequence[str]) -> str:
     return "; ".join(parts) or "none yet"
 
 
-def _flat(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _flatten(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in provenance.items():
         if isinstance(value, Mapping):
-            yield from _flat(value)
+            yield from _flatten(value)
         else:
             yield key, str(value)
 
 
-def _spread(paths: Sequence[str]) -> list[str]:
-    """At most OPENED of them, the first and the last among them."""
-    if len(paths) <= OPENED:
+def _spread_evenly(paths: Sequence[str]) -> list[str]:
+    """At most MAX_OPENED_SHARDS of them, the first and the last among them."""
+    if len(paths) <= MAX_OPENED_SHARDS:
         return list(paths)
-    return [paths[number * (len(paths) - 1) // (OPENED - 1)] for number in range(OPENED)]
+    return [paths[number * (len(paths) - 1) // (MAX_OPENED_SHARDS - 1)] for number in range(MAX_OPENED_SHARDS)]
 
 
-def _runs(config: Config) -> list[str]:
+def _list_runs(config: Config) -> list[str]:
     output = Path(config.output)
     if not output.is_dir():
         return []
-    return sorted(path.name for path in output.iterdir() if any((path / name).exists() for name in OF_RUNS))
+    return sorted(path.name for path in output.iterdir() if any((path / name).exists() for name in RUN_FILES))
 
 
 def _mib(entries: Sequence[Entry]) -> float:
     return round(sum(entry.size for entry in entries) / 2**20, 2)
 
 
-app = program("status", "Per stage: done, remaining, set aside, bytes.", run, examples=["--watch", "--rejects"])
+app = make_app("status", "Per stage: done, remaining, set aside, bytes.", run, examples=["--watch", "--rejects"])
 
 if __name__ == "__main__":
     app()

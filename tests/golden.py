@@ -17,8 +17,8 @@ import pyarrow as pa
 import pytest
 from typer import Typer
 
-from cache.shard import Row, ShardMeta
-from cache.shard_io import writer
+from cache.shard import ShardMeta, ShardRow
+from cache.shard_io import open_writer
 from cache.store import Store
 from cache.tensors import Array
 from stages import bucket, discover, encode_latents, encode_text
@@ -259,7 +259,7 @@ def put_shards(made: Home) -> None:
         meta = ShardMeta(
             kind, caches[kind].split("/")[1], unit["unit_id"], unit["bucket"], members, provenance=PROVENANCE
         )
-        with writer(Store(str(made.root)), f"{caches[kind]}/{unit['unit_id']}", meta, columns, form) as shard:
+        with open_writer(Store(str(made.root)), f"{caches[kind]}/{unit['unit_id']}", meta, columns, form) as shard:
             for number, id in enumerate(members):
                 shapes = {"embeds": (3 + number, 64), "pooled": (32,)} if made.name != "sana" else {"embeds": (4, 64)}
                 if kind == "latents":
@@ -267,7 +267,7 @@ def put_shards(made: Home) -> None:
                     shapes |= {"condition": (channels, 1, *grid[1:])} if made.name in ("i2i", "i2v") else {}
                     shapes |= {"mask": grid} if id in masked else {}
                 info = {"tokens": 3 + number, "kept": 3 + number} if kind == "text" else {}
-                shard.add(Row(id, {name: array("float32", shape, id) for name, shape in shapes.items()}, info))
+                shard.add(ShardRow(id, {name: array("float32", shape, id) for name, shape in shapes.items()}, info))
             shard.finish()
 
 

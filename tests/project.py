@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from schemas.cli.console import Console, Options, Partition, Report
+from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
-from schemas.console import Console, Options, Report, Shard
-from schemas.loading import load
 from tests.reports import odd_keys
 
 
@@ -63,13 +63,13 @@ class Project:
     def config(self, *overrides: str) -> Config:
         path = self.folder / "pipeline.yaml"
         path.write_text(json.dumps(self.settings, indent=1))  # JSON is YAML
-        return load(path, overrides)
+        return load_config(path, overrides)
 
     def run(self, program: Callable[..., Report], *overrides: str, shard: str = "0/1", **options: Any) -> Report:
         """Call a program's `run` as the command line would; the report is returned."""
         own = {key: options.pop(key) for key in [*options] if key not in Options.__dataclass_fields__}
         index, total = shard.split("/")
-        given = Options(self.folder / "pipeline.yaml", overrides, shard=Shard(int(index), int(total)), **options)
+        given = Options(self.folder / "pipeline.yaml", overrides, shard=Partition(int(index), int(total)), **options)
         with io.StringIO() as messages:
             try:
                 report = program(self.config(*overrides), given, Console(stderr=messages), **own)

@@ -8,10 +8,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from schemas.catalogue import FAMILIES
+from schemas.config.datasets import Dataset, TagShuffle, Video
 from schemas.config.pipeline import Config
-from schemas.datasets import Dataset, TagShuffle, Video
+from schemas.config.section import Section
 from schemas.geometry import choose_buckets, cover_crop, cropped_share, resolution_buckets
-from schemas.section import Section
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "datasets.md").read_text()
@@ -24,7 +24,7 @@ def parsed(text: str) -> Any:
 
 
 def test_there_are_examples_of_every_source():
-    sources = {dataset.source_name for text in EXAMPLES for dataset in configured(text).datasets}
+    sources = {dataset.resolved_source for text in EXAMPLES for dataset in configured(text).datasets}
     assert sources == {"folder", "remote", "webdataset", "huggingface", "manifest"}
     assert TEXT.count("```yaml\n") == len(EXAMPLES), "an example that begins otherwise is not checked"
 
@@ -43,7 +43,7 @@ def test_the_datasets_of_the_readme_are_valid_too():
     found = re.findall(r"^```yaml\n(- \{id: .*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(found) == 1
     config = configured("datasets:\n" + found[0])
-    assert {dataset.source_name for dataset in config.datasets} == {
+    assert {dataset.resolved_source for dataset in config.datasets} == {
         "folder",
         "remote",
         "webdataset",

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 
-from cache.trainset import NoSet
+from cache.trainset import SetNotFound
+from schemas.config.error_messages import is_section, section_fields
+from schemas.config.loading import ConfigError
 from schemas.config.pipeline import Config
+from schemas.config.section import Section
 from schemas.errors import LatentpressError
-from schemas.explain import fields_of, is_section
-from schemas.loading import ConfigError
-from schemas.section import Section
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index, status
 from tests.project import Project
 from trainer.__main__ import run as train
@@ -184,7 +184,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
 
 def options(section: type[Section] = Config, above: str = "") -> Iterator[str]:
     """The dotted names of all options; of a list those of one item."""
-    for name, kind in fields_of(section).items():
+    for name, kind in section_fields(section).items():
         inner = [part for part in (kind, *get_args(kind)) if is_section(part)]
         if inner:
             yield from options(inner[0], f"{above}{name}.{ITEMS[name] + '.' if name in ITEMS else ''}")
@@ -254,7 +254,7 @@ def test_a_change_is_refused_made_again_or_without_effect(made: tuple[Project, s
         assert home.run(export.run, *values, dry_run=True, to=str(home.folder / "out")).details["set"] == name
     else:
         for program, more in ((train, {}), (export.run, {"to": str(home.folder / "out")})):
-            with pytest.raises(NoSet) as caught:
+            with pytest.raises(SetNotFound) as caught:
                 home.run(program, *values, dry_run=True, **more)
             assert caught.value.exit_code == 3 and "latentpress" in caught.value.next_step
     if kind.plan:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.shard import Row, SetAside, ShardMeta, Truncated
-from cache.shard_io import writer
+from cache.shard import RejectedMember, ShardMeta, ShardRow, TruncatedText
+from cache.shard_io import open_writer
 from cache.store import Store
 from stages import encode_latents, encode_text, encode_vision, export, import_, index
 from tests.golden import FLAVOURS, PROVENANCE, Home, Json, array, compare, contents, hashes, put_shards
@@ -145,13 +145,13 @@ def test_bytes_of_shards(tmp_path: Path, form: str) -> None:
     columns = {f"of_{dtype}": dtype for dtype in DTYPES}
     for kind, rows in (("text", ids[:7]), ("latents", [])):
         meta = ShardMeta(kind, "0" * 24, "64x48@1-0123", "64x48@1", ids if rows else ids[:1], provenance=PROVENANCE)
-        meta.truncated = [Truncated(ids[0], 80, 77)] if rows else []
-        with writer(Store(str(tmp_path)), f"{kind}/{'0' * 24}/64x48@1-0123", meta, columns, form) as shard:
+        meta.truncated = [TruncatedText(ids[0], 80, 77)] if rows else []
+        with open_writer(Store(str(tmp_path)), f"{kind}/{'0' * 24}/64x48@1-0123", meta, columns, form) as shard:
             for number, id in enumerate(rows):
                 present = [dtype for place, dtype in enumerate(DTYPES) if (number + place) % 3]
                 tensors = {f"of_{dtype}": array(dtype, shapes[(number + len(dtype)) % 6], id) for dtype in present}
-                shard.add(Row(id, tensors, {"tokens": number, "words": "кот, 猫"} if number % 2 else {}))
-            shard.set_aside(SetAside(ids[7] if rows else ids[0], "unreadable", "a.png: is no image — Катя"))
+                shard.add(ShardRow(id, tensors, {"tokens": number, "words": "кот, 猫"} if number % 2 else {}))
+            shard.set_aside(RejectedMember(ids[7] if rows else ids[0], "unreadable", "a.png: is no image — Катя"))
             shard.finish()
     compare(f"shards, {form}", contents(tmp_path))
 

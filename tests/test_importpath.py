@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from schemas.console import Console, Options, Report
-from schemas.loading import load
+from schemas.cli.console import Console, Options, Report
+from schemas.config.loading import load_config
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
 from trainer.__main__ import run as train
 
@@ -105,7 +105,7 @@ def place(tmp_path: Path, tiny: Callable[[str], Path]) -> Place:
 
 def in_this_process(config: Path, *programs: Callable[..., Report]) -> None:
     for program in programs:
-        report = program(load(config), Options(config), Console(stderr=io.StringIO()))
+        report = program(load_config(config), Options(config), Console(stderr=io.StringIO()))
         assert report.exit_code == 0
 
 
@@ -141,10 +141,11 @@ def trained(kept: Place) -> Place:
 # Programs from a process that has imported what the encoders need: each in a child, which runs the installed script.
 TOGETHER = """
 import json, os, runpy, sys
-from schemas.importpath import keep_working_directory_out
+from schemas.cli.import_path import remove_working_directory
 
-keep_working_directory_out()
-import stages.text.kandinsky5, stages.text.worker, stages.vae.flux, stages.vae.worker, stages.vision.worker
+remove_working_directory()
+import stages.encoding.text.kandinsky5, stages.encoding.text.worker, stages.encoding.vae.flux
+import stages.encoding.vae.worker, stages.encoding.vision.worker
 
 for words in json.loads(sys.argv[2]):
     if os.fork() == 0:

@@ -94,13 +94,15 @@ def test_every_machine_has_what_it_imports() -> None:
 def test_what_reads_media_has_what_it_imports() -> None:
     programs = "import stages.discover, stages.bucket, stages.preview"
     assert (
-        missing("media", loaded(f"{programs}, stages.media.image, stages.media.video, stages.media.samples")) == set()
+        missing("media", loaded(f"{programs}, stages.media.image, stages.media.video, stages.media.sample_reader"))
+        == set()
     )
 
 
 def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transformer() -> None:
-    code = "import stages.encode_text, stages.text.worker, stages.text.kandinsky5, stages.text.gemma\n"
-    modules = loaded(code + "import stages.encode_vision, stages.vision.worker")
+    code = "import stages.encode_text, stages.encoding.text.worker\n"
+    code += "import stages.encoding.text.kandinsky5, stages.encoding.text.gemma\n"
+    modules = loaded(code + "import stages.encode_vision, stages.encoding.vision.worker")
     assert "transformers.models.qwen2_5_vl" in modules
     assert within(modules, "diffusers") == set()
     assert missing("encode", modules) == set()
@@ -108,8 +110,9 @@ def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transforme
 
 def test_the_latents_program_loads_no_text_encoder_and_no_pipeline() -> None:
     """Importing an autoencoder imports transformers, but none of its models, and no diffusers pipeline."""
-    code = "import stages.vae.flux, stages.vae.hunyuan_video, stages.vae.dc_ae\n"
-    code += "import stages.encode_latents, stages.vae.worker, stages.decode, stages.index, stages.status, stages.run"
+    code = "import stages.encoding.vae.flux, stages.encoding.vae.hunyuan_video, stages.encoding.vae.dc_ae\n"
+    code += "import stages.encode_latents, stages.encoding.vae.worker\n"
+    code += "import stages.decode, stages.index, stages.status, stages.run"
     modules = loaded(code)
     assert "diffusers.models.autoencoders.autoencoder_dc" in modules
     encoders = (f"transformers.models.{name}" for name in ENCODERS)
@@ -123,7 +126,7 @@ from pathlib import Path
 import trainer
 for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
     importlib.import_module(module.name)
-from trainer import adapters
+from trainer.setup import adapters
 from trainer.families import kandinsky5, sana
 from trainer.sampling import load_scheduler
 for family, folder in ((kandinsky5, sys.argv[1]), (sana, sys.argv[2])):

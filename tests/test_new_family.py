@@ -82,12 +82,12 @@ def run(tree: Path, *arguments: str) -> Any:
 
 def rows(root: Path, kind: str) -> list[dict[str, np.ndarray]]:
     """The tensors of every row of a kind."""
-    from cache.shard_io import reader
+    from cache.shard_io import open_reader
     from cache.store import Store
 
     store, found = Store(str(root)), []
     for path in sorted(root.glob(f"{kind}/*/*.arrow")):
-        with reader(store, path.relative_to(root).as_posix()) as shard:
+        with open_reader(store, path.relative_to(root).as_posix()) as shard:
             for number in range(len(shard)):
                 row = shard.read(number)
                 found.append({name: array.numpy() for name, array in row.tensors.items()})
@@ -174,7 +174,7 @@ def test_latents_are_normalised_by_channel(tree: Path, checkpoint: Path) -> None
 import sys, torch
 from diffusers import AutoencoderKL
 from schemas.catalogue import FAMILIES
-from stages.vae.example import Autoencoder
+from stages.encoding.vae.example import Autoencoder
 folder, cpu = sys.argv[1], torch.device("cpu")
 ours = Autoencoder(folder, None, torch.float32, cpu, normalisation=FAMILIES["example"].normalisation)
 vae = AutoencoderKL.from_pretrained(folder + "/vae").eval()

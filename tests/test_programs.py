@@ -18,7 +18,7 @@ HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "av", "deco
 
 
 def module_of(program: str) -> str:
-    return "trainer" if program == "train" else cli.module_of(program)
+    return "trainer" if program == "train" else cli.program_module(program)
 
 
 def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cache.current import choose
-from schemas.console import Console, Options
-from schemas.loading import load
+from cache.set_pointers import open_configured_set
+from schemas.cli.console import Console, Options
+from schemas.config.loading import load_config
 from stages import bucket, discover, encode_latents, encode_text, index
-from trainer.terms import trained_on
+from trainer.run_state import data_signature
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def made(tmp_path: Path, tiny) -> Callable[..., dict]:
         settings = {"root": "work", "model": model, "datasets": [dataset], "validation": {"size": "64x64"} | validation}
         path = tmp_path / "pipeline.yaml"
         path.write_text(json.dumps(settings))
-        config = load(path)
+        config = load_config(path)
         for stage in (discover, bucket, encode_text, encode_latents, index):
             assert stage.run(config, Options(path), Console(stderr=io.StringIO())).exit_code == 0
-        return trained_on(choose(config, pytest.fail))
+        return data_signature(open_configured_set(config, pytest.fail))
 
     return make
 

@@ -7,22 +7,22 @@ from contextlib import nullcontext
 from typing import Any
 
 from cache import compatibility
-from cache.current import choose
 from cache.damage import DamageError, rebuild_advice
-from cache.plan import Plan, remedy
+from cache.schedule import BatchSchedule, small_bucket_advice
+from cache.set_pointers import open_configured_set
 from cache.trainset import TrainSet
+from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from schemas.console import USAGE, Console, Options, Report, program
+from schemas.config.unused_features import find_unused_features
 from schemas.errors import LatentpressError
-from schemas.unused import not_used_yet
-from trainer import stopped
-from trainer.alone import alone
-from trainer.terms import begun, finished, precision, result, run_folder
+from trainer import interruption
+from trainer.output_lock import lock_output
+from trainer.run_state import find_resume_state, is_finished, result_folder, run_folder, train_precision
 
-FULL_RATE = 5e-5  # the highest learning rate at which full-rank training is not warned about
+MAX_FULL_RANK_LR = 5e-5  # the highest learning rate at which full-rank training is not warned about
 
 
-class WrongUse(LatentpressError):
+class UsageError(LatentpressError):
     """An option that training has no use for."""
 
     exit_code = USAGE
@@ -30,32 +30,35 @@ class WrongUse(LatentpressError):
 
 def run(config: Config, options: Options, console: Console) -> Report:
     if options.shard.total > 1:
-        raise WrongUse(
+        raise UsageError(
             "training is one job and can't be divided with --shard",
             "For several GPUs: torchrun --standalone --nproc-per-node N --no-python latentpress train",
         )
-    world, main = launched("WORLD_SIZE", 1), launched("RANK", 0) == 0
+    world, main = read_launch_variable("WORLD_SIZE", 1), read_launch_variable("RANK", 0) == 0
     if not main:
         console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (rank 0 speaks for all)
         console = Console(stdout=nowhere, stderr=nowhere)
     report = Report("train", dry_run=options.dry_run)
     try:
-        compatibility.require_task(config.model)
-        data = choose(config, console.warn)
-        plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate * world)
-        report.details = describe(config, data, plan)
-        state = begun(config, data, plan)
-        warn(config, data, plan, state, console)
+        compatibility.check_task(config.model)
+        data = open_configured_set(config, console.warn)
+        plan = BatchSchedule(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate * world)
+        report.details = describe_run(config, data, plan)
+        state = find_resume_state(config, data, plan)
+        log_warnings(config, data, plan, state, console)
         if options.dry_run:
             report.skipped = min(state["step"], config.train.steps) if state else 0
             report.remaining = config.train.steps - report.skipped
             return report
-        if finished(config, state):
+        if is_finished(config, state):
             report.skipped = config.train.steps
-            report.details["saved"] = str(result(config))
+            report.details["saved"] = str(result_folder(config))
             return report
-        with stopped.explained(config, main), alone(run_folder(config), console) if main else nullcontext():
-            compatibility.require_transformer(config.model)
+        with (
+            interruption.handle_interrupts(config, main),
+            lock_output(run_folder(config), console) if main else nullcontext(),
+        ):
+            compatibility.check_transformer(config.model)
             from trainer.train import train
 
             summary = train(config, data, plan, console, options.device or config.train.device)
@@ -77,18 +80,18 @@ def run(config: Config, options: Options, console: Console) -> Report:
     return report
 
 
-def launched(name: str, alone: int) -> int:
+def read_launch_variable(name: str, alone: int) -> int:
     """A number that torchrun or accelerate sets in the environment of each process."""
     text = os.environ.get(name, str(alone))
     if not re.fullmatch("[0-9]{1,6}", text) or int(text) < alone:
-        raise WrongUse(
+        raise UsageError(
             f"the environment variable {name} is {text!r}, no number from {alone} on",
             "It is set by torchrun or accelerate launch; unset it to train in one process.",
         )
     return int(text)
 
 
-def describe(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:
+def describe_run(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[str, Any]:
     """What would be trained on: numbers that need no model."""
     buckets = [
         {"bucket": bucket.name, "samples": bucket.samples, "draws": bucket.draws, "fill": bucket.fill}
@@ -104,30 +107,33 @@ def describe(config: Config, data: TrainSet, plan: Plan) -> dict[str, Any]:
         "steps": config.train.steps,
         "epochs": round(config.train.steps / plan.batches_per_epoch, 3),
         "adapter": config.train.adapter.type,
-        "precision": precision(config),
+        "precision": train_precision(config),
     }
 
 
-def warn(config: Config, data: TrainSet, plan: Plan, state: Mapping[str, Any] | None, console: Console) -> None:
+def log_warnings(
+    config: Config, data: TrainSet, plan: BatchSchedule, state: Mapping[str, Any] | None, console: Console
+) -> None:
     """Say what is allowed and may not be meant."""
-    if plan.shortages:
-        small = ", ".join(f"{short.bucket} ({short.count})" for short in plan.shortages)
+    if plan.small_buckets:
+        small = ", ".join(f"{short.bucket} ({short.count})" for short in plan.small_buckets)
         world = plan.global_batch // (config.train.batch_size * config.train.accumulate)
         console.warn(
             f"buckets with fewer samples than an optimizer step draws ({plan.global_batch}), so that each of their "
-            f"steps shows some more than once: {small}. {remedy(plan.shortages, config.train.batch_size, world)}"
+            f"steps shows some more than once: {small}. "
+            f"{small_bucket_advice(plan.small_buckets, config.train.batch_size, world)}"
         )
     rate = config.train.optimizer.lr
-    if config.train.adapter.type == "full" and rate > FULL_RATE:
+    if config.train.adapter.type == "full" and rate > MAX_FULL_RANK_LR:
         console.warn(
             f"train.optimizer.lr is {rate:g}, a LoRA's: training every weight (train.adapter.type: full) is stable "
             "near 1e-05 and may diverge with this"
         )
     if state and state["step"] > config.train.steps:
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")
-    for text in not_used_yet(config, "masks", "vision"):
+    for text in find_unused_features(config, "masks", "vision"):
         console.warn(text)
-    newer = data.newer_generation()
+    newer = data.find_newer_plan()
     if newer is not None:
         console.warn(
             f"set {data.id} was made from plan {data.meta['generation']}; {newer} is newer. "
@@ -148,7 +154,7 @@ def warn(config: Config, data: TrainSet, plan: Plan, state: Mapping[str, Any] | 
         )
 
 
-app = program("train", "Train an adapter or a model on a training set.", run, extra="train")
+app = make_app("train", "Train an adapter or a model on a training set.", run, extra="train")
 
 if __name__ == "__main__":
     app(prog_name="latentpress train")

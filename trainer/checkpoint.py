@@ -19,19 +19,19 @@ import torch
 from safetensors.torch import load_file
 
 from cache.files import replacing, sync, temporary
-from trainer.files import write_tensors
 from trainer.resume import (
     FORMAT_VERSION,
-    NEW_RUN,
-    OPTIMIZER,
-    STATE,
-    TRAINABLE,
+    NEW_RUN_HINT,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    TRAINABLE_FILE,
     Checkpoint,
-    Damaged,
+    DamagedCheckpoint,
     ResumeError,
     file_checksum,
-    folders,
+    list_checkpoints,
 )
+from trainer.tensor_files import write_tensors
 
 
 def save(
@@ -49,11 +49,13 @@ def save(
     final = folder / f"step-{step:06d}"
     with replacing(final) as temp:
         temp.mkdir()
-        write_tensors({name: value.detach().contiguous().cpu() for name, value in trainable.items()}, temp / TRAINABLE)
-        write_tensors(_optimizer_tensors(trainable, optimizer), temp / OPTIMIZER)
-        files = {name: file_checksum(temp / name) for name in (TRAINABLE, OPTIMIZER)}
+        write_tensors(
+            {name: value.detach().contiguous().cpu() for name, value in trainable.items()}, temp / TRAINABLE_FILE
+        )
+        write_tensors(_optimizer_tensors(trainable, optimizer), temp / OPTIMIZER_FILE)
+        files = {name: file_checksum(temp / name) for name in (TRAINABLE_FILE, OPTIMIZER_FILE)}
         state = {"format_version": FORMAT_VERSION, "step": step, "terms": dict(terms), "files": files, **extra}
-        (temp / STATE).write_text(json.dumps(state, indent=1))
+        (temp / STATE_FILE).write_text(json.dumps(state, indent=1))
     return final
 
 
@@ -71,19 +73,19 @@ def restore(
     checkpoint: Checkpoint, trainable: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
     """Put weights and optimizer state back, in place. ResumeError where they are those of another model."""
-    weights = load_file(checkpoint.path / TRAINABLE)
+    weights = load_file(checkpoint.path / TRAINABLE_FILE)
     if weights.keys() != trainable.keys():
         odd = sorted(weights.keys() ^ trainable.keys())
         raise ResumeError(
             f"{checkpoint.path} holds other weights than this model trains: {', '.join(odd[:5])}"
             f"{' ...' if len(odd) > 5 else ''}",
-            NEW_RUN,
+            NEW_RUN_HINT,
         )
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter.copy_(weights[name])
     by_name: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in load_file(checkpoint.path / OPTIMIZER).items():
+    for key, value in load_file(checkpoint.path / OPTIMIZER_FILE).items():
         name, _, kind = key.rpartition("/")
         by_name.setdefault(name, {})[kind] = value
     numbers = {name: number for number, name in enumerate(trainable)}
@@ -91,7 +93,7 @@ def restore(
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def put_aside(damaged: Damaged) -> Path:
+def quarantine(damaged: DamagedCheckpoint) -> Path:
     """Give a checkpoint that is not whole another name, so that it is neither counted nor removed; the name."""
     folder, number = damaged.path.parent, 1
     while (kept := folder / f"damaged-{damaged.path.name}.{number}").exists():
@@ -103,7 +105,7 @@ def put_aside(damaged: Damaged) -> Path:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints, and what killed processes left behind."""
-    for path in [*folders(folder)[:-keep], *folder.glob(".step-*.tmp")]:
+    for path in [*list_checkpoints(folder)[:-keep], *folder.glob(".step-*.tmp")]:
         # Renamed first: a folder that is half removed must not look like a checkpoint.
         doomed = path if path.name.startswith(".") else path.rename(temporary(path))
         shutil.rmtree(doomed)

@@ -14,18 +14,18 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from cache.plan import Ints, Plan, caption_dropped, caption_number
+from cache.schedule import BatchSchedule, Ints, choose_captions, draw_caption_dropout
 from cache.tensors import Array
 from cache.trainset import Sample, TrainSet
 from schemas.catalogue import FAMILIES
 from schemas.family import Family
-from schemas.identity import seed_of
+from schemas.identity import derive_seed
 from trainer import posterior
 from trainer.batch import Batch, pad_text, stack
 
 T = TypeVar("T")
 
-PREFETCHED = 2  # steps read ahead
+PREFETCH_STEPS = 2  # steps read ahead
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class StepData:
+class StepBatches:
     """This rank's share of one optimizer step."""
 
     step: int
@@ -47,7 +47,7 @@ class StepData:
     parts: list[MicroBatch]
 
 
-def tensor(array: Array) -> torch.Tensor:
+def to_tensor(array: Array) -> torch.Tensor:
     """A writable torch tensor of the same dtype: one copy out of the memory map."""
     copied = torch.from_numpy(np.array(array.numpy()))
     return copied.view(torch.bfloat16) if array.dtype == "bfloat16" else copied
@@ -61,35 +61,35 @@ def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Seque
     """
     columns = []
     for sample, draw in zip(samples, draws, strict=True):
-        tensors = {name: tensor(array) for name, array in sample.tensors.items()}
+        tensors = {name: to_tensor(array) for name, array in sample.tensors.items()}
         for name, identity in (("latent", draw), ("condition", f"{draw}/condition")):
             if name in tensors:
-                tensors[name] = posterior.latents(tensors[name], family, identity)
-        tensors |= {f"text.{name}": tensor(array) for name, array in sample.text.items() if name != "embeds"}
+                tensors[name] = posterior.sample_latents(tensors[name], family, identity)
+        tensors |= {f"text.{name}": to_tensor(array) for name, array in sample.text.items() if name != "embeds"}
         columns.append({name: each.float() if each.is_floating_point() else each for name, each in tensors.items()})
     ids = [sample.id for sample in samples]
-    text, mask = pad_text([tensor(sample.text["embeds"]).float() for sample in samples])
+    text, mask = pad_text([to_tensor(sample.text["embeds"]).float() for sample in samples])
     extras = stack(ids, columns)
     own = extras.pop("latent"), extras.pop("condition", None), text, mask, extras.pop("text.pooled", None)
     return Batch(*own, ids, bucket, extras)
 
 
-def draws(seed: int, step: int, positions: Ints, shape_CTHW: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_noise(seed: int, step: int, positions: Ints, shape_CTHW: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(noise_BCTHW, normal_B), standard normal, of the given positions of a step's global batch."""
     noises, normals = [], []
     for position in positions:
-        generator = torch.Generator().manual_seed(seed_of(f"{seed}/{step}/{int(position)}", "noise"))
+        generator = torch.Generator().manual_seed(derive_seed(f"{seed}/{step}/{int(position)}", "noise"))
         normals.append(torch.randn((), generator=generator))
         noises.append(torch.randn(tuple(shape_CTHW), generator=generator))
     return torch.stack(noises), torch.stack(normals)
 
 
 @dataclass(frozen=True)
-class Feed:
+class BatchLoader:
     """Reads the steps of one rank. batch_size: samples of one forward pass."""
 
     data: TrainSet
-    plan: Plan
+    plan: BatchSchedule
     batch_size: int
     caption_dropout: float
     rank: int = 0
@@ -99,28 +99,28 @@ class Feed:
     def family(self) -> Family:
         return FAMILIES[self.data.meta["family"]]
 
-    def step(self, number: int) -> StepData:
+    def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
         positions, share = self.plan.batch(number).share(self.rank, self.world)
         seed, parts = self.plan.seed, []
-        captions = caption_number(seed, share.rows, share.passes, self.data.alternatives(share.rows))
-        dropped = caption_dropped(seed, number, positions, self.caption_dropout)
+        captions = choose_captions(seed, share.rows, share.passes, self.data.caption_counts(share.rows))
+        dropped = draw_caption_dropout(seed, number, positions, self.caption_dropout)
         for first in range(0, len(positions), self.batch_size):
             part = range(first, first + self.batch_size)
             samples = [self.data.sample(int(share.rows[i]), int(captions[i]), bool(dropped[i])) for i in part]
             places = [f"{seed}/{number}/{int(positions[i])}" for i in part]
             named = [f"{place}/{sample.id}" for place, sample in zip(places, samples, strict=True)]
             batch = collate(samples, share.bucket, self.family, named)
-            noise, normal = draws(seed, number, positions[first : part.stop], batch.latents_BCTHW.shape[1:])
+            noise, normal = draw_noise(seed, number, positions[first : part.stop], batch.latents_BCTHW.shape[1:])
             parts.append(MicroBatch(batch, noise, normal))
-        return StepData(number, share.epoch, share.bucket, parts)
+        return StepBatches(number, share.epoch, share.bucket, parts)
 
-    def steps(self, first: int, last: int) -> Iterator[StepData]:
+    def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by a thread."""
-        return read_ahead(self.step, range(first, last))
+        return prefetch(self.step, range(first, last))
 
 
-def read_ahead(read: Callable[[int], T], numbers: range, depth: int = PREFETCHED) -> Iterator[T]:
+def prefetch(read: Callable[[int], T], numbers: range, depth: int = PREFETCH_STEPS) -> Iterator[T]:
     """`read(n)` of each number in order, at most `depth` results ahead, made by one background thread.
 
     An exception in the thread is raised here, at its place in the order. Leaving the iterator ends the thread.

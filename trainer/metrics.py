@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # it imports torch, and reading needs none
     from accelerate import Accelerator
 
-NAME = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
-class Record(Protocol):
+class RecordMetrics(Protocol):
     """Takes the numbers of a step, "step" among them; `shown` ones appear on the console too."""
 
     def __call__(self, numbers: dict[str, Any], shown: bool = True) -> None: ...
 
 
-class Clock:
+class StepTimer:
     """Speed over the steps of this process, and from it the time left."""
 
     def __init__(self, first: int, last: int, global_batch: int):
@@ -34,30 +34,30 @@ class Clock:
 
 
 @contextmanager
-def recording(
+def open_metrics_log(
     accelerator: "Accelerator", folder: Path, first: int, last: int, say: Callable[[str], None]
-) -> Iterator[Record]:
+) -> Iterator[RecordMetrics]:
     """Record to `folder`/metrics.jsonl, to TensorBoard and with `say`, on the main process alone.
 
     first: steps done. The file is only appended to: where it has lines already, one with "resumed" says that those
     after it go on from `first`. The accelerator's trackers and processes end with the context.
     """
-    path = folder / NAME
+    path = folder / METRICS_FILE
     if accelerator.is_main_process:
-        _mark(path, first)
+        _append_resume_line(path, first)
     purge = first + 1 if first else 0  # a run that begins again looks at step 0 again
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge}})
 
     def record(numbers: dict[str, Any], shown: bool = True) -> None:
         if not accelerator.is_main_process:
             return
-        line = {key: _plain(value) for key, value in numbers.items()}
+        line = {key: _nan_to_null(value) for key, value in numbers.items()}
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         scalars = {key: value for key, value in line.items() if isinstance(value, float)}
         accelerator.log(scalars, step=numbers["step"])
         if shown:
-            say(spoken(numbers, last))
+            say(format_metrics(numbers, last))
 
     try:
         yield record
@@ -65,7 +65,7 @@ def recording(
         accelerator.end_training()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl that are of the run as it stands: each step once.
 
     Lines that a resumed run went back behind are left out, so are lines that are not whole (a kill cuts one off).
@@ -85,7 +85,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _mark(path: Path, first: int) -> None:
+def _append_resume_line(path: Path, first: int) -> None:
     """Say in the file that what follows goes on from step `first`, unless nothing stands there yet."""
     if not path.exists() or not path.stat().st_size:
         return
@@ -95,12 +95,12 @@ def _mark(path: Path, first: int) -> None:
         file.write((b"\n" if cut else b"") + json.dumps({"step": first, "resumed": True}).encode() + b"\n")
 
 
-def _plain(value: Any) -> Any:
+def _nan_to_null(value: Any) -> Any:
     """JSON has no NaN: null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def spoken(numbers: dict[str, Any], last: int) -> str:
+def format_metrics(numbers: dict[str, Any], last: int) -> str:
     """One console line: "step 12/1000  loss 0.8123  ...  0:12:03 left"."""
     words = [f"step {numbers['step']}/{last}"]
     words += [f"{key} {numbers[key]:.4g}" for key in ("loss", "eval_loss", "grad_norm", "lr") if key in numbers]

@@ -4,10 +4,10 @@ import torch
 
 from cache.trainset import SetError
 from schemas.family import Family
-from schemas.identity import seed_of
+from schemas.identity import derive_seed
 
 
-def latents(stored_CTHW: torch.Tensor, family: Family, identity: str) -> torch.Tensor:
+def sample_latents(stored_CTHW: torch.Tensor, family: Family, identity: str) -> torch.Tensor:
     """float32 latents (C, T, h, w) of what a shard holds: latents themselves, or moments in twice the channels.
 
     Moments are mean and log-variance in the model's space, one after the other along the channels; the latent is
@@ -24,5 +24,5 @@ def latents(stored_CTHW: torch.Tensor, family: Family, identity: str) -> torch.T
             "Its shard was made for another model: run `latentpress encode-latents` and `latentpress index`.",
         )
     mean, logvar = stored.chunk(2)
-    generator = torch.Generator().manual_seed(seed_of(identity, "posterior"))
+    generator = torch.Generator().manual_seed(derive_seed(identity, "posterior"))
     return mean + (logvar / 2).exp() * torch.randn(mean.shape, generator=generator)

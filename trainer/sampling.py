@@ -42,7 +42,7 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Without dropout and gradients; afterwards the model is in the mode it was in."""
     training = model.training
     model.eval()
@@ -74,7 +74,7 @@ def denoise(
     x = family.start(noise_BCTHW.to(device, dtype), batch, task)
     given = family.clean_frames(task)
     scheduler.set_timesteps(steps, device=device)
-    with evaluating(model):
+    with eval_mode(model):
         for t in scheduler.timesteps:
             # In float64, so that 1000 sigma is the scheduler's timestep again, to the last bit.
             sigma_B = (t.double() / 1000).expand(x.shape[0])

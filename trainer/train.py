@@ -17,23 +17,33 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from safetensors import SafetensorError
 
-from cache.plan import Plan
+from cache.schedule import BatchSchedule
 from cache.trainset import TrainSet
+from schemas.cli.console import Console
 from schemas.config.pipeline import Config
-from schemas.console import Console
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Task
-from schemas.identity import hash_json, seed_of
-from trainer import adapters, checkpoint, flow, metrics, resume, validate
+from schemas.identity import derive_seed, hash_json
+from trainer import checkpoint, flow, metrics, resume, validation
 from trainer.batch import Batch
-from trainer.data import Feed, MicroBatch, StepData
-from trainer.failures import told
+from trainer.data import BatchLoader, MicroBatch, StepBatches
+from trainer.failure_messages import explain_failures
 from trainer.families.base import FamilyModule, module_of
-from trainer.optim import BadSteps, clip, learning_rate, make_optimizer, set_rate
-from trainer.terms import note_result, precision, regularisation_note, result, run_folder, shift, terms, write_config
+from trainer.run_state import (
+    describe_regularisation,
+    record_result,
+    result_folder,
+    resume_signature,
+    run_folder,
+    train_precision,
+    train_shift,
+    write_config,
+)
+from trainer.setup import adapters
+from trainer.setup.optim import BadStepCounter, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 
 # Rank 0 looks and saves while the others wait, for videos longer than the ten minutes that torch would wait.
-PATIENCE = timedelta(hours=6)
+PROCESS_TIMEOUT = timedelta(hours=6)
 
 
 class RunError(LatentpressError):
@@ -55,22 +65,22 @@ class Denoiser(torch.nn.Module):
 
 
 @dataclass
-class Run:
+class TrainState:
     """What the parts of one training run share."""
 
     config: Config
     console: Console
     accelerator: Accelerator
     folder: Path
-    feed: Feed
+    feed: BatchLoader
     family: FamilyModule
     model: Any  # the family's transformer, a diffusers ModelMixin
     denoiser: torch.nn.Module
     trainable: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
-    bad: BadSteps
+    bad: BadStepCounter
     base: str  # a fingerprint of the weights that training starts from
-    terms: dict[str, Any]  # as `trainer.terms.terms` gives them
+    terms: dict[str, Any]  # as `trainer.run_state.resume_signature` gives them
 
     @property
     def skip_frames(self) -> int:
@@ -81,68 +91,68 @@ class Run:
     def main(self) -> bool:
         return self.accelerator.is_main_process
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         if self.main:
             self.console.log(message)
 
 
-def train(config: Config, data: TrainSet, plan: Plan, console: Console, device: str) -> dict[str, Any]:
+def train(config: Config, data: TrainSet, plan: BatchSchedule, console: Console, device: str) -> dict[str, Any]:
     """Train to config.train.steps and save the result under <output>/<run>.
 
     device: auto, cpu, cuda or cuda:N. Returns what was done, for the report. Raises DamageError before a damaged
     row reaches a gradient, DivergedError after too many steps that were not finite, StoreError on a full disk.
     """
-    with told(run_folder(config)):
-        return fit(prepare(config, data, plan, console, device))
+    with explain_failures(run_folder(config)):
+        return train_loop(prepare_training(config, data, plan, console, device))
 
 
-def fit(run: Run) -> dict[str, Any]:
+def train_loop(run: TrainState) -> dict[str, Any]:
     """Steps, looks, checkpoints and the result of a prepared run; the numbers of `summary`."""
-    config, first = run.config, go_on(run)
-    with metrics.recording(run.accelerator, run.folder, first, config.train.steps, run.say) as record:
+    config, first = run.config, resume_run(run)
+    with metrics.open_metrics_log(run.accelerator, run.folder, first, config.train.steps, run.log) as record:
         if first == 0:
-            look(run, record, 0)
-        clock = metrics.Clock(first, config.train.steps, run.feed.plan.global_batch)
+            validate(run, record, 0)
+        clock = metrics.StepTimer(first, config.train.steps, run.feed.plan.global_batch)
         for data_of_step in run.feed.steps(first, config.train.steps):
             numbers = train_step(run, data_of_step)
             done = data_of_step.step + 1
-            shown = due(done, config.train.log_every, config.train.steps)
+            shown = is_due(done, config.train.log_every, config.train.steps)
             record({"step": done, **numbers, **clock.tick(done)}, shown=shown)
-            if due(done, config.validation.every, config.train.steps):
-                look(run, record, done)
-            if due(done, config.train.checkpoint_every, config.train.steps):
-                keep(run, done)
+            if is_due(done, config.validation.every, config.train.steps):
+                validate(run, record, done)
+            if is_due(done, config.train.checkpoint_every, config.train.steps):
+                save_checkpoint(run, done)
         done = max(first, config.train.steps)
-        return summary(run, first, done, save(run, done))
+        return summarize(run, first, done, save_result(run, done))
 
 
 # --- preparing ---------------------------------------------------------------------------------------------
 
 
-def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device: str) -> Run:
+def prepare_training(config: Config, data: TrainSet, plan: BatchSchedule, console: Console, device: str) -> TrainState:
     """Load the transformer, make what is trained trainable, and put both on the device."""
     settings = config.train
     if settings.threads:
         torch.set_num_threads(settings.threads)
     folder = run_folder(config)
-    agreed = terms(config, data, plan)
-    accelerator = start(device, folder)
+    agreed = resume_signature(config, data, plan)
+    accelerator = make_accelerator(device, folder)
     ranks = accelerator.num_processes
     assert plan.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
-    feed = Feed(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)
+    feed = BatchLoader(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)
     family = module_of(config.model.spec)
-    half = precision(config) == "bfloat16"
+    half = train_precision(config) == "bfloat16"
     full = settings.adapter.type == "full"
     # Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
     dtype = torch.bfloat16 if half and not full else torch.float32
     if accelerator.is_main_process:
         what = f"the transformer of {config.model.source}, its weights in {str(dtype).removeprefix('torch.')}"
         console.log(f"loading {what}, on {accelerator.device}")
-    torch.manual_seed(seed_of(str(settings.seed), "adapter"))
+    torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     try:
         model = family.load(config.model.source, config.model.revision, dtype, accelerator.device)
-        data.widths = {name: model.config[key] for name, key in config.model.spec.text_widths.items()}
-        base = fingerprint(model)
+        data.text_widths = {name: model.config[key] for name, key in config.model.spec.text_widths.items()}
+        base = fingerprint_model(model)
         trainable = make_trainable(model, family, config)
     except torch.OutOfMemoryError:
         raise
@@ -157,27 +167,30 @@ def prepare(config: Config, data: TrainSet, plan: Plan, console: Console, device
     autocast = torch.bfloat16 if half and full else None
     denoiser = accelerator.prepare(Denoiser(model, family, config.model.task, autocast))
     optimizer = make_optimizer(trainable.values(), settings.optimizer)
-    bad = BadSteps(settings.max_bad_steps)
-    run = Run(
+    bad = BadStepCounter(settings.max_bad_steps)
+    run = TrainState(
         config, console, accelerator, folder, feed, family, model, denoiser, trainable, optimizer, bad, base, agreed
     )
-    run.say(f"training {counted(trainable)} of {counted(dict(model.named_parameters()))} parameters")
-    tell(run)
+    run.log(
+        f"training {format_parameter_count(trainable)} of "
+        f"{format_parameter_count(dict(model.named_parameters()))} parameters"
+    )
+    log_setup(run)
     return run
 
 
-def tell(run: Run) -> None:
+def log_setup(run: TrainState) -> None:
     """Say what the loss and the eval loss will be of."""
-    note = regularisation_note(run.feed.data)
+    note = describe_regularisation(run.feed.data)
     if note and run.main:
         run.console.warn(note)
     settings = run.config.validation
     if settings.eval_samples and settings.eval_sigmas:
-        rows, on = run.feed.data.eval_choice(settings.eval_samples)
-        run.say(f"eval loss on {len(rows)} {on}")
+        rows, on = run.feed.data.choose_eval_rows(settings.eval_samples)
+        run.log(f"eval loss on {len(rows)} {on}")
 
 
-def start(device: str, folder: Path) -> Accelerator:
+def make_accelerator(device: str, folder: Path) -> Accelerator:
     """Accelerate on this device; it would take a CPU without a word where there is no GPU."""
     if device.startswith("cuda"):
         index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
@@ -188,12 +201,12 @@ def start(device: str, folder: Path) -> Accelerator:
             )
         if ":" in device:
             torch.cuda.set_device(device)
-    wait = InitProcessGroupKwargs(timeout=PATIENCE)
+    wait = InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)
     options: dict[str, Any] = {"log_with": "tensorboard", "project_dir": str(folder), "kwargs_handlers": [wait]}
     return Accelerator(cpu=device == "cpu", mixed_precision="no", **options)
 
 
-def fingerprint(model: torch.nn.Module) -> str:
+def fingerprint_model(model: torch.nn.Module) -> str:
     """Of a few numbers of every weight, as bfloat16: the same however they are loaded and where they lie."""
     digest = xxhash.xxh3_64()
     for parameter in model.parameters():
@@ -202,7 +215,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def counted(parameters: dict[str, torch.nn.Parameter]) -> str:
+def format_parameter_count(parameters: dict[str, torch.nn.Parameter]) -> str:
     return f"{sum(parameter.numel() for parameter in parameters.values()):,}"
 
 
@@ -210,39 +223,39 @@ def make_trainable(model: torch.nn.Module, family: FamilyModule, config: Config)
     """Add a LoRA, or free every weight; name -> parameter of what gradients reach."""
     adapter = config.train.adapter
     if adapter.type == "full":
-        adapters.train_fully(model)
+        adapters.unfreeze_all(model)
         return adapters.trainable_parameters(model)
     targets = adapters.choose_targets(model, adapter.targets) if adapter.targets else family.lora_targets(model)
     adapters.add_lora(model, targets, adapter.rank, adapter.alpha, adapter.dropout)
     return adapters.trainable_parameters(model)
 
 
-def terms_of(run: Run) -> dict[str, Any]:
+def full_signature(run: TrainState) -> dict[str, Any]:
     """What a checkpoint and its continuation must have in common."""
     shape = {key: value for key, value in run.model.config.items() if not key.startswith("_")}
     transformer = hash_json(json.loads(json.dumps(shape)))
     return {**run.terms, "transformer": transformer, "base weights": run.base}
 
 
-def go_on(run: Run) -> int:
+def resume_run(run: TrainState) -> int:
     """Go on from the newest checkpoint that is whole, if there is one; the number of steps done. Writes config.yaml."""
     folder = run.folder / "checkpoints"
     if run.main:
-        found, damaged = resume.newest(folder, verify=True)
+        found, damaged = resume.newest_checkpoint(folder, verify=True)
         for one in damaged:
             assert found is not None
-            kept = checkpoint.put_aside(one)
+            kept = checkpoint.quarantine(one)
             run.console.warn(
                 f"{one.path} is damaged ({one.reason}): the run goes on from {found.path.name}, the newest checkpoint "
                 f"that is whole, and the damaged one is kept as {kept.name}"
             )
     run.accelerator.wait_for_everyone()
-    found, _ = resume.newest(folder)
+    found, _ = resume.newest_checkpoint(folder)
     if found is not None:
-        resume.check_terms(found, terms_of(run))
+        resume.check_signature(found, full_signature(run))
         checkpoint.restore(found, run.trainable, run.optimizer)
         run.bad.steps, run.bad.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
-        run.say(f"going on from {found.path}, {found.step} steps done")
+        run.log(f"going on from {found.path}, {found.step} steps done")
     if run.main:
         write_config(run.config, run.feed.data)
     run.accelerator.wait_for_everyone()
@@ -252,25 +265,25 @@ def go_on(run: Run) -> int:
 # --- one step ----------------------------------------------------------------------------------------------
 
 
-def train_step(run: Run, data: StepData) -> dict[str, Any]:
+def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     """One optimizer step over this rank's share of the global batch; the numbers to record.
 
     The loss is the mean over the global batch of each sample's own mean, however it is cut into forward passes.
     """
     config, step = run.config.train, data.step
-    torch.manual_seed(seed_of(f"{config.seed}/{step}/{run.accelerator.process_index}", "step"))
+    torch.manual_seed(derive_seed(f"{config.seed}/{step}/{run.accelerator.process_index}", "step"))
     rate = learning_rate(config.optimizer, step, config.steps)
-    set_rate(run.optimizer, rate)
+    set_learning_rate(run.optimizer, rate)
     run.denoiser.train()
     total, share = torch.zeros((), device=run.accelerator.device), config.batch_size * config.accumulate
     for number, part in enumerate(data.parts):
         more = number + 1 < len(data.parts)
         with run.accelerator.no_sync(run.denoiser) if more else nullcontext():
-            loss = loss_of(run, part).sum() / share
+            loss = compute_loss(run, part).sum() / share
             loss.backward()
         total += loss.detach()
     value = float(run.accelerator.reduce(total, "mean"))
-    norm = clip(run.trainable.values(), config.optimizer.max_grad_norm)
+    norm = clip_gradients(run.trainable.values(), config.optimizer.max_grad_norm)
     taken = run.bad.finite(step, value, norm)
     if taken:
         run.optimizer.step()
@@ -279,11 +292,11 @@ def train_step(run: Run, data: StepData) -> dict[str, Any]:
     return numbers if taken else {**numbers, "skipped": True}
 
 
-def loss_of(run: Run, part: MicroBatch) -> torch.Tensor:
+def compute_loss(run: TrainState, part: MicroBatch) -> torch.Tensor:
     """(B,) flow-matching loss of each sample of one forward pass."""
     batch = part.batch.to(run.accelerator.device, torch.float32)
     x0, noise = batch.latents_BCTHW, part.noise_BCTHW.to(run.accelerator.device)
-    sigma_B = flow.sigma_from_normal(part.normal_B.to(x0.device), shift(run.config))
+    sigma_B = flow.sigma_from_normal(part.normal_B.to(x0.device), train_shift(run.config))
     predicted = run.denoiser(flow.interpolate(x0, noise, sigma_B), sigma_B, batch)
     return flow.loss_per_sample(predicted, flow.velocity(x0, noise), run.skip_frames)
 
@@ -291,59 +304,61 @@ def loss_of(run: Run, part: MicroBatch) -> torch.Tensor:
 # --- looking and keeping -----------------------------------------------------------------------------------
 
 
-def due(done: int, every: int, last: int) -> bool:
+def is_due(done: int, every: int, last: int) -> bool:
     return done % every == 0 or done == last
 
 
-def look(run: Run, record: metrics.Record, done: int) -> None:
+def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
     """Eval loss on the fixed grid, and the validation prompts denoised, after `done` steps."""
     settings, predict = run.config.validation, run.accelerator.unwrap_model(run.denoiser)
     if run.main:
         predict.eval()
-        grid = validate.Grid(settings.eval_samples, settings.eval_sigmas, settings.seed, run.feed.batch_size)
+        grid = validation.EvalGrid(settings.eval_samples, settings.eval_sigmas, settings.seed, run.feed.batch_size)
         if grid.samples and grid.sigmas:
-            found = validate.eval_loss(predict, run.feed.data, grid, run.accelerator.device, run.skip_frames)
+            found = validation.compute_eval_loss(predict, run.feed.data, grid, run.accelerator.device, run.skip_frames)
             record({"step": done, "eval_loss": found.mean, "eval_by_sigma": found.by_sigma, "eval_on": found.on})
         folder = run.folder / "validation" / f"step-{done:06d}"
-        count = validate.write_samples(run.model, run.family, run.config, run.feed.data, folder, predict.autocast)
+        count = validation.write_validation_latents(
+            run.model, run.family, run.config, run.feed.data, folder, predict.autocast
+        )
         if count:
-            run.say(f"step {done}: {count} validation latents in {folder}")
+            run.log(f"step {done}: {count} validation latents in {folder}")
     run.accelerator.wait_for_everyone()
 
 
-def keep(run: Run, done: int) -> None:
+def save_checkpoint(run: TrainState, done: int) -> None:
     """Write a checkpoint and remove the oldest ones."""
     if run.main:
         plan, folder = run.feed.plan, run.folder / "checkpoints"
         epoch, batch = divmod(done, plan.batches_per_epoch)
         extra = {"epoch": epoch, "batch": batch, "random": {"seed": plan.seed, "step": done}}
         extra |= {"bad steps": run.bad.steps, "bad total": run.bad.total}
-        path = checkpoint.save(folder, done, run.trainable, run.optimizer, terms_of(run), extra)
+        path = checkpoint.save(folder, done, run.trainable, run.optimizer, full_signature(run), extra)
         checkpoint.prune(folder, run.config.train.keep_checkpoints)
-        run.say(f"step {done}: checkpoint {path}")
+        run.log(f"step {done}: checkpoint {path}")
     run.accelerator.wait_for_everyone()
 
 
-def save(run: Run, done: int) -> Path:
+def save_result(run: TrainState, done: int) -> Path:
     """Write the result after `done` steps: <run>/adapter/ for a LoRA, <run>/model/transformer/ for a full-rank run.
 
     It is noted last.
     """
-    config, path = run.config, result(run.config)
+    config, path = run.config, result_folder(run.config)
     if run.main:
         if config.train.adapter.type == "full":
             adapters.save_full(run.model, path)
         else:
-            notes = {"set": run.feed.data.id, "steps": str(done), "flavour": config.model.chosen.name}
+            notes = {"set": run.feed.data.id, "steps": str(done), "flavour": config.model.flavour_spec.name}
             adapters.save_lora(run.model, path, config.model.family, notes)
-        note_result(config, done)
+        record_result(config, done)
     run.accelerator.wait_for_everyone()
     return path
 
 
-def summary(run: Run, first: int, done: int, saved: Path) -> dict[str, Any]:
+def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, Any]:
     """The report of the run, resumed parts included."""
-    lines = metrics.read(run.folder / metrics.NAME)
+    lines = metrics.read_metrics(run.folder / metrics.METRICS_FILE)
     losses = [line["loss"] for line in lines if "loss" in line]
     evals = [line for line in lines if "eval_loss" in line]
     result: dict[str, Any] = {"done": done - first, "skipped": first, "saved": str(saved)}

@@ -5,10 +5,10 @@ from typing import Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from schemas.catalogue import FAMILIES, VISION_MODELS, flavour_of
+from schemas.catalogue import FAMILIES, VISION_MODELS, get_flavour
+from schemas.config.section import Section
 from schemas.config.types import MOST_PROCESSES, Device, Precision
 from schemas.family import Condition, Family, Flavour, Task, Template
-from schemas.section import Section
 
 StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode"]
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
@@ -41,7 +41,7 @@ class Model(Section):
     @classmethod
     def _known_flavour(cls, flavour: str | None, info: ValidationInfo) -> str | None:
         if flavour is not None and "family" in info.data:
-            flavour_of(info.data["family"], flavour)
+            get_flavour(info.data["family"], flavour)
         return flavour
 
     @property
@@ -49,12 +49,12 @@ class Model(Section):
         return FAMILIES[self.family]
 
     @property
-    def chosen(self) -> Flavour:
-        return flavour_of(self.family, self.flavour or self.spec.default)
+    def flavour_spec(self) -> Flavour:
+        return get_flavour(self.family, self.flavour or self.spec.default)
 
     @property
     def task(self) -> Task:
-        return self.chosen.task
+        return self.flavour_spec.task
 
     @property
     def condition(self) -> Condition | None:
@@ -68,7 +68,7 @@ class Model(Section):
     @property
     def source(self) -> str:
         """Local directory or repo id that weights are loaded from."""
-        return self.path or self.chosen.repo
+        return self.path or self.flavour_spec.repo
 
 
 class Text(Section):

@@ -1,6 +1,6 @@
 """pipeline.yaml as a whole, typed, and what its sections must agree on. Unknown keys are refused.
 
-Reading, overriding and reporting errors with their line is `schemas/loading.py`; this folder is only the shape.
+Reading, overriding and reporting errors with their line is `schemas/config/loading.py`; this folder is only the shape.
 """
 
 import os
@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Latents, Model, Stages, Text, Vision
+from schemas.config.section import InconsistentValues, Problem, Section
 from schemas.config.training import Train, Validation
-from schemas.datasets import Dataset
-from schemas.folders import in_the_way
+from schemas.folder_checks import find_obstacle
 from schemas.geometry import resolution_buckets, target_area
-from schemas.section import Incoherent, Problem, Section
 
 MAX_BUCKET_PIXELS = 8192 * 8192
 VALIDATION = "validation"  # the dataset that the images of validation prompts belong to
@@ -58,7 +58,7 @@ class Config(Section):
     def _coherent(self) -> "Config":
         problems = [*self._folders(), *self._data(), *self._prompts(), *self._size()]
         if problems:
-            raise Incoherent(problems)
+            raise InconsistentValues(problems)
         return self
 
     def _folders(self) -> Iterator[Problem]:
@@ -67,7 +67,7 @@ class Config(Section):
             if key == "output" and "://" in value:
                 yield (key,), f"{value!r} is a URL; output is a folder of this machine, only root may be a URL"
                 continue
-            if key == "root" and "://" not in value and (obstacle := in_the_way(value)):
+            if key == "root" and "://" not in value and (obstacle := find_obstacle(value)):
                 yield (key,), obstacle
             if "://" not in value and any(Path(os.path.realpath(value)).is_relative_to(top) for top in PACKAGES):
                 yield (key,), f"{value!r} lies inside a package of the source code; choose another folder"

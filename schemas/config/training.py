@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from schemas.config.section import Name, Section, UnitFloat
 from schemas.config.types import MOST_PROCESSES, MOST_STEPS, SIZE, Beta, Device, Seed
-from schemas.section import Name, Section, Share
 
 
 class Adapter(Section):
@@ -91,7 +91,7 @@ class Validation(Section):
     shift: float | None = Field(None, gt=0, le=1000, description="of the sampling schedule; default: the checkpoint's")
     seed: Seed = 0
     eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
-    eval_sigmas: tuple[Share, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
+    eval_sigmas: tuple[UnitFloat, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
     fps: float | None = Field(
         None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's rate"
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.section import NAME_PATTERN
+from schemas.config.section import NAME_PATTERN
 
 DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"

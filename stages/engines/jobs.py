@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cache.generations import Unit
-from cache.shard import Truncated
+from cache.plans import Unit
+from cache.shard import TruncatedText
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 
@@ -20,21 +20,23 @@ class Job:
     fingerprint: str
     resources: Encoding
     process: int = 0
-    watched: tuple[str, ...] = ()
+    probed_members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a unit. shard: its path, None if it failed. set_aside: rows of schemas.tables.REJECTS. smaller:
-    where memory ran out, the size of batches that fitted. remarks: how many members each of them is true of."""
+class UnitResult:
+    """What became of a unit. shard: its path, None if it failed. set_aside: rows of schemas.tables.REJECTS_SCHEMA.
+
+    smaller: where memory ran out, the size of batches that fitted. remarks: how many members each of them is true of.
+    """
 
     unit: str
     shard: str | None
     encoded: int = 0
     bytes: int = 0
     set_aside: tuple[dict, ...] = ()
-    truncated: tuple[Truncated, ...] = ()
-    smaller: str = ""
+    truncated: tuple[TruncatedText, ...] = ()
+    fitting_batch: str = ""
     error: str = ""
     remarks: dict[str, int] = field(default_factory=dict)
 
@@ -43,7 +45,9 @@ class Worker(Protocol):
     """Loaded once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after each
     member. take: the next unit; None where there is none yet, or with True, which waits, no more."""
 
-    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[Outcome]: ...
+    def run_units(
+        self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]
+    ) -> Iterator[UnitResult]: ...
 
 
 Load = Callable[[Job], Worker]

@@ -20,14 +20,14 @@ from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from cache.generations import Unit
+from cache.plans import Unit
 from schemas.errors import LatentpressError
-from stages.engines.jobs import Job, Load, Outcome
+from stages.engines.jobs import Job, Load, UnitResult
 
-TRIES = 2  # of a unit whose process died while it had no other
-LOADS = 3  # of a process that dies while it loads
-DEEP = 3  # units of a process: one is written, one encoded, one read
-PATIENCE_S = 30.0  # until a process that was told to end is killed
+MAX_UNIT_TRIES = 2  # of a unit whose process died while it had no other
+MAX_LOAD_TRIES = 3  # of a process that dies while it loads
+MAX_UNITS_PER_PROCESS = 3  # units of a process: one is written, one encoded, one read
+TERMINATE_TIMEOUT_S = 30.0  # until a process that was told to end is killed
 
 
 def run_units(
@@ -36,16 +36,16 @@ def run_units(
     units: Iterator[Unit],
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
-) -> Iterator[Outcome]:
+) -> Iterator[UnitResult]:
     """Run the units, which may end early, and yield what became of each, in the order in which they end. warn: told
     of a process that died."""
     if job.resources.workers > 1:
-        yield from _Pool(load, job, advance, warn).run(units)
+        yield from _WorkerPool(load, job, advance, warn).run(units)
         return
     yield from load(job).run_units(lambda wait: next(units, None), advance)
 
 
-class _Pool:
+class _WorkerPool:
     """Processes, each at the other end of a pipe: units down, counts and outcomes up."""
 
     def __init__(self, load: Load, job: Job, advance: Callable[[int], None], warn: Callable[[str], object]) -> None:
@@ -60,10 +60,10 @@ class _Pool:
         self._deaths: Counter[str] = Counter()
         self._loads: Counter[int] = Counter()  # by number: processes that died while they loaded, one after the other
 
-    def run(self, units: Iterator[Unit]) -> Iterator[Outcome]:
+    def run(self, units: Iterator[Unit]) -> Iterator[UnitResult]:
         try:
             while True:
-                yield from self._give(units)
+                yield from self._dispatch_units(units)
                 if not any(self._given.values()):
                     return
                 for pipe in wait(list(self._given)):  # those that have nothing to do may die as well
@@ -72,7 +72,7 @@ class _Pool:
         finally:
             self._stop()
 
-    def _give(self, units: Iterator[Unit]) -> Iterator[Outcome]:
+    def _dispatch_units(self, units: Iterator[Unit]) -> Iterator[UnitResult]:
         """Hand out units while there is a place for one; what is heard of processes that turn out to be dead."""
         while True:
             unit = self._next or (self._suspects.popleft() if self._suspects else next(units, None))
@@ -97,7 +97,9 @@ class _Pool:
         if len(self._processes) < self._job.resources.workers:
             return self._start()
         alone = {pipe for pipe, given in self._given.items() if any(other.unit_id in self._deaths for other in given)}
-        roomy = [pipe for pipe, given in self._given.items() if len(given) < DEEP and pipe not in alone]
+        roomy = [
+            pipe for pipe, given in self._given.items() if len(given) < MAX_UNITS_PER_PROCESS and pipe not in alone
+        ]
         if unit.unit_id in self._deaths or not roomy:
             return None
         return min(roomy, key=lambda pipe: len(self._given[pipe]))
@@ -106,18 +108,18 @@ class _Pool:
         ours, theirs = self._context.Pipe()
         number = min({*range(self._job.resources.workers)} - {*self._numbers.values()})
         job = replace(self._job, process=number)
-        process = self._context.Process(target=_serve, args=(self._load, job, theirs))
+        process = self._context.Process(target=_worker_main, args=(self._load, job, theirs))
         process.start()
         theirs.close()
         self._processes[ours], self._given[ours], self._numbers[ours] = process, [], number
         return ours
 
-    def _receive(self, pipe: Connection) -> Iterator[Outcome]:
+    def _receive(self, pipe: Connection) -> Iterator[UnitResult]:
         """One message: progress, the outcome of a unit, an error meant for the user; or the process' death."""
         try:
             message = pipe.recv()
         except (EOFError, ConnectionResetError):
-            yield from self._died(pipe)
+            yield from self._handle_exit(pipe)
             return
         self._ready.add(pipe)
         self._loads.pop(self._numbers[pipe], None)
@@ -129,12 +131,12 @@ class _Pool:
             self._given[pipe] = [unit for unit in self._given[pipe] if unit.unit_id != message.unit]
             yield message
 
-    def _died(self, pipe: Connection) -> Iterator[Outcome]:
+    def _handle_exit(self, pipe: Connection) -> Iterator[UnitResult]:
         process, given, number = self._processes.pop(pipe), self._given.pop(pipe), self._numbers.pop(pipe)
         process.join()
         pipe.close()
         if pipe not in self._ready:
-            self._died_loading(process.exitcode, number)
+            self._handle_load_failure(process.exitcode, number)
             self._suspects.extend(given)  # which it has not touched
             return
         names = ", ".join(unit.unit_id for unit in given) or "none"
@@ -143,19 +145,20 @@ class _Pool:
         )
         for unit in given:
             self._deaths[unit.unit_id] += len(given) == 1  # of several, nobody knows whose fault it was
-            if self._deaths[unit.unit_id] < TRIES:
+            if self._deaths[unit.unit_id] < MAX_UNIT_TRIES:
                 self._suspects.append(unit)
             else:
-                problem = f"its process died {TRIES} times; what it said stands in the log"
-                yield Outcome(unit.unit_id, None, error=problem)
+                problem = f"its process died {MAX_UNIT_TRIES} times; what it said stands in the log"
+                yield UnitResult(unit.unit_id, None, error=problem)
 
-    def _died_loading(self, code: int | None, number: int) -> None:
+    def _handle_load_failure(self, code: int | None, number: int) -> None:
         self._loads[number] += 1
-        if self._loads[number] < LOADS:
+        if self._loads[number] < MAX_LOAD_TRIES:
             self._warn(f"a worker process died while it loaded its model (exit code {code}); it is started again")
             return
         raise LatentpressError(
-            f"a worker process died while it loaded its model (exit code {code}), {LOADS} times in a row; what it said "
+            f"a worker process died while it loaded its model (exit code {code}), {MAX_LOAD_TRIES} times in a "
+            f"row; what it said "
             "stands in the log",
             "exit code -9 is a kill from outside, by the system where memory ran out (then use fewer --workers) or by "
             "somebody; any other is a crash",
@@ -165,15 +168,15 @@ class _Pool:
         for pipe in self._processes:
             pipe.close()
         for process in self._processes.values():
-            process.join(PATIENCE_S)
+            process.join(TERMINATE_TIMEOUT_S)
             process.kill()  # of no effect on one that has ended
             process.join()
 
 
-def _serve(load: Load, job: Job, pipe: Connection) -> None:
+def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
     """The other end: load the model, then run units until the pipe closes. A unit that is not finished is dropped."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the program at the other end decides
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _exit_once)
     units: SimpleQueue[Unit] = SimpleQueue()
     threading.Thread(target=_receive_units, args=(pipe, units), daemon=True).start()
 
@@ -187,7 +190,7 @@ def _serve(load: Load, job: Job, pipe: Connection) -> None:
         try:
             pipe.send(message)
         except (BrokenPipeError, ConnectionResetError):  # the program is gone
-            _end()
+            _exit_once()
 
     try:
         worker = load(job)
@@ -201,7 +204,7 @@ def _serve(load: Load, job: Job, pipe: Connection) -> None:
         send(error)
 
 
-def _end(*_: object) -> None:
+def _exit_once(*_: object) -> None:
     """Once: schedulers send SIGTERM to each process, and it must not disturb the cleaning up when it comes again."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit()
@@ -214,5 +217,5 @@ def _receive_units(pipe: Connection, units: "SimpleQueue[Unit]") -> None:
             units.put(pipe.recv())
     except (EOFError, OSError):
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(PATIENCE_S)
+        time.sleep(TERMINATE_TIMEOUT_S)
         os.kill(os.getpid(), signal.SIGKILL)  # it hangs, and who would do this may be gone

@@ -12,60 +12,60 @@ from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-from stages.media.errors import MediaError, out_of_memory, unreadable
-from stages.media.files import Blob, Media, opened, size_of
+from stages.media.errors import MediaError, out_of_memory_error, unreadable_error
+from stages.media.files import Blob, MediaPath, media_size, open_media
 
-REPLACE = "replace it with a whole copy"
-REMUX = "write it anew, for example with ffmpeg -i IN OUT.mp4"
+REPLACE_ADVICE = "replace it with a whole copy"
+REMUX_ADVICE = "write it anew, for example with ffmpeg -i IN OUT.mp4"
 # FFmpeg asks a Blob for this much at once: few requests, and little that a look at the header reads in vain.
-_BUFFER = 1 << 16
+_BUFFER_BYTES = 1 << 16
 
 
-class Reader(NamedTuple):
+class OpenVideo(NamedTuple):
     """An open video: its first real video stream, and the file beneath where FFmpeg doesn't read a path itself."""
 
     container: InputContainer
     stream: VideoStream
-    path: Media
+    path: MediaPath
     file: BinaryIO | None
 
 
 @contextmanager
-def open_stream(path: Media, threads: int = 1) -> Iterator[Reader]:
+def open_video(path: MediaPath, threads: int = 1) -> Iterator[OpenVideo]:
     """The container and its first real video stream, closed at the end; FFmpeg's errors become MediaError.
 
     The decoder refuses damaged data instead of painting over it (`err_detect=explode`). A Blob is read by ranges,
     as FFmpeg asks for them.
     """
-    size_of(path)
-    with ExitStack() as stack, _errors(path):
-        file = stack.enter_context(opened(path)) if isinstance(path, Blob) else None
-        container = stack.enter_context(_open(path, file))
-        yield Reader(container, _first_stream(container, path, threads), path, file)
+    media_size(path)
+    with ExitStack() as stack, _translate_errors(path):
+        file = stack.enter_context(open_media(path)) if isinstance(path, Blob) else None
+        container = stack.enter_context(_open_container(path, file))
+        yield OpenVideo(container, _first_video_stream(container, path, threads), path, file)
 
 
 @contextmanager
-def _errors(path: Media) -> Iterator[None]:
+def _translate_errors(path: MediaPath) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:  # FFmpeg's own is one of these
-        raise out_of_memory(path, error) from error
+        raise out_of_memory_error(path, error) from error
     except av.error.FFmpegError as error:
         problem = f"can't be decoded ({error.strerror})"
-        raise MediaError("unreadable", path, problem, f"{REPLACE}, or {REMUX}") from error
+        raise MediaError("unreadable", path, problem, f"{REPLACE_ADVICE}, or {REMUX_ADVICE}") from error
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
 
 
-def _open(path: Media, file: BinaryIO | None) -> InputContainer:
+def _open_container(path: MediaPath, file: BinaryIO | None) -> InputContainer:
     try:
         if file is not None:
-            return av.open(file, "r", metadata_errors="replace", buffer_size=_BUFFER)
+            return av.open(file, "r", metadata_errors="replace", buffer_size=_BUFFER_BYTES)
         # "file:" keeps FFmpeg from taking a name with a colon for a protocol.
         return av.open(f"file:{os.fspath(path)}", "r", metadata_errors="replace")
     except (av.error.InvalidDataError, av.error.EOFError) as error:
         problem = "is no video that FFmpeg knows, or its header or index is missing"
-        raise MediaError("not-a-video", path, problem, f"{REPLACE} or remove it") from error
+        raise MediaError("not-a-video", path, problem, f"{REPLACE_ADVICE} or remove it") from error
     except av.error.MemoryError:
         raise
     except av.error.FFmpegError as error:
@@ -73,14 +73,14 @@ def _open(path: Media, file: BinaryIO | None) -> InputContainer:
         raise MediaError("unreadable", path, problem, "check its permissions and the disk, then run again") from error
 
 
-def _first_stream(container: InputContainer, path: Media, threads: int) -> VideoStream:
+def _first_video_stream(container: InputContainer, path: MediaPath, threads: int) -> VideoStream:
     pictures = [s for s in container.streams.video if not s.disposition & s.disposition.attached_pic]
     if not pictures:
         raise MediaError("no-video-stream", path, "has no video in it", "remove it from the dataset")
     stream = pictures[0]
     if stream.codec_context is None:
         problem = "is coded in a way that this FFmpeg can't decode, or its header is damaged"
-        raise MediaError("unknown-codec", path, problem, REMUX)
+        raise MediaError("unknown-codec", path, problem, REMUX_ADVICE)
     stream.codec_context.options = {"err_detect": "explode"}
     stream.thread_count = threads
     if threads > 1:
@@ -88,12 +88,12 @@ def _first_stream(container: InputContainer, path: Media, threads: int) -> Video
     return stream
 
 
-def from_keyframe(reader: Reader) -> Iterator[Packet]:
+def packets_from_keyframe(reader: OpenVideo) -> Iterator[Packet]:
     """The packets of the stream from where the container stands, without those before the first keyframe."""
     return dropwhile(lambda packet: not packet.is_keyframe, reader.container.demux(reader.stream))
 
 
-def decoded(packets: Iterable[Packet], reader: Reader) -> Iterator[VideoFrame]:
+def decode_packets(packets: Iterable[Packet], reader: OpenVideo) -> Iterator[VideoFrame]:
     """Frames in order of presentation from packets that begin with a keyframe.
 
     Frames presented before that keyframe refer to others before it, which were not read, and are left out.
@@ -101,7 +101,7 @@ def decoded(packets: Iterable[Packet], reader: Reader) -> Iterator[VideoFrame]:
     start: int | None = None
     for packet in packets:
         if packet.is_corrupt:
-            raise MediaError("truncated", reader.path, "ends inside a frame or has lost data", REPLACE)
+            raise MediaError("truncated", reader.path, "ends inside a frame or has lost data", REPLACE_ADVICE)
         if start is None:
             start = packet.pts
         leading = packet.pts is not None and start is not None and packet.pts < start
@@ -113,12 +113,12 @@ def decoded(packets: Iterable[Packet], reader: Reader) -> Iterator[VideoFrame]:
             raise
         for frame in frames:
             if start is None or frame.pts is None or frame.pts >= start:
-                yield _whole(frame, reader.path)
+                yield _require_undamaged(frame, reader.path)
 
 
-def _whole(frame: VideoFrame, path: Media) -> VideoFrame:
+def _require_undamaged(frame: VideoFrame, path: MediaPath) -> VideoFrame:
     if frame.is_corrupt:
-        raise MediaError("unreadable", path, "has a damaged frame", REPLACE)
+        raise MediaError("unreadable", path, "has a damaged frame", REPLACE_ADVICE)
     return frame
 
 

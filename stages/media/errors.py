@@ -5,8 +5,16 @@ import os
 import stat
 
 #: What the system says of a file whose disk or server is no longer there.
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN)
-RESTORE = "restore it, mount its disk, or correct media_root"
+_MISSING_ERRNOS = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ENODEV,
+    errno.ENXIO,
+    errno.EHOSTDOWN,
+)
+RESTORE_ADVICE = "restore it, mount its disk, or correct media_root"
 
 
 class MediaError(Exception):
@@ -29,12 +37,12 @@ class MediaError(Exception):
         return f"{self.path}: {self.problem}; {self.advice}"
 
 
-def require_file(path: str | os.PathLike[str]) -> int:
+def require_regular_file(path: str | os.PathLike[str]) -> int:
     """The size in bytes of a regular file that has content; MediaError otherwise."""
     try:
         status = os.stat(path)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise MediaError("unreadable", path, "is not a regular file", "point the dataset at files")
     if status.st_size == 0:
@@ -42,17 +50,17 @@ def require_file(path: str | os.PathLike[str]) -> int:
     return status.st_size
 
 
-def unreadable(path: str | os.PathLike[str], error: OSError) -> MediaError:
+def unreadable_error(path: str | os.PathLike[str], error: OSError) -> MediaError:
     """The MediaError for a file that the operating system doesn't let us read: "missing" where it, or the disk that it
     lies on, is not there."""
-    if error.errno in _GONE and type(error).__module__ == "builtins":  # FFmpeg has such numbers of its own
+    if error.errno in _MISSING_ERRNOS and type(error).__module__ == "builtins":  # FFmpeg has such numbers of its own
         said = "" if error.errno == errno.ENOENT else f" ({error.strerror})"
-        return MediaError("missing", path, f"is not there{said}", RESTORE)
+        return MediaError("missing", path, f"is not there{said}", RESTORE_ADVICE)
     problem = f"can't be read ({error.strerror or error})"
     return MediaError("unreadable", path, problem, "check its permissions and the disk, then run again")
 
 
-def out_of_memory(path: str | os.PathLike[str], error: BaseException) -> MediaError:
+def out_of_memory_error(path: str | os.PathLike[str], error: BaseException) -> MediaError:
     """The MediaError for a file whose decoding asks for more memory than there is, or claims to need it."""
     problem = f"takes more memory than there is{f' ({error})' if str(error) else ''}"
     return MediaError("out-of-memory", path, problem, "scale it down, or give the workers more memory")

@@ -7,9 +7,9 @@ from typing import BinaryIO, cast
 
 import xxhash
 
-from stages.media.errors import MediaError, require_file, unreadable
+from stages.media.errors import MediaError, require_regular_file, unreadable_error
 
-_BLOCK = 1 << 22
+_HASH_BLOCK_BYTES = 1 << 22
 
 
 class Blob(os.PathLike[str]):
@@ -44,7 +44,7 @@ class Blob(os.PathLike[str]):
         told. Nothing where the id is that of the content."""
 
 
-class Seekable(io.RawIOBase):
+class SeekableReader(io.RawIOBase):
     """A raw reader that can seek; what reads it says how."""
 
     def readable(self) -> bool:
@@ -54,7 +54,7 @@ class Seekable(io.RawIOBase):
         return True
 
 
-class Window(Seekable):
+class FileWindow(SeekableReader):
     """The bytes [offset, offset + size) of a seekable reader, as a reader of their own; closes it when closed."""
 
     def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
@@ -92,46 +92,46 @@ class Window(Seekable):
         super().close()
 
 
-Media = str | os.PathLike[str]
+MediaPath = str | os.PathLike[str]
 
 
-def opened(path: Media) -> BinaryIO:
+def open_media(path: MediaPath) -> BinaryIO:
     """A seekable binary reader of a file or Blob. Raises MediaError."""
     try:
         return path.open() if isinstance(path, Blob) else open(path, "rb")
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
 
 
-def size_of(path: Media) -> int:
+def media_size(path: MediaPath) -> int:
     """Bytes of a file or Blob that has content; MediaError otherwise."""
     if not isinstance(path, Blob):
-        return require_file(path)
+        return require_regular_file(path)
     size = path.size()
     if not size:
         raise MediaError("empty-file", path, "has no bytes", "copy it again or delete it")
     return size
 
 
-def hash_file(path: Media) -> str:
+def hash_file(path: MediaPath) -> str:
     """xxh3-128 of the bytes, 32 hex digits: the media id by content."""
     state = xxhash.xxh3_128()
     try:
-        with opened(path) as file:
-            while block := file.read(_BLOCK):
+        with open_media(path) as file:
+            while block := file.read(_HASH_BLOCK_BYTES):
                 state.update(block)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     return state.hexdigest()
 
 
-def media_id(path: Media) -> str:
+def compute_media_id(path: MediaPath) -> str:
     """The id of a file or Blob: the store's where it vouches for one, else that of its content."""
     given = path.media_id() if isinstance(path, Blob) else None
     return given or hash_file(path)
 
 
-def check(path: Media, planned: str) -> None:
+def require_unchanged(path: MediaPath, planned: str) -> None:
     """Raise MediaError ("missing", "changed") unless the item still has the content it was planned with.
 
     Where the store vouches for the content (`identity: store`), its word is asked for anew, and then held against the
@@ -139,8 +139,8 @@ def check(path: Media, planned: str) -> None:
     """
     if isinstance(path, Blob):
         path.refresh()
-    size_of(path)
-    if media_id(path) != planned:
+    media_size(path)
+    if compute_media_id(path) != planned:
         step = (
             "run `latentpress discover` (with --rehash, if its size and time are as they were) and `latentpress bucket`"
         )

@@ -18,8 +18,8 @@ from functools import cache
 import numpy as np
 from PIL import Image, ImageCms
 
-from stages.media.errors import MediaError, out_of_memory, unreadable
-from stages.media.files import Media, opened, size_of
+from stages.media.errors import MediaError, out_of_memory_error, unreadable_error
+from stages.media.files import MediaPath, media_size, open_media
 
 # Named, so that Pillow's interpreters of programs (EPS) and its guesses at text (XPM) are never tried on a
 # dataset.
@@ -27,7 +27,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF", "PPM", "JPEG2000
 # Pillow's own limit for what it takes for a decompression bomb.
 MAX_PIXELS = 178_956_970
 #: Formats whose animations can be taken as videos (stages/media/animation.py).
-ANIMATED = ("GIF", "WEBP", "PNG")
+ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
 
 _ORIENTATION_TAG = 0x0112
 _TRANSPOSES = {
@@ -40,7 +40,7 @@ _TRANSPOSES = {
     8: Image.Transpose.ROTATE_90,
 }
 # What Pillow's decoders raise for damaged bytes, beside OSError.
-_DAMAGE = (
+_DECODE_ERRORS = (
     RuntimeError,  # AVIF
     SyntaxError,
     ValueError,
@@ -59,7 +59,7 @@ _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b
 _AVIF_BRANDS = (b"avif", b"avis")
 # Transfer characteristics of ITU-T H.273: PQ and HLG.
 _HDR_TRANSFERS = (16, 18)
-_HEAD = 4096
+_HEADER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ class ImageInfo:
     width: int
     height: int
     format: str
-    moving: bool = False
+    is_animated: bool = False
 
 
-def probe_image(path: Media) -> ImageInfo:
+def probe_image(path: MediaPath) -> ImageInfo:
     """Size and format from the header alone; the pixels are not decoded. Raises MediaError."""
     with open_image(path) as image:
         width, height = image.size
-        if _orientation(image) >= 5:
+        if _exif_orientation(image) >= 5:
             width, height = height, width
-        moving = bool(getattr(image, "is_animated", False)) and image.format in ANIMATED
+        moving = bool(getattr(image, "is_animated", False)) and image.format in ANIMATED_FORMATS
         return ImageInfo(width, height, image.format or "unknown", moving)
 
 
-def load_image(path: Media, *, background: str = "white") -> Image.Image:
+def load_image(path: MediaPath, *, background: str = "white") -> Image.Image:
     """The whole picture in mode RGB, as the module's header says. Raises MediaError, also for a truncated
     file.
     """
@@ -92,22 +92,22 @@ def load_image(path: Media, *, background: str = "white") -> Image.Image:
         return to_srgb(image, path, background)
 
 
-def to_srgb(image: Image.Image, path: Media, background: str = "white") -> Image.Image:
+def to_srgb(image: Image.Image, path: MediaPath, background: str = "white") -> Image.Image:
     """The frame at which an open image stands, decoded, upright, in mode RGB."""
     # Read before the pixels, so that the size agrees with `probe_image` wherever the file keeps its EXIF.
-    transpose = _TRANSPOSES.get(_orientation(image))
+    transpose = _TRANSPOSES.get(_exif_orientation(image))
     image.load()
-    picture = _srgb(image, path, background)
+    picture = _composite_srgb(image, path, background)
     return picture if transpose is None else picture.transpose(transpose)
 
 
 @contextmanager
-def open_image(path: Media) -> Iterator[Image.Image]:
+def open_image(path: MediaPath) -> Iterator[Image.Image]:
     """The image with its header read, closed at the end; whatever goes wrong with it meanwhile is a MediaError."""
-    size_of(path)
-    with _errors(path), opened(path) as file:
-        head = file.read(_HEAD)
-        formats = (*FORMATS, *_needed_plugin(head, path))
+    media_size(path)
+    with _translate_errors(path), open_media(path) as file:
+        head = file.read(_HEADER_BYTES)
+        formats = (*FORMATS, *_required_plugin(head, path))
         if _is_hdr(head):
             advice = "tone-map it to standard range (sRGB) or remove it"
             raise MediaError("hdr", path, "has high dynamic range (PQ or HLG)", advice)
@@ -120,11 +120,11 @@ def open_image(path: Media) -> Iterator[Image.Image]:
 
 
 @contextmanager
-def _errors(path: Media) -> Iterator[None]:
+def _translate_errors(path: MediaPath) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise out_of_memory(path, error) from error
+        raise out_of_memory_error(path, error) from error
     except Image.DecompressionBombError as error:
         problem = f"has more than {MAX_PIXELS // 10**6} million pixels, or claims to"
         raise MediaError("too-large", path, problem, "scale it down or remove it") from error
@@ -134,13 +134,13 @@ def _errors(path: Media) -> Iterator[None]:
         raise MediaError("not-an-image", path, problem, advice) from error
     except OSError as error:
         if error.errno is not None:
-            raise unreadable(path, error) from error
-        raise _damaged(path, error) from error
-    except _DAMAGE as error:
-        raise _damaged(path, error) from error
+            raise unreadable_error(path, error) from error
+        raise _decode_error(path, error) from error
+    except _DECODE_ERRORS as error:
+        raise _decode_error(path, error) from error
 
 
-def _needed_plugin(head: bytes, path: Media) -> tuple[str, ...]:
+def _required_plugin(head: bytes, path: MediaPath) -> tuple[str, ...]:
     """The name of the format that a HEIC file needs, its plug-in registered; nothing for other files."""
     if head[4:8] != b"ftyp":
         return ()
@@ -166,13 +166,13 @@ def _is_hdr(head: bytes) -> bool:
     return place > 0 and len(head) > place + 5 and head[place + 5] in _HDR_TRANSFERS
 
 
-def _damaged(path: Media, error: Exception) -> MediaError:
+def _decode_error(path: MediaPath, error: Exception) -> MediaError:
     cut = "truncated" in str(error) or isinstance(error, EOFError)
     reason = "truncated" if cut else "unreadable"
     return MediaError(reason, path, f"can't be decoded ({error})", "replace it with a whole copy")
 
 
-def _orientation(image: Image.Image) -> int:
+def _exif_orientation(image: Image.Image) -> int:
     """1 to 8 as in EXIF; 1 where there is none or it makes no sense."""
     if image.format == "TIFF":
         return 1  # Pillow itself turns these, and reports the turned size.
@@ -180,14 +180,14 @@ def _orientation(image: Image.Image) -> int:
         # The base class's method: the one for PNG decodes the whole picture to look for EXIF behind the
         # pixels.
         value = Image.Image.getexif(image).get(_ORIENTATION_TAG, 1)
-    except (OSError, *_DAMAGE):
+    except (OSError, *_DECODE_ERRORS):
         return 1
     return value if value in _TRANSPOSES else 1
 
 
-def _srgb(image: Image.Image, path: Media, background: str) -> Image.Image:
+def _composite_srgb(image: Image.Image, path: MediaPath, background: str) -> Image.Image:
     profile = image.info.get("icc_profile")
-    image = _eight_bits(image, path)
+    image = _to_8_bit(image, path)
     if not image.has_transparency_data:
         return _colours_to_srgb(image, profile)
     grey = image.mode in ("L", "LA", "La")
@@ -198,7 +198,7 @@ def _srgb(image: Image.Image, path: Media, background: str) -> Image.Image:
     return picture
 
 
-def _eight_bits(image: Image.Image, path: Media) -> Image.Image:
+def _to_8_bit(image: Image.Image, path: MediaPath) -> Image.Image:
     """16-bit grey, also where Pillow holds it in 32 bits, rounded to 8; every other mode is 8-bit already."""
     if image.mode == "F" or (image.mode == "I" and not _is_16_bit(image)):
         problem = f"has samples of a kind that has no fixed white ({image.mode}, 32 bits)"

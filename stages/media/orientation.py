@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from av.video.frame import VideoFrame
 
-from stages.media.container import REPLACE, Reader
+from stages.media.container import REPLACE_ADVICE, OpenVideo
 from stages.media.errors import MediaError
-from stages.media.files import Media, opened
+from stages.media.files import MediaPath, open_media
 
 _IDENTITY = np.diag([1 << 16, 1 << 16, 1 << 30]).astype(np.float64)
 _UPRIGHT_CONTAINERS = ("avi", "mpegts")
@@ -45,15 +45,15 @@ class Orientation(NamedTuple):
         return np.ascontiguousarray(turned[::-1] if self.flipped else turned)
 
 
-def of_frame(frame: VideoFrame, path: Media) -> Orientation:
-    """From the matrix that FFmpeg attached to a decoded frame. Raises MediaError as `of_matrix`."""
+def orientation_of_frame(frame: VideoFrame, path: MediaPath) -> Orientation:
+    """From the matrix that FFmpeg attached to a decoded frame. Raises MediaError as `orientation_of_matrix`."""
     found: Any = frame.side_data.get("DISPLAYMATRIX")
     if found is None:
         return Orientation()
-    return of_matrix(np.frombuffer(bytes(found), "=i4").reshape(3, 3), path)
+    return orientation_of_matrix(np.frombuffer(bytes(found), "=i4").reshape(3, 3), path)
 
 
-def of_header(reader: Reader) -> Orientation | None:
+def orientation_of_header(reader: OpenVideo) -> Orientation | None:
     """From the header, the file left where it stood; None where only a decoded frame could tell."""
     name = reader.container.format.name
     if name in _UPRIGHT_CONTAINERS:
@@ -61,24 +61,24 @@ def of_header(reader: Reader) -> Orientation | None:
     if not (name.startswith(("mov,", "matroska"))):
         return None
     if reader.file is None:
-        with opened(reader.path) as file:
-            return _of_file(file, name, reader)
+        with open_media(reader.path) as file:
+            return _orientation_of_file(file, name, reader)
     place = reader.file.tell()
     try:
         reader.file.seek(0)
-        return _of_file(reader.file, name, reader)
+        return _orientation_of_file(reader.file, name, reader)
     finally:
         reader.file.seek(place)
 
 
-def _of_file(file: BinaryIO, name: str, reader: Reader) -> Orientation | None:
+def _orientation_of_file(file: BinaryIO, name: str, reader: OpenVideo) -> Orientation | None:
     if name.startswith("matroska"):
         return Orientation() if _has_no_projection(file) else None
-    matrix = _movie_matrix(file, reader.stream.id)
-    return None if matrix is None else of_matrix(matrix, reader.path)
+    matrix = _display_matrix(file, reader.stream.id)
+    return None if matrix is None else orientation_of_matrix(matrix, reader.path)
 
 
-def of_matrix(matrix: np.ndarray, path: Media) -> Orientation:
+def orientation_of_matrix(matrix: np.ndarray, path: MediaPath) -> Orientation:
     """matrix: (3, 3) fixed-point numbers [[a, b, u], [c, d, v], [x, y, w]] that take a stored pixel (p, q) to
     (a p + c q, b p + d q). Raises MediaError ("odd-rotation") for a turn that is no quarter turn.
     """
@@ -92,24 +92,24 @@ def of_matrix(matrix: np.ndarray, path: Media) -> Orientation:
     raise MediaError("odd-rotation", path, f"is to be shown turned by {degrees:.0f} degrees", "write it anew, upright")
 
 
-def _movie_matrix(file: BinaryIO, track: int) -> np.ndarray | None:
+def _display_matrix(file: BinaryIO, track: int) -> np.ndarray | None:
     """(3, 3): the movie's matrix after that of the track with this id; None where they are not found."""
-    moov = next((box for box in _boxes(file, 0, None) if box[0] == b"moov"), None)
+    moov = next((box for box in _iter_boxes(file, 0, None) if box[0] == b"moov"), None)
     if moov is None:
         return None
     movie, found = _IDENTITY, None
-    for name, start, end in _boxes(file, moov[1], moov[2]):
+    for name, start, end in _iter_boxes(file, moov[1], moov[2]):
         if name == b"mvhd":
-            movie = _matrix(file, start, (36, 48))[0]
+            movie = _read_matrix(file, start, (36, 48))[0]
         elif name == b"trak" and found is None:
-            head = next((box for box in _boxes(file, start, end) if box[0] == b"tkhd"), None)
+            head = next((box for box in _iter_boxes(file, start, end) if box[0] == b"tkhd"), None)
             if head is not None:
-                matrix, number = _matrix(file, head[1], (40, 52))
+                matrix, number = _read_matrix(file, head[1], (40, 52))
                 found = matrix if number == track else None
     return None if found is None else found @ movie
 
 
-def _matrix(file: BinaryIO, start: int, offsets: tuple[int, int]) -> tuple[np.ndarray, int]:
+def _read_matrix(file: BinaryIO, start: int, offsets: tuple[int, int]) -> tuple[np.ndarray, int]:
     """The matrix in a `mvhd` or `tkhd` box, at one of the offsets by its version, and the track id of a `tkhd`."""
     file.seek(start)
     content = file.read(offsets[1] + 36).ljust(offsets[1] + 36, b"\0")
@@ -119,7 +119,7 @@ def _matrix(file: BinaryIO, start: int, offsets: tuple[int, int]) -> tuple[np.nd
     return values.reshape(3, 3).astype(np.float64), number
 
 
-def _boxes(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[bytes, int, int]]:
+def _iter_boxes(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[bytes, int, int]]:
     """(type, beginning and end of the content) of the boxes between two places of the file; None: to its end."""
     while end is None or start + 8 <= end:
         file.seek(start)
@@ -144,7 +144,7 @@ def _has_no_projection(file: BinaryIO) -> bool:
     while place < end:
         file.seek(place)
         head = file.read(12)
-        number, length, size = _element(head)
+        number, length, size = _parse_ebml_element(head)
         if number in (_PROJECTION, _CLUSTER) or not length:
             return seen and number == _CLUSTER
         seen |= number == _VIDEO
@@ -153,7 +153,7 @@ def _has_no_projection(file: BinaryIO) -> bool:
     return False
 
 
-def _element(head: bytes) -> tuple[int, int, int]:
+def _parse_ebml_element(head: bytes) -> tuple[int, int, int]:
     """(id, length of id and size, size) of an element of EBML (RFC 8794); length 0 where it makes no sense."""
     if len(head) < 2 or not head[0] or head[0] < 16:
         return 0, 0, 0
@@ -166,7 +166,7 @@ def _element(head: bytes) -> tuple[int, int, int]:
     return number, first + second, size
 
 
-def require_same(one: Orientation, other: Orientation, path: Media) -> None:
+def require_same_orientation(one: Orientation, other: Orientation, path: MediaPath) -> None:
     """MediaError where a frame says otherwise than the header, by which it was planned."""
     if one != other:
-        raise MediaError("odd-rotation", path, "is turned otherwise in its frames than in its header", REPLACE)
+        raise MediaError("odd-rotation", path, "is turned otherwise in its frames than in its header", REPLACE_ADVICE)

@@ -4,12 +4,12 @@ import numpy as np
 from PIL import Image
 
 from schemas.geometry import Bucket, Crop
-from stages.media.errors import MediaError, out_of_memory
-from stages.media.files import Media
+from stages.media.errors import MediaError, out_of_memory_error
+from stages.media.files import MediaPath
 from stages.media.image import MAX_PIXELS
 
 
-def fit(image: Image.Image, crop: Crop, bucket: Bucket, *, path: Media = "image") -> np.ndarray:
+def resize_and_crop(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "image") -> np.ndarray:
     """Resize with Lanczos and cut: uint8 (bucket.height, bucket.width, 3).
 
     The filter is that of diffusers' VaeImageProcessor and VideoProcessor. The picture is stretched to the
@@ -17,32 +17,34 @@ def fit(image: Image.Image, crop: Crop, bucket: Bucket, *, path: Media = "image"
     step, where the crop was computed from the display size. Raises MediaError, naming `path`, where the
     resize would be enormous.
     """
-    return np.asarray(_cut(image, crop, bucket, Image.Resampling.LANCZOS, path).convert("RGB"))
+    return np.asarray(_resize_and_crop(image, crop, bucket, Image.Resampling.LANCZOS, path).convert("RGB"))
 
 
-def fit_mask(image: Image.Image, crop: Crop, bucket: Bucket, *, path: Media = "mask") -> np.ndarray:
+def resize_and_crop_mask(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "mask") -> np.ndarray:
     """As `fit`, in grey: uint8 (bucket.height, bucket.width).
 
     Linear between samples where it is enlarged, averaged where it is reduced: Lanczos would ring beyond the mask's
     edges and train a little on what is masked.
     """
-    return np.asarray(_cut(image.convert("L"), crop, bucket, Image.Resampling.BILINEAR, path))
+    return np.asarray(_resize_and_crop(image.convert("L"), crop, bucket, Image.Resampling.BILINEAR, path))
 
 
-def _cut(image: Image.Image, crop: Crop, bucket: Bucket, resample: Image.Resampling, path: Media) -> Image.Image:
+def _resize_and_crop(
+    image: Image.Image, crop: Crop, bucket: Bucket, resample: Image.Resampling, path: MediaPath
+) -> Image.Image:
     if crop.resize_width * crop.resize_height > MAX_PIXELS:
         problem = f"is so narrow that covering {bucket} takes {crop.resize_width}x{crop.resize_height} pixels"
         raise MediaError("too-large", path, problem, "crop it to a more common shape or remove it")
     try:
         resized = image.resize((crop.resize_width, crop.resize_height), resample=resample)
     except MemoryError as error:
-        raise out_of_memory(path, error) from error
+        raise out_of_memory_error(path, error) from error
     box = (crop.x, crop.y, crop.x + bucket.width, crop.y + bucket.height)
     assert box[2] <= resized.width and box[3] <= resized.height, f"{crop} leaves no {bucket}"
     return resized.crop(box)
 
 
-def normalise(pixels: np.ndarray) -> np.ndarray:
+def normalise_pixels(pixels: np.ndarray) -> np.ndarray:
     """uint8 (H, W, 3) or (T, H, W, 3) to float32 in [-1, 1], (3, H, W) or (3, T, H, W), contiguous. The same
     operations in the same order as VaeImageProcessor's, so that the numbers are equal to the last bit.
     """

@@ -15,12 +15,12 @@ import av
 import numpy as np
 
 from schemas.clips import TIME_TOLERANCE
-from stages.media.container import REMUX, REPLACE, Reader, from_keyframe
+from stages.media.container import REMUX_ADVICE, REPLACE_ADVICE, OpenVideo, packets_from_keyframe
 from stages.media.errors import MediaError
-from stages.media.files import Media
+from stages.media.files import MediaPath
 
 
-class Timing(NamedTuple):
+class VideoTiming(NamedTuple):
     """Frames that are shown, their average rate, seconds from the first one's beginning to the last one's end, and
     whether they follow each other evenly.
     """
@@ -31,35 +31,35 @@ class Timing(NamedTuple):
     constant_rate: bool
 
 
-def timing_of(reader: Reader) -> Timing:
+def read_timing(reader: OpenVideo) -> VideoTiming:
     """Of a file just opened. Raises MediaError where it is shorter than it declares, or shows nothing."""
-    return _declared(reader) or _counted(reader)
+    return _timing_from_header(reader) or _timing_from_packets(reader)
 
 
-def without_frames(path: Media) -> MediaError:
+def no_frames_error(path: MediaPath) -> MediaError:
     return MediaError("zero-frames", path, "has a video stream without a frame", "remove it from the dataset")
 
 
-def _declared(reader: Reader) -> Timing | None:
+def _timing_from_header(reader: OpenVideo) -> VideoTiming | None:
     stream = reader.stream
     if not stream.frames or not stream.duration or not stream.time_base or not stream.average_rate:
         return None
     rate, duration = float(stream.average_rate), float(stream.duration * stream.time_base)
     if reader.container.format.name == "avi":
         # FFmpeg takes AVI's frame count from the header and the duration from what is there; its rate is constant.
-        _require_whole(reader.path, duration, stream.frames / rate)
-        return Timing(min(stream.frames, max(1, round(rate * duration))), rate, duration, constant_rate=True)
+        _require_full_duration(reader.path, duration, stream.frames / rate)
+        return VideoTiming(min(stream.frames, max(1, round(rate * duration))), rate, duration, constant_rate=True)
     if abs(stream.frames - rate * duration) > 0.05 or any(entry.is_discard for entry in stream.index_entries):
         return None
-    even = _even_rate((entry.timestamp for entry in stream.index_entries), stream.frames, reader)
-    return Timing(stream.frames, even or rate, duration, constant_rate=even is not None)
+    even = _constant_rate((entry.timestamp for entry in stream.index_entries), stream.frames, reader)
+    return VideoTiming(stream.frames, even or rate, duration, constant_rate=even is not None)
 
 
-def _counted(reader: Reader) -> Timing:
+def _timing_from_packets(reader: OpenVideo) -> VideoTiming:
     """By walking the packets from the first keyframe. What is shown before that one refers to what is not there."""
     stamps, end, stream = list[int](), -math.inf, reader.stream
     first: int | None = None
-    for packet in from_keyframe(reader):
+    for packet in packets_from_keyframe(reader):
         stamp = packet.dts if packet.pts is None else packet.pts
         if stamp is None:
             continue
@@ -69,19 +69,19 @@ def _counted(reader: Reader) -> Timing:
         stamps.append(stamp)
         end = max(end, stamp + (packet.duration or 0))
     if not stamps:
-        raise without_frames(reader.path)
+        raise no_frames_error(reader.path)
     if end <= min(stamps) or not stream.time_base:
-        raise MediaError("no-timestamps", reader.path, "doesn't say when its frames are shown", REMUX)
+        raise MediaError("no-timestamps", reader.path, "doesn't say when its frames are shown", REMUX_ADVICE)
     duration = (end - min(stamps)) * float(stream.time_base)
-    _require_whole(reader.path, end * float(stream.time_base), _declared_end(reader))
-    even = _even_rate(stamps, len(stamps), reader)
+    _require_full_duration(reader.path, end * float(stream.time_base), _declared_end_s(reader))
+    even = _constant_rate(stamps, len(stamps), reader)
     rate, declared = len(stamps) / duration, float(stream.average_rate or 0)
     # The header's rate is exact where it agrees; counting carries the rounding of the timestamps.
     rate = even or (declared if math.isclose(rate, declared, rel_tol=0.01) else rate)
-    return Timing(len(stamps), rate, duration, constant_rate=even is not None)
+    return VideoTiming(len(stamps), rate, duration, constant_rate=even is not None)
 
 
-def _even_rate(stamps: Iterable[int], frames: int, reader: Reader) -> float | None:
+def _constant_rate(stamps: Iterable[int], frames: int, reader: OpenVideo) -> float | None:
     """The rate at which all of n frames stand within a tick or a millisecond of their even times, if there is one.
 
     The header's, where that fits, else the one that first and last frame give: timestamps are rounded.
@@ -100,7 +100,7 @@ def _even_rate(stamps: Iterable[int], frames: int, reader: Reader) -> float | No
     return None
 
 
-def _declared_end(reader: Reader) -> float:
+def _declared_end_s(reader: OpenVideo) -> float:
     """Seconds from the file's zero at which Matroska's header says that this stream ends; 0 where it is
     silent.
     """
@@ -114,7 +114,7 @@ def _declared_end(reader: Reader) -> float:
     return (reader.container.duration or 0) / av.time_base if len(reader.container.streams) == 1 else 0.0
 
 
-def _require_whole(path: Media, found: float, declared: float) -> None:
+def _require_full_duration(path: MediaPath, found: float, declared: float) -> None:
     if found < declared - max(0.2, 0.02 * declared):
         problem = f"holds {found:.1f} s of the {declared:.1f} s that its header declares"
-        raise MediaError("truncated", path, problem, REPLACE)
+        raise MediaError("truncated", path, problem, REPLACE_ADVICE)

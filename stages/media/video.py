@@ -19,21 +19,29 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
 from stages.media import colour, orientation
-from stages.media.choosing import Shown, at_times, check_ascending, time_tolerance
-from stages.media.colour import Tags
-from stages.media.container import REMUX, REPLACE, Reader, average_rate, decoded, from_keyframe, open_stream
+from stages.media.colour import ColourTags
+from stages.media.container import (
+    REMUX_ADVICE,
+    REPLACE_ADVICE,
+    OpenVideo,
+    average_rate,
+    decode_packets,
+    open_video,
+    packets_from_keyframe,
+)
 from stages.media.errors import MediaError
-from stages.media.files import Media, size_of
+from stages.media.files import MediaPath, media_size
+from stages.media.frame_selection import TimedFrame, require_ascending, select_frames, time_tolerance
 from stages.media.image import MAX_PIXELS
 from stages.media.orientation import Orientation
-from stages.media.timing import timing_of, without_frames
+from stages.media.timing import no_frames_error, read_timing
 
 # Decoding the first frames is cheaper than a seek that lands among them.
-_SEEK_BEYOND = 0.5
+_SEEK_AFTER_S = 0.5
 # FFmpeg's AVFieldOrder: unknown and progressive. The others are interlaced.
-_WHOLE_FRAMES = (0, 1)
+_PROGRESSIVE_FIELD_ORDERS = (0, 1)
 # Reasons that reading from the beginning would only meet again.
-_FINAL = ("out-of-memory", "hdr", "interlaced", "unsupported-colour", "odd-rotation", "missing")
+_FINAL_REASONS = ("out-of-memory", "hdr", "interlaced", "unsupported-colour", "odd-rotation", "missing")
 
 
 @dataclass(frozen=True)
@@ -60,20 +68,20 @@ class VideoInfo:
     wide: bool = False
 
 
-def probe_video(path: Media) -> VideoInfo:
+def probe_video(path: MediaPath) -> VideoInfo:
     """Read the header; all packets, undecoded, or one frame, only where the header lacks something. Raises
     MediaError.
     """
-    size = size_of(path)
-    with open_stream(path) as reader:
+    size = media_size(path)
+    with open_video(path) as reader:
         stream, context = reader.stream, reader.stream.codec_context
         if any(entry.pos + entry.size > size for entry in stream.index_entries[-1:]):
-            raise MediaError("truncated", path, "is shorter than its own index says", REPLACE)
+            raise MediaError("truncated", path, "is shorter than its own index says", REPLACE_ADVICE)
         _header_tags(reader)
-        turned = orientation.of_header(reader)
-        timing = timing_of(reader)
+        turned = orientation.orientation_of_header(reader)
+        timing = read_timing(reader)
         if turned is None or not context.width:
-            turned, width, height = _look_at_a_frame(path)
+            turned, width, height = _probe_keyframe(path)
         else:
             width, height = context.width, context.height
         width, height = _display_size(width, height, reader, turned)
@@ -86,11 +94,11 @@ def probe_video(path: Media) -> VideoInfo:
             *timing,
             codec=context.name,
             mirrored=turned.is_mirrored,
-            wide=colour.is_wide(context.color_primaries),
+            wide=colour.has_wide_primaries(context.color_primaries),
         )
 
 
-def read_frames(path: Media, times: Sequence[float], *, threads: int = 1) -> Iterator[np.ndarray]:
+def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) -> Iterator[np.ndarray]:
     """For each time, ascending, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
 
     Times that one frame answers give the same array. "At" allows for containers that round timestamps: one
@@ -99,66 +107,66 @@ def read_frames(path: Media, times: Sequence[float], *, threads: int = 1) -> Ite
     last. Memory holds two frames. Raises MediaError ("truncated" where the file ends before a time),
     ValueError for descending times.
     """
-    check_ascending(times)
+    require_ascending(times)
     delivered = 0
-    if times and times[0] > _SEEK_BEYOND:
+    if times and times[0] > _SEEK_AFTER_S:
         try:
-            for picture in _pictures(path, times, threads, seek=True):
+            for picture in _decode_at_times(path, times, threads, seek=True):
                 yield picture
                 delivered += 1
         except MediaError as error:
             # Behind a seek, an open group of pictures or a gradual refresh refers to what was skipped.
             # What is really damaged fails again from the beginning.
-            if error.reason in _FINAL:
+            if error.reason in _FINAL_REASONS:
                 raise
     if delivered < len(times):
-        yield from _pictures(path, times[delivered:], threads, seek=False)
+        yield from _decode_at_times(path, times[delivered:], threads, seek=False)
 
 
-def thumbnails(path: Media, edge: int) -> Iterator[tuple[float, np.ndarray]]:
+def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndarray]]:
     """(seconds, uint8 (height, width, 3), RGB) of every frame, at most `edge` pixels wide and high, not turned."""
-    with open_stream(path) as reader:
+    with open_video(path) as reader:
         converter, declared = VideoReformatter(), _header_tags(reader)
-        for time, _, frame in _shown(reader, None):
+        for time, _, frame in _iter_timed_frames(reader, None):
             tags = _frame_tags(frame, declared, path)
             scale = min(1.0, edge / max(frame.width, frame.height))
             size = max(2, round(frame.width * scale)), max(2, round(frame.height * scale))
             yield time, colour.to_rgb(converter, frame, tags, size)
 
 
-def _header_tags(reader: Reader) -> Tags:
+def _header_tags(reader: OpenVideo) -> ColourTags:
     """The colours that the header declares; MediaError where they, or the order of fields, can't be used."""
     context = reader.stream.codec_context
-    tags = Tags.of(context)
+    tags = ColourTags.of(context)
     colour.require_convertible(tags, reader.path, context.codec_tag)
-    if context.field_order not in _WHOLE_FRAMES:
-        raise _interlaced(reader.path)
+    if context.field_order not in _PROGRESSIVE_FIELD_ORDERS:
+        raise _interlaced_error(reader.path)
     return tags
 
 
-def _frame_tags(frame: VideoFrame, declared: Tags, path: Media) -> Tags:
-    tags = Tags.of(frame).or_else(declared)
+def _frame_tags(frame: VideoFrame, declared: ColourTags, path: MediaPath) -> ColourTags:
+    tags = ColourTags.of(frame).fill_from(declared)
     colour.require_convertible(tags, path)
     if frame.interlaced_frame:
-        raise _interlaced(path)
+        raise _interlaced_error(path)
     return tags
 
 
-def _interlaced(path: Media) -> MediaError:
+def _interlaced_error(path: MediaPath) -> MediaError:
     advice = "deinterlace it, for example with ffmpeg -i IN -vf bwdif OUT.mp4"
     return MediaError("interlaced", path, "is interlaced: each frame holds halves of two moments", advice)
 
 
-def _look_at_a_frame(path: Media) -> tuple[Orientation, int, int]:
+def _probe_keyframe(path: MediaPath) -> tuple[Orientation, int, int]:
     """(orientation, stored width and height) of the first keyframe; opened anew, having been read from."""
-    with open_stream(path) as reader:
+    with open_video(path) as reader:
         declared = _header_tags(reader)
-        frame = _keyframe(reader)
+        frame = _decode_keyframe(reader)
         _frame_tags(frame, declared, path)
-        return orientation.of_frame(frame, path), frame.width, frame.height
+        return orientation.orientation_of_frame(frame, path), frame.width, frame.height
 
 
-def _keyframe(reader: Reader) -> VideoFrame:
+def _decode_keyframe(reader: OpenVideo) -> VideoFrame:
     """The first keyframe, by draining the decoder after one packet instead of filling its delay."""
     for packet in reader.container.demux(reader.stream):
         if not packet.is_keyframe or not packet.size:
@@ -167,59 +175,59 @@ def _keyframe(reader: Reader) -> VideoFrame:
         if frames:
             return frames[0]
         reader.stream.codec_context.flush_buffers()
-    raise without_frames(reader.path)
+    raise no_frames_error(reader.path)
 
 
-def _display_size(width: int, height: int, reader: Reader, turned: Orientation) -> tuple[int, int]:
+def _display_size(width: int, height: int, reader: OpenVideo, turned: Orientation) -> tuple[int, int]:
     width = max(1, round(width * (reader.stream.sample_aspect_ratio or 1)))
     return (height, width) if turned.transposed else (width, height)
 
 
-def _pictures(path: Media, times: Sequence[float], threads: int, *, seek: bool) -> Iterator[np.ndarray]:
-    with open_stream(path, threads) as reader:
-        declared, colours = orientation.of_header(reader), _header_tags(reader)
-        shown = _shown(reader, times[0] if seek else None)
+def _decode_at_times(path: MediaPath, times: Sequence[float], threads: int, *, seek: bool) -> Iterator[np.ndarray]:
+    with open_video(path, threads) as reader:
+        declared, colours = orientation.orientation_of_header(reader), _header_tags(reader)
+        shown = _iter_timed_frames(reader, times[0] if seek else None)
         converter = VideoReformatter()
         last: VideoFrame | None = None
-        for frame in at_times(shown, times, time_tolerance(reader.stream), path):
+        for frame in select_frames(shown, times, time_tolerance(reader.stream), path):
             if frame is not last:
                 tags = _frame_tags(frame, colours, path)
-                turned = orientation.of_frame(frame, path)
-                orientation.require_same(turned, declared or turned, path)
+                turned = orientation.orientation_of_frame(frame, path)
+                orientation.require_same_orientation(turned, declared or turned, path)
                 last, picture = frame, turned.apply(colour.to_rgb(converter, frame, tags))
             yield picture
 
 
-def _shown(reader: Reader, start: float | None) -> Iterator[Shown]:
+def _iter_timed_frames(reader: OpenVideo, start: float | None) -> Iterator[TimedFrame]:
     """Frames in order with their times, all or from the last keyframe at or before `start` seconds."""
     path, rate, tick = reader.path, average_rate(reader.stream), float(reader.stream.time_base or 0)
-    frames = decoded(from_keyframe(reader), reader)
+    frames = decode_packets(packets_from_keyframe(reader), reader)
     first = next(frames, None)
     if first is None:
-        raise MediaError("zero-frames", path, "has no frame that can be decoded", REPLACE)
+        raise MediaError("zero-frames", path, "has no frame that can be decoded", REPLACE_ADVICE)
     if reader.container.format.name == "avi":
         # AVI has no presentation times: with B-frames the stamps are shuffled, but its rate is constant.
         for index, frame in enumerate(chain([first], frames)):
-            yield Shown(index / rate, 1 / rate, frame)
+            yield TimedFrame(index / rate, 1 / rate, frame)
         return
-    origin = _stamp(first, path)
+    origin = _require_pts(first, path)
     frames = chain([first], frames)
     if start is not None:
         # Half a tick is less than any frame lasts, and more than the rounding of these numbers.
         start += tick / 2
-        frames = _seek(reader, origin, origin + math.floor(start / tick))
+        frames = _seek_before(reader, origin, origin + math.floor(start / tick))
     previous = -math.inf
     for frame in frames:
-        time = (_stamp(frame, path) - origin) * tick
+        time = (_require_pts(frame, path) - origin) * tick
         if time < previous:
-            raise MediaError("bad-timestamps", path, f"goes back in time at {previous:.3f} s", REMUX)
+            raise MediaError("bad-timestamps", path, f"goes back in time at {previous:.3f} s", REMUX_ADVICE)
         if start is not None and previous < 0 and time > start:
-            raise _unsearchable(path)
+            raise _unseekable_error(path)
         previous = time
-        yield Shown(time, frame.duration * tick if frame.duration else 1 / rate, frame)
+        yield TimedFrame(time, frame.duration * tick if frame.duration else 1 / rate, frame)
 
 
-def _seek(reader: Reader, origin: int, target: int) -> Iterator[VideoFrame]:
+def _seek_before(reader: OpenVideo, origin: int, target: int) -> Iterator[VideoFrame]:
     """Frames from a keyframe presented at or before `target`, a timestamp.
 
     Indexes are by decoding time in some containers, and MPEG-TS has none, so a seek may land on a keyframe
@@ -229,18 +237,18 @@ def _seek(reader: Reader, origin: int, target: int) -> Iterator[VideoFrame]:
     second = max(1, round(1 / stream.time_base)) if stream.time_base else 1
     for back in (0, 1, 4, 16):
         reader.container.seek(max(origin, target - back * second), stream=stream, backward=True)
-        packets = from_keyframe(reader)
+        packets = packets_from_keyframe(reader)
         key = next(packets, None)
         if key is not None and key.pts is not None and key.pts <= target:
-            return decoded(chain([key], packets), reader)
-    raise _unsearchable(reader.path)
+            return decode_packets(chain([key], packets), reader)
+    raise _unseekable_error(reader.path)
 
 
-def _unsearchable(path: Media) -> MediaError:
-    return MediaError("unreadable", path, "can't be searched by time", REMUX)
+def _unseekable_error(path: MediaPath) -> MediaError:
+    return MediaError("unreadable", path, "can't be searched by time", REMUX_ADVICE)
 
 
-def _stamp(frame: VideoFrame, path: Media) -> int:
+def _require_pts(frame: VideoFrame, path: MediaPath) -> int:
     if frame.pts is None:
-        raise MediaError("no-timestamps", path, "doesn't say when its frames are shown", REMUX)
+        raise MediaError("no-timestamps", path, "doesn't say when its frames are shown", REMUX_ADVICE)
     return frame.pts

@@ -7,29 +7,29 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.plan import Plan, Span
+from cache.schedule import BatchSchedule, Span
+from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
-from schemas.datasets import Dataset
 from schemas.family import ScaleWindow
 from schemas.geometry import Bucket, choose_buckets, resolution_buckets
-from stages.planning.draft import Draft
-from stages.planning.units import latent_bytes, text_bytes
+from stages.planning.plan_builder import DraftPlan
+from stages.planning.units import sample_tensor_bytes, text_tensor_bytes
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 SCALE_CLASS = "scale_class"  # the column of families with a scale window
 
 
-def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iterable[Row]) -> list[Row]:
+def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iterable[TableRow]) -> list[TableRow]:
     """One row a bucket of the training set. cuts: what cutting does to the samples of a bucket, by bucket and dataset:
     "bucket", "samples", the largest "distortion", the largest and the mean share "lost"."""
     family = config.model.spec
-    drawn = {bucket.name: bucket for bucket in epoch(active, 1).buckets}
-    worst = _worst(cuts)
+    drawn = {bucket.name: bucket for bucket in epoch_schedule(active, 1).buckets}
+    worst = _worst_crops(cuts)
     each = _mean_bytes(config, samples)
     table = []
     for name, draws in sorted(drawn.items()):
         bucket, count = Bucket.parse(name), draws.samples
-        row: Row = {
+        row: TableRow = {
             "bucket": name,
             "orientation": bucket.orientation,
             "samples": count,
@@ -46,8 +46,8 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iter
     return table
 
 
-def epoch(active: pa.Table, batch: int) -> Plan:
-    """The trainer's own plan of an epoch, from the training rows of a table of ACTIVE."""
+def epoch_schedule(active: pa.Table, batch: int) -> BatchSchedule:
+    """The trainer's own plan of an epoch, from the training rows of a table of ACTIVE_SCHEMA."""
     keys = ["bucket", "dataset", "repeats", "weight"]
     groups = active.group_by([*keys, "role"]).aggregate([([], "count_all")])
     groups = groups.filter(pc.equal(groups.column("role"), "train"))
@@ -57,21 +57,21 @@ def epoch(active: pa.Table, batch: int) -> Plan:
         Span(row["bucket"], int(start), row["count_all"], row["repeats"], row["weight"])
         for row, start in zip(rows, starts, strict=False)
     ]
-    return Plan(spans, 0, batch)
+    return BatchSchedule(spans, 0, batch)
 
 
 def _mean_bytes(config: Config, samples: pa.Table) -> dict[str, float]:
     """bucket -> mean bytes of a sample's tensors in its shard."""
     bucket = pc.struct_field(samples.column("geometry"), "bucket")
-    rows = pa.table({"bucket": bucket, "bytes": latent_bytes(config, samples)})
+    rows = pa.table({"bucket": bucket, "bytes": sample_tensor_bytes(config, samples)})
     return {
         row["bucket"]: row["bytes_mean"] for row in rows.group_by("bucket").aggregate([("bytes", "mean")]).to_pylist()
     }
 
 
-def _worst(cuts: Iterable[Row]) -> dict[str, tuple[float, float, float]]:
+def _worst_crops(cuts: Iterable[TableRow]) -> dict[str, tuple[float, float, float]]:
     """bucket -> (largest distortion, largest share cut off, mean share cut off), over all datasets."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[TableRow]] = {}
     for row in cuts:
         found.setdefault(row["bucket"], []).append(row)
     return {
@@ -84,8 +84,8 @@ def _worst(cuts: Iterable[Row]) -> dict[str, tuple[float, float, float]]:
     }
 
 
-def excluded(out: pa.Table) -> list[Row]:
-    """One row a rule: how many items it put out of each dataset, and one of them. out: rows of REJECTS."""
+def count_excluded(out: pa.Table) -> list[TableRow]:
+    """One row a rule: how many items it put out of each dataset, and one of them. out: rows of REJECTS_SCHEMA."""
     if not out.num_rows:
         return []
     dataset = pc.list_element(pc.split_pattern(out.column("item"), "/", max_splits=1), 0)
@@ -105,27 +105,27 @@ def excluded(out: pa.Table) -> list[Row]:
     return sorted(rows, key=lambda row: (row["dataset"], -row["items"], row["rule"]))
 
 
-def disk(config: Config, samples: pa.Table, texts: pa.Table) -> tuple[float, float]:
+def estimate_disk_mib(config: Config, samples: pa.Table, texts: pa.Table) -> tuple[float, float]:
     """MiB of latents and of text embeddings that these rows will take, both estimated."""
-    text = text_bytes(config.model.spec, texts, config.text.precision or config.model.precision)
-    return int(latent_bytes(config, samples).sum()) / 2**20, int(text.sum()) / 2**20
+    text = text_tensor_bytes(config.model.spec, texts, config.text.precision or config.model.precision)
+    return int(sample_tensor_bytes(config, samples).sum()) / 2**20, int(text.sum()) / 2**20
 
 
-def changes(before: pa.Table, now: pa.Table) -> dict[str, Row]:
-    """What came, went and changed between two tables of ACTIVE, by dataset and path: counts and some names."""
+def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:
+    """What came, went and changed between two tables of ACTIVE_SCHEMA, by dataset and path: counts and some names."""
     if before.equals(now):
         return {}
     if not before.num_rows:
         items = now.group_by(["dataset", "path"]).aggregate([])
         return {"new": {"items": items.num_rows - (pc.sum(pc.equal(items["dataset"], VALIDATION)).as_py() or 0)}}
     old, new = _signatures(before), _signatures(now)
-    came = _without(new["item"], old["item"])
-    went = _without(old["item"], new["item"])
+    came = _difference(new["item"], old["item"])
+    went = _difference(old["item"], new["item"])
     differs = [
         side["item"].filter(pc.invert(pc.is_in(side["whole"], value_set=other["whole"])))
         for side, other in ((new, old), (old, new))
     ]
-    changed = _without(_without(pc.unique(pa.concat_arrays(differs)), came), went)
+    changed = _difference(_difference(pc.unique(pa.concat_arrays(differs)), came), went)
     return {
         word: {"items": len(names), "examples": pc.take(names, pc.sort_indices(names)[:3]).to_pylist()}
         for word, names in (("new", came), ("removed", went), ("changed", changed))
@@ -147,23 +147,23 @@ def _signatures(active: pa.Table) -> dict[str, pa.Array]:
     return {"item": item, "whole": pc.binary_join_element_wise(item, *rest, "|")}
 
 
-def _without(names: pa.Array, others: pa.Array) -> pa.Array:
+def _difference(names: pa.Array, others: pa.Array) -> pa.Array:
     names = pc.unique(names)
     return names.filter(pc.invert(pc.is_in(names, value_set=others)))
 
 
-def dataset_table(config: Config, plan: Draft) -> list[Row]:
+def dataset_table(config: Config, plan: DraftPlan) -> list[TableRow]:
     """One row a dataset: what became of its items."""
     table = []
     narrow = plan.active.select(["dataset", "role"])
     for name, notes in plan.notes.items():
         mine = narrow.filter(pc.equal(narrow.column("dataset"), name))
         roles = mine.column("role")
-        row: Row = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": mine.num_rows}
+        row: TableRow = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": mine.num_rows}
         row["held_out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
         row["duplicates"] = notes.duplicates
         if config.model.condition is not None and config.model.condition.kind == "source":
-            row["sources_of_other_aspect"] = len(notes.unlike)
+            row["sources_of_other_aspect"] = len(notes.aspect_differs)
         if config.model.spec.video:
             row["rounded_down"], row["repeating_frames"] = notes.rounded, notes.repeating
         table.append(row)
@@ -175,10 +175,10 @@ def scale_name(factors: Sequence[float]) -> str:
     return "x".join(f"{factor:g}" for factor in factors)
 
 
-def scale_warning(config: Config, buckets: list[Row], multiple: int) -> str | None:
+def scale_warning(config: Config, buckets: list[TableRow], multiple: int) -> str | None:
     """What to say where a flavour made for one scale class gets buckets of the other; None where it does not."""
     window = config.model.spec.scale_window
-    if window is None or not config.model.chosen.in_window:
+    if window is None or not config.model.flavour_spec.in_window:
         return None
     inside = scale_name(window.inside)
     outside = [row["bucket"] for row in buckets if row[SCALE_CLASS] != inside]
@@ -187,7 +187,7 @@ def scale_warning(config: Config, buckets: list[Row], multiple: int) -> str | No
     used = [dataset for dataset in config.datasets if not dataset.disabled]
     advice = [text for dataset in used if (text := _fitting_resolution(config, dataset, window, outside, multiple))]
     return (
-        f"{config.model.chosen.name} was made for sides of {window.low} to {window.high} pixels; outside are "
+        f"{config.model.flavour_spec.name} was made for sides of {window.low} to {window.high} pixels; outside are "
         f"{', '.join(outside)}. "
         + ("; ".join(advice) or f"Choose a resolution whose buckets are all of scale class {inside}")
     )

@@ -11,51 +11,51 @@ import pyarrow.compute as pc
 import xxhash
 
 from schemas import identity, prompts
-from schemas.datasets import Dataset, TagShuffle
+from schemas.config.datasets import Dataset, TagShuffle
 from schemas.family import Template
-from schemas.randomness import mix
-from schemas.tables import TEXTS
+from schemas.randomness import mix_bits
+from schemas.tables import TEXTS_SCHEMA
 
-CHUNK = 8192  # rendered prompts at a time: a template is hundreds of bytes
+RENDER_CHUNK = 8192  # rendered prompts at a time: a template is hundreds of bytes
 
 
 @dataclass(frozen=True)
-class Captions:
+class CleanedCaptions:
     """(m,) distinct cleaned captions, and the (k,) (item, caption) pairs, in the items' order, each once."""
 
     texts: pa.Array
     item: np.ndarray
     caption: np.ndarray
 
-    def of_items(self, stay: np.ndarray) -> "Captions":
+    def of_items(self, stay: np.ndarray) -> "CleanedCaptions":
         """Those of the items that stay, numbered anew. stay: (n,) truth."""
         numbers = np.cumsum(stay) - 1
         kept = stay[self.item]
-        return Captions(self.texts, numbers[self.item[kept]], self.caption[kept])
+        return CleanedCaptions(self.texts, numbers[self.item[kept]], self.caption[kept])
 
 
-def captions_of(dataset: Dataset, template: Template, captions: pa.Array) -> Captions:
+def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> CleanedCaptions:
     """What becomes of a column of caption lists, as the dataset's options say. Empty ones are left out."""
     item = np.asarray(pc.list_parent_indices(captions)).astype(np.int64)
     coded = captions.flatten().dictionary_encode()
-    variants, parent = _written(dataset, coded.dictionary)
+    variants, parent = _caption_variants(dataset, coded.dictionary)
     cleaned = template.cleaner.column(variants)
     # caption -> its variants, a run each; (item, caption) -> (item, variant)
     counts = np.bincount(parent, minlength=len(coded.dictionary))
     first = np.cumsum(counts) - counts
     code = np.asarray(coded.indices).astype(np.int64)
-    item, offset = np.repeat(item, counts[code]), _within(counts[code])
+    item, offset = np.repeat(item, counts[code]), _positions_within(counts[code])
     caption = np.repeat(first[code], counts[code]) + offset
     if not cleaned.equals(coded.dictionary):
         distinct = cleaned.dictionary_encode()
         cleaned, caption = distinct.dictionary, np.asarray(distinct.indices).astype(np.int64)[caption]
     kept = np.asarray(pc.greater(pc.binary_length(cleaned), 0))[caption]
     item, caption = item[kept], caption[kept]
-    once = _once(item, caption, len(cleaned))
-    return Captions(cleaned, item[once], caption[once])
+    once = _first_occurrences(item, caption, len(cleaned))
+    return CleanedCaptions(cleaned, item[once], caption[once])
 
 
-def _once(item: np.ndarray, caption: np.ndarray, captions: int) -> np.ndarray:
+def _first_occurrences(item: np.ndarray, caption: np.ndarray, captions: int) -> np.ndarray:
     """(k,) whether a pair is the first of its kind. item: ascending."""
     once = np.ones(len(item), bool)
     several = np.flatnonzero(np.bincount(item)[item] > 1) if len(item) else item
@@ -65,19 +65,19 @@ def _once(item: np.ndarray, caption: np.ndarray, captions: int) -> np.ndarray:
     return once
 
 
-def _within(counts: np.ndarray) -> np.ndarray:
+def _positions_within(counts: np.ndarray) -> np.ndarray:
     """0 .. count - 1 for each count, one after the other."""
     total = int(counts.sum())
     return np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _written(dataset: Dataset, captions: pa.Array) -> tuple[pa.Array, np.ndarray]:
+def _caption_variants(dataset: Dataset, captions: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """Each caption's variants as the dataset's options write them, and which caption each is of, ascending."""
     for pattern in dataset.caption_filter:
-        captions = _filtered(captions, pattern)
+        captions = _remove_pattern(captions, pattern)
     parent = np.arange(len(captions))
     if dataset.tag_shuffle is not None:
-        captions, parent = shuffled_tags(captions, dataset.tag_shuffle)
+        captions, parent = shuffle_tags(captions, dataset.tag_shuffle)
     if not (dataset.prepend or dataset.append):
         return captions, parent
     # What the filter left empty stays so: a caption that is nothing but the words put around it says nothing.
@@ -86,24 +86,24 @@ def _written(dataset: Dataset, captions: pa.Array) -> tuple[pa.Array, np.ndarray
     return pc.if_else(given, around, ""), parent
 
 
-def _filtered(captions: pa.Array, pattern: str) -> pa.Array:
+def _remove_pattern(captions: pa.Array, pattern: str) -> pa.Array:
     """Without what an entry of caption_filter names: plain text, or /regular expression/ (RE2)."""
     if len(pattern) > 2 and pattern[0] == pattern[-1] == "/":
         return pc.replace_substring_regex(captions, pattern[1:-1], "")
     return pc.replace_substring(captions, pattern, "")
 
 
-def shuffled_tags(captions: pa.Array, shuffle: TagShuffle) -> tuple[pa.Array, np.ndarray]:
+def shuffle_tags(captions: pa.Array, shuffle: TagShuffle) -> tuple[pa.Array, np.ndarray]:
     """The first variant as it was, the others with their tags in an order that the caption's own words decide."""
     count = len(captions)
     split = pc.split_pattern(captions, shuffle.delimiter)
     owner = np.asarray(pc.list_parent_indices(split)).astype(np.int64)
     tags = pc.utf8_trim_whitespace(split.flatten())
-    place = _within(np.bincount(owner, minlength=count)) if count else owner
+    place = _positions_within(np.bincount(owner, minlength=count)) if count else owner
     words = np.fromiter(map(xxhash.xxh3_64_intdigest, captions.cast(pa.binary()).to_pylist()), np.uint64, count)
     joined = []
     for variant in range(shuffle.variants):
-        keys = mix(words[owner] + mix(place.astype(np.uint64) + np.uint64(variant << 32)))
+        keys = mix_bits(words[owner] + mix_bits(place.astype(np.uint64) + np.uint64(variant << 32)))
         fixed = (place < shuffle.keep) | (variant == 0)
         order = np.lexsort((np.where(fixed, place.astype(np.uint64), keys), ~fixed, owner))
         lists = pa.ListArray.from_arrays(split.offsets, tags.take(pa.array(order)))
@@ -113,19 +113,19 @@ def shuffled_tags(captions: pa.Array, shuffle: TagShuffle) -> tuple[pa.Array, np
     return pa.concat_arrays(joined).take(pa.array(mixed)), rows // shuffle.variants
 
 
-def text_ids(
+def compute_text_ids(
     texts: pa.Array, template: Template, *, negative: bool = False, images: pa.Array | None = None
 ) -> pa.Array:
     """Ids of cleaned texts, each with the id of the image in its prompt where the template has one."""
     found = []
-    for start in range(0, len(texts), CHUNK):
-        rendered = prompts.render_column(texts.slice(start, CHUNK), template, negative=negative)
-        found.append(identity.text_ids(rendered, None if images is None else images.slice(start, CHUNK)))
+    for start in range(0, len(texts), RENDER_CHUNK):
+        rendered = prompts.render_prompts(texts.slice(start, RENDER_CHUNK), template, negative=negative)
+        found.append(identity.text_ids(rendered, None if images is None else images.slice(start, RENDER_CHUNK)))
     return pa.concat_arrays(found) if found else pa.array([], pa.string())
 
 
 def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: bool, **image: pa.Array) -> pa.Table:
-    """Rows of schemas.tables.TEXTS. image: the columns image_dataset, _path, _id, _geometry, where there is one."""
+    """Rows of schemas.tables.TEXTS_SCHEMA. image: the columns image_dataset, _path, _id, _geometry, if any."""
     count = len(ids)
     columns = {
         "text_id": ids,
@@ -137,17 +137,17 @@ def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: 
         columns
         | {
             field.name: image.get(field.name, pa.nulls(count, field.type))
-            for field in TEXTS
+            for field in TEXTS_SCHEMA
             if field.name not in columns
         },
-        schema=TEXTS,
+        schema=TEXTS_SCHEMA,
     )
 
 
-def invalid_pattern(pattern: str) -> str | None:
+def pattern_error(pattern: str) -> str | None:
     """What is wrong with an entry of caption_filter, or None."""
     try:
-        _filtered(pa.array([""]), pattern)
+        _remove_pattern(pa.array([""]), pattern)
     except pa.ArrowInvalid as error:
         return f"{pattern!r} is no regular expression: {error}"
     return None

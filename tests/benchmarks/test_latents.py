@@ -5,14 +5,14 @@ from pathlib import Path
 from diffusers import AutoencoderKL
 
 from benchmarks import latents
-from cache.shard import done_units
-from cache.shard_io import reader
+from cache.shard import find_done_units
+from cache.shard_io import open_reader
 from cache.store import Store
 
 
 def test_both_sides_encode_every_picture_in_the_same_batches(tmp_path: Path, monkeypatch) -> None:
-    model = latents.checkpoint(tmp_path / "model", 8)
-    path = latents.project(tmp_path / "all", 3, 64, model)
+    model = latents.make_checkpoint(tmp_path / "model", 8)
+    path = latents.make_project(tmp_path / "all", 3, 64, model)
     shapes: list[tuple[int, ...]] = []
     encode = AutoencoderKL.encode
 
@@ -21,13 +21,13 @@ def test_both_sides_encode_every_picture_in_the_same_batches(tmp_path: Path, mon
         return encode(self, pixels, *rest, **more)
 
     monkeypatch.setattr(AutoencoderKL, "encode", noted)
-    latents.bare(path)
+    latents.run_bare(path)
     alone, shapes[:] = sorted(shapes), []
-    latents.stage(path)
+    latents.run_stage(path)
     assert sorted(shapes) == alone and sum(shape[0] for shape in alone) == 3
     store = Store(tmp_path / "all" / "work")
     (cache,) = {f"latents/{name.split('/')[0]}" for name in store.names("latents")}
-    assert sum(len(reader(store, shard)) for shard in done_units(store, cache).values()) == 3
+    assert sum(len(open_reader(store, shard)) for shard in find_done_units(store, cache).values()) == 3
 
 
 def test_the_stage_beside_ready_tensors(capsys) -> None:
@@ -41,11 +41,11 @@ def test_the_stage_beside_ready_tensors(capsys) -> None:
 
 
 def test_the_batches_are_those_of_the_stage(tmp_path: Path, monkeypatch) -> None:
-    path = latents.project(tmp_path, 3, 64, latents.checkpoint(tmp_path / "model", 8))
+    path = latents.make_project(tmp_path, 3, 64, latents.make_checkpoint(tmp_path / "model", 8))
     seen: list[tuple[int, ...]] = []
     encode = AutoencoderKL.encode
     monkeypatch.setattr(
         AutoencoderKL, "encode", lambda self, x, *a, **k: (seen.append(tuple(x.shape)), encode(self, x))[1]
     )
-    latents.stage(path)
-    assert sorted(seen) == sorted((b, 3, h, w) for b, _, h, w in latents.shapes(path))
+    latents.run_stage(path)
+    assert sorted(seen) == sorted((b, 3, h, w) for b, _, h, w in latents.batch_shapes(path))

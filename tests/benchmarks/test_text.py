@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import text
 from schemas.catalogue import FAMILIES
-from stages.text.kandinsky5 import Encoder
+from stages.encoding.text.kandinsky5 import Encoder
 
 
 def test_both_ways_are_timed(tiny, capsys) -> None:
@@ -32,8 +32,8 @@ def test_both_ways_encode_the_same_tokens(tiny, budget) -> None:
     folder, cpu = tiny("kandinsky5-video-t2v"), torch.device("cpu")
     template = FAMILIES["kandinsky5-video"].templates["t2v"]
     encoder = Encoder(str(folder), None, template, template.max_length, torch.float32, cpu)
-    pipe = text.pipeline(folder, "kandinsky5-video-t2v", torch.float32, cpu)
-    captions = text.captions(folder, 12, 40)
+    pipe = text.make_pipeline(folder, "kandinsky5-video-t2v", torch.float32, cpu)
+    captions = text.make_captions(folder, 12, 40)
     assert len(set(captions)) == 12
-    tokens = text.by_pipeline(pipe, captions, cpu)
-    assert tokens == text.by_encoder(encoder, captions, budget) > 12 * 10
+    tokens = text.encode_with_pipeline(pipe, captions, cpu)
+    assert tokens == text.encode_with_encoder(encoder, captions, budget) > 12 * 10

@@ -3,16 +3,16 @@
 import pyarrow as pa
 import pytest
 
-from cache import arrow, ipc, shard_io
+from cache import arrow, arrow_ipc, shard_io
 from cache.damage import DamageError
-from cache.shard import Row, SetAside, ShardMeta
+from cache.shard import RejectedMember, ShardMeta, ShardRow
 from cache.store import Store
 from cache.tensors import Array
 
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
 
 
-def make_row(number: int) -> Row:
+def make_row(number: int) -> ShardRow:
     """Three rows of these make a shard; the second has no "pooled"."""
     tensors = {
         "embeds": Array("bfloat16", (number + 1, 3), bytes(range((number + 1) * 6))),
@@ -20,12 +20,12 @@ def make_row(number: int) -> Row:
     }
     if number == 1:
         del tensors["pooled"]
-    return Row(f"id{number}", tensors, {"tokens": number})
+    return ShardRow(f"id{number}", tensors, {"tokens": number})
 
 
 def write(store: Store, stem: str = "text/f00d/t-1") -> str:
     kind, fingerprint, unit = stem.split("/")
-    with shard_io.writer(store, stem, ShardMeta(kind, fingerprint, unit, ""), COLUMNS, "arrow") as out:
+    with shard_io.open_writer(store, stem, ShardMeta(kind, fingerprint, unit, ""), COLUMNS, "arrow") as out:
         for number in range(3):
             out.add(make_row(number))
         return out.finish()
@@ -41,7 +41,7 @@ def test_pyarrow_alone_reads_it(tmp_path):
     assert table.column("id").to_pylist() == ["id0", "id1", "id2"]
     assert table.schema.field("embeds").metadata == {b"dtype": b"bfloat16"}
     assert table.column("pooled").null_count == 1
-    assert b'"count":3' in table.schema.metadata[arrow.META_KEY]
+    assert b'"count":3' in table.schema.metadata[arrow.DESCRIPTION_KEY]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
@@ -50,19 +50,21 @@ def test_a_description_that_fits_into_its_room_and_one_that_does_not(tmp_path, r
     """It is known after the rows, which are copied where it is longer than the room that was left for it."""
     store = Store(tmp_path)
     ids = [f"id{number}" for number in range(rows)]
-    with shard_io.writer(store, "text/f00d/t-1", ShardMeta("text", "f00d", "t-1", "", [*ids, "x"]), COLUMNS) as out:
+    with shard_io.open_writer(
+        store, "text/f00d/t-1", ShardMeta("text", "f00d", "t-1", "", [*ids, "x"]), COLUMNS
+    ) as out:
         for number in range(rows):
             out.add(make_row(number))
-        out.set_aside(SetAside("x", "odd", "why " * (words // 4)))
+        out.set_aside(RejectedMember("x", "odd", "why " * (words // 4)))
         rel = out.finish()
     assert shard_io.verify(store, rel) == []
-    with shard_io.reader(store, rel) as reader:
+    with shard_io.open_reader(store, rel) as reader:
         assert [reader.read(number) for number in range(rows)] == [make_row(number) for number in range(rows)]
         assert len(reader.meta.set_aside[0].message) == words
     data = (tmp_path / rel).read_bytes()
     assert pa.ipc.open_file(data).read_all().column("id").to_pylist() == ids
-    assert pa.ipc.open_stream(data[len(ipc.START) :]).read_all().column("id").to_pylist() == ids
-    assert all(place % 8 == 0 for place, _ in ipc.frames(pa.BufferReader(data)).places)
+    assert pa.ipc.open_stream(data[len(arrow_ipc.FILE_START) :]).read_all().column("id").to_pylist() == ids
+    assert all(place % 8 == 0 for place, _ in arrow_ipc.read_batch_index(pa.BufferReader(data)).places)
 
 
 def test_datasets_reads_it(tmp_path):
@@ -92,4 +94,4 @@ def test_an_arrow_file_that_is_no_shard_is_damage(tmp_path, change):
     with store.create(rel) as file, pa.ipc.new_file(file, table.schema) as sink:
         sink.write_table(table, max_chunksize=1)
     with pytest.raises(DamageError, match={"metadata": "description", "columns": "columns", "count": "2 rows"}[change]):
-        shard_io.reader(store, rel)
+        shard_io.open_reader(store, rel)

@@ -40,17 +40,17 @@ def format(request) -> str:
 @pytest.fixture
 def folder(tmp_path, format) -> Path:
     """The shard, written by the project; where its files lie."""
-    from cache.shard import Row, SetAside, ShardMeta
-    from cache.shard_io import writer
+    from cache.shard import RejectedMember, ShardMeta, ShardRow
+    from cache.shard_io import open_writer
     from cache.store import Store
     from cache.tensors import Array
 
     meta = ShardMeta("text", "f00d", "t-1", "", provenance={"torch": "2.13.0"})
     columns = {"embeds": "bfloat16", "pooled": "float32"}
-    with writer(Store(tmp_path), "text/f00d/t-1", meta, columns, format) as out:
+    with open_writer(Store(tmp_path), "text/f00d/t-1", meta, columns, format) as out:
         for id, tensors in ROWS.items():
-            out.add(Row(id, {name: Array(*tensor) for name, tensor in tensors.items()}, INFO))
-        out.set_aside(SetAside("gone", "missing", "no such file"))
+            out.add(ShardRow(id, {name: Array(*tensor) for name, tensor in tensors.items()}, INFO))
+        out.set_aside(RejectedMember("gone", "missing", "no such file"))
         out.finish()
     return tmp_path / "text/f00d"
 
@@ -161,25 +161,25 @@ def test_the_versions_named_are_those_of_the_code():
 
 
 def test_the_columns_of_the_index_are_those_of_the_code_in_their_order():
-    from schemas.tables import INDEX
+    from schemas.tables import INDEX_SCHEMA
 
     table = DOC.read_text().split("| column of the index |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| `([\w<>]+)` \|", table, re.MULTILINE)
-    assert rows == [(field.name, str(field.type).replace("item: ", "")) for field in INDEX]
+    assert rows == [(field.name, str(field.type).replace("item: ", "")) for field in INDEX_SCHEMA]
 
 
 def test_the_record_of_a_sample_is_the_one_described():
     """The fields and their types as the page has them, and its example, hashed without the project's code."""
-    from schemas.identity import SAMPLE
+    from schemas.identity import SAMPLE_DTYPE
 
     text = DOC.read_text()
     table = text.split("| field | type | |")[1].split("\n\n")[0]
     formats = {"16 bytes": "16s", "7 x int32": "7i", "float64": "d", "int32": "i"}
     fields = re.findall(r"^\| `(\w+)` \| ([\w ]+) \|", table, re.MULTILINE)
-    assert [name for name, _ in fields] == list(SAMPLE.names)
+    assert [name for name, _ in fields] == list(SAMPLE_DTYPE.names)
     layout = "<" + "".join(formats[kind] for _, kind in fields)
     size = int(re.search(r"xxh3-128 of these (\d+) bytes, numbers", text)[1])
-    assert struct.calcsize(layout) == SAMPLE.itemsize == size
+    assert struct.calcsize(layout) == SAMPLE_DTYPE.itemsize == size
     zeros = [bytes(16), *[0] * 7]
     record = struct.pack(layout, bytes(range(16)), 640, 384, 29, 683, 384, 21, 0, 2.5, 24, 1, *zeros, *zeros)
     assert xxhash.xxh3_128_hexdigest(record) == re.search(r"Its sample id is `(\w+)`", text)[1]
@@ -188,7 +188,7 @@ def test_the_record_of_a_sample_is_the_one_described():
 def test_ids_are_made_as_described():
     from schemas import identity
 
-    record = np.zeros(1, identity.SAMPLE)
+    record = np.zeros(1, identity.SAMPLE_DTYPE)
     record["media"], record["geometry"] = bytes(range(16)), [640, 384, 29, 683, 384, 21, 0]
     record["start"], record["rate"], record["condition"] = 2.5, 24, 1
     text = DOC.read_text()
@@ -200,4 +200,4 @@ def test_ids_are_made_as_described():
     assert identity.unit_id("64x48@1", ["aa", "bb"]) == f"64x48@1-{named}"
     canonical = b'{"a":1,"b":"x"}'
     named = xxhash.xxh3_128_hexdigest(struct.pack("<Q", len(canonical)) + canonical)[:24]
-    assert identity.fingerprint({"b": "x", "a": 1}) == named
+    assert identity.compute_fingerprint({"b": "x", "a": 1}) == named

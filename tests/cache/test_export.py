@@ -11,28 +11,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import generations, shard, shard_io
-from cache.damage import UNREADABLE, DamageError
-from cache.exported import ExportedSet, apart, columns_at, together
-from cache.exporter import Exporter, Size, TargetError, cut
+from cache import plans, shard, shard_io
+from cache.damage import PARSE_ERRORS, DamageError
+from cache.exported_set import ExportedSet, pack_row, read_columns, unpack_row
+from cache.exporter import Exporter, RowSize, TargetError, divide_groups
 from cache.importer import Importer
-from cache.layout import is_ours, is_shard
+from cache.layout import is_project_file, is_shard
 from cache.opening import find_set, open_set
-from cache.shard import Row, ShardMeta, row_checksum, to_json
-from cache.shard_io import writer
+from cache.shard import ShardMeta, ShardRow, canonical_json, row_checksum
+from cache.shard_io import open_writer
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import SetError, TrainSet
 from schemas.tables import (
-    ACTIVE,
-    INDEX,
-    SAMPLES,
-    SET_SHARDS,
-    SET_TEXTS,
+    ACTIVE_SCHEMA,
+    INDEX_SCHEMA,
+    SAMPLES_SCHEMA,
+    SET_SHARDS_SCHEMA,
+    SET_TEXTS_SCHEMA,
     SET_VERSIONS,
     TABLES_VERSION,
-    TEXTS,
-    UNITS,
+    TEXTS_SCHEMA,
+    UNITS_SCHEMA,
     index_schema,
 )
 
@@ -49,11 +49,11 @@ def bfloat(rng: np.random.Generator, *shape: int) -> Array:
     return Array.from_numpy(rng.integers(0, 2**16, shape, dtype=np.uint16), "bfloat16")
 
 
-def make_shard(store: Store, kind: str, unit: str, rows: list[Row], form: str) -> str:
+def make_shard(store: Store, kind: str, unit: str, rows: list[ShardRow], form: str) -> str:
     columns = {name: array.dtype for row in rows for name, array in row.tensors.items()}
     provenance = {"libraries": {"torch": "2.13.0"}, "device": "cpu", "batch": len(rows)}
     meta = ShardMeta(kind, "f" * 24, unit, "", provenance=provenance)
-    with writer(store, f"{kind}/{'f' * 24}/{unit}", meta, columns, form) as out:
+    with open_writer(store, f"{kind}/{'f' * 24}/{unit}", meta, columns, form) as out:
         for row in rows:
             out.add(row)
         return out.finish()
@@ -76,11 +76,14 @@ def make_source(store: Store, form: str) -> Store:
     sample 3 has one of its own; two validation prompts, of which one has an image."""
     rng = np.random.default_rng(0)
     texts = [
-        Row(name_of("a", i), {"embeds": bfloat(rng, i % 5, 8), "pooled": bfloat(rng, 4)}, {"tokens": i % 5, "ü": "é\n"})
+        ShardRow(
+            name_of("a", i), {"embeds": bfloat(rng, i % 5, 8), "pooled": bfloat(rng, 4)}, {"tokens": i % 5, "ü": "é\n"}
+        )
         for i in range(12)
     ]
     latents = [
-        Row(name_of("b", i), {"latent": bfloat(rng, 4, 1, 4, 4 + 2 * (i % 2))}, {"number": i / 3}) for i in range(9)
+        ShardRow(name_of("b", i), {"latent": bfloat(rng, 4, 1, 4, 4 + 2 * (i % 2))}, {"number": i / 3})
+        for i in range(9)
     ]
     latents[2].tensors["condition"] = bfloat(rng, 4, 1, 1, 1)
     paths = [
@@ -107,11 +110,13 @@ def make_source(store: Store, form: str) -> Store:
     prompts[0]["condition"], prompts[1]["condition"] = None, {"shard": 0, "row": 4}
     kinds = ["latents", "latents", "text", "text"]
     tables = {
-        "index": pa.Table.from_pylist(rows, INDEX),
+        "index": pa.Table.from_pylist(rows, INDEX_SCHEMA),
         "texts": pa.Table.from_pylist(
-            [{"text_id": row.id, "shard": 2 + (i > 6), "row": i % 7} for i, row in enumerate(texts)], SET_TEXTS
+            [{"text_id": row.id, "shard": 2 + (i > 6), "row": i % 7} for i, row in enumerate(texts)], SET_TEXTS_SCHEMA
         ),
-        "shards": pa.Table.from_pylist([{"path": p, "kind": k} for p, k in zip(paths, kinds, strict=True)], SET_SHARDS),
+        "shards": pa.Table.from_pylist(
+            [{"path": p, "kind": k} for p, k in zip(paths, kinds, strict=True)], SET_SHARDS_SCHEMA
+        ),
     }
     meta = {"format_version": TABLES_VERSION, "id": "0123456789abcdef", "family": FAMILY, "flavour": "t2i-lite-sft"}
     meta |= {"task": TASK, "template": "image", "generation": "000001-a", "null_text": 0, "validation": prompts}
@@ -125,7 +130,7 @@ def add_vision(store: Store, form: str) -> None:
     data, rng = opened(store), np.random.default_rng(1)
     index, folder = data.tables["index"], f"sets/{data.id}"
     ids = sorted(set(index.column("sample_id").to_pylist()), reverse=True)
-    rows = [Row(id, {"vision": bfloat(rng, 1, 2, 2, 3)}, {"number": i}) for i, id in enumerate(ids)]
+    rows = [ShardRow(id, {"vision": bfloat(rng, 1, 2, 2, 3)}, {"number": i}) for i, id in enumerate(ids)]
     shards = [
         *data.tables["shards"].to_pylist(),
         {"path": make_shard(store, "vision", "v0", rows, form), "kind": "vision"},
@@ -133,7 +138,7 @@ def add_vision(store: Store, form: str) -> None:
     places = [{"vision_shard": 4, "vision_row": ids.index(row["sample_id"])} for row in index.to_pylist()]
     found = [row | place for row, place in zip(index.to_pylist(), places, strict=True)]
     store.write_table(f"{folder}/index.arrow", pa.Table.from_pylist(found, index_schema(["vision"])))
-    store.write_table(f"{folder}/shards.arrow", pa.Table.from_pylist(shards, SET_SHARDS))
+    store.write_table(f"{folder}/shards.arrow", pa.Table.from_pylist(shards, SET_SHARDS_SCHEMA))
     store.publish_bytes(f"{folder}/set.json", json.dumps(data.meta | {"format_version": SET_VERSIONS[1]}).encode())
 
 
@@ -143,9 +148,9 @@ def opened(store: Store) -> TrainSet:
 
 def export(source: Store, target: Store, form: str = "arrow", mib: float = 0.001, captions: bool = False) -> Exporter:
     exporter = Exporter(opened(source), target, form, mib, captions)
-    exporter.refuse_other()
+    exporter.check_target()
     for piece in exporter.pieces:
-        if not exporter.is_whole(piece):
+        if not exporter.is_complete(piece):
             exporter.write(piece)
     exporter.write_prompts()
     exporter.publish()
@@ -157,7 +162,7 @@ def import_(source: Store, target: Store, form: str = "arrow") -> Importer:
     assert isinstance(data, ExportedSet)
     importer = Importer(data, target, form)
     for part in importer.parts:
-        if not importer.is_whole(part):
+        if not importer.is_complete(part):
             importer.write(part)
     importer.publish(importer.write_prompts())
     return importer
@@ -166,7 +171,9 @@ def import_(source: Store, target: Store, form: str = "arrow") -> Importer:
 def content(store: Store) -> list[Any]:
     """Everything that a trainer gets out of a set, and every row that it is made of."""
     data = opened(store)
-    index = data.tables["index"].select([name for name in INDEX.names if name not in ("shard", "row")]).to_pylist()
+    index = (
+        data.tables["index"].select([name for name in INDEX_SCHEMA.names if name not in ("shard", "row")]).to_pylist()
+    )
     samples = []
     for row, entry in enumerate(index):
         samples += [data.sample(row, caption) for caption in range(len(entry["texts"]))]
@@ -174,9 +181,10 @@ def content(store: Store) -> list[Any]:
     parts = [data.parts(row) for row in range(len(index))]
     parts += [data.prompt(number) for number in range(2)]
     sums = [
-        {name: (row.id, row_checksum(row.id, to_json(row.info), row.tensors)) for name, row in p.items()} for p in parts
+        {name: (row.id, row_checksum(row.id, canonical_json(row.info), row.tensors)) for name, row in p.items()}
+        for p in parts
     ]
-    eval_rows, choice = list(data.eval_rows), data.eval_choice(2)
+    eval_rows, choice = list(data.eval_rows), data.choose_eval_rows(2)
     return [data.id, index, data.spans, samples, parts, sums, data.validation, eval_rows, choice, data.regularisation]
 
 
@@ -206,13 +214,13 @@ def test_there_and_back_bit_by_bit(source: Store, tmp_path: Path, form: str, vis
         assert files(again) == files(exported)
     for store in (exported, back):
         paths = [name for name in store.names() if is_shard(name)]
-        assert [name for name in store.names() if not is_ours(name)] == []
+        assert [name for name in store.names() if not is_project_file(name)] == []
         assert len(paths) >= 6 and not [damage for path in paths for damage in shard_io.verify(store, path)]
 
 
 def test_one_bucket_and_role_a_shard(source: Store, tmp_path: Path) -> None:
     exporter = export(source, target := Store(tmp_path / "export"))
-    shards = [shard_io.reader(target, name) for name in target.names() if name.startswith("samples/")]
+    shards = [shard_io.open_reader(target, name) for name in target.names() if name.startswith("samples/")]
     assert len(shards) == len(exporter.pieces) > 3
     for one in shards:
         infos = [one.read(i).info for i in range(len(one))]
@@ -260,9 +268,17 @@ def test_the_words_are_there_when_they_are_asked_for(source: Store, tmp_path: Pa
     with pytest.raises(Exception, match="without --with-captions"):
         export(source, Store(tmp_path / "export"), captions=True)
     words = [{"text_id": name_of("a", i), "text": f"words {i}"} for i in range(12)]
-    tables = {"samples": SAMPLES.empty_table(), "units": UNITS.empty_table(), "active": ACTIVE.empty_table()}
-    plan = generations.publish(
-        source, key="k", info={"null_text": None, "validation": []}, texts=pa.Table.from_pylist(words, TEXTS), **tables
+    tables = {
+        "samples": SAMPLES_SCHEMA.empty_table(),
+        "units": UNITS_SCHEMA.empty_table(),
+        "active": ACTIVE_SCHEMA.empty_table(),
+    }
+    plan = plans.publish_plan(
+        source,
+        key="k",
+        info={"null_text": None, "validation": []},
+        texts=pa.Table.from_pylist(words, TEXTS_SCHEMA),
+        **tables,
     )
     data = opened(source)
     publish(source, data.tables, {**data.meta, "generation": plan.name})
@@ -285,8 +301,8 @@ def test_a_killed_export_goes_on_and_is_no_set_before(source: Store, tmp_path: P
     raw[raw.index(b'"parts"')] ^= 1  # in a row's info
     path.write_bytes(raw)
     again = Exporter(opened(source), target, "arrow", 0.001, False)
-    assert [again.is_whole(piece) for piece in again.pieces] == [True, *[False] * (len(whole.pieces) - 1)]
-    assert len(again.unmade) == len(whole.pieces) - 2
+    assert [again.is_complete(piece) for piece in again.pieces] == [True, *[False] * (len(whole.pieces) - 1)]
+    assert len(again.missing_shards) == len(whole.pieces) - 2
     export(source, target)
     assert files(target) == files(Store(tmp_path / "whole"))
 
@@ -547,19 +563,19 @@ def test_no_json_is_refused(exported: Store, data: bytes) -> None:
 )
 def test_rows_that_are_no_exports_are_refused(info: dict, tensors: dict) -> None:
     arrays = {name: Array.from_numpy(np.float32([value])) for name, value in tensors.items()}
-    with pytest.raises(UNREADABLE):
-        apart(Row("x", arrays, info), verify=True)
+    with pytest.raises(PARSE_ERRORS):
+        unpack_row(ShardRow("x", arrays, info), verify=True)
 
 
 @pytest.mark.parametrize("parts", [None, [], 7, "sample", {"sample": None}, {"sample": []}])
 def test_a_row_that_is_no_exports_is_named(exported: Store, parts: Any) -> None:
     """Its own checksum is right: nothing but what it says is wrong."""
     path = min(exported.names("samples"))
-    with shard_io.reader(exported, f"samples/{path}") as there:
+    with shard_io.open_reader(exported, f"samples/{path}") as there:
         meta, rows = there.meta, [there.read(i) for i in range(len(there))]
-        columns = columns_at(exported, f"samples/{path}")
+        columns = read_columns(exported, f"samples/{path}")
     rows[0].info["parts"] = parts
-    with writer(exported, shard.stem(f"samples/{path}"), meta, columns) as out:
+    with open_writer(exported, shard.unit_name(f"samples/{path}"), meta, columns) as out:
         for row in rows:
             out.add(row)
         out.finish()
@@ -586,7 +602,7 @@ def test_a_row_of_another_sample_is_not_taken(exported: Store, source: Store, tm
 def test_pieces_cover_each_group_and_keep_to_the_size(groups: list[tuple[int, int]], limit: int) -> None:
     bounds = np.cumsum([0, *(count for count, _ in groups)]).tolist()
     named = [("train", str(i), bounds[i], bounds[i + 1]) for i in range(len(groups))]
-    pieces = cut(named, [Size(size, 0) for _, size in groups], limit)
+    pieces = divide_groups(named, [RowSize(size, 0) for _, size in groups], limit)
     assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
     assert pieces[-1].stop == bounds[-1] and [piece.number for piece in pieces] == list(range(len(pieces)))
     for piece in pieces:
@@ -606,7 +622,7 @@ PARTS = st.dictionaries(
 @given(PARTS, st.dictionaries(st.text(max_size=3), st.integers(-9, 9), max_size=2))
 def test_together_and_apart(parts: dict[str, dict[str, bytes]], info: dict[str, int]) -> None:
     rows = {
-        name: Row(f"id-{name}", {key: Array("uint8", (len(data),), data) for key, data in tensors.items()}, info)
+        name: ShardRow(f"id-{name}", {key: Array("uint8", (len(data),), data) for key, data in tensors.items()}, info)
         for name, tensors in parts.items()
     }
-    assert apart(together("x", rows, {"role": "train"}), verify=True) == rows
+    assert unpack_row(pack_row("x", rows, {"role": "train"}), verify=True) == rows

@@ -4,31 +4,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.damage import ENCODERS, MAKERS
-from cache.layout import is_ours, is_shard
+from cache.damage import ENCODE_PROGRAMS, SHARD_PROGRAMS
+from cache.layout import is_project_file, is_shard
 from schemas.geometry import Bucket
-from schemas.identity import fingerprint, hash_json, unit_id
+from schemas.identity import compute_fingerprint, hash_json, unit_id
 
 HEX = st.text("0123456789abcdef", min_size=1, max_size=9)
 BUCKETS = st.builds(lambda w, h, f: str(Bucket(w, h, f)), *[st.integers(1, 4096)] * 3)
 
 
-@given(st.sampled_from(sorted(ENCODERS)), st.just("text") | BUCKETS, HEX)
+@given(st.sampled_from(sorted(ENCODE_PROGRAMS)), st.just("text") | BUCKETS, HEX)
 def test_shards_as_they_are_named(kind, bucket, anything) -> None:
-    unit, folder = unit_id(bucket, [anything]), f"{kind}/{fingerprint({'a': anything})}"
+    unit, folder = unit_id(bucket, [anything]), f"{kind}/{compute_fingerprint({'a': anything})}"
     for suffix in (".arrow", ".tar"):
-        assert is_ours(f"{folder}/{unit}{suffix}") and is_shard(f"{folder}/{unit}{suffix}")
-        assert is_ours(f"damaged/{folder}/{unit}.1{suffix}") and not is_shard(f"damaged/{folder}/{unit}.1{suffix}")
+        assert is_project_file(f"{folder}/{unit}{suffix}") and is_shard(f"{folder}/{unit}{suffix}")
+        assert is_project_file(f"damaged/{folder}/{unit}.1{suffix}") and not is_shard(
+            f"damaged/{folder}/{unit}.1{suffix}"
+        )
     for other in (f"{folder}/{unit}.tar.json", f"{folder}/provenance.json"):
-        assert is_ours(other) and not is_shard(other)
-    assert is_ours(f"rejects/{ENCODERS[kind]}/{folder.partition('/')[2]}/{unit}.arrow")
+        assert is_project_file(other) and not is_shard(other)
+    assert is_project_file(f"rejects/{ENCODE_PROGRAMS[kind]}/{folder.partition('/')[2]}/{unit}.arrow")
 
 
-@given(st.sampled_from(["media", *MAKERS]), st.text(max_size=12), st.text(max_size=12))
+@given(st.sampled_from(["media", *SHARD_PROGRAMS]), st.text(max_size=12), st.text(max_size=12))
 def test_folders_of_other_names_are_a_persons(kind, folder, file) -> None:
     """But for media/<dataset>/media.arrow, whose dataset is called as its person likes."""
     name = f"{kind}/{folder}/{file}"
-    assert not is_ours(name) or name.startswith("media/")
+    assert not is_project_file(name) or name.startswith("media/")
     assert not is_shard(name)
 
 
@@ -48,7 +50,7 @@ def test_folders_of_other_names_are_a_persons(kind, folder, file) -> None:
     ],
 )
 def test_ours(name) -> None:
-    assert is_ours(name)
+    assert is_project_file(name)
 
 
 @pytest.mark.parametrize(
@@ -61,4 +63,4 @@ def test_ours(name) -> None:
     ],
 )
 def test_not_ours(name) -> None:
-    assert not is_ours(name) and not is_shard(name)
+    assert not is_project_file(name) and not is_shard(name)

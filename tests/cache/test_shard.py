@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from cache import shard, shard_io
 from cache.damage import DamageError
-from cache.shard import Row, SetAside, ShardMeta
-from cache.shard_io import Readers
+from cache.shard import RejectedMember, ShardMeta, ShardRow
+from cache.shard_io import ReaderPool
 from cache.store import Store
-from cache.tensors import NUMPY_DTYPES, Array, nbytes_of
+from cache.tensors import NUMPY_DTYPES, Array, count_bytes
 
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
 
@@ -29,7 +29,7 @@ def text_meta(**changes) -> ShardMeta:
     return ShardMeta(**(values | changes))
 
 
-def make_row(number: int, pooled: bool = True) -> Row:
+def make_row(number: int, pooled: bool = True) -> ShardRow:
     rng = np.random.default_rng(number)
     tensors = {
         "embeds": Array.from_numpy(rng.integers(0, 1 << 16, (number + 1, 3), "<u2"), "bfloat16"),
@@ -37,15 +37,15 @@ def make_row(number: int, pooled: bool = True) -> Row:
     }
     if not pooled:
         del tensors["pooled"]
-    return Row(f"id{number}", tensors, {"tokens": number, "cut": False, "name": "ü"})
+    return ShardRow(f"id{number}", tensors, {"tokens": number, "cut": False, "name": "ü"})
 
 
 def write(store: Store, stem: str = "text/f00d/t-1", rows: int = 3, format: str = "arrow", **changes) -> str:
     said = dict(zip(("kind", "fingerprint", "unit"), stem.split("/"), strict=True))
-    with shard_io.writer(store, stem, text_meta(**said, **changes), COLUMNS, format) as out:
+    with shard_io.open_writer(store, stem, text_meta(**said, **changes), COLUMNS, format) as out:
         for number in range(rows):
             out.add(make_row(number, pooled=number != 1))
-        out.set_aside(SetAside("bad", "unreadable", "it is empty"))
+        out.set_aside(RejectedMember("bad", "unreadable", "it is empty"))
         return out.finish()
 
 
@@ -62,12 +62,12 @@ def format(request) -> str:
 def test_rows_come_back(store, format):
     rel = write(store, format=format)
     assert rel == "text/f00d/t-1" + shard.SUFFIXES[format]
-    with shard_io.reader(store, rel) as reader:
+    with shard_io.open_reader(store, rel) as reader:
         assert len(reader) == 3
         for number in (2, 0, 1):
             assert reader.read(number) == make_row(number, pooled=number != 1)
         assert reader.meta == text_meta(
-            ids=["id0", "id1", "id2"], set_aside=[SetAside("bad", "unreadable", "it is empty")]
+            ids=["id0", "id1", "id2"], set_aside=[RejectedMember("bad", "unreadable", "it is empty")]
         )
         assert reader.verify() == []
     assert shard_io.verify(store, rel) == []
@@ -82,19 +82,19 @@ def test_any_tensors_come_back(tmp_path, format, data):
     for number in range(data.draw(st.integers(0, 3))):
         present = [name for name in columns if data.draw(st.booleans())]
         shapes = {name: data.draw(shape) for name in present}
-        sizes = {name: nbytes_of(columns[name], shapes[name]) for name in present}
+        sizes = {name: count_bytes(columns[name], shapes[name]) for name in present}
         tensors = {
             name: Array(columns[name], shapes[name], data.draw(st.binary(min_size=size, max_size=size)))
             for name, size in sizes.items()
         }
         info = data.draw(st.dictionaries(st.text(max_size=3), st.integers() | st.floats(-1e9, 1e9) | st.text()))
-        rows.append(Row(f"r{number}", tensors, info))
+        rows.append(ShardRow(f"r{number}", tensors, info))
     store = Store(tmp_path)
-    with shard_io.writer(store, "u", text_meta(), columns, format) as out:
+    with shard_io.open_writer(store, "u", text_meta(), columns, format) as out:
         for row in rows:
             out.add(row)
         rel = out.finish()
-    with shard_io.reader(store, rel) as reader:
+    with shard_io.open_reader(store, rel) as reader:
         assert [reader.read(i) for i in range(len(reader))] == rows
         assert reader.verify() == []
 
@@ -110,15 +110,15 @@ def test_bytes_depend_on_the_rows_alone(tmp_path, format):
 
 def test_a_unit_of_nothing_but_rejects_is_a_shard(store, format):
     rel = write(store, rows=0, format=format)
-    with shard_io.reader(store, rel) as reader:
+    with shard_io.open_reader(store, rel) as reader:
         assert (len(reader), reader.meta.ids, reader.verify()) == (0, [], [])
         assert reader.meta.set_aside[0].id == "bad"
-    assert shard.done_units(store, "text/f00d") == {"t-1": rel}
+    assert shard.find_done_units(store, "text/f00d") == {"t-1": rel}
 
 
 def test_an_unfinished_writer_leaves_nothing(tmp_path, format):
     store = Store(tmp_path)
-    with pytest.raises(RuntimeError), shard_io.writer(store, "text/f/u", text_meta(), COLUMNS, format) as out:
+    with pytest.raises(RuntimeError), shard_io.open_writer(store, "text/f/u", text_meta(), COLUMNS, format) as out:
         out.add(make_row(0))
         raise RuntimeError("the encoder failed")
     assert [file for _, _, files in os.walk(tmp_path) for file in files] == []
@@ -126,7 +126,7 @@ def test_an_unfinished_writer_leaves_nothing(tmp_path, format):
 
 def test_members_lost_or_invented_are_our_bug(tmp_path, format):
     meta = text_meta(ids=["id0", "id1"])
-    with shard_io.writer(Store(tmp_path), "u", meta, COLUMNS, format) as out:
+    with shard_io.open_writer(Store(tmp_path), "u", meta, COLUMNS, format) as out:
         out.add(make_row(0))
         with pytest.raises(AssertionError, match="already"):
             out.add(make_row(0))
@@ -136,17 +136,17 @@ def test_members_lost_or_invented_are_our_bug(tmp_path, format):
 
 def test_the_writer_owns_what_it_was_given(tmp_path, format):
     buffer = np.zeros(4, "f4")
-    with shard_io.writer(Store(tmp_path), "u", text_meta(), {"a": "float32"}, format) as out:
-        out.add(Row("x", {"a": Array.from_numpy(buffer)}))
+    with shard_io.open_writer(Store(tmp_path), "u", text_meta(), {"a": "float32"}, format) as out:
+        out.add(ShardRow("x", {"a": Array.from_numpy(buffer)}))
         buffer[:] = 9
         rel = out.finish()
-    with shard_io.reader(Store(tmp_path), rel) as reader:
+    with shard_io.open_reader(Store(tmp_path), rel) as reader:
         assert reader.read(0).tensors["a"].numpy().tolist() == [0, 0, 0, 0]
 
 
 def test_a_row_outlives_its_reader_and_a_new_shard_of_the_same_name(tmp_path, format):
     store = Store(tmp_path)
-    reader = shard_io.reader(store, write(store, format=format))
+    reader = shard_io.open_reader(store, write(store, format=format))
     kept, before = reader.read(2), reader.read(0)
     write(store, rows=1, format=format)
     assert reader.read(1) == make_row(1, pooled=False), "an open reader keeps the file it opened"
@@ -160,16 +160,16 @@ def test_done_units_takes_either_format_and_no_leftovers(store):
     store.publish_bytes("text/f00d/c.tar.json", b"{}")
     store.publish_bytes("text/f00d/provenance.json", b"{}")
     store.publish_bytes("text/f00d/.d.arrow.0123.tmp", b"")
-    assert shard.done_units(store, "text/f00d") == {"a": "text/f00d/a.arrow", "b": "text/f00d/b.tar"}
-    shard.remove(store, "text/f00d/b.tar")
+    assert shard.find_done_units(store, "text/f00d") == {"a": "text/f00d/a.arrow", "b": "text/f00d/b.tar"}
+    shard.remove_shard(store, "text/f00d/b.tar")
     assert "text/f00d/b.tar.json" not in store.names("")
-    assert shard.done_units(store, "text/absent") == {}
+    assert shard.find_done_units(store, "text/absent") == {}
 
 
 def test_a_unit_done_again_in_the_other_format_is_one_shard(store):
     write(store, format="arrow")
     tar = write(store, rows=1, format="webdataset")
-    assert shard.done_units(store, "text/f00d") == {"t-1": tar}
+    assert shard.find_done_units(store, "text/f00d") == {"t-1": tar}
     rel = write(store, format="arrow")
     assert store.names("text/f00d") == ["t-1.arrow"]
     assert shard_io.verify(store, rel) == []
@@ -178,7 +178,7 @@ def test_a_unit_done_again_in_the_other_format_is_one_shard(store):
 def test_readers_hold_few_files(tmp_path, format):
     store = Store(tmp_path)
     rels = [write(store, f"text/f/u{number}", format=format) for number in range(6)]
-    readers = Readers(store, limit=2)
+    readers = ReaderPool(store, limit=2)
     before = len(os.listdir("/proc/self/fd"))
     rows = [readers.read(rel, 2) for _ in range(2) for rel in rels]
     assert len(readers) == 2
@@ -191,9 +191,9 @@ def test_readers_hold_few_files(tmp_path, format):
 
 def test_one_row_of_a_remote_shard_costs_little_more_than_the_row(tmp_path, format, monkeypatch):
     store, size = Store(f"memory://{tmp_path.name}"), 1 << 16
-    with shard_io.writer(store, "u", text_meta(), {"a": "uint8"}, format) as out:
+    with shard_io.open_writer(store, "u", text_meta(), {"a": "uint8"}, format) as out:
         for number in range(20):
-            out.add(Row(f"r{number}", {"a": Array("uint8", (size,), bytes([number]) * size)}))
+            out.add(ShardRow(f"r{number}", {"a": Array("uint8", (size,), bytes([number]) * size)}))
         rel = out.finish()
     asked, original = [], store.fs.open
 
@@ -204,7 +204,7 @@ def test_one_row_of_a_remote_shard_costs_little_more_than_the_row(tmp_path, form
         return file
 
     monkeypatch.setattr(store.fs, "open", counting)
-    with shard_io.reader(store, rel) as reader:
+    with shard_io.open_reader(store, rel) as reader:
         assert reader.read(7).tensors["a"].numpy()[0] == 7
     assert -1 not in asked
     assert size < sum(asked) < 1.5 * size
@@ -217,7 +217,7 @@ def test_damage_says_where_and_what_to_do(tmp_path, format):
     wanted = bytes(make_row(2).tensors["pooled"].raw())
     data[data.index(wanted)] ^= 1
     store.publish_bytes(rel, bytes(data))
-    with shard_io.reader(store, rel) as reader:
+    with shard_io.open_reader(store, rel) as reader:
         assert reader.read(0) == make_row(0)
         with pytest.raises(DamageError) as caught:
             reader.read(2)
@@ -236,11 +236,11 @@ def test_damage_says_where_and_what_to_do(tmp_path, format):
 def test_no_row_or_no_file(tmp_path, format):
     store = Store(tmp_path)
     rel = write(store, format=format)
-    with shard_io.reader(store, rel) as reader, pytest.raises(DamageError, match="3 rows"):
+    with shard_io.open_reader(store, rel) as reader, pytest.raises(DamageError, match="3 rows"):
         reader.read(3)
     store.remove(rel)
     with pytest.raises(DamageError, match=r"missing\n.*encode-text"):
-        shard_io.reader(store, rel)
+        shard_io.open_reader(store, rel)
 
 
 def test_every_cut_is_found(tmp_path, format):
@@ -258,24 +258,24 @@ def test_another_version_is_refused(tmp_path, format):
     store = Store(tmp_path)
     rel = write(store, format=format, format_version=999)
     with pytest.raises(DamageError, match="version is 999; this program reads 1"):
-        shard_io.reader(store, rel)
+        shard_io.open_reader(store, rel)
 
 
 def test_unknown_formats_are_refused(tmp_path):
     with pytest.raises(ValueError, match="arrow, webdataset"):
-        shard_io.writer(Store(tmp_path), "u", text_meta(), COLUMNS, "parquet")
+        shard_io.open_writer(Store(tmp_path), "u", text_meta(), COLUMNS, "parquet")
     with pytest.raises(ValueError, match=r"\.tar"):
-        shard_io.reader(Store(tmp_path), "u.zip")
+        shard_io.open_reader(Store(tmp_path), "u.zip")
 
 
 def test_tensors_are_views_into_the_map(tmp_path, format):
     store = Store(tmp_path)
     size = 1 << 20
-    with shard_io.writer(store, "u", text_meta(), {"a": "uint8"}, format) as out:
+    with shard_io.open_writer(store, "u", text_meta(), {"a": "uint8"}, format) as out:
         for number in range(4):
-            out.add(Row(f"r{number}", {"a": Array("uint8", (size,), bytes([number]) * size)}))
+            out.add(ShardRow(f"r{number}", {"a": Array("uint8", (size,), bytes([number]) * size)}))
         rel = out.finish()
-    with shard_io.reader(store, rel) as reader:
+    with shard_io.open_reader(store, rel) as reader:
         reader.file.seek(0)
         mapped = reader.file.read_buffer()
         for number in range(4):

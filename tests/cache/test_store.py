@@ -103,8 +103,8 @@ def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
     assert run(code).returncode == -9
     assert store.names("") == ["a/kept"] and store.read_bytes("a/kept") == b"old"
     assert len(os.listdir(tmp_path / "a")) == 2
-    assert store.sweep(older_than_s=3600) == []
-    assert len(store.sweep(older_than_s=-1)) == 1
+    assert store.remove_stale_temps(older_than_s=3600) == []
+    assert len(store.remove_stale_temps(older_than_s=-1)) == 1
     assert os.listdir(tmp_path / "a") == ["kept"]
 
 
@@ -124,7 +124,7 @@ def test_only_its_own_temporaries_are_swept(store, tmp_path):
         store.local("").joinpath("a").mkdir(exist_ok=True)
         store.local("a").joinpath(name).write_bytes(b"x")
     assert [entry.name for entry in store.entries(temporaries=True)] == [f"a/{ours}"]
-    assert store.sweep(older_than_s=-1) == [str(store.local(f"a/{ours}"))]
+    assert store.remove_stale_temps(older_than_s=-1) == [str(store.local(f"a/{ours}"))]
     assert sorted(os.listdir(store.local("a"))) == sorted(others)
 
 
@@ -167,7 +167,7 @@ WRITE_ALL = r"""
 import os, sys
 import cache.store as module
 from cache import arrow, shard_io, wds  # imported before a process gives up its rights
-from cache.shard import Row, ShardMeta
+from cache.shard import ShardMeta, ShardRow
 from cache.tensors import Array
 import pyarrow as pa
 
@@ -176,9 +176,9 @@ def attempts(root):
     big = bytes(3 << 20)
     meta = ShardMeta("text", "f", "u", "")
     def write(format):
-        with shard_io.writer(store, "u-" + format, meta, {"a": "uint8"}, format) as out:
+        with shard_io.open_writer(store, "u-" + format, meta, {"a": "uint8"}, format) as out:
             for number in range(3):
-                out.add(Row(f"r{number}", {"a": Array("uint8", (len(big),), big)}))
+                out.add(ShardRow(f"r{number}", {"a": Array("uint8", (len(big),), big)}))
             out.finish()
     return {
         "bytes": lambda: store.publish_bytes("x", big),

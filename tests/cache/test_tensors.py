@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cache.tensors import NUMPY_DTYPES, Array, nbytes_of
+from cache.tensors import NUMPY_DTYPES, Array, count_bytes
 
 names = st.sampled_from(sorted(NUMPY_DTYPES))
 shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
@@ -12,7 +12,7 @@ shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 
 @given(names, shapes, st.randoms())
 def test_round_trip_keeps_every_bit(name, shape, random):
-    raw = random.randbytes(nbytes_of(name, shape))
+    raw = random.randbytes(count_bytes(name, shape))
     array = Array(name, shape, raw)
     again = Array.from_numpy(array.numpy(), name)
     assert again == array

@@ -10,16 +10,25 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache import generations
+from cache import plans
 from cache.damage import DamageError
 from cache.opening import open_set
-from cache.plan import Plan, Span
-from cache.shard import Row, ShardMeta
-from cache.shard_io import writer
+from cache.schedule import BatchSchedule, Span
+from cache.shard import ShardMeta, ShardRow
+from cache.shard_io import open_writer
 from cache.store import Store
 from cache.tensors import Array
-from cache.trainset import OPEN_SHARDS, SetError, TrainSet
-from schemas.tables import ACTIVE, INDEX, SAMPLES, SET_SHARDS, SET_TEXTS, TABLES_VERSION, TEXTS, UNITS
+from cache.trainset import MAX_OPEN_SHARDS, SetError, TrainSet
+from schemas.tables import (
+    ACTIVE_SCHEMA,
+    INDEX_SCHEMA,
+    SAMPLES_SCHEMA,
+    SET_SHARDS_SCHEMA,
+    SET_TEXTS_SCHEMA,
+    TABLES_VERSION,
+    TEXTS_SCHEMA,
+    UNITS_SCHEMA,
+)
 
 FAMILY, TASK = "kandinsky5-image", "t2i"
 
@@ -27,17 +36,17 @@ FAMILY, TASK = "kandinsky5-image", "t2i"
 def shard(store: Store, kind: str, name: str, rows: dict[str, dict[str, np.ndarray]], form: str) -> str:
     columns = {key: "float32" for tensors in rows.values() for key in tensors}
     meta = ShardMeta(kind, "f" * 24, name, "")
-    with writer(store, f"{kind}/{'f' * 24}/{name}", meta, columns, form) as out:
+    with open_writer(store, f"{kind}/{'f' * 24}/{name}", meta, columns, form) as out:
         for id, tensors in rows.items():
-            out.add(Row(id, {key: Array.from_numpy(value) for key, value in tensors.items()}))
+            out.add(ShardRow(id, {key: Array.from_numpy(value) for key, value in tensors.items()}))
         return out.finish()
 
 
 def publish(store: Store, shards: list[tuple], texts: list[tuple], index: list[tuple], **changes) -> str:
     for name, schema, rows in (
-        ("shards", SET_SHARDS, shards or [("latents/f/none.arrow", "latents")]),
-        ("texts", SET_TEXTS, texts or [("none", 0, 0)]),
-        ("index", INDEX, index),
+        ("shards", SET_SHARDS_SCHEMA, shards or [("latents/f/none.arrow", "latents")]),
+        ("texts", SET_TEXTS_SCHEMA, texts or [("none", 0, 0)]),
+        ("index", INDEX_SCHEMA, index),
     ):
         table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
         store.write_table(f"sets/s1/{name}.arrow", table)
@@ -64,7 +73,7 @@ def entry(id: str, bucket: str, place: tuple[int, int], texts: list[int], null: 
     values = {"sample_id": id, "role": "train", "dataset": "d", "bucket": bucket, "repeats": 0, "weight": 1.0}
     values |= {"regularisation": False, "shard": place[0], "row": place[1], "texts": texts, "null_text": null}
     values |= changes
-    return tuple(values[name] for name in INDEX.names)
+    return tuple(values[name] for name in INDEX_SCHEMA.names)
 
 
 PROMPT = {"name": "p", "prompt": "a", "negative_prompt": "", "text": 1, "negative": 0, "bucket": "32x32"}
@@ -94,7 +103,7 @@ def store(request, tmp_path: Path) -> Store:
 def test_rows_captions_and_null_prompts(store: Store) -> None:
     data = open_set(store, "current", FAMILY, TASK)
     assert len(data) == 3 and data.buckets == {"32x32": range(0, 2), "64x32": range(2, 3)}
-    assert data.alternatives(np.array([2, 0])).tolist() == [1, 2]
+    assert data.caption_counts(np.array([2, 0])).tolist() == [1, 2]
     sample = data.sample(0, 1)
     assert sample.id == "a" and sample.tensors["latent"].numpy()[0, 0, 0, 0] == 1 and "condition" not in sample.tensors
     assert set(sample.text) == {"embeds", "pooled"} and sample.text["embeds"].shape == (2, 4)
@@ -105,7 +114,7 @@ def test_rows_captions_and_null_prompts(store: Store) -> None:
 
 
 def test_spans_feed_the_plan(store: Store) -> None:
-    plan = Plan(open_set(store, "s1", FAMILY, TASK).spans, 0, 1)
+    plan = BatchSchedule(open_set(store, "s1", FAMILY, TASK).spans, 0, 1)
     rows = sorted(int(plan.batch(step).rows[0]) for step in range(plan.batches_per_epoch))
     assert rows == [0, 1, 2, 2, 2]
 
@@ -170,7 +179,7 @@ def test_a_replaced_shard_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
 def test_an_unsorted_index_is_refused(tmp_path: Path, column, values) -> None:
     store = Store(tmp_path)
     same = entry("s", "32x32", (0, 0), [0])
-    at = INDEX.names.index(column)
+    at = INDEX_SCHEMA.names.index(column)
     publish(store, [], [], [(*same[:at], value, *same[at + 1 :]) for value in values])
     with pytest.raises(SetError, match="not sorted by role, bucket"):
         _ = open_set(store, "s1", FAMILY, TASK).spans
@@ -199,12 +208,13 @@ def test_chunks_of_the_table_make_no_spans(tmp_path: Path) -> None:
     store = Store(tmp_path)
     publish(store, [], [], [])
     names = [
-        dict(zip(INDEX.names, entry(f"{i}", ("32x32", "64x32")[i > 6], (0, 0), [0]), strict=True)) for i in range(10)
+        dict(zip(INDEX_SCHEMA.names, entry(f"{i}", ("32x32", "64x32")[i > 6], (0, 0), [0]), strict=True))
+        for i in range(10)
     ]
-    with store.create_table("sets/s1/index.arrow", INDEX) as out:
+    with store.create_table("sets/s1/index.arrow", INDEX_SCHEMA) as out:
         for first in (0, 3, 5):
             stop = {0: 3, 3: 5, 5: 10}[first]
-            out.write_table(pa.Table.from_pylist(names[first:stop], INDEX))
+            out.write_table(pa.Table.from_pylist(names[first:stop], INDEX_SCHEMA))
     assert open_set(store, "s1", FAMILY, TASK).spans == [Span("32x32", 0, 7), Span("64x32", 7, 3)]
 
 
@@ -217,7 +227,7 @@ def held_out(store: Store, ids: list[str], train: int = 7) -> TrainSet:
 
 
 def chosen(data: TrainSet, count: int) -> list[str]:
-    rows, on = data.eval_choice(count)
+    rows, on = data.choose_eval_rows(count)
     assert on == "held-out samples" and set(rows) <= set(data.eval_rows)
     return sorted(data._index.column("sample_id")[row].as_py() for row in rows)
 
@@ -236,8 +246,8 @@ def test_held_out_samples_are_chosen_by_identity(tmp_path: Path) -> None:
 
 def test_without_held_out_samples_training_samples_stand_in(tmp_path: Path) -> None:
     data = held_out(Store(tmp_path), [])
-    assert data.eval_choice(3) == ([1, 3, 5], "training samples") and not data.eval_rows
-    assert data.eval_choice(99)[0] == list(range(7)) and data.eval_choice(0)[0] == []
+    assert data.choose_eval_rows(3) == ([1, 3, 5], "training samples") and not data.eval_rows
+    assert data.choose_eval_rows(99)[0] == list(range(7)) and data.choose_eval_rows(0)[0] == []
 
 
 def test_a_sample_says_whether_it_is_regularisation_data(tmp_path: Path) -> None:
@@ -252,22 +262,22 @@ def test_a_sample_says_whether_it_is_regularisation_data(tmp_path: Path) -> None
 
 def test_a_newer_plan_of_the_same_settings_is_noticed(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    schemas = {"samples": SAMPLES, "texts": TEXTS, "units": UNITS, "active": ACTIVE}
+    schemas = {"samples": SAMPLES_SCHEMA, "texts": TEXTS_SCHEMA, "units": UNITS_SCHEMA, "active": ACTIVE_SCHEMA}
     empty = {name: schema.empty_table() for name, schema in schemas.items()}
-    first = generations.publish(store, key="k", info=INFO | {"n": 1}, **empty)
+    first = plans.publish_plan(store, key="k", info=INFO | {"n": 1}, **empty)
     publish(store, [], [], [], generation=first.name)
     data = open_set(store, "s1", FAMILY, TASK)
-    assert data.newer_generation() is None
-    generations.publish(store, key="other", info=INFO | {"n": 2}, **empty)
-    assert data.newer_generation() is None
-    second = generations.publish(store, key="k", info=INFO | {"n": 3}, **empty)
-    assert data.newer_generation() == second.name
+    assert data.find_newer_plan() is None
+    plans.publish_plan(store, key="other", info=INFO | {"n": 2}, **empty)
+    assert data.find_newer_plan() is None
+    second = plans.publish_plan(store, key="k", info=INFO | {"n": 3}, **empty)
+    assert data.find_newer_plan() == second.name
 
 
 def test_more_shards_than_stay_open(tmp_path: Path) -> None:
     store = Store(tmp_path)
     text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
-    rels = [shard(store, "latents", f"l{i:03}", {f"s{i}": latent(i)}, "arrow") for i in range(OPEN_SHARDS + 8)]
+    rels = [shard(store, "latents", f"l{i:03}", {f"s{i}": latent(i)}, "arrow") for i in range(MAX_OPEN_SHARDS + 8)]
     index = [entry(f"s{i}", "32x32", (1 + i, 0), [0]) for i in range(len(rels))]
     publish(store, [(text, "text"), *((rel, "latents") for rel in rels)], [("t0", 0, 0)], index)
     data = open_set(store, "s1", FAMILY, TASK)
@@ -275,14 +285,14 @@ def test_more_shards_than_stay_open(tmp_path: Path) -> None:
         assert [data.sample(i).tensors["latent"].numpy()[0, 0, 0, 0] for i in range(len(rels))] == list(
             range(len(rels))
         )
-    assert len(data._readers) <= OPEN_SHARDS
+    assert len(data._readers) <= MAX_OPEN_SHARDS
 
 
 MEASURE = """
 import re, sys
 import numpy as np
 from cache.opening import open_set
-from cache.plan import Plan
+from cache.schedule import BatchSchedule
 from cache.store import Store
 
 def anonymous_kib():
@@ -290,10 +300,10 @@ def anonymous_kib():
 
 def work(root):
     data = open_set(Store(root), "s1", "kandinsky5-image", "t2i")
-    plan = Plan(data.spans, 0, 64)
+    plan = BatchSchedule(data.spans, 0, 64)
     for step in range(64):
         rows = plan.batch(step).rows
-        data.alternatives(rows)
+        data.caption_counts(rows)
         data._entry(data._index, int(rows[0]))
     return data, plan
 
@@ -321,7 +331,9 @@ def large(root: Path, count: int) -> Path:
         "texts": pa.array([[0]] * count, pa.list_(pa.int32())),
         "null_text": pa.nulls(count, pa.int32()),
     }
-    store.write_table("sets/s1/index.arrow", pa.table({name: columns[name] for name in INDEX.names}, schema=INDEX))
+    store.write_table(
+        "sets/s1/index.arrow", pa.table({name: columns[name] for name in INDEX_SCHEMA.names}, schema=INDEX_SCHEMA)
+    )
     return root
 
 

@@ -7,20 +7,20 @@ import pytest
 
 from cache import shard_io
 from cache.damage import DamageError
-from cache.shard import Row, SetAside, ShardMeta
+from cache.shard import RejectedMember, ShardMeta, ShardRow
 from cache.store import Store
 from cache.tensors import NUMPY_DTYPES, Array
-from cache.wds import ShardWriter, from_safetensors, header, seal, to_safetensors, unseal
+from cache.wds import ShardWriter, add_checksum, from_safetensors, parse_with_checksum, tar_header, to_safetensors
 
 COLUMNS = {"latent": "float16", "condition": "float16"}
 
 
-def latent_row(number: int) -> Row:
+def latent_row(number: int) -> ShardRow:
     rng = np.random.default_rng(number)
     tensors = {"latent": Array.from_numpy(rng.standard_normal((2, 1, 3, number + 1)).astype("f2"))}
     if number % 2:
         tensors["condition"] = Array.from_numpy(rng.standard_normal((2, 1, 1, 1)).astype("f2"))
-    return Row(f"{number:032x}", tensors, {"start": number / 3})
+    return ShardRow(f"{number:032x}", tensors, {"start": number / 3})
 
 
 def latents_meta(**changes) -> ShardMeta:
@@ -53,7 +53,7 @@ def test_safetensors_opens_what_we_write_and_we_what_it_writes():
 def test_headers_are_those_of_tarfile(name, size):
     theirs = tarfile.TarInfo(name)
     theirs.size = size
-    assert header(name, size) == theirs.tobuf(tarfile.USTAR_FORMAT)
+    assert tar_header(name, size) == theirs.tobuf(tarfile.USTAR_FORMAT)
 
 
 def test_bfloat16_through_torch():
@@ -119,20 +119,20 @@ def test_reading_a_row_touches_that_row_only(tmp_path):
     start, end = entry["tensors"][0], sum(entry["info"])
     blank = bytes(start) + data[start:end] + bytes(len(data) - end)
     store.publish_bytes(rel, blank)
-    with shard_io.reader(store, rel) as reader:
+    with shard_io.open_reader(store, rel) as reader:
         assert reader.read(2) == latent_row(2)
         assert [damage.row for damage in reader.verify()] == [None, 0, 1]
 
 
 def test_seal_finds_every_flipped_bit():
-    sealed = seal({"b": 1, "a": ["ü", 0.5]})
-    assert unseal(sealed)["a"] == ["ü", 0.5]
+    sealed = add_checksum({"b": 1, "a": ["ü", 0.5]})
+    assert parse_with_checksum(sealed)["a"] == ["ü", 0.5]
     for place in range(len(sealed)):
         for bit in range(8):
             changed = bytearray(sealed)
             changed[place] ^= 1 << bit
             with pytest.raises(ValueError):
-                unseal(bytes(changed))
+                parse_with_checksum(bytes(changed))
 
 
 def test_without_its_sidecar_it_is_damaged(tmp_path):
@@ -140,7 +140,7 @@ def test_without_its_sidecar_it_is_damaged(tmp_path):
     rel = write(store)
     store.remove("latents/beef/u.tar.json")
     with pytest.raises(DamageError, match=r"u\.tar\.json is missing"):
-        shard_io.reader(store, rel)
+        shard_io.open_reader(store, rel)
 
 
 def test_the_sidecar_is_published_before_the_tar(tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_two_writers_of_one_unit_end_with_one_whole_shard(tmp_path, monkeypatch,
     monkeypatch.setattr(module, "replace", replace)
     second.finish()
     assert shard_io.verify(store, "latents/beef/u.tar") == []
-    with shard_io.reader(store, "latents/beef/u.tar") as reader:
+    with shard_io.open_reader(store, "latents/beef/u.tar") as reader:
         assert reader.read(0) == latent_row(last)
 
 
@@ -187,5 +187,5 @@ def test_a_name_that_webdataset_would_cut_is_our_bug(tmp_path):
     with ShardWriter(Store(tmp_path), "u", latents_meta(), COLUMNS) as out:
         for name in ("a.b", "a/b", "", "x" * 90):
             with pytest.raises(AssertionError):
-                out.add(Row(name, {}))
-        out.set_aside(SetAside("a", "b", "c"))
+                out.add(ShardRow(name, {}))
+        out.set_aside(RejectedMember("a", "b", "c"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.compatibility import OtherCheckpoint, require_model, require_task
-from cache.weights import WeightsError, fingerprint_of, resolve
+from cache.compatibility import CheckpointMismatch, check_component, check_task
+from cache.weights import WeightsError, fetch_components, fingerprint_weights
 from schemas.config.encoding import Model, Resources
 from schemas.config.pipeline import Config
 
@@ -33,10 +33,10 @@ def checkpoint(folder: Path) -> Path:
 def test_a_directory_is_named_by_the_content_of_its_parts(tmp_path):
     here = checkpoint(tmp_path / "here")
     there = shutil.copytree(here, tmp_path / "elsewhere/under another name")
-    first = fingerprint_of(str(here), ["vae", "tokenizer"], None)
+    first = fingerprint_weights(str(here), ["vae", "tokenizer"], None)
     assert json.loads(json.dumps(first)) == first
-    assert fingerprint_of(str(there), ["tokenizer", "vae"], None) == first
-    assert fingerprint_of(str(here), ["vae"], None) != first
+    assert fingerprint_weights(str(there), ["tokenizer", "vae"], None) == first
+    assert fingerprint_weights(str(here), ["vae"], None) != first
 
 
 @pytest.mark.parametrize("change", ["content", "name", "new file", "config"])
@@ -44,8 +44,8 @@ def test_any_change_of_a_part_changes_the_name(tmp_path, change):
     folder = checkpoint(tmp_path)
     weights = folder / "vae/model.safetensors"
     before, other = (
-        fingerprint_of(str(folder), ["vae"], None),
-        fingerprint_of(str(folder), ["tokenizer"], None),
+        fingerprint_weights(str(folder), ["vae"], None),
+        fingerprint_weights(str(folder), ["tokenizer"], None),
     )
     if change == "content":
         weights.write_text("Weights")  # as long as before, and perhaps in the same second
@@ -56,31 +56,31 @@ def test_any_change_of_a_part_changes_the_name(tmp_path, change):
         (folder / "vae/extra.json").write_text("")
     else:
         (folder / "vae/config.json").write_text('{"a": 2}')
-    assert fingerprint_of(str(folder), ["vae"], None) != before
-    assert fingerprint_of(str(folder), ["tokenizer"], None) == other
+    assert fingerprint_weights(str(folder), ["vae"], None) != before
+    assert fingerprint_weights(str(folder), ["tokenizer"], None) == other
 
 
 def test_what_systems_leave_behind_changes_nothing(tmp_path):
     folder = checkpoint(tmp_path)
-    before = fingerprint_of(str(folder), ["vae"], None)
+    before = fingerprint_weights(str(folder), ["vae"], None)
     (folder / "vae/.DS_Store").write_text("x")
     (folder / "vae/.cache").mkdir()
     (folder / "vae/.cache/lock").write_text("x")
     (folder / "README.md").write_text("x")
-    assert fingerprint_of(str(folder), ["vae"], None) == before
+    assert fingerprint_weights(str(folder), ["vae"], None) == before
 
 
 def test_resolve_gives_the_directory_itself(tmp_path, monkeypatch):
     folder = checkpoint(tmp_path / "model")
-    assert resolve(str(folder), None, ["vae"]) == folder
+    assert fetch_components(str(folder), None, ["vae"]) == folder
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve("~/model", None, ["vae"]) == folder
+    assert fetch_components("~/model", None, ["vae"]) == folder
 
 
 def test_a_missing_part_is_answered_with_what_is_there_and_what_belongs(tmp_path):
     folder = checkpoint(tmp_path)
     (folder / "text_encoder").mkdir()  # without a file in it
-    for call in (fingerprint_of, resolve):
+    for call in (fingerprint_weights, fetch_components):
         arguments = {"source": str(folder), "revision": None, "parts": ["vae", "text_encoder"]}
         with pytest.raises(WeightsError, match=r"lacks text_encoder; it holds model_index.json") as caught:
             call(**arguments)
@@ -91,15 +91,15 @@ def test_a_missing_part_is_answered_with_what_is_there_and_what_belongs(tmp_path
 @pytest.mark.parametrize("source", ["/no/such/folder", "./models/x", "model", "a/b/c", "no such/repo"])
 def test_what_is_neither_directory_nor_repository_is_refused(source):
     with pytest.raises(WeightsError, match="neither a directory nor a repository id"):
-        fingerprint_of(source, ["vae"], None)
+        fingerprint_weights(source, ["vae"], None)
 
 
 CALL = """
 import json, sys
-from cache.weights import WeightsError, fingerprint_of, resolve
+from cache.weights import WeightsError, fetch_components, fingerprint_weights
 call, *arguments = json.loads(sys.argv[1])
 try:
-    print(json.dumps([str({"fingerprint_of": fingerprint_of, "resolve": resolve}[call](*arguments)), ""]))
+    print(json.dumps([str({"fingerprint_of": fingerprint_weights, "resolve": fetch_components}[call](*arguments)), ""]))
 except WeightsError as error:
     print(json.dumps(["", str(error)]))
 assert "torch" not in sys.modules
@@ -156,26 +156,26 @@ def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, mo
     from cache import weights
     from cache.store import Store
 
-    monkeypatch.setattr(weights, "LARGE", 1)
+    monkeypatch.setattr(weights, "MEMO_MIN_BYTES", 1)
     folder = tmp_path / "model"
     (folder / "vae").mkdir(parents=True)
     file = folder / "vae" / "weights.safetensors"
     file.write_bytes(b"first")
     memo = Store(tmp_path / "root")
-    first = weights.fingerprint_of(str(folder), ("vae",), None, memo)
+    first = weights.fingerprint_weights(str(folder), ("vae",), None, memo)
     weights._hash_content.cache_clear()
     with monkeypatch.context() as never:
         never.setattr(weights, "_hash_content", lambda *_: pytest.fail("read again"))
-        assert weights.fingerprint_of(str(folder), ("vae",), None, memo) == first
+        assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) == first
     (remembered,) = (tmp_path / "root" / "weights").iterdir()
     written = remembered.read_bytes()
     for place in range(0, len(written), 7):
         remembered.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
-        assert weights.fingerprint_of(str(folder), ("vae",), None, memo) == first, f"a flipped bit in byte {place}"
+        assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) == first, f"a flipped bit in byte {place}"
     assert remembered.read_bytes() == written
     file.write_bytes(b"other")
     os.utime(file, ns=(1, 1))
-    assert weights.fingerprint_of(str(folder), ("vae",), None, memo) != first
+    assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) != first
 
 
 @pytest.mark.parametrize(
@@ -188,17 +188,17 @@ def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, mo
 )
 def test_a_checkpoint_of_another_family_or_task_is_refused_by_name(tiny, tmp_path, kind, family, flavour):
     given = Model(family=family, flavour=flavour, path=str(tiny(kind)))
-    with pytest.raises(OtherCheckpoint, match=f"is a checkpoint for {kind.rpartition('-')[0] or kind}"):
-        require_task(given)
-    require_task(given.model_copy(update={"path": str(checkpoint(tmp_path / "no index"))}))
+    with pytest.raises(CheckpointMismatch, match=f"is a checkpoint for {kind.rpartition('-')[0] or kind}"):
+        check_task(given)
+    check_task(given.model_copy(update={"path": str(checkpoint(tmp_path / "no index"))}))
 
 
 def test_a_part_of_another_family_is_refused_by_name(tiny):
     given = Model(family="sana", path=str(tiny("kandinsky5-image-t2i")))
     for part, found in (("vae", "AutoencoderKL"), ("text_encoder", "qwen2_5_vl")):
-        with pytest.raises(OtherCheckpoint, match=f"{part} is a {found}"):
-            require_model(given, part)
-        require_model(given.model_copy(update={"path": str(tiny("sana"))}), part)
+        with pytest.raises(CheckpointMismatch, match=f"{part} is a {found}"):
+            check_component(given, part)
+        check_component(given.model_copy(update={"path": str(tiny("sana"))}), part)
 
 
 @pytest.mark.parametrize("name", ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"])
@@ -207,16 +207,16 @@ def test_damaged_weights_are_named(tiny, tmp_path, name):
     (folder / name).write_bytes((folder / name).read_bytes()[:100])
     settings = {"root": "r", "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     config = Config.model_validate(settings | {"model": {"family": "kandinsky5-image", "path": str(folder)}})
-    from stages import loading
-    from stages.vae import base
+    from stages.encoding import model_loading
+    from stages.encoding.vae import base
 
     with pytest.raises(WeightsError, match="vae") as caught:
-        base.autoencoder(config, loading.device(Resources(device="cpu", threads=1)))
+        base.load_autoencoder(config, model_loading.select_device(Resources(device="cpu", threads=1)))
     assert "whole copy" in caught.value.next_step
 
 
 def test_a_published_repository_of_another_task_is_refused_without_the_network():
     repo = "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers"
-    require_task(Model(family="kandinsky5-video", flavour="t2v-lite-pretrain-5s", path=repo))
-    with pytest.raises(OtherCheckpoint, match="is a checkpoint for kandinsky5-video t2v"):
-        require_task(Model(family="kandinsky5-video", flavour="i2v-lite-5s", path=repo))
+    check_task(Model(family="kandinsky5-video", flavour="t2v-lite-pretrain-5s", path=repo))
+    with pytest.raises(CheckpointMismatch, match="is a checkpoint for kandinsky5-video t2v"):
+        check_task(Model(family="kandinsky5-video", flavour="i2v-lite-5s", path=repo))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("media")
-    demo_media.gather(out)
+    demo_media.write_media(out)
     return out
 
 
@@ -74,12 +74,12 @@ def _state(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> None:
     before = _state(media)
-    demo_media.gather(media)
+    demo_media.write_media(media)
     assert _state(media) == before
     damaged = media / "images" / "coffee.txt"
     right = damaged.read_bytes()
     damaged.write_bytes(right[:-1] + b"?")
-    demo_media.gather(media)
+    demo_media.write_media(media)
     assert damaged.read_bytes() == right
     changed = {name for name, state in _state(media).items() if state != before[name]}
     assert changed == {"images/coffee.txt"}
@@ -88,7 +88,7 @@ def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> No
 def test_the_packages_are_not_imported(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from examples import demo_media; "
-        f"demo_media.gather(Path({str(tmp_path)!r})); "
+        f"demo_media.write_media(Path({str(tmp_path)!r})); "
         "sys.exit(' '.join({'skvideo', 'skimage', 'numpy', 'torch'} & set(sys.modules)) or 0)"
     )
     root = Path(demo_media.__file__).parents[1]

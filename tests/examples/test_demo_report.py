@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.demo import settings
-from examples.demo_report import curve, write_report
-from schemas.console import Console, Options
-from schemas.loading import load
+from examples.demo import pipeline_settings
+from examples.demo_report import loss_curve_svg, write_report
+from schemas.cli.console import Console, Options
+from schemas.config.loading import load_config
 from stages import bucket, discover
 
 NAME = "<script>alert(1)<b>&\"'{{ 7 * 7 }}"
@@ -44,13 +44,13 @@ def demo(tmp_path: Path, tiny: Callable[[str], Path]) -> Path:
     for name in ("one", NAME):
         Image.fromarray(np.full((300, 300, 3), len(name), np.uint8)).save(media / f"{name}.png")
         (media / f"{name}.txt").write_text("a caption")
-    given = settings("t2i", tmp_path)
+    given = pipeline_settings("t2i", tmp_path)
     given["model"]["path"] = str(tiny("kandinsky5-image-t2i"))
     given["datasets"][0]["instance_data_dir"] = str(media)
     path = folder / "pipeline.yaml"
     path.write_text(json.dumps(given))
     for program in (discover.run, bucket.run):
-        assert program(load(path), Options(path), Console(stderr=io.StringIO())).exit_code == 0
+        assert program(load_config(path), Options(path), Console(stderr=io.StringIO())).exit_code == 0
     (folder / "work/text").mkdir()
     (folder / "work/text/1.arrow").write_bytes(b"x" * 3072)
     for name in ("contact-sheet.png", f"step-2/{NAME}.mp4"):
@@ -73,6 +73,6 @@ def test_names_are_escaped_and_every_link_leads_to_a_file(demo: Path) -> None:
 
 
 def test_the_curve_runs_from_corner_to_corner() -> None:
-    drawn = curve([(0, 2.0), (50, 1.5), (100, 1.0)])
+    drawn = loss_curve_svg([(0, 2.0), (50, 1.5), (100, 1.0)])
     assert drawn["points"] == [(48, 12), (188, 84), (328, 156)]
-    assert curve([(3, 1.0)])["points"] == [(48, 156)]
+    assert loss_curve_svg([(3, 1.0)])["points"] == [(48, 156)]

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from examples import load_adapter
-from trainer import adapters
+from trainer.setup import adapters
 
 pytestmark = pytest.mark.slow
 

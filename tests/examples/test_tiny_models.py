@@ -378,7 +378,7 @@ def test_configs_say_what_the_flavours_need(models: Path) -> None:
 )  # fmt: skip
 def test_true_sizes_have_the_true_numbers_of_parameters(part: str, size: str, billions: float) -> None:
     with torch.device("meta"):
-        model = tiny_models.skeleton(part, size)
+        model = tiny_models.make_untrained(part, size)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count / 1e9 == pytest.approx(billions, rel=0.025)
 

@@ -8,7 +8,7 @@ import diffusers
 import pytest
 from transformers import AutoTokenizer
 
-from schemas.catalogue import FAMILIES, flavour_of
+from schemas.catalogue import FAMILIES, get_flavour
 
 PIPELINES = {(family.name, task): name for family in FAMILIES.values() for task, name in family.pipelines.items()}
 KANDINSKY = [key for key in PIPELINES if key[0] != "sana"]
@@ -100,24 +100,24 @@ def test_what_is_stored_and_loaded_is_named():
     for family in FAMILIES.values():
         assert family.default in family.flavours
         assert all(flavour.name == name for name, flavour in family.flavours.items())
-        assert {"text_encoder", "tokenizer"} <= set(family.text_parts) and family.latent_parts == ("vae",)
+        assert {"text_encoder", "tokenizer"} <= set(family.text_components) and family.latent_components == ("vae",)
 
 
 def test_the_parts_are_those_that_the_encoders_load():
-    from stages.text import gemma, kandinsky5
+    from stages.encoding.text import gemma, kandinsky5
 
-    assert FAMILIES["sana"].text_parts == gemma.Encoder.parts
-    assert {FAMILIES[name].text_parts for name in ("kandinsky5-image", "kandinsky5-video")} == {
+    assert FAMILIES["sana"].text_components == gemma.Encoder.parts
+    assert {FAMILIES[name].text_components for name in ("kandinsky5-image", "kandinsky5-video")} == {
         kandinsky5.Encoder.parts
     }
 
 
 def test_an_unknown_family_or_flavour_is_answered_with_the_valid_ones():
-    assert flavour_of("sana", "sana-600m-512px").shift == 4.0
+    assert get_flavour("sana", "sana-600m-512px").shift == 4.0
     with pytest.raises(ValueError, match="valid families: kandinsky5-image, kandinsky5-video, sana"):
-        flavour_of("kandinsky4", "x")
+        get_flavour("kandinsky4", "x")
     with pytest.raises(ValueError, match=r"valid flavours: .*i2v-pro-sft-5s"):
-        flavour_of("kandinsky5-video", "i2v-lite-pretrain-5s")
+        get_flavour("kandinsky5-video", "i2v-lite-pretrain-5s")
 
 
 @pytest.mark.parametrize(

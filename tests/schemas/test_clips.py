@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.clips import (
-    MOST_FRAMES,
+    MAX_FRAMES,
     clip_times,
     frames_available,
     largest_valid_frames,
-    own_rates,
+    match_frame_rates,
     select_clips,
-    takes_evenly,
+    takes_every_kth_frame,
 )
 
 SELECTIONS = ("head", "middle", "random", "uniform", "chunks", "slide")
@@ -264,7 +264,7 @@ def taken(start, frames, rate, source, tick):
 def test_a_video_of_nearly_the_rate_neither_repeats_nor_skips_at_its_own(pair, tick, first, frames):
     rate, source = pair
     every = round(source / rate)
-    [own] = own_rates(np.array([source]), rate).tolist()
+    [own] = match_frame_rates(np.array([source]), rate).tolist()
     assert own == source / every and abs(own / rate - 1) <= 0.005
     assert taken(first / own, frames, own, source, tick) == [every * (first + k) for k in range(frames)]
 
@@ -272,13 +272,13 @@ def test_a_video_of_nearly_the_rate_neither_repeats_nor_skips_at_its_own(pair, t
 @given(near, ticks, st.floats(0, 20), st.integers(1, 130))
 def test_a_clip_that_is_called_even_neither_repeats_nor_skips_at_the_rate_asked_for(pair, tick, start, frames):
     rate, source = pair
-    if takes_evenly(np.array([start]), np.array([frames]), np.array([source]), rate)[0]:
+    if takes_every_kth_frame(np.array([start]), np.array([frames]), np.array([source]), rate)[0]:
         assert set(np.diff(taken(start, frames, rate, source, tick))) <= {round(source / rate)}
 
 
 def test_what_is_even_and_what_is_not():
     def even(source, rate, frames, start=0.0):
-        return bool(takes_evenly(np.array([start]), np.array([frames]), np.array([source]), rate)[0])
+        return bool(takes_every_kth_frame(np.array([start]), np.array([frames]), np.array([source]), rate)[0])
 
     film = 24000 / 1001
     assert even(24.0, 24.0, 10_000) and even(48.0, 24.0, 10_000) and even(25.0, 25.0, 97, 3.2)
@@ -289,8 +289,8 @@ def test_what_is_even_and_what_is_not():
 
 def test_other_rates_stay_what_was_asked_for():
     sources = np.array([math.nan, 25.0, 30.0, 24.13, 23.87, 24.0, 48.0, 12.0, 5.0, 60.0])
-    assert own_rates(sources, 24.0).tolist() == [24.0] * len(sources)
-    assert own_rates(np.array([24.1, 48.1, 23.9]), 24.0).tolist() == [24.1, 48.1 / 2, 23.9]
+    assert match_frame_rates(sources, 24.0).tolist() == [24.0] * len(sources)
+    assert match_frame_rates(np.array([24.1, 48.1, 23.9]), 24.0).tolist() == [24.1, 48.1 / 2, 23.9]
 
 
 @given(st.lists(st.tuples(durations, rates), max_size=8), settings)
@@ -310,7 +310,7 @@ def test_odd_clips():
     assert type(frames_available(5.28, 24)) is int
     odd = np.array([math.nan, -1.0, 0.0, math.inf, -math.inf, 1.7e308, 1.0])
     with np.errstate(all="raise"):
-        assert frames_available(odd, 24).tolist() == [0, 0, 0, 0, 0, MOST_FRAMES, 24]
+        assert frames_available(odd, 24).tolist() == [0, 0, 0, 0, 0, MAX_FRAMES, 24]
     assert clip_times(2.0, 4, 3) == [2.0, 2.25, 2.5]
     for rate in (0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="per second"):

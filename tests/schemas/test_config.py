@@ -4,11 +4,11 @@ import pytest
 from pydantic import ValidationError
 
 from schemas.catalogue import FAMILIES
+from schemas.config.datasets import Dataset
 from schemas.config.encoding import STAGE_ORDER, Model
+from schemas.config.error_messages import explain_error
 from schemas.config.pipeline import PACKAGES, Config
-from schemas.datasets import Dataset
-from schemas.explain import explain
-from schemas.section import Incoherent
+from schemas.config.section import InconsistentValues
 
 
 def data(**changes):
@@ -27,7 +27,7 @@ def problems(**changes):
     found = {}
     for error in caught.value.errors():
         cause = error["ctx"]["error"]
-        assert isinstance(cause, Incoherent)
+        assert isinstance(cause, InconsistentValues)
         found |= dict(cause.problems)
     return found
 
@@ -39,8 +39,8 @@ def dataset(id="photos", **changes):
 def test_the_defaults_are_a_whole_configuration():
     config = Config.model_validate(data())
     assert config.stages.order == STAGE_ORDER
-    assert config.model.chosen.name == FAMILIES["sana"].default
-    assert config.model.source == config.model.chosen.repo
+    assert config.model.flavour_spec.name == FAMILIES["sana"].default
+    assert config.model.source == config.model.flavour_spec.repo
     assert config.stages.resources("encode-text").workers == 1
     assert config.stages.resources("bucket").device == "auto"
 
@@ -51,7 +51,7 @@ def test_the_defaults_are_a_whole_configuration():
 )
 def test_every_flavour_of_the_catalogue_is_accepted_and_has_its_template(family, flavour):
     model = Model(family=family, flavour=flavour)
-    assert model.chosen.name == flavour
+    assert model.flavour_spec.name == flavour
     assert model.template is FAMILIES[family].templates[model.task]
 
 
@@ -117,7 +117,7 @@ def dataset_problems(**changes):
     """Dotted path below the dataset -> message."""
     with pytest.raises(ValidationError) as caught:
         Config.model_validate(data(datasets=[dataset(), dataset("bad", **changes)]))
-    found = [problem for error in caught.value.errors() for problem in explain(error)]
+    found = [problem for error in caught.value.errors() for problem in explain_error(error)]
     assert all(path[:2] == ("datasets", 1) for path, _ in found)
     return {".".join(map(str, path[2:])): message for path, message in found}
 
@@ -204,14 +204,14 @@ def test_what_goes_together_in_a_dataset_is_taken(values):
 )
 def test_the_place_says_what_kind_of_source_it_is(location, source, captions):
     found = Dataset(id="a", instance_data_dir=location)
-    assert (found.source_name, found.captions_from) == (source, captions)
+    assert (found.resolved_source, found.resolved_caption_strategy) == (source, captions)
 
 
 def test_a_source_that_is_named_is_taken_whatever_the_place_looks_like():
     found = Dataset(id="a", instance_data_dir="user/photos.parquet", source="huggingface")
-    assert (found.source_name, found.captions_from) == ("huggingface", "huggingface")
-    assert Dataset(id="a", instance_data_dir="/d/shards", source="webdataset").captions_from == "webdataset"
-    assert Dataset(id="a", instance_data_dir="/d/rows", source="manifest").captions_from == "csv"
+    assert (found.resolved_source, found.resolved_caption_strategy) == ("huggingface", "huggingface")
+    assert Dataset(id="a", instance_data_dir="/d/shards", source="webdataset").resolved_caption_strategy == "webdataset"
+    assert Dataset(id="a", instance_data_dir="/d/rows", source="manifest").resolved_caption_strategy == "csv"
 
 
 def test_one_dataset_is_enabled():

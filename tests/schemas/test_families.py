@@ -13,8 +13,11 @@ PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: the files that belong to these alone.
 ROWS = ("schemas/catalogue.py", "schemas/families/")
 OWN = {
-    "stages/vae/hunyuan_video.py": ("stages/vae/chunked.py",),
-    "stages/text/kandinsky5.py": ("stages/text/pictures.py", "stages/text/qwenimages.py"),
+    "stages/encoding/vae/hunyuan_video.py": ("stages/encoding/vae/chunked.py",),
+    "stages/encoding/text/kandinsky5.py": (
+        "stages/encoding/text/prompt_images.py",
+        "stages/encoding/text/qwen_image_processor.py",
+    ),
     "trainer/families/kandinsky5.py": ("trainer/families/kandinsky5_attention.py",),
 }
 
@@ -23,8 +26,8 @@ def modules() -> dict[str, str]:
     """Path of each module that the rows name -> that name."""
     found = {}
     for family in FAMILIES.values():
-        found[f"stages/text/{family.text_encoder}.py"] = family.text_encoder
-        found[f"stages/vae/{family.autoencoder}.py"] = family.autoencoder
+        found[f"stages/encoding/text/{family.text_encoder}.py"] = family.text_encoder
+        found[f"stages/encoding/vae/{family.autoencoder}.py"] = family.autoencoder
         found[f"trainer/families/{family.transformer}.py"] = family.transformer
     return found
 

@@ -11,18 +11,18 @@ from schemas.geometry import (
     Bucket,
     Crop,
     aspect_buckets,
+    aspect_distortion,
     choose_buckets,
     cover_crop,
     cropped_share,
-    distortion,
-    enlarged,
-    loose_crop,
-    measured_size,
+    is_upscaled,
+    measure_size,
     nearest_aspects,
+    resize_then_crop,
     resolution_buckets,
-    shorter_at,
     shorter_edge_buckets,
-    stretch,
+    shorter_side_at_size,
+    stretch_to_bucket,
     target_area,
 )
 
@@ -167,14 +167,14 @@ def test_an_item_is_cut_as_if_it_were_alone(items, candidates):
     bucket = columns(candidates)[:, index]
     for style in ("center", "random", "corner"):
         crops = cover_crop(width, height, *bucket, style, across, down)
-        loose = loose_crop(width, height, *bucket, 100.5, style, across, down)
+        loose = resize_then_crop(width, height, *bucket, 100.5, style, across, down)
         for i, item in enumerate(items):
             assert choose_buckets(*item, candidates) == index[i]
             size = [int(side) for side in bucket[:, i]]
             alone = cover_crop(*item, *size, style, across[i], down[i])
             assert alone == Crop(*(getattr(crops, name)[i] for name in FIELDS))
             assert all(type(getattr(alone, name)) is int for name in FIELDS)
-            alone = loose_crop(*item, *size, 100.5, style, across[i], down[i])
+            alone = resize_then_crop(*item, *size, 100.5, style, across[i], down[i])
             assert alone == Crop(*(getattr(loose, name)[i] for name in FIELDS))
 
 
@@ -214,16 +214,16 @@ def test_no_items_are_no_trouble():
     assert choose_buckets(none, none, [(1, 1)]).shape == (0,)
     crop = cover_crop(none, none, 64, 64, "random", none.astype(float), none.astype(float))
     assert crop.x.shape == crop.resize_height.shape == (0,)
-    assert distortion(none, none, crop).shape == cropped_share(none, none, crop, 64, 64).shape == (0,)
+    assert aspect_distortion(none, none, crop).shape == cropped_share(none, none, crop, 64, 64).shape == (0,)
 
 
 def test_columns_of_narrow_integers_do_not_overflow():
     width, height = np.array([60_000], np.int32), np.array([50_000], np.int32)
     bucket = np.array([50_000], np.int32), np.array([50_000], np.int32)
     assert cover_crop(width, height, *bucket).resize_width.tolist() == [60_000]
-    assert measured_size(width, height, "area").tolist() == [3000.0]
+    assert measure_size(width, height, "area").tolist() == [3000.0]
     crop = Crop(width, height, width * 0, height * 0)
-    assert distortion(width, height, crop).tolist() == [0.0]
+    assert aspect_distortion(width, height, crop).tolist() == [0.0]
     assert cropped_share(width, height, crop, *bucket).tolist() == [pytest.approx(1 / 6)]
 
 
@@ -240,8 +240,10 @@ def test_a_crop_covers_stays_inside_and_keeps_the_aspect(width, height, across, 
     assert abs(crop.resize_height - scale * height) <= Fraction(1, 2)
     # What is off is the rounding of one side, half a pixel of it at most.
     rounded = max(crop.resize_width - across, crop.resize_height - down) + min(across, down)
-    assert distortion(width, height, crop) <= 0.5 / (rounded - 0.5) + 1e-12
-    assert enlarged(width, height, crop) == (scale > 1 and (crop.resize_width, crop.resize_height) != (width, height))
+    assert aspect_distortion(width, height, crop) <= 0.5 / (rounded - 0.5) + 1e-12
+    assert is_upscaled(width, height, crop) == (
+        scale > 1 and (crop.resize_width, crop.resize_height) != (width, height)
+    )
 
 
 @given(sides, sides, sides, sides, shares, shares)
@@ -276,7 +278,7 @@ def test_a_crop_of_the_same_size_changes_nothing():
 
 @given(sides, sides, sides, sides, st.floats(0.01, 5000), styles, shares, shares)
 def test_a_loose_crop(width, height, across, down, shorter, style, share_x, share_y):
-    crop = loose_crop(width, height, across, down, shorter, style, share_x, share_y)
+    crop = resize_then_crop(width, height, across, down, shorter, style, share_x, share_y)
     covering = cover_crop(width, height, across, down, style, share_x, share_y)
     assert 0 <= crop.x <= crop.resize_width - across
     assert 0 <= crop.y <= crop.resize_height - down
@@ -287,7 +289,7 @@ def test_a_loose_crop(width, height, across, down, shorter, style, share_x, shar
     assert abs(crop.resize_width - scale * width) <= Fraction(1, 2)
     assert abs(crop.resize_height - scale * height) <= Fraction(1, 2)
     if needed <= 1:
-        assert not enlarged(width, height, crop)
+        assert not is_upscaled(width, height, crop)
     if asked >= needed:
         assert min(crop.resize_width, crop.resize_height) == asked * min(width, height)
     else:
@@ -297,61 +299,63 @@ def test_a_loose_crop(width, height, across, down, shorter, style, share_x, shar
 def test_a_loose_crop_keeps_surroundings_out_and_resolution_in():
     # 4000x3000 brought to a shorter side of 768, then cut to 512x512 from its centre.
     for shorter in (767.5, 768, 768.4):
-        assert loose_crop(4000, 3000, 512, 512, shorter) == Crop(1024, 768, 256, 128)
+        assert resize_then_crop(4000, 3000, 512, 512, shorter) == Crop(1024, 768, 256, 128)
     # Less than covers the bucket, and more than the picture has.
-    assert loose_crop(4000, 3000, 512, 512, 100) == cover_crop(4000, 3000, 512, 512)
-    assert loose_crop(800, 600, 512, 512, 9000) == Crop(800, 600, 144, 44)
-    both = loose_crop(np.array([4000, 800]), np.array([3000, 600]), 512, 512, np.array([768.0, 9000.0]))
+    assert resize_then_crop(4000, 3000, 512, 512, 100) == cover_crop(4000, 3000, 512, 512)
+    assert resize_then_crop(800, 600, 512, 512, 9000) == Crop(800, 600, 144, 44)
+    both = resize_then_crop(np.array([4000, 800]), np.array([3000, 600]), 512, 512, np.array([768.0, 9000.0]))
     assert both.resize_width.tolist() == [1024, 800]
     for wrong in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="scaled_shorter"):
-            loose_crop(10, 10, 5, 5, wrong)
+            resize_then_crop(10, 10, 5, 5, wrong)
 
 
 def test_stretching_cuts_nothing():
-    assert stretch(640, 384) == Crop(640, 384, 0, 0)
-    crop = stretch(640, 384, 3)
+    assert stretch_to_bucket(640, 384) == Crop(640, 384, 0, 0)
+    crop = stretch_to_bucket(640, 384, 3)
     assert [getattr(crop, name).tolist() for name in FIELDS] == [[640] * 3, [384] * 3, [0] * 3, [0] * 3]
     widths, heights = np.array([64, 128]), np.array([128, 64])
-    crop = stretch(widths, heights)
+    crop = stretch_to_bucket(widths, heights)
     assert crop.resize_width.tolist() == [64, 128]
     assert cropped_share(100, 100, crop, widths, heights).tolist() == [0, 0]
-    assert distortion(100, 100, crop).tolist() == [1, 1]
-    assert distortion(100, np.array([200, 50]), crop).tolist() == [0, 0]
-    assert enlarged(100, 100, crop).tolist() == [True, True]
-    assert enlarged(np.array([100, 128]), np.array([128, 64]), crop).tolist() == [False, False]
+    assert aspect_distortion(100, 100, crop).tolist() == [1, 1]
+    assert aspect_distortion(100, np.array([200, 50]), crop).tolist() == [0, 0]
+    assert is_upscaled(100, 100, crop).tolist() == [True, True]
+    assert is_upscaled(np.array([100, 128]), np.array([128, 64]), crop).tolist() == [False, False]
 
 
 @given(sides, sides, sides, sides, st.floats(0.1, 5000))
 def test_shares_and_distortion_are_those_of_the_fractions(width, height, across, down, shorter):
-    crop = loose_crop(width, height, across, down, shorter)
+    crop = resize_then_crop(width, height, across, down, shorter)
     share = 1 - Fraction(across * down, crop.resize_width * crop.resize_height)
     lost = cropped_share(width, height, crop, across, down)
     assert lost == float(share) and 0 <= lost < 1
-    for made in (crop, stretch(across, down)):
+    for made in (crop, stretch_to_bucket(across, down)):
         ratio = Fraction(made.resize_width, width) / Fraction(made.resize_height, height)
-        assert distortion(width, height, made) == float(max(ratio, 1 / ratio) - 1)
+        assert aspect_distortion(width, height, made) == float(max(ratio, 1 / ratio) - 1)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("pixel", 1000), ("area", 1.6), ("pixel_area", math.sqrt(1_600_000))])
 def test_measured_size(kind, size):
-    assert measured_size(1600, 1000, kind) == size
-    assert measured_size(np.array([1600, 1000]), np.array([1000, 1600]), kind).tolist() == [size, size]
+    assert measure_size(1600, 1000, kind) == size
+    assert measure_size(np.array([1600, 1000]), np.array([1000, 1600]), kind).tolist() == [size, size]
 
 
 @given(sides, sides, st.floats(0.01, 5000), st.sampled_from(RESOLUTION_TYPES))
 def test_the_shorter_side_at_a_size_measures_that_size(width, height, size, kind):
-    shorter = shorter_at(width, height, size, kind)
+    shorter = shorter_side_at_size(width, height, size, kind)
     scale = shorter / min(width, height)
-    assert measured_size(width * scale, height * scale, kind) == pytest.approx(size, rel=1e-9)
-    assert shorter_at(width, height, measured_size(width, height, kind), kind) == pytest.approx(min(width, height))
+    assert measure_size(width * scale, height * scale, kind) == pytest.approx(size, rel=1e-9)
+    assert shorter_side_at_size(width, height, measure_size(width, height, kind), kind) == pytest.approx(
+        min(width, height)
+    )
 
 
 def test_the_shorter_side_of_each_item():
     width, height = np.array([512, 2000]), np.array([512, 1000])
-    assert shorter_at(width, height, 512, "pixel_area").tolist() == [512, math.sqrt(512**2 / 2)]
-    assert shorter_at(width, height, 512, "pixel").tolist() == [512, 512]
-    assert shorter_at(width, height, np.array([1.0, 2.0]), "area").tolist() == [1000, 1000]
-    for measure in (measured_size, lambda *of: shorter_at(*of[:2], 1, of[2])):
+    assert shorter_side_at_size(width, height, 512, "pixel_area").tolist() == [512, math.sqrt(512**2 / 2)]
+    assert shorter_side_at_size(width, height, 512, "pixel").tolist() == [512, 512]
+    assert shorter_side_at_size(width, height, np.array([1.0, 2.0]), "area").tolist() == [1000, 1000]
+    for measure in (measure_size, lambda *of: shorter_side_at_size(*of[:2], 1, of[2])):
         with pytest.raises(ValueError, match="pixel, area, pixel_area"):
             measure(1, 1, "edge")

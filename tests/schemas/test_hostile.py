@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schemas.config.error_messages import is_section, section_fields
+from schemas.config.loading import ConfigError, json_schema, load_config
 from schemas.config.pipeline import Config
-from schemas.explain import fields_of, is_section
-from schemas.loading import ConfigError, json_schema, load
-from schemas.yamlfile import MAX_CHARACTERS
+from schemas.config.yaml_reader import MAX_CHARACTERS
 
 BASE = "root: work\nmodel: {family: sana}\ndatasets:\n  - {id: photos, instance_data_dir: photos}\n"
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -44,7 +44,7 @@ def test_a_hostile_document_is_refused_with_its_line(tmp_path, name) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        load_config(path)
     assert expected in str(caught.value)
     assert len(str(caught.value)) < 60_000
 
@@ -52,7 +52,7 @@ def test_a_hostile_document_is_refused_with_its_line(tmp_path, name) -> None:
 def test_aliases_of_a_usual_kind_are_read(tmp_path) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(BASE + "stages:\n  encode-text: &some {workers: 2}\n  encode-latents: *some\n")
-    assert load(path).stages.encode_latents.workers == 2
+    assert load_config(path).stages.encode_latents.workers == 2
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_an_override_has_the_same_bounds(tmp_path, override, expected) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(BASE)
     with pytest.raises(ConfigError) as caught:
-        load(path, [override])
+        load_config(path, [override])
     assert expected in str(caught.value)
 
 
@@ -81,15 +81,15 @@ def test_odd_places_are_no_tracebacks(tmp_path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for root in ("~nobody-of-this-name/x", "x" * 5000, "/proc/x"):
         path.write_text(BASE.replace("root: work", f"root: {root}"))
-        assert load(path).root.endswith("x")
+        assert load_config(path).root.endswith("x")
     path.write_text(BASE.replace("root: work", "root: loop/x"))
     with pytest.raises(ConfigError, match=r":1: root: .*loop is a link to"):
-        load(path)
+        load_config(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        load("a\0b")
+        load_config("a\0b")
     started = time.monotonic()
     with pytest.raises(ConfigError, match=r"zero|control|special|longer"):
-        load("/dev/zero")
+        load_config("/dev/zero")
     assert time.monotonic() - started < 60
 
 
@@ -112,7 +112,9 @@ def test_every_number_of_the_configuration_has_both_bounds() -> None:
 
 def keys_of(section) -> list[str]:
     return [
-        key for name, kind in fields_of(section).items() for key in (name, *(keys_of(kind) if is_section(kind) else ()))
+        key
+        for name, kind in section_fields(section).items()
+        for key in (name, *(keys_of(kind) if is_section(kind) else ()))
     ]
 
 
@@ -137,7 +139,7 @@ def test_any_value_at_any_key_is_read_or_refused_with_its_place(tmp_path_factory
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     path.write_text(json.dumps(document), encoding="utf-8")
     try:
-        assert isinstance(load(path), Config)
+        assert isinstance(load_config(path), Config)
     except ConfigError as error:
         assert error.errors and all(line.startswith(f"{path}:") for line in error.errors)
 
@@ -148,10 +150,10 @@ def test_any_text_is_read_or_refused_with_its_place(tmp_path_factory, text, appe
     path = tmp_path_factory.getbasetemp() / "text.yaml"
     path.write_text(BASE + text if appended else text, encoding="utf-8")
     try:
-        load(path)
+        load_config(path)
     except ConfigError as error:
         assert error.errors and all(line.startswith(f"{path}:") for line in error.errors)
     try:
-        load(path, [text])
+        load_config(path, [text])
     except ConfigError as error:
         assert error.errors

@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.identity import (
-    SAMPLE,
-    distinct,
-    fingerprint,
+    SAMPLE_DTYPE,
+    compute_fingerprint,
+    count_distinct,
+    derive_seed,
+    derive_seeds,
     hash_bytes,
     hash_json,
-    heads,
     id_bytes,
+    id_prefixes,
     sample_ids,
-    seed_of,
-    seeds_of,
     text_ids,
     unit_id,
 )
-from schemas.randomness import uniform
+from schemas.randomness import to_unit_interval
 
 parts = st.lists(st.binary(max_size=12), max_size=5)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -54,7 +54,7 @@ def test_names_never_change_between_releases():
     # A new value here makes every cache that exists unfindable.
     assert hash_bytes(b"ab", b"c") == "f2eda2708bcfd51cc05c0ee4c9f60440"
     assert hash_json({"b": [1, 2.5, None], "a": "ä"}) == "6e041c384ca3510feb90982409f4a1e9"
-    assert seed_of("x", "posterior") == 6770052593825109516
+    assert derive_seed("x", "posterior") == 6770052593825109516
 
 
 @given(values)
@@ -84,19 +84,19 @@ def test_a_prompt_with_another_image_or_none_is_another_text():
 
 def test_a_sample_is_named_by_every_field_of_its_record():
     names = {None}
-    for field in (None, *SAMPLE.names):
-        record = np.zeros(1, SAMPLE)
+    for field in (None, *SAMPLE_DTYPE.names):
+        record = np.zeros(1, SAMPLE_DTYPE)
         if field is not None:
-            record.view(np.uint8)[SAMPLE.fields[field][1]] = 1
+            record.view(np.uint8)[SAMPLE_DTYPE.fields[field][1]] = 1
         names.add(sample_ids(record)[0].as_py())
-    assert len(names - {None}) == len(SAMPLE.names) + 1
+    assert len(names - {None}) == len(SAMPLE_DTYPE.names) + 1
 
 
 def test_an_identity_never_changes_between_releases():
-    record = np.zeros(2, SAMPLE)
+    record = np.zeros(2, SAMPLE_DTYPE)
     record["media"], record["geometry"] = id_bytes(pa.array(["0f" * 16, None])), [64, 48, 1, 70, 48, 3, 0]
     record["start"], record["rate"] = 0.5, 24.0
-    assert SAMPLE.itemsize == 152
+    assert SAMPLE_DTYPE.itemsize == 152
     assert sample_ids(record).to_pylist() == [xxhash.xxh3_128_hexdigest(row.tobytes()) for row in record]
     assert sample_ids(record)[0].as_py() == "12c5416a8d8a5d52f926f427689981a4"
 
@@ -105,16 +105,16 @@ def test_an_identity_never_changes_between_releases():
 def test_ids_as_numbers_keep_their_order_and_seeds_depend_on_the_id_alone(names):
     ids = pa.array([name.hex() for name in names])
     assert [bytes(value) for value in id_bytes(ids)] == names
-    assert [f"{value:016x}" for value in heads(ids)] == [name.hex()[:16] for name in names]
-    assert distinct(ids) == len({name[:8] for name in names})
-    seeds = seeds_of(ids, "crop")
-    assert seeds.tolist() == [seeds_of(ids.slice(n, 1), "crop")[0] for n in range(len(names))]
-    assert (seeds != seeds_of(ids, "clips")).all()
+    assert [f"{value:016x}" for value in id_prefixes(ids)] == [name.hex()[:16] for name in names]
+    assert count_distinct(ids) == len({name[:8] for name in names})
+    seeds = derive_seeds(ids, "crop")
+    assert seeds.tolist() == [derive_seeds(ids.slice(n, 1), "crop")[0] for n in range(len(names))]
+    assert (seeds != derive_seeds(ids, "clips")).all()
 
 
 def test_seeds_are_spread_evenly():
     ids = pa.array([f"{number:032x}" for number in range(20000)])
-    shares = uniform(seeds_of(ids, "eval"))
+    shares = to_unit_interval(derive_seeds(ids, "eval"))
     counts, _ = np.histogram(shares, bins=20, range=(0, 1))
     assert counts.sum() == 20000 and abs(counts - 1000).max() < 150
 
@@ -126,12 +126,12 @@ def test_a_unit_is_named_by_its_members_in_order():
 
 
 def test_a_fingerprint_is_short_enough_for_a_folder():
-    assert len(fingerprint({"stage": "text", "dtype": "float32"})) == 24
-    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert len(compute_fingerprint({"stage": "text", "dtype": "float32"})) == 24
+    assert compute_fingerprint({"a": 1, "b": 2}) == compute_fingerprint({"b": 2, "a": 1})
 
 
 @given(texts, texts)
 def test_seeds_fit_a_signed_64_bit_integer_and_depend_on_the_purpose(identity, purpose):
-    assert 0 <= seed_of(identity, purpose) < 2**63
-    assert seed_of(identity, purpose) == seed_of(identity, purpose)
-    assert seed_of("a1", "x") != seed_of("a1", "y") != seed_of("a2", "y")
+    assert 0 <= derive_seed(identity, purpose) < 2**63
+    assert derive_seed(identity, purpose) == derive_seed(identity, purpose)
+    assert derive_seed("a1", "x") != derive_seed("a1", "y") != derive_seed("a2", "y")

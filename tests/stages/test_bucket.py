@@ -8,14 +8,14 @@ import time
 import pyarrow as pa
 import pytest
 
-from cache import generations
-from cache.rows import Rows
-from cache.shard_io import reader
+from cache import plans
+from cache.row_lookup import RowLookup
+from cache.shard_io import open_reader
 from cache.store import Store
-from schemas.console import Console, Options
+from schemas.cli.console import Console, Options
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents
-from stages.plan import current_plan
+from stages.planning.plan_lookup import current_plan
 
 
 def said(project, program, *overrides):
@@ -65,12 +65,12 @@ def test_what_came_went_and_changed(photos):
 def test_only_what_is_new_is_planned_again(photos):
     plan(photos)
     store = Store(photos.root)
-    before = {name for kind in ("latents", "text") for name in generations.planned(store, kind).to_pylist()}
+    before = {name for kind in ("latents", "text") for name in plans.planned_ids(store, kind).to_pylist()}
     (photos.media / "1.txt").write_text("another caption")
     report = plan(photos)
     assert report.done == 1, "one text; the picture is the same"
     assert report.details["new_units"] == {"latents": 0, "text": 1}
-    after = {name for kind in ("latents", "text") for name in generations.planned(store, kind).to_pylist()}
+    after = {name for kind in ("latents", "text") for name in plans.planned_ids(store, kind).to_pylist()}
     assert before < after and len(after - before) == 1
 
 
@@ -116,7 +116,7 @@ def test_estimated_latents_are_what_is_written(photos):
     paths = [f"latents/{name}" for name in store.names("latents") if name.endswith(".arrow")]
     total = 0
     for path in paths:
-        with reader(store, path) as shard:
+        with open_reader(store, path) as shard:
             total += sum(array.nbytes for n in range(len(shard)) for array in shard.read(n).tensors.values() if array)
     assert report.details["disk"][0]["to_encode_mib"] == round(total / 2**20, 2)
 
@@ -213,7 +213,7 @@ def test_it_refuses_only_when_nothing_could_be_trained(photos, override, words):
 def test_a_plan_of_another_version_is_none(photos):
     plan(photos)
     store = Store(photos.root)
-    (name,) = generations.names(store)
+    (name,) = plans.list_plans(store)
     old = name[:-12] + "0" * 12
     os.rename(photos.root / "plans" / name, photos.root / "plans" / old)
     record = store.read_json(f"plans/{old}/plan.json")
@@ -227,7 +227,7 @@ def test_rows_are_found_by_their_id_and_the_first_of_equal_ones_counts():
     names = [f"{n * 7919:032x}" for n in range(200)]
     same_head = ["a" * 16 + "0" * 16, "a" * 16 + "1" * 16]
     table = pa.table({"id": [*names, *same_head, names[3]], "n": list(range(203))})
-    rows = Rows(table, "id")
+    rows = RowLookup(table, "id")
     assert [rows[name]["n"] for name in (*names, *same_head)] == list(range(202))
     assert len(rows) == 203 and names[0] in rows and "f" * 32 not in rows
 

@@ -9,8 +9,8 @@ import pytest
 
 from cache.store import Store
 from stages import bucket, discover
-from stages.media.samples import read_frames
-from stages.plan import current_plan
+from stages.media.sample_reader import read_sample_frames
+from stages.planning.plan_lookup import current_plan
 
 BITS = 8
 
@@ -40,7 +40,7 @@ def taken(home, decoder: str) -> dict[str, list[list[int]]]:
     """path -> the frames of each of its clips."""
     plan, found = current_plan(Store(home.config().root), home.config()), dict[str, list[list[int]]]()
     for sample in plan.sample_table.sort_by([("path", "ascending"), ("start", "ascending")]).to_pylist():
-        frames = read_frames(home.media / sample["path"], sample, decoder)
+        frames = read_sample_frames(home.media / sample["path"], sample, decoder)
         found.setdefault(sample["path"], []).append([number_of(frame) for frame in frames])
     return found
 

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 from schemas.errors import LatentpressError
 from stages import decode
+from stages.encoding.vae import base
 from stages.media.video import probe_video
-from stages.vae import base
 
 COLOURS = (
     (200, 40, 90),
@@ -93,11 +93,11 @@ def test_a_video_has_the_colours_of_a_picture_and_says_how_they_are_coded(tmp_pa
     """Frames of one colour, which halved chroma does not change."""
     wanted = np.array(COLOURS[:frames], np.uint8)[:, None, None].repeat(size[1], axis=1).repeat(size[0], axis=2)
     video = tmp_path / "a.mp4"
-    decode.write(video, wanted, 12)
+    decode.write_output(video, wanted, 12)
     decoded = by_hand(video)
     assert len(decoded) == frames
     for number, frame in enumerate(decoded):
-        decode.write(tmp_path / "a.png", wanted[number:], 12)
+        decode.write_output(tmp_path / "a.png", wanted[number:], 12)
         assert np.abs(frame - np.asarray(Image.open(tmp_path / "a.png"))).max() <= 2
     tags = (matrix, 1, 1, 1)
     assert planes(video)[0] == tags and in_stream(video, tmp_path / "bare.h264") == tags
@@ -116,8 +116,8 @@ def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project
     latent = put(home, "clip", random_latent(16, 3, 8, 8), "kandinsky5-video")
     few = np.random.default_rng(2).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     wanted = np.asarray(Image.fromarray(few).resize(size, Image.Resampling.BICUBIC))
-    video = decode.target(home.folder / "output/run", home.config(), latent)
-    decode.write(video, np.stack([wanted] * 3), 12)
+    video = decode.output_path(home.folder / "output/run", home.config(), latent)
+    decode.write_output(video, np.stack([wanted] * 3), 12)
     for frame in by_hand(video):
         assert 10 * np.log10(255**2 / np.square(np.clip(frame, 0, 255) - wanted).mean()) > 38
     assert home.run(decode.run).skipped == 1  # and the sheet is made from the video
@@ -136,7 +136,7 @@ def test_an_image_is_what_the_autoencoder_decodes(project) -> None:
     report = home.run(decode.run)
     assert (report.done, report.exit_code) == (1, 0)
     picture = np.asarray(Image.open(home.folder / "output/run/samples/step-000003/cat.png"))
-    autoencoder = base.autoencoder(home.config(), torch.device("cpu"))
+    autoencoder = base.load_autoencoder(home.config(), torch.device("cpu"))
     expected = np.asarray(autoencoder.decode(torch.from_numpy(latent)[None])[0, 0])
     np.testing.assert_array_equal(picture, expected)
     assert picture.shape == (64, 96, 3)
@@ -159,7 +159,7 @@ def test_what_is_decoded_is_not_decoded_again_and_new_steps_are(project, monkeyp
     home.run(decode.run)
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image", step=6)
     assert home.run(decode.run).done == 1
-    monkeypatch.setattr(base, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr(base, "load_autoencoder", lambda *_: pytest.fail("loaded for nothing"))
     again = home.run(decode.run)
     assert (again.done, again.skipped) == (0, 2)
 
@@ -201,7 +201,7 @@ def test_a_file_that_is_no_validation_latent_is_named(project) -> None:
 
 def test_an_output_that_is_no_folder_is_named_before_a_model_is_loaded(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i")
-    monkeypatch.setattr(base, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr(base, "load_autoencoder", lambda *_: pytest.fail("loaded for nothing"))
     (home.folder / "output").symlink_to(home.folder / "unmounted")
     with pytest.raises(LatentpressError, match=r"output is a link to .*unmounted, which is not there"):
         home.run(decode.run)

@@ -11,13 +11,13 @@ from cache import rejects
 from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import discover
-from stages.discover import media_path, read_media
+from stages.discover import media_table_path, read_media_table
 
 MANY = "stages.max_reject_fraction=1.0"
 
 
 def rows_of(home) -> list[dict]:
-    return read_media(Store(home.root), "photos").to_pylist()
+    return read_media_table(Store(home.root), "photos").to_pylist()
 
 
 def test_finds_images_with_their_captions(project) -> None:
@@ -56,7 +56,7 @@ def test_an_unchanged_file_is_not_read_again(project) -> None:
     home.image("one.png")
     changed = home.image("two.png", seed=1)
     assert read(home.run(discover.run)) == 2
-    table = home.root / media_path("photos")
+    table = home.root / media_table_path("photos")
     before = table.stat()
     report = home.run(discover.run)
     assert (read(report), report.skipped, report.done) == (0, 2, 0)
@@ -205,7 +205,9 @@ def test_too_many_rejects_are_listed_though_the_stage_stops(project) -> None:
         home.image(f"bad{number}.png", caption="")
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
         home.run(discover.run)
-    assert [row["reason"] for row in rejects.read(Store(home.root), "discover")["photos"]] == ["empty-caption"] * 3
+    assert [row["reason"] for row in rejects.read_stage(Store(home.root), "discover")["photos"]] == [
+        "empty-caption"
+    ] * 3
 
 
 def sources(project, *names: str):
@@ -316,7 +318,9 @@ def test_a_table_of_another_version_is_not_read(project) -> None:
     home.image("one.png")
     home.run(discover.run)
     store = Store(home.root)
-    store.write_table(media_path("photos"), store.read_table(media_path("photos")).replace_schema_metadata(None))
+    store.write_table(
+        media_table_path("photos"), store.read_table(media_table_path("photos")).replace_schema_metadata(None)
+    )
     with pytest.raises(LatentpressError, match="latentpress discover"):
         rows_of(home)
     assert home.run(discover.run).done == 1
@@ -342,9 +346,9 @@ def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
 HELD = """
 import time
 from pathlib import Path
-from stages import reading
+from stages.discovery import item_reader
 
-class Held(reading.Reader):
+class Held(item_reader.ItemReader):
     def __call__(self, task):
         while "9.png" in str(task.path) and Path(__file__).exists():
             time.sleep(0.02)
@@ -355,12 +359,14 @@ import sys
 from pathlib import Path
 
 import held
-from schemas.console import Console, Options
-from schemas.loading import load
-from stages import discover, reading
+from schemas.cli.console import Console, Options
+from schemas.config.loading import load_config
+from stages import discover
+from stages.discovery import item_reader
 
-discover.SAVE_S, discover.MOST_ROWS, reading.Reader = 0.0, 1, held.Held  # each row is saved once it is read
-discover.run(load(Path(sys.argv[1]), ()), Options(), Console())
+discover.SAVE_EVERY_S, discover.MAX_PENDING_ROWS = 0.0, 1  # each row is saved once it is read
+item_reader.ItemReader = held.Held
+discover.run(load_config(Path(sys.argv[1]), ()), Options(), Console())
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cache import rejects
 from cache.damage import DamageError
-from cache.shard_io import reader
+from cache.shard_io import open_reader
 from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index, status
@@ -67,7 +67,7 @@ def test_text_is_stored_at_its_true_length(encoded) -> None:
     store = Store(encoded.root)
     lengths = set()
     for name in encoded.shards("text"):
-        shard = reader(store, f"text/{name}")
+        shard = open_reader(store, f"text/{name}")
         for row in range(len(shard)):
             found = shard.read(row)
             assert found.tensors["embeds"].shape[0] == found.info["kept"]
@@ -82,7 +82,7 @@ def test_texts_longer_than_the_limit_are_counted_and_listed(photos, format: str)
     report = encode(photos, *chosen)[0]
     store, limited = Store(photos.root), {}
     for name in photos.shards("text"):
-        shard = reader(store, f"text/{name}")
+        shard = open_reader(store, f"text/{name}")
         for row in map(shard.read, range(len(shard))):
             if row.info["tokens"] > 6:
                 limited[row.id] = f"6 of {row.info['tokens']} tokens kept"
@@ -269,7 +269,7 @@ def spy_on_shards(publish, found: list):
     def spy(store: Store, temporary, rel: str) -> None:
         if rel.startswith("latents/") and rel.endswith(".arrow"):
             _, fingerprint, name = rel.split("/")
-            lists = rejects.read(store, f"encode-latents/{fingerprint}")
+            lists = rejects.read_stage(store, f"encode-latents/{fingerprint}")
             found.append(lists.get(name.removesuffix(".arrow"), []))
         publish(store, temporary, rel)
 
@@ -278,7 +278,7 @@ def spy_on_shards(publish, found: list):
 
 def listed(home) -> list[dict]:
     folder = f"encode-latents/{encode_latents.STAGE.fingerprint(home.config())}"
-    return [row for rows in rejects.read(Store(home.root), folder).values() for row in rows]
+    return [row for rows in rejects.read_stage(Store(home.root), folder).values() for row in rows]
 
 
 def test_a_plan_whose_parents_were_removed_says_what_to_run(photos) -> None:
@@ -344,8 +344,8 @@ def test_both_formats_hold_the_same_rows_and_either_counts_as_done(encoded) -> N
     encode(encoded, "root=tar", "cache.format=webdataset")
     for kind in ("text", "latents"):
         for name in encoded.shards(kind):
-            arrow = reader(Store(encoded.root), f"{kind}/{name}")
-            tar = reader(Store(encoded.folder / "tar"), f"{kind}/{name.removesuffix('.arrow')}.tar")
+            arrow = open_reader(Store(encoded.root), f"{kind}/{name}")
+            tar = open_reader(Store(encoded.folder / "tar"), f"{kind}/{name.removesuffix('.arrow')}.tar")
             assert arrow.meta == tar.meta
             for row in range(len(arrow)):
                 a, b = arrow.read(row), tar.read(row)
@@ -383,7 +383,7 @@ def test_every_flavour_from_media_to_set(project, kind: str) -> None:
     assert (entry["condition"] is not None) == kind.endswith(("i2i", "i2v"))
     assert (meta["null_text"] is None) == i2i
     for name in home.shards("latents"):
-        shard = reader(Store(home.root), f"latents/{name}")
+        shard = open_reader(Store(home.root), f"latents/{name}")
         for row in range(len(shard)):
             tensors = shard.read(row).tensors
             frames = 3 if video and "@9" in shard.meta.bucket else 1

@@ -11,15 +11,15 @@ import transformers
 from PIL import Image
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-from cache.shard import Row
-from cache.shard_io import reader
+from cache.shard import ShardRow
+from cache.shard_io import open_reader
 from cache.store import Store
+from schemas.config.loading import ConfigError
 from schemas.errors import USAGE, LatentpressError
-from schemas.loading import ConfigError
 from stages import bucket, discover, encode_vision
+from stages.encoding.vision.dinov2 import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from stages.media.video import read_frames
-from stages.plan import current_plan
-from stages.vision.dinov2 import DEVIATION, MEAN, Encoder
+from stages.planning.plan_lookup import current_plan
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def prepare(home) -> None:
     home.run(bucket.run)
 
 
-def rows(home) -> list[Row]:
-    readers = [reader(Store(home.root), f"vision/{name}") for name in home.shards("vision")]
+def rows(home) -> list[ShardRow]:
+    readers = [open_reader(Store(home.root), f"vision/{name}") for name in home.shards("vision")]
     return [shard.read(number) for shard in readers for number in range(len(shard))]
 
 
@@ -49,13 +49,15 @@ def rows(home) -> list[Row]:
 def patches(home, frames: list[np.ndarray], grid: tuple[int, int]) -> torch.Tensor:
     """features_FCHW by transformers alone."""
     size = {"height": grid[0] * 14, "width": grid[1] * 14}
-    processor = BitImageProcessorPil(size=size, do_center_crop=False, image_mean=list(MEAN), image_std=list(DEVIATION))
+    processor = BitImageProcessorPil(
+        size=size, do_center_crop=False, image_mean=list(IMAGENET_MEAN), image_std=list(IMAGENET_STD)
+    )
     model = transformers.Dinov2Model.from_pretrained(home.settings["vision"]["model"]).eval()
     tokens = model(processor(frames, return_tensors="pt")["pixel_values"]).last_hidden_state[:, 1:]
     return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
 
 
-def nearest(row: Row, expected: list[torch.Tensor]) -> float:
+def nearest(row: ShardRow, expected: list[torch.Tensor]) -> float:
     """Largest difference from the nearest of the files' features, in units of bfloat16's rounding."""
     array = row.tensors["vision"]
     assert array.dtype == "bfloat16"
@@ -127,7 +129,7 @@ def test_shards_are_of_the_units_of_latents_and_made_once(make) -> None:
     prepare(home)
     assert home.run(encode_vision.run).done == 4
     store = Store(home.root)
-    shards = [reader(store, f"vision/{name}") for name in home.shards("vision")]
+    shards = [open_reader(store, f"vision/{name}") for name in home.shards("vision")]
     units = current_plan(store, home.config()).units("latents")
     assert {shard.meta.unit: tuple(shard.meta.ids) for shard in shards} == {u.unit_id: u.members for u in units}
     before = home.shards("vision")

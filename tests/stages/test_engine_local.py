@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cache.generations import Unit
+from cache.plans import Unit
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from stages.ahead import Take
+from stages.encoding.prefetcher import NextUnit
 from stages.engines import local
-from stages.engines.jobs import Job, Outcome
+from stages.engines.jobs import Job, UnitResult
 from stages.engines.local import run_units
 from tests.processes import ForkedWorkers
 
@@ -27,11 +27,11 @@ class Echo:
     def __init__(self, job: Job) -> None:
         self.folder = Path(job.config.root)
 
-    def run_units(self, take: Take, advance: Callable[[int], None]) -> Iterator[Outcome]:
+    def run_units(self, take: NextUnit, advance: Callable[[int], None]) -> Iterator[UnitResult]:
         while (unit := take(True)) is not None:
             yield self.run_unit(unit, advance)
 
-    def run_unit(self, unit: Unit, advance: Callable[[int], None]) -> Outcome:
+    def run_unit(self, unit: Unit, advance: Callable[[int], None]) -> UnitResult:
         mark = self.folder / f"tried-{unit.unit_id}"
         if unit.unit_id.startswith("die") and not (mark.exists() and "once" in unit.unit_id):
             mark.touch()
@@ -40,7 +40,7 @@ class Echo:
             raise LatentpressError("no more room", "make some")
         advance(len(unit.members))
         (self.folder / unit.unit_id).write_text(str(os.getpid()))
-        return Outcome(unit.unit_id, unit.unit_id, encoded=len(unit.members))
+        return UnitResult(unit.unit_id, unit.unit_id, encoded=len(unit.members))
 
 
 def job(folder: Path, workers: int) -> Job:
@@ -103,7 +103,7 @@ def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(t
 class LastWords(Echo):
     """Dies when its first unit is done, whatever else it was given."""
 
-    def run_units(self, take: Take, advance: Callable[[int], None]) -> Iterator[Outcome]:
+    def run_units(self, take: NextUnit, advance: Callable[[int], None]) -> Iterator[UnitResult]:
         unit = take(True)
         assert unit is not None
         yield self.run_unit(unit, advance)

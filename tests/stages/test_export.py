@@ -8,16 +8,16 @@ import pytest
 
 from cache.opening import find_set
 from cache.store import Store
-from schemas.console import REMAINS, USAGE, Options, execute
+from schemas.cli.console import INCOMPLETE, USAGE, Options, run_program
 from stages import bucket, discover, encode_latents, encode_text, export, import_, index, verify
-from stages.stage import WrongUse
+from stages.encoding.stage import UsageError
 
 
 def command(home: Any, capsys: pytest.CaptureFixture, program: Any, *overrides: str, **own: Any) -> tuple[int, dict]:
     """A program as the command line calls it with --json: its exit code and its report."""
     dry = own.pop("dry_run", False)
     options = Options(home.folder / "pipeline.yaml", overrides, dry_run=dry, json=True)
-    code = execute(program.__name__.rpartition(".")[2].strip("_"), program.run, options, own)
+    code = run_program(program.__name__.rpartition(".")[2].strip("_"), program.run, options, own)
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -74,7 +74,7 @@ def test_without_a_set_it_says_what_makes_one(project, capsys) -> None:
     home = project()
     home.config()
     code, report = command(home, capsys, export)
-    assert code == REMAINS and "no training set" in report["error"]["message"]
+    assert code == INCOMPLETE and "no training set" in report["error"]["message"]
     assert "latentpress index" in report["error"]["next_step"]
 
 
@@ -88,5 +88,5 @@ def test_import_asks_from_where(project, capsys) -> None:
 @pytest.mark.parametrize("program", [export, import_])
 def test_neither_is_divided(project, program) -> None:
     home = project()
-    with pytest.raises(WrongUse, match="--shard"):
+    with pytest.raises(UsageError, match="--shard"):
         home.run(program.run, shard="0/2")

@@ -8,11 +8,12 @@ import time
 import pytest
 
 from cache import rejects
-from cache.layout import is_ours
-from cache.rejects import reject
+from cache.layout import is_project_file
+from cache.rejects import make_reject
 from cache.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
-from stages.usage import use
+from stages.encoding.stage import UsageError
+from stages.maintenance.gc_roots import find_roots
 
 ENCODE = (encode_text, encode_latents)
 
@@ -51,7 +52,7 @@ def test_nothing_is_listed_of_a_root_in_use(indexed) -> None:
     before = files(indexed)
     report = indexed.run(gc.run, yes=True, keep_days=0.0)
     assert (paths(report), report.exit_code, report.done) == ([], 0, 0)
-    assert files(indexed) == before and all(map(is_ours, before)) and "other_files" not in report.details
+    assert files(indexed) == before and all(map(is_project_file, before)) and "other_files" not in report.details
 
 
 def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only_on_yes(indexed) -> None:
@@ -95,7 +96,7 @@ def test_what_another_configuration_uses_stays(indexed) -> None:
 def test_a_configuration_of_another_root_is_refused(indexed) -> None:
     other = indexed.folder / "other.yaml"
     other.write_text(json.dumps(indexed.settings | {"root": "elsewhere"}))
-    with pytest.raises(gc.WrongUse, match="elsewhere"):
+    with pytest.raises(UsageError, match="elsewhere"):
         indexed.run(gc.run, also=[other])
 
 
@@ -165,9 +166,11 @@ def test_a_set_that_a_run_trains_on_stays(indexed, by_path) -> None:
 def test_leftovers(indexed) -> None:
     store = Store(indexed.root)
     config = indexed.config()
-    rejects.write(store, "discover", "photos", [reject("discover", "x", "x", "corrupt", "x")])
-    rejects.write(store, "discover", "gone", [reject("discover", "x", "x", "corrupt", "x")])
-    rejects.write(store, f"encode-text/{'0' * 24}", "text-1", [reject("encode-text", "x", "x", "corrupt", "x")])
+    rejects.write_rejects(store, "discover", "photos", [make_reject("discover", "x", "x", "corrupt", "x")])
+    rejects.write_rejects(store, "discover", "gone", [make_reject("discover", "x", "x", "corrupt", "x")])
+    rejects.write_rejects(
+        store, f"encode-text/{'0' * 24}", "text-1", [make_reject("encode-text", "x", "x", "corrupt", "x")]
+    )
     store.publish_bytes(f"damaged/text/{'0' * 24}/text-1.1.arrow", b"x")
     store.publish_bytes("media/gone/media.arrow", b"x")
     store.publish_bytes("media/gone/partial/000000.arrow", b"x")
@@ -187,7 +190,7 @@ def test_leftovers(indexed) -> None:
     assert {"notes/mine.txt", "rejects/discover/photos.arrow"} <= left
     assert not any(name.startswith(("damaged", "media/gone", "rejects/encode")) for name in left)
     assert not list(indexed.root.rglob("*.tmp")) and not (indexed.root / "damaged").joinpath("text").exists()
-    assert use(store, [config], store.entries(), time.time()).datasets == {"photos", "validation"}
+    assert find_roots(store, [config], store.entries(), time.time()).datasets == {"photos", "validation"}
 
 
 OTHERS = (
@@ -301,7 +304,7 @@ def test_what_comes_into_use_while_the_list_is_made_stays(indexed, monkeypatch) 
         indexed.run(program.run)
     age(indexed, 31)
     units = indexed.shards("latents")
-    listing, calls = gc.unused, []
+    listing, calls = gc.find_unused, []
 
     def slow(*arguments):
         calls.append(listing(*arguments))
@@ -310,7 +313,7 @@ def test_what_comes_into_use_while_the_list_is_made_stays(indexed, monkeypatch) 
                 os.utime(path)
         return calls[-1]
 
-    monkeypatch.setattr(gc, "unused", slow)
+    monkeypatch.setattr(gc, "find_unused", slow)
     assert "units that no plan has any longer" in str(indexed.run(gc.run, yes=True).details["unused"])
     assert indexed.shards("latents") == units
 

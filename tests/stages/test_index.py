@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stages.planning.join
-from cache import generations
-from cache.compatibility import side_multiple
-from cache.generations import Generation
+from cache import plans
+from cache.compatibility import bucket_side_multiple
 from cache.opening import open_set
-from cache.plan import Span
-from cache.shard import Row, SetAside, ShardMeta
-from cache.shard_io import Readers, writer
+from cache.plans import Plan
+from cache.schedule import Span
+from cache.shard import RejectedMember, ShardMeta, ShardRow
+from cache.shard_io import ReaderPool, open_writer
 from cache.store import Store
 from cache.tensors import Array
-from schemas.errors import REMAINS, LatentpressError
+from schemas.cli.report import Report
+from schemas.errors import INCOMPLETE, LatentpressError
 from schemas.identity import hash_bytes
 from schemas.recipe import plan_key
-from schemas.report import Report
-from schemas.tables import ACTIVE, INDEX, SAMPLES, TEXTS, UNITS
+from schemas.tables import ACTIVE_SCHEMA, INDEX_SCHEMA, SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA
 from stages import encode_latents, encode_text, index
-from stages.index import SHOWN, digest, report_missing
-from stages.planning.join import Encoded, Joined, Lookup, collect, join
+from stages.index import MAX_LISTED_MISSING, hash_table, report_missing
+from stages.planning.join import EncodedMembers, IdLookup, TrainingSetTables, find_encoded, join_plan
 
 NULL = "null"
 
@@ -46,17 +46,17 @@ def active(name: str, texts: Sequence[str] = ("t",), **changes: Any) -> dict[str
 
 def plan_of(
     store: Store, rows: list[dict], prompts: Sequence[dict] = (), key: str = "k", units: Sequence[dict] = ()
-) -> Generation:
+) -> Plan:
     texts = {text for row in rows for text in [*row["texts"], row["null_text"]] if text}
     texts |= {id_of(NULL), *(prompt[key] for prompt in prompts for key in ("text", "negative"))}
     words = [{"text_id": text, "text": f"words of {text}", "negative": False} for text in sorted(texts)]
-    return generations.publish(
+    return plans.publish_plan(
         store,
         key=key,
-        samples=SAMPLES.empty_table(),
-        texts=pa.Table.from_pylist(words, TEXTS),
-        units=pa.Table.from_pylist(list(units), UNITS),
-        active=pa.Table.from_pylist(rows, ACTIVE),
+        samples=SAMPLES_SCHEMA.empty_table(),
+        texts=pa.Table.from_pylist(words, TEXTS_SCHEMA),
+        units=pa.Table.from_pylist(list(units), UNITS_SCHEMA),
+        active=pa.Table.from_pylist(rows, ACTIVE_SCHEMA),
         info={"validation": list(prompts), "null_text": id_of(NULL)},
     )
 
@@ -65,25 +65,27 @@ def shard(
     store: Store, kind: str, unit: str, names: Sequence[str], aside: Sequence[str] = (), folder: str = "f"
 ) -> str:
     """A real shard, in which a row's only tensor holds the number that its name ends with, if it does."""
-    lost = [SetAside(id_of(name), "odd", f"{name} is odd") for name in aside]
+    lost = [RejectedMember(id_of(name), "odd", f"{name} is odd") for name in aside]
     column = "embeds" if kind == "text" else "latent"
-    with writer(
+    with open_writer(
         store, f"{kind}/{folder}/{unit}", ShardMeta(kind, folder, unit, "", set_aside=lost), {column: "float32"}
     ) as out:
         for name in names:
             value = int(name[-1]) if name[-1].isdigit() else 0
-            out.add(Row(id_of(name), {column: Array.from_numpy(np.float32([value]))}))
+            out.add(ShardRow(id_of(name), {column: Array.from_numpy(np.float32([value]))}))
         return out.finish()
 
 
-def collected(store: Store, plan: Generation, texts: list[str], latents: list[str]) -> tuple[Encoded, dict]:
-    readers = Readers(store)
-    return collect(readers, texts, plan.active_texts), {"latents": collect(readers, latents, plan.active_samples)}
+def collected(store: Store, plan: Plan, texts: list[str], latents: list[str]) -> tuple[EncodedMembers, dict]:
+    readers = ReaderPool(store)
+    return find_encoded(readers, texts, plan.active_text_ids), {
+        "latents": find_encoded(readers, latents, plan.active_sample_ids)
+    }
 
 
-def shown(joined: Joined, store: Store) -> list[dict]:
+def shown(joined: TrainingSetTables, store: Store) -> list[dict]:
     """The index with what its numbers stand for, read back from the shards themselves."""
-    readers, (texts, shards) = Readers(store), (joined.tables[name].to_pylist() for name in ("texts", "shards"))
+    readers, (texts, shards) = ReaderPool(store), (joined.tables[name].to_pylist() for name in ("texts", "shards"))
 
     def stored(place: dict, kind: str) -> str:
         assert shards[place["shard"]]["kind"] == kind
@@ -112,8 +114,8 @@ def test_every_sample_finds_its_own(tmp_path: Path) -> None:
     plan = plan_of(store, rows, [prompt])
     texts = [shard(store, "text", "t1", ["t1", "old", "t2"]), shard(store, "text", "t2", [NULL, "t3", "t4", "own"])]
     latents = [shard(store, "latents", "l1", ["a", "shown"]), shard(store, "latents", "l2", ["gone", "d", "c", "b"])]
-    joined = join(plan, *collected(store, plan, texts, latents))
-    assert joined.tables["index"].schema == INDEX and not joined.left_out
+    joined = join_plan(plan, *collected(store, plan, texts, latents))
+    assert joined.tables["index"].schema == INDEX_SCHEMA and not joined.left_out
     found = shown(joined, store)
     assert [row["sample_id"] for row in found[:1]] == [id_of("d")], "64x64 before 96x64"
     assert {row["sample_id"] for row in found[1:3]} == {id_of("a"), id_of("b")}
@@ -143,7 +145,7 @@ def test_what_was_set_aside_is_left_out_and_listed(tmp_path: Path) -> None:
     plan = plan_of(store, rows)
     texts = [shard(store, "text", "t", ["t", NULL], ["bad", "bad2", "nobody's"])]
     latents = [shard(store, "latents", "l", ["whole", "captions", "null", "held"], ["latent"])]
-    joined = join(plan, *collected(store, plan, texts, latents))
+    joined = join_plan(plan, *collected(store, plan, texts, latents))
     (row,) = shown(joined, store)
     assert row["sample_id"] == id_of("whole") and row["texts"] == [id_of("t")], "a lost caption is one less"
     assert {(entry["path"], entry["message"]) for entry in joined.left_out} == {
@@ -164,7 +166,7 @@ def test_what_is_set_aside_in_one_shard_and_encoded_in_another_is_there(tmp_path
     latents = [shard(store, "latents", name, ["x", "a"]) for name in ("l1", "l2")]
     text, latent = collected(store, plan, texts, latents)
     assert not text.set_aside and not len(text.missing)
-    joined = join(plan, text, latent)
+    joined = join_plan(plan, text, latent)
     assert {row["path"] for row in joined.tables["shards"].to_pylist()} == {latents[0], *texts}, "of two the first"
 
 
@@ -183,7 +185,7 @@ def test_an_empty_set_is_refused(tmp_path: Path, rows, aside, said) -> None:
         store, plan, [shard(store, "text", "t", ["t", NULL])], [shard(store, "latents", "l", ["b"], aside)]
     )
     with pytest.raises(LatentpressError, match=said):
-        join(plan, *encoded)
+        join_plan(plan, *encoded)
 
 
 @pytest.mark.parametrize(("lost", "said"), [(NULL, "the null prompt"), ("t4", "p"), ("shown", "p")])
@@ -200,12 +202,12 @@ def test_a_prompt_that_was_set_aside_stops_the_join(tmp_path: Path, lost, said) 
         [shard(store, "latents", "l", [name for name in latents if name != lost], [lost] if lost in latents else [])],
     )
     with pytest.raises(LatentpressError, match=rf"{said} could not be encoded: {lost} is odd"):
-        join(plan, *encoded)
+        join_plan(plan, *encoded)
 
 
 def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    rows = [active(f"s{i:02}", [f"t{i}"]) for i in range(SHOWN + 5)]
+    rows = [active(f"s{i:02}", [f"t{i}"]) for i in range(MAX_LISTED_MISSING + 5)]
     rows.append(active("s00", ["t0"], path="copy of s00.png"))
     plan = plan_of(store, rows)
     text, latent = collected(
@@ -215,18 +217,18 @@ def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
         [shard(store, "latents", "l", ["s03"])],
     )
     report = report_missing(Report("index"), plan, {"text": text, **latent})
-    assert report.remaining == 3 + SHOWN + 4 and report.exit_code != 0
+    assert report.remaining == 3 + MAX_LISTED_MISSING + 4 and report.exit_code != 0
     assert report.next_steps == [
         "latentpress encode-text   # 3 texts are not encoded yet",
-        f"latentpress encode-latents   # {SHOWN + 4} samples are not encoded yet",
+        f"latentpress encode-latents   # {MAX_LISTED_MISSING + 4} samples are not encoded yet",
         "latentpress index",
     ]
     words, files = (report.details[f"first_missing_{kind}"] for kind in ("text", "latents"))
     assert {row["id"] for row in words} == {id_of(name) for name in ("t0", "t1", NULL)}
     assert all(row["text"] == f"words of {row['id']}"[:60] for row in words)
-    assert (report.details["missing_text"], report.details["missing_latents"]) == (3, SHOWN + 5)
+    assert (report.details["missing_text"], report.details["missing_latents"]) == (3, MAX_LISTED_MISSING + 5)
     paths = [row["path"] for row in files]
-    assert len(paths) == SHOWN and paths == sorted(paths) and paths[:2] == ["copy of s00.png", "s00.png"]
+    assert len(paths) == MAX_LISTED_MISSING and paths == sorted(paths) and paths[:2] == ["copy of s00.png", "s00.png"]
     assert "s03.png" not in paths
 
 
@@ -234,14 +236,14 @@ def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
 def test_places_of_ids_are_exact_whatever_their_sums(monkeypatch, sums) -> None:
     """Of equal ids the first; nothing for what is not there, nor for null; also where unlike ids have equal sums."""
     if sums:
-        monkeypatch.setattr(stages.planning.join, "_sums", sums)
+        monkeypatch.setattr(stages.planning.join, "_hash_ids", sums)
     there = [id_of(name) for name in "abcdbxa"]
     asked = [id_of("b"), None, id_of("z"), id_of("a"), id_of("x"), id_of("b"), None]
-    places = Lookup(pa.array(there)).find(pa.chunked_array([asked[:3], asked[3:]], pa.string()))
+    places = IdLookup(pa.array(there)).find(pa.chunked_array([asked[:3], asked[3:]], pa.string()))
     assert places.tolist() == [1, -1, -1, 0, 5, 1, -1]
-    sliced = Lookup(pa.array(there).slice(2, 3))
+    sliced = IdLookup(pa.array(there).slice(2, 3))
     assert sliced.find(pa.array(["no", *there], pa.string()).slice(1)).tolist() == [-1, 2, 0, 1, 2, -1, -1]
-    assert Lookup(pa.array([], pa.string())).find(pa.array(asked, pa.string())).tolist() == [-1] * 7
+    assert IdLookup(pa.array([], pa.string())).find(pa.array(asked, pa.string())).tolist() == [-1] * 7
     assert sliced.find(pa.array([], pa.string())).tolist() == []
 
 
@@ -293,12 +295,12 @@ def test_any_join_is_what_a_loop_would_find(made_once, rows, lost, order, cut) -
     ]
     if not any(row["role"] == "train" for row in expected):
         with pytest.raises(LatentpressError):
-            join(plan, *encoded)
+            join_plan(plan, *encoded)
         return
     order_keys = ("bucket", "dataset", "repeats", "weight", "sample_id", "path")
     expected.sort(key=lambda row: (row["role"] != "train", *(row[key] for key in order_keys)))
-    joined = join(plan, *encoded)
-    columns = [name for name in INDEX.names if name not in ("shard", "row")]
+    joined = join_plan(plan, *encoded)
+    columns = [name for name in INDEX_SCHEMA.names if name not in ("shard", "row")]
     assert [{key: row[key] for key in columns} for row in shown(joined, store)] == [
         {key: row[key] for key in columns} for row in expected
     ]
@@ -320,19 +322,19 @@ def test_a_digest_is_of_the_rows_not_of_their_chunks() -> None:
         }
         for i in range(9)
     ]
-    whole = pa.Table.from_pylist(rows, INDEX)
-    pieces = pa.concat_tables([pa.Table.from_pylist(rows[:4], INDEX), whole.slice(4, 1), whole.slice(5)])
-    assert pieces.column(0).num_chunks == 3 and digest(whole) == digest(pieces)
-    assert digest(pa.concat_tables([whole, whole]).slice(9)) == digest(whole)
+    whole = pa.Table.from_pylist(rows, INDEX_SCHEMA)
+    pieces = pa.concat_tables([pa.Table.from_pylist(rows[:4], INDEX_SCHEMA), whole.slice(4, 1), whole.slice(5)])
+    assert pieces.column(0).num_chunks == 3 and hash_table(whole) == hash_table(pieces)
+    assert hash_table(pa.concat_tables([whole, whole]).slice(9)) == hash_table(whole)
     changed = [*rows[:-1], rows[-1] | {"regularisation": False}]
-    assert digest(pa.Table.from_pylist(changed, INDEX)) != digest(whole)
-    assert digest(pa.Table.from_pylist(rows[::-1], INDEX)) != digest(whole)
+    assert hash_table(pa.Table.from_pylist(changed, INDEX_SCHEMA)) != hash_table(whole)
+    assert hash_table(pa.Table.from_pylist(rows[::-1], INDEX_SCHEMA)) != hash_table(whole)
 
 
 def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
     work = project()
     config, store = work.config(), Store(work.root)
-    key = plan_key(config, side_multiple(config.model))
+    key = plan_key(config, bucket_side_multiple(config.model))
     text, latents = (stage.STAGE.fingerprint(config) for stage in (encode_text, encode_latents))
     members = {"text": ["t1", "t2", NULL], "latents": ["s1", "s2", "s3"]}
     units = [
@@ -342,7 +344,7 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
     rows = [active("s1", ["t1", "t2"]), active("s2", weight=2.0, texts=["t2"]), active("s3", role="eval", texts=["t1"])]
     plan_of(store, rows, key=key, units=units)
     report = work.run(index.run)
-    assert report.remaining == 6 and report.exit_code == REMAINS
+    assert report.remaining == 6 and report.exit_code == INCOMPLETE
     assert [step.split("  ")[0] for step in report.next_steps][:2] == [
         "latentpress encode-text",
         "latentpress encode-latents",

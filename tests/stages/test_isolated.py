@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.engines.isolated import AHEAD, TOGETHER, Isolated, Lost
+from stages.engines.sandbox import MAX_ITEMS_PER_TASK, MAX_QUEUED_PER_PROCESS, SandboxPool, WorkerFailure
 from stages.media.errors import MediaError
 
 
@@ -56,8 +56,8 @@ def noting(folder: Path) -> Callable[[object], object]:
     return hang
 
 
-def isolated(workers: int = 2, timeout_s: float = 30, memory_mib: int = 256) -> Isolated:
-    return Isolated(working, workers=workers, timeout_s=timeout_s, memory_mib=memory_mib)
+def isolated(workers: int = 2, timeout_s: float = 30, memory_mib: int = 256) -> SandboxPool:
+    return SandboxPool(working, workers=workers, timeout_s=timeout_s, memory_mib=memory_mib)
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
@@ -77,7 +77,7 @@ def test_results_come_in_the_order_of_the_items() -> None:
 def test_what_a_process_dies_of_costs_its_item_alone(item: str, reason: str, words: str) -> None:
     with isolated() as apart:
         lost = apart(item)
-        assert isinstance(lost, Lost)
+        assert isinstance(lost, WorkerFailure)
         assert (lost.reason, words in lost.problem) == (reason, True)
         assert str(lost.error("clip.mp4")).startswith(f"clip.mp4: {lost.problem}; ")
         assert apart("fine") == "fine"
@@ -86,7 +86,7 @@ def test_what_a_process_dies_of_costs_its_item_alone(item: str, reason: str, wor
 def test_an_item_that_hangs_is_given_up_and_the_others_go_on() -> None:
     with isolated(timeout_s=3) as apart:  # a busy machine takes seconds for none of the others
         results = dict(apart.map(["a", "hang", *range(50)]))
-    assert isinstance(results["hang"], Lost) and results["hang"].reason == "timed-out"
+    assert isinstance(results["hang"], WorkerFailure) and results["hang"].reason == "timed-out"
     assert [item for item, result in results.items() if item != result] == ["hang"]
 
 
@@ -118,7 +118,10 @@ def test_a_bug_is_raised_here_with_its_traceback() -> None:
 
 
 def test_what_can_not_be_made_is_raised_here() -> None:
-    with Isolated(broken, workers=1, timeout_s=5, memory_mib=256) as apart, pytest.raises(ValueError, match="be made"):
+    with (
+        SandboxPool(broken, workers=1, timeout_s=5, memory_mib=256) as apart,
+        pytest.raises(ValueError, match="be made"),
+    ):
         apart(1)
 
 
@@ -143,7 +146,7 @@ def test_items_are_taken_a_bounded_number_ahead() -> None:
     with isolated() as apart:
         for count, _ in enumerate(apart.map(items())):
             most = max(most, len(taken) - count)
-    assert most <= (AHEAD * 2 + 2) * TOGETHER
+    assert most <= (MAX_QUEUED_PER_PROCESS * 2 + 2) * MAX_ITEMS_PER_TASK
 
 
 @pytest.mark.slow
@@ -183,8 +186,8 @@ import sys
 from functools import partial
 from pathlib import Path
 from {module} import noting
-from stages.engines.isolated import Isolated
-with Isolated(partial(noting, Path({folder!r})), workers=2, timeout_s=4, memory_mib=512) as apart:
+from stages.engines.sandbox import SandboxPool
+with SandboxPool(partial(noting, Path({folder!r})), workers=2, timeout_s=4, memory_mib=512) as apart:
     list(apart.map(range(10)))
 """
 
@@ -210,6 +213,6 @@ def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> N
 
 
 def test_a_function_with_arguments_is_made_in_each_process(tmp_path: Path) -> None:
-    with Isolated(partial(noting, tmp_path), workers=3, timeout_s=2, memory_mib=256) as apart:
+    with SandboxPool(partial(noting, tmp_path), workers=3, timeout_s=2, memory_mib=256) as apart:
         assert [result.reason for _, result in apart.map(range(3))] == ["timed-out"] * 3
     assert len(list(tmp_path.iterdir())) == 4  # and their parent

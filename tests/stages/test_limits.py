@@ -16,9 +16,9 @@ from PIL import Image
 from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, verify
-from stages.discover import read_media
-from stages.media import members
-from stages.sources import objects
+from stages.discover import read_media_table
+from stages.discovery.sources import object_store
+from stages.encoding import member_reader
 from tests.processes import in_child
 
 
@@ -108,13 +108,13 @@ def test_an_item_that_takes_too_much_memory_is_set_aside_and_the_unit_goes_on(pr
     assert home.run(encode_latents.run, retry_set_aside=True).set_aside == []
 
 
-def hanging() -> Callable[[members.Wanted], members.Read]:
+def hanging() -> Callable[[member_reader.ReadRequest], member_reader.MemberPixels]:
     """Reads as ever, but is never done with the slow picture."""
 
-    def read(wanted: members.Wanted) -> members.Read:
+    def read(wanted: member_reader.ReadRequest) -> member_reader.MemberPixels:
         if "slow.png" in str(wanted.files[0][0]):
             time.sleep(600)
-        return members.read(wanted)
+        return member_reader.read_member(wanted)
 
     return read
 
@@ -126,7 +126,7 @@ def test_an_item_that_takes_too_long_is_set_aside_and_the_unit_goes_on(project, 
     home.image("slow.png", (64, 64), seed=1)
     home.run(discover.run)
     home.run(bucket.run)
-    monkeypatch.setattr(members, "reader", hanging)  # the reading processes import it by its name
+    monkeypatch.setattr(member_reader, "make_member_reader", hanging)  # the reading processes import it by its name
     home.settings["stages"]["item_timeout_s"] = 5.0
     report = home.run(encode_latents.run)
     assert report.done == 1
@@ -180,11 +180,11 @@ def test_a_server_that_never_answers_costs_its_items_alone(project, stalling, mo
     table.write_text("url,caption\n" + "".join(f"{url}/{name},of {name}\n" for name in names))
     home.settings["datasets"][0] |= {"instance_data_dir": str(table), "caption_strategy": "csv"}
     home.settings["stages"]["item_timeout_s"] = 8.0
-    monkeypatch.setattr(objects, "READ_S", 4.0)  # while the listing asks for sizes and versions
+    monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 4.0)  # while the listing asks for sizes and versions
     began = time.monotonic()
     report = home.run(discover.run, "stages.max_reject_fraction=1.0")
     assert time.monotonic() - began < 60
-    table = read_media(Store(home.root), "photos")
+    table = read_media_table(Store(home.root), "photos")
     assert table["captions"].to_pylist() == [["of ok/1.png"], ["of ok/2.png"], ["of ok/3.png"]]
     reasons = {row["path"].removeprefix(f"{url}/"): row["reason"] for row in report.set_aside}
     assert reasons == {"stuck/1.png": "timed-out", "stuck/2.png": "timed-out", "mute/1.png": "unreadable"}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from schemas.console import REMAINS
+from schemas.cli.console import INCOMPLETE
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, index, preview, run
-from stages.media.errors import unreadable
+from stages.media.errors import unreadable_error
 
 Program = Callable[..., Any]
 
@@ -44,7 +44,7 @@ def stops(home, program: Program, *words: str, **options: Any) -> str:
     with pytest.raises(LatentpressError) as caught:
         home.run(program, **options)
     message = str(caught.value)
-    assert caught.value.exit_code == REMAINS
+    assert caught.value.exit_code == INCOMPLETE
     assert all(word in message for word in words), message
     assert files(home) == before
     return message
@@ -277,8 +277,8 @@ def test_a_disk_that_goes_while_the_stage_runs(project, built, left: str) -> Non
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ENODEV])
 def test_a_disk_that_went_is_no_unreadable_file(number: int) -> None:
-    assert unreadable("a.png", OSError(number, os.strerror(number))).reason == "missing"
-    assert unreadable("a.png", OSError(errno.EIO, os.strerror(errno.EIO))).reason == "unreadable"
+    assert unreadable_error("a.png", OSError(number, os.strerror(number))).reason == "missing"
+    assert unreadable_error("a.png", OSError(errno.EIO, os.strerror(errno.EIO))).reason == "unreadable"
 
 
 def test_missing_media_is_not_counted_as_bad_media(project) -> None:

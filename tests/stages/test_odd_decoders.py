@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from cache.store import Store
-from schemas.console import Report
+from schemas.cli.console import Report
 from stages import bucket, discover, encode_latents, encode_text, index
-from stages.plan import current_plan
+from stages.planning.plan_lookup import current_plan
 from tests.stages import odd
 
 

@@ -19,12 +19,12 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
-from cache.shard_io import reader
+from cache.shard_io import open_reader
 from cache.store import Store
-from schemas.console import Report
+from schemas.cli.console import Report
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, preview
-from stages.plan import current_plan
+from stages.planning.plan_lookup import current_plan
 from tests.project import SETTINGS, Project
 from tests.stages import odd
 from tests.stages import odd_cases as cases
@@ -130,7 +130,7 @@ def latents(home: Any, *overrides: str, tensor: str = "latent") -> dict[str, np.
     store = Store(config.root)
     found = {}
     for name in home.shards(f"latents/{encode_latents.STAGE.fingerprint(config)}"):
-        shard = reader(store, f"latents/{encode_latents.STAGE.fingerprint(config)}/{name}")
+        shard = open_reader(store, f"latents/{encode_latents.STAGE.fingerprint(config)}/{name}")
         found |= {row.id: row.tensors[tensor].numpy() for row in map(shard.read, range(len(shard)))}
     active = current_plan(store, config).active.to_pylist()
     return {row["path"]: found[row["sample_id"]] for row in active if row["sample_id"] in found}

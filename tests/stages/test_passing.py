@@ -9,20 +9,20 @@ import pytest
 import torch
 from PIL import Image
 
-from cache.current import choose
 from cache.opening import find_set, open_set
-from cache.plan import Plan
-from cache.shard import Row
-from cache.shard_io import reader
+from cache.schedule import BatchSchedule
+from cache.set_pointers import open_configured_set
+from cache.shard import ShardRow
+from cache.shard_io import open_reader
 from cache.store import Store
 from cache.tensors import Array
-from cache.trainset import NoSet, TrainSet
-from schemas.errors import REMAINS
+from cache.trainset import SetNotFound, TrainSet
+from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, import_, index
-from stages.text.worker import TextWorker
-from stages.vae.worker import LatentsWorker
+from stages.encoding.text.worker import TextWorker
+from stages.encoding.vae.worker import LatentsWorker
 from trainer.batch import Batch
-from trainer.data import Feed, tensor
+from trainer.data import BatchLoader, to_tensor
 
 STAGES = (discover, bucket, encode_text, encode_latents, index)
 
@@ -35,17 +35,17 @@ def invented(name: str, first: float) -> Array:
 class Deeper(LatentsWorker):
     tensors = (*LatentsWorker.tensors, "depth")
 
-    def encode(self, *given: Any) -> Iterator[Row]:
+    def encode(self, *given: Any) -> Iterator[ShardRow]:
         for row in super().encode(*given):
-            yield Row(row.id, row.tensors | {"depth": invented(row.id, 1)}, row.info)
+            yield ShardRow(row.id, row.tensors | {"depth": invented(row.id, 1)}, row.info)
 
 
 class Wordier(TextWorker):
     tensors = (*TextWorker.tensors, "tone")
 
-    def encode(self, *given: Any) -> Iterator[Row]:
+    def encode(self, *given: Any) -> Iterator[ShardRow]:
         for row in super().encode(*given):
-            yield Row(row.id, row.tensors | {"tone": invented(row.id, 2)}, row.info)
+            yield ShardRow(row.id, row.tensors | {"tone": invented(row.id, 2)}, row.info)
 
 
 def sets(home: Any, folder: Path) -> Iterator[TrainSet]:
@@ -60,13 +60,13 @@ def sets(home: Any, folder: Path) -> Iterator[TrainSet]:
 
 
 def batches(data: TrainSet) -> list[Batch]:
-    feed = Feed(data, Plan(data.spans, 0, 2), 2, 0.0)
+    feed = BatchLoader(data, BatchSchedule(data.spans, 0, 2), 2, 0.0)
     return [part.batch for step in feed.steps(0, 3) for part in step.parts]
 
 
 def test_an_invented_tensor_reaches_the_batch(project: Callable, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("stages.vae.worker.LatentsWorker", Deeper)
-    monkeypatch.setattr("stages.text.worker.TextWorker", Wordier)
+    monkeypatch.setattr("stages.encoding.vae.worker.LatentsWorker", Deeper)
+    monkeypatch.setattr("stages.encoding.text.worker.TextWorker", Wordier)
     home = project()
     for number in range(4):
         home.image(f"{number}.png", seed=number)
@@ -108,7 +108,7 @@ def test_masks_reach_the_batch_and_a_sample_without_one_is_trained_everywhere(pr
 
 
 def test_a_tensor_that_half_of_a_batch_lacks_is_named(project: Callable, monkeypatch) -> None:
-    monkeypatch.setattr("stages.vae.worker.LatentsWorker", Deeper)
+    monkeypatch.setattr("stages.encoding.vae.worker.LatentsWorker", Deeper)
     home = project()
     home.image("0.png")
     assert [home.run(program.run).exit_code for program in STAGES] == [0] * len(STAGES)
@@ -128,24 +128,24 @@ def test_vision_features_reach_the_batch(project: Callable, tiny: Callable, tmp_
     for number in range(5):
         home.image(f"{number}.png", seed=number)
     reports = [home.run(program.run) for program in STAGES]
-    assert [report.exit_code for report in reports] == [0] * 4 + [REMAINS]
+    assert [report.exit_code for report in reports] == [0] * 4 + [INCOMPLETE]
     assert reports[-1].next_steps[0] == "latentpress encode-vision   # 5 vision features of samples are not encoded yet"
     assert len(reports[-1].details["first_missing_vision"]) == 5
     plain = home.run(index.run, "vision.model=null")
-    with pytest.raises(NoSet, match=r"made otherwise: vision is in the configuration alone\n"):
-        choose(home.config(), pytest.fail)
+    with pytest.raises(SetNotFound, match=r"made otherwise: vision is in the configuration alone\n"):
+        open_configured_set(home.config(), pytest.fail)
     (home.media / "4.png").write_bytes((home.media / "4.png").read_bytes()[:-20])
     assert list(home.rejects(home.run(encode_vision.run))) == ["4.png"]
     report = home.run(index.run)
     assert (report.done, home.rejects(report)) == (4, {"4.png": "changed"})
-    readers = [reader(Store(home.root), f"vision/{name}") for name in home.shards("vision")]
+    readers = [open_reader(Store(home.root), f"vision/{name}") for name in home.shards("vision")]
     stored = {row.id: row.tensors["vision"] for shard in readers for row in map(shard.read, range(len(shard)))}
     for data in sets(home, tmp_path / "elsewhere"):
         assert data.id == report.details["set"].removeprefix("sets/") and data.meta["format_version"] == 4
         for batch in batches(data):
-            wanted = torch.stack([tensor(stored[name]).float() for name in batch.ids])
+            wanted = torch.stack([to_tensor(stored[name]).float() for name in batch.ids])
             assert torch.equal(batch.extras["vision"], wanted)
-    chosen = [choose(home.config(*change), pytest.fail).id for change in ((), ("vision.model=null",))]
+    chosen = [open_configured_set(home.config(*change), pytest.fail).id for change in ((), ("vision.model=null",))]
     assert [f"sets/{id}" for id in chosen] == [report.details["set"], plain.details["set"]]
-    with pytest.raises(NoSet, match=r"vision\.size is 84 in the set and 98 in the configuration"):
-        choose(home.config("vision.size=98"), pytest.fail)
+    with pytest.raises(SetNotFound, match=r"vision\.size is 84 in the set and 98 in the configuration"):
+        open_configured_set(home.config("vision.size=98"), pytest.fail)

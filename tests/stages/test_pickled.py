@@ -9,9 +9,9 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 
-from cache.weights import WeightsError, resolve
+from cache.weights import WeightsError, fetch_components
 from schemas.catalogue import FAMILIES
-from stages.text import gemma, kandinsky5
+from stages.encoding.text import gemma, kandinsky5
 
 CPU = torch.device("cpu")
 TEXT, IMAGE = "kandinsky5-image-t2i", FAMILIES["kandinsky5-image"].templates["t2i"]
@@ -48,7 +48,7 @@ def refused(folder: Path, part: str, load: Callable[[], object]) -> None:
 )
 def test_an_autoencoder(pickled, name, kind) -> None:
     folder = pickled(kind, "vae")
-    module = importlib.import_module(f"stages.vae.{name}")
+    module = importlib.import_module(f"stages.encoding.vae.{name}")
     refused(folder, "vae", lambda: module.Autoencoder(str(folder), None, torch.float32, CPU))
 
 
@@ -91,6 +91,6 @@ def test_of_a_repository_safetensors_configurations_and_tokenizers_are_fetched(m
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    assert resolve("someone/something", None, ["vae", "tokenizer", "text_encoder"]) == tmp_path
+    assert fetch_components("someone/something", None, ["vae", "tokenizer", "text_encoder"]) == tmp_path
     found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert found == {name for name, wanted in REPO.items() if wanted}

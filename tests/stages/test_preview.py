@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cache.store import Store
+from schemas.cli.console import Report
+from schemas.cli.report import heading
 from schemas.clips import clip_times
-from schemas.console import Report
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from schemas.report import heading
 from stages import bucket, discover, preview
-from stages.contactsheet import looking
-from stages.contactsheet.page import Item, Look, Picture, Section, render
-from stages.contactsheet.planned import EXAMPLES
-from stages.contactsheet.sheet import Sheet
+from stages.encoding.stage import UsageError
 from stages.media.errors import MediaError
-from stages.media.samples import fit_image, read_frames, read_mask
-from stages.plan import current_plan
-from stages.stage import WrongUse
+from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
+from stages.pages import sample_preview
+from stages.pages.html import BucketSection, PageItem, Picture, PreviewPictures, render_template
+from stages.pages.plan_page import MAX_EXAMPLES
+from stages.pages.plan_table import PlanTable
+from stages.planning.plan_lookup import current_plan
 from tests.stages.pages import HOSTILE, SEEN, Page, alike, decoded
 
 
@@ -60,7 +60,7 @@ def test_an_image_is_shown_as_the_encoder_gets_it(project) -> None:
     report, page = show(home)
     assert (report.done, report.exit_code) == (1, 0)
     [shown] = page.pictures("wide.png as cut to 64x64@1")
-    assert alike(shown, fit_image(path, rows(home)["wide.png"]["geometry"]))
+    assert alike(shown, read_cropped_image(path, rows(home)["wide.png"]["geometry"]))
     assert not alike(shown, np.asarray(Image.open(path).resize((64, 64))))
     [drawing] = page.of("svg")
     assert drawing["viewbox"] == "0 0 200 64"  # whole, in its own shape
@@ -80,7 +80,7 @@ def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
     planned(home)
     _, page = show(home)
     sample = rows(home)["clip.mp4"]
-    times, frames = clip_times(sample["start"], sample["rate"], 17), read_frames(path, sample, "pyav")
+    times, frames = clip_times(sample["start"], sample["rate"], 17), read_sample_frames(path, sample, "pyav")
     assert sample["start"] > 0
     shown = page.pictures(" s of clip.mp4")
     assert len(shown) == 9
@@ -89,7 +89,7 @@ def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
         assert f"{times[2 * place]:.2f} s" in page.article("clip.mp4")
     assert np.abs(shown[0].astype(int) - shown[-1]).mean() > 50  # they do differ
     [drawing] = page.of("image")
-    assert alike(decoded(drawing["href"]), read_frames(path, sample | one_frame(64, 48), "pyav")[0])
+    assert alike(decoded(drawing["href"]), read_sample_frames(path, sample | one_frame(64, 48), "pyav")[0])
 
 
 def one_frame(width: int, height: int) -> dict[str, Any]:
@@ -101,8 +101,10 @@ def test_see_gives_the_encoders_pixels_to_the_last_bit(project) -> None:
     path = home.video("clip.mp4", frames=40, rate=24)
     planned(home)
     sample = rows(home)["clip.mp4"]
-    seen = looking.see(looking.Task(sample, (64, 48), (path, sample["media_id"]), None, None, "pyav"))
-    np.testing.assert_array_equal(seen.frames, read_frames(path, sample, "pyav")[::2])
+    seen = sample_preview.read_preview(
+        sample_preview.PreviewTask(sample, (64, 48), (path, sample["media_id"]), None, None, "pyav")
+    )
+    np.testing.assert_array_equal(seen.frames, read_sample_frames(path, sample, "pyav")[::2])
     assert seen.times == pytest.approx(clip_times(sample["start"], sample["rate"], 17)[::2])
 
 
@@ -110,9 +112,9 @@ def test_see_gives_the_encoders_pixels_to_the_last_bit(project) -> None:
 def test_few_frames_are_evenly_chosen_with_the_first_and_the_last(fours: int, start: float, rate: float) -> None:
     frames = 1 + 4 * fours
     geometry = {"bucket": f"64x64@{frames}", "resize_w": 64, "resize_h": 64, "x": 0, "y": 0}
-    few = looking.thinned({"geometry": geometry, "start": start, "rate": rate})
+    few = sample_preview.reduce_frames({"geometry": geometry, "start": start, "rate": rate})
     count = Bucket.parse(few["geometry"]["bucket"]).frames
-    assert min(frames, 5) <= count <= looking.FRAMES
+    assert min(frames, 5) <= count <= sample_preview.MAX_PREVIEW_FRAMES
     step = (frames - 1) // max(1, count - 1) or 1
     assert clip_times(start, few["rate"], count) == pytest.approx(clip_times(start, rate, frames)[::step], abs=1e-6)
 
@@ -133,21 +135,21 @@ def test_names_and_captions_are_escaped(project) -> None:
 DOT = Picture(b"", 10, 10)
 
 
-def item(word: str, **own: Any) -> Item:
+def item(word: str, **own: Any) -> PageItem:
     """An item whose every text is `word`."""
     place = dict.fromkeys(("dataset", "path", "source_path", "mask_path"), word)
     place |= {"role": "eval", "regularisation": True, "repeats": 2, "weight": 2.0}
     cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
     sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
-    return Item(place, sample, (60, 48), 0.2, 0.0, captions=(word, ""), more_captions=1, **own)
+    return PageItem(place, sample, (60, 48), 0.2, 0.0, captions=(word, ""), more_captions=1, **own)
 
 
 def plan_page(word: str) -> Page:
-    looks = [Look((DOT,), times, DOT, source=DOT, masked=(DOT,)) for times in ((), (0.5,))]
+    looks = [PreviewPictures((DOT,), times, DOT, source=DOT, masked=(DOT,)) for times in ((), (0.5,))]
     items = [item(word, problem=word), *(item(word, look=look) for look in looks)]
     line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word]}
     own = {"title": word, "facts": [word], "buckets": [line], "exclusions": [(word, word, [line]), (word, word, [])]}
-    pieces = list(render("plan.html", sections=[Section(word, line, word, items)], **own))
+    pieces = list(render_template("plan.html", sections=[BucketSection(word, line, word, items)], **own))
     assert len(pieces) > len(items)  # it is rendered an item at a time
     return Page(b"".join(pieces).decode())
 
@@ -189,9 +191,9 @@ def test_a_clip_that_ends_early_is_shown_with_its_reason(project) -> None:
     path = home.video("clip.mp4", frames=48, rate=24)
     planned(home)
     sample = rows(home)["clip.mp4"]
-    task = looking.Task(sample | {"start": 1.5}, (64, 48), (path, sample["media_id"]), None, None, "pyav")
+    task = sample_preview.PreviewTask(sample | {"start": 1.5}, (64, 48), (path, sample["media_id"]), None, None, "pyav")
     with pytest.raises(MediaError, match=r"ends at 2\.0"):
-        looking.look(task)
+        sample_preview.render_preview(task)
 
 
 def test_an_item_that_takes_too_long_costs_itself_alone(project) -> None:
@@ -209,7 +211,7 @@ def test_a_bucket_has_the_line_that_bucket_prints(project) -> None:
         home.image(f"{number}.png", (64 + 16 * (number % 5), 64), seed=number)
     table = planned(home).details["buckets"]
     config = home.config()
-    sheet = Sheet.of(Store(config.root), config, current_plan(Store(config.root), config))
+    sheet = PlanTable.of(Store(config.root), config, current_plan(Store(config.root), config))
     assert len(table) > 1 and sheet.lines() == table
     _, page = show(home, items=20)
     for row in table:
@@ -267,7 +269,7 @@ def test_an_i2i_source_stands_beside_its_target(project) -> None:
     _, page = show(home)
     sample = rows(home)["pair.png"]
     [shown] = page.pictures("source of pair.png")
-    assert alike(shown, fit_image(source, sample["source_geometry"]))
+    assert alike(shown, read_cropped_image(source, sample["source_geometry"]))
     assert "regularisation" in page.article("pair.png") and "source: pair.png" in page.article("pair.png")
 
 
@@ -283,8 +285,8 @@ def test_a_mask_is_laid_over_what_is_not_trained(project) -> None:
     _, page = show(home)
     sample = rows(home)["one.png"]
     [shown] = page.pictures("mask of one.png")
-    mask = read_mask(home.folder / "masks" / "one.png", "image", sample["mask_geometry"], [])[0] > 0
-    pixels = fit_image(path, sample["geometry"])
+    mask = read_sample_mask(home.folder / "masks" / "one.png", "image", sample["mask_geometry"], [])[0] > 0
+    pixels = read_cropped_image(path, sample["geometry"])
     assert alike(shown[:, 36:], pixels[:, 36:]) and mask[:, 36:].all()
     left = shown[:, :28].reshape(-1, 3).mean(axis=0)
     assert left[0] > left[1] + 60 and left[0] > left[2] + 60
@@ -307,7 +309,7 @@ def test_rules_have_their_counts_and_examples(project) -> None:
     planned(home, "stages.max_reject_fraction=1.0")
     _, page = show(home)
     assert "too-small" in page.text and "not-an-image" in page.text
-    assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == EXAMPLES
+    assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == MAX_EXAMPLES
     assert not page.of("i")
 
 
@@ -337,9 +339,9 @@ def test_a_bucket_may_be_asked_for(project) -> None:
     report, page = show(home, bucket=["64x64@1"])
     assert [row["bucket"] for row in report.details["buckets"]] == ["64x64@1"]
     assert len(page.articles) == 1
-    with pytest.raises(WrongUse, match="has no 512x512@1"):
+    with pytest.raises(UsageError, match="has no 512x512@1"):
         show(home, bucket=["512x512@1"])
-    with pytest.raises(WrongUse, match="write WIDTHxHEIGHT"):
+    with pytest.raises(UsageError, match="write WIDTHxHEIGHT"):
         show(home, bucket=["large"])
 
 

@@ -15,18 +15,18 @@ from PIL import Image
 
 from cache import shard_io
 from cache.store import Store
-from schemas.console import Report
+from schemas.cli.console import Report
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, preview
-from stages.contactsheet import comparing, poster
-from stages.contactsheet.cached import Caption
-from stages.contactsheet.page import Item, Picture, Section, render
-from stages.contactsheet.resultpage import Result
+from stages.encoding.vae import base
 from stages.media import pixels
 from stages.media.errors import MediaError
-from stages.media.samples import fit_image, read_frames
-from stages.plan import current_plan
-from stages.vae import base
+from stages.media.sample_reader import read_cropped_image, read_sample_frames
+from stages.pages import clip_comparison, contact_sheet
+from stages.pages.encoded_plan import EncodedCaption
+from stages.pages.html import BucketSection, PageItem, Picture, render_template
+from stages.pages.result_page import SampleResult
+from stages.planning.plan_lookup import current_plan
 from tests.stages.pages import HOSTILE, SEEN, Page, alike, decoded
 
 MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
@@ -57,17 +57,17 @@ def rows(home, *overrides: str) -> dict[str, dict]:
 
 def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
     """uint8 clips encoded, without drawing from the posterior, and decoded, outside of the program."""
-    autoencoder = base.autoencoder(home.config(), torch.device("cpu"))
+    autoencoder = base.load_autoencoder(home.config(), torch.device("cpu"))
     found = []
     for clip in clips_THWC:
-        latents = autoencoder.encode(torch.from_numpy(pixels.normalise(clip))[None], [0], "mode")
+        latents = autoencoder.encode(torch.from_numpy(pixels.normalise_pixels(clip))[None], [0], "mode")
         found.append(autoencoder.decode(latents)[0].numpy())
     return found
 
 
-def seen(pixels_HWC: np.ndarray, box: tuple[int, int] = comparing.IMAGE_BOX) -> np.ndarray:
+def seen(pixels_HWC: np.ndarray, box: tuple[int, int] = clip_comparison.IMAGE_BOX) -> np.ndarray:
     """What is shown of pixels, exactly: `alike` asks too much of WebP where they are noise."""
-    return decoded(comparing.picture(pixels_HWC, box, 1 << 20).uri)
+    return decoded(clip_comparison.encode_picture(pixels_HWC, box, 1 << 20).uri)
 
 
 def decibels(first: np.ndarray, second: np.ndarray) -> float:
@@ -85,7 +85,7 @@ def test_an_image_is_compared_with_what_was_encoded(project) -> None:
     assert (report.done, report.exit_code, report.next_steps) == (2, 0, [])
     numbers = {row["item"]: row for row in report.details["samples"]}
     for name, row in rows(home, *given).items():
-        original = fit_image(home.media / name, row["geometry"])
+        original = read_cropped_image(home.media / name, row["geometry"])
         [reconstruction] = again(home, original[None])
         shown = {what: page.pictures(f"{what}: {name}")[0] for what in ("original", "reconstruction")}
         assert alike(shown["original"], original)
@@ -119,9 +119,9 @@ def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> No
     assert all(image["alt"] for image in page.of("img")) and not page.of("script")
     [sheet] = report.details["contact_sheets"]
     with Image.open(sheet) as drawn:
-        assert drawn.format == "PNG" and drawn.width == poster.WIDTH and drawn.height <= poster.HEIGHT
-        top = poster.MARGIN + poster.LINE + 2 * poster.GAP
-        cut = np.asarray(drawn.convert("RGB"))[top : top + 64, poster.MARGIN : poster.MARGIN + 64]
+        assert drawn.format == "PNG" and drawn.width == contact_sheet.WIDTH and drawn.height <= contact_sheet.HEIGHT
+        top = contact_sheet.MARGIN + contact_sheet.LINE_HEIGHT + 2 * contact_sheet.GAP
+        cut = np.asarray(drawn.convert("RGB"))[top : top + 64, contact_sheet.MARGIN : contact_sheet.MARGIN + 64]
     assert alike(cut, page.pictures("original: one.png")[0])
     later = home.folder / "page-2.png"
     later.write_bytes(b"of an earlier run")
@@ -136,22 +136,22 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     encoded(home, MODE)
     report, page = show(home, MODE)
     sample = rows(home, MODE)["clip.mp4"]
-    original = read_frames(path, sample, "pyav")
+    original = read_sample_frames(path, sample, "pyav")
     reconstruction, first = again(home, original, original[:1])
     shown = [page.pictures(f"{what}: ") for what in ("original", "reconstruction")]
     places = [0, 2, 5, 7, 9, 11, 14, 16]
-    assert comparing.chosen(17) == places and [len(part) for part in shown] == [9, 9]
+    assert clip_comparison.frame_indices(17) == places and [len(part) for part in shown] == [9, 9]
     for i, place in enumerate(places):
         assert alike(shown[0][i], original[place]), place
-        np.testing.assert_array_equal(shown[1][i], seen(reconstruction[place], comparing.FRAME_BOX))
+        np.testing.assert_array_equal(shown[1][i], seen(reconstruction[place], clip_comparison.FRAME_BOX))
         time = sample["start"] + place / 12
         psnr = decibels(original[place], reconstruction[place])
         assert f"{time:.2f} s, {psnr:.2f} dB" in page.article("clip.mp4")
     [numbers] = report.details["samples"]
     assert numbers["psnr_db"] == pytest.approx(decibels(original, reconstruction), abs=0.006)
     # The condition is the first frame, which is encoded alone.
-    np.testing.assert_array_equal(shown[1][8], seen(first[0], comparing.FRAME_BOX))
-    assert comparing.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
+    np.testing.assert_array_equal(shown[1][8], seen(first[0], clip_comparison.FRAME_BOX))
+    assert clip_comparison.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
 
 
 def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstruction(project) -> None:
@@ -164,7 +164,7 @@ def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstr
     (home.media / "2.png").write_bytes((home.media / "0.png").read_bytes())
     report, page = show(home, MODE)
     assert (report.done, report.exit_code, home.rejects(report)) == (1, 0, {"1.png": "missing", "2.png": "changed"})
-    source = fit_image(home.folder / "sources/0.png", rows(home, MODE)["0.png"]["source_geometry"])
+    source = read_cropped_image(home.folder / "sources/0.png", rows(home, MODE)["0.png"]["source_geometry"])
     [reconstruction] = again(home, source[None])
     [shown] = page.pictures("reconstruction: source of 0.png")
     np.testing.assert_array_equal(shown, seen(reconstruction[0]))
@@ -181,7 +181,7 @@ def test_moments_are_decoded_from_their_mean(project) -> None:
     path = home.image("one.png")
     encoded(home, "latents.posterior=moments")
     report, page = show(home, "latents.posterior=moments")
-    original = fit_image(path, rows(home, "latents.posterior=moments")["one.png"]["geometry"])
+    original = read_cropped_image(path, rows(home, "latents.posterior=moments")["one.png"]["geometry"])
     [reconstruction] = again(home, original[None])
     np.testing.assert_array_equal(page.pictures("reconstruction: one.png")[0], seen(reconstruction[0]))
     assert report.details["samples"][0]["psnr_db"] == pytest.approx(decibels(original, reconstruction[0]), abs=0.006)
@@ -199,7 +199,7 @@ def photos(project):
 
 def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:
     lost = sorted((photos.root / "latents").rglob("*.arrow"))[0]
-    count = len(shard_io.reader(Store(photos.root), str(lost.relative_to(photos.root))))
+    count = len(shard_io.open_reader(Store(photos.root), str(lost.relative_to(photos.root))))
     lost.unlink()
     report, page = show(photos, items=20)
     assert 0 < count < 6 and report.done == len(page.articles) == 6 - count
@@ -214,7 +214,7 @@ def test_the_choice_is_by_identity_and_of_what_is_encoded(photos) -> None:
     report, _ = show(photos, items=2)
     assert sorted(row["sample_id"] for row in report.details["samples"]) == lowest[:2]
     for path in (photos.root / "latents").rglob("*.arrow"):
-        with shard_io.reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
+        with shard_io.open_reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
             ids = list(found.meta.ids)
         if lowest[0] in ids:
             path.unlink()
@@ -225,7 +225,7 @@ def test_the_choice_is_by_identity_and_of_what_is_encoded(photos) -> None:
 
 def test_a_damaged_row_costs_itself_alone(photos) -> None:
     path = sorted((photos.root / "latents").rglob("*.arrow"))[0]
-    with shard_io.reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
+    with shard_io.open_reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
         data = bytes(found.read(0).tensors["latent"].raw())
     content = bytearray(path.read_bytes())
     content[content.index(data) + 5] ^= 1
@@ -238,7 +238,7 @@ def test_a_damaged_row_costs_itself_alone(photos) -> None:
 
 
 def test_a_dry_run_writes_nothing_and_loads_nothing(photos, monkeypatch) -> None:
-    monkeypatch.setattr(base, "autoencoder", lambda *_: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr(base, "load_autoencoder", lambda *_: pytest.fail("loaded for nothing"))
     before = sorted(photos.folder.rglob("*"))
     report = photos.run(preview.run, dry_run=True)
     assert (report.remaining, report.exit_code) == (6, 0)
@@ -263,13 +263,18 @@ def latents_page(word: str) -> Any:
     place |= {"role": "train", "regularisation": False, "repeats": 0, "weight": 1.0}
     cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
     sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
-    item, captions = Item(place, sample, (60, 48), 0.2, 0.0), (Caption(word, 3, 3), Caption(word, problem=word))
-    frames = [comparing.Frame(dot, dot, dot, mse, time) for mse, time in ((650.0, None), (0.0, 0.5))]
-    shown = [Result(item, captions, comparing.Comparison((frame,), frame.mse, frame)) for frame in frames]
-    shown += [Result(item, captions, None, MediaError("missing", word, word, word), LatentpressError(word, word))]
+    item, captions = (
+        PageItem(place, sample, (60, 48), 0.2, 0.0),
+        (EncodedCaption(word, 3, 3), EncodedCaption(word, problem=word)),
+    )
+    frames = [clip_comparison.ComparedFrame(dot, dot, dot, mse, time) for mse, time in ((650.0, None), (0.0, 0.5))]
+    shown = [SampleResult(item, captions, clip_comparison.Comparison((frame,), frame.mse, frame)) for frame in frames]
+    shown += [SampleResult(item, captions, None, MediaError("missing", word, word, word), LatentpressError(word, word))]
     line = {"bucket": "64x64@1", word: word}
     own = {"title": word, "facts": [word], "buckets": [line], "lowest": shown[:2], "difference": word}
-    return Page(b"".join(render("latents.html", sections=[Section(word, line, word, shown)], **own)).decode())
+    return Page(
+        b"".join(render_template("latents.html", sections=[BucketSection(word, line, word, shown)], **own)).decode()
+    )
 
 
 def test_whatever_text_a_cache_holds_adds_no_tag_and_no_attribute() -> None:
@@ -284,40 +289,42 @@ def test_whatever_text_a_cache_holds_adds_no_tag_and_no_attribute() -> None:
 
 @given(st.integers(1, 500))
 def test_chosen_frames_are_spread_from_the_first_to_the_last(count: int) -> None:
-    places = comparing.chosen(count)
-    assert (places[0], places[-1], len(places)) == (0, count - 1, min(count, comparing.FRAMES))
+    places = clip_comparison.frame_indices(count)
+    assert (places[0], places[-1], len(places)) == (0, count - 1, min(count, clip_comparison.MAX_COMPARED_FRAMES))
     gaps = np.diff(places)
     assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
 
 
 def test_psnr_of_known_differences() -> None:
     black = np.zeros((1, 8, 8, 3), np.uint8)
-    assert comparing.psnr(comparing.errors(black, black + np.uint8(255))[0]) == 0
-    assert comparing.psnr(comparing.errors(black, black + np.uint8(1))[0]) == pytest.approx(48.1308, abs=1e-4)
-    assert comparing.psnr(comparing.errors(black, black)[0]) == math.inf
+    assert clip_comparison.psnr(clip_comparison.frame_errors(black, black + np.uint8(255))[0]) == 0
+    assert clip_comparison.psnr(clip_comparison.frame_errors(black, black + np.uint8(1))[0]) == pytest.approx(
+        48.1308, abs=1e-4
+    )
+    assert clip_comparison.psnr(clip_comparison.frame_errors(black, black)[0]) == math.inf
 
 
 def test_pictures_keep_to_their_bytes_and_small_ones_are_not_enlarged() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (400, 600, 3), dtype=np.uint8)
-    large, small = (comparing.picture(noise, comparing.IMAGE_BOX, size) for size in (1 << 20, 6000))
+    large, small = (clip_comparison.encode_picture(noise, clip_comparison.IMAGE_BOX, size) for size in (1 << 20, 6000))
     assert (large.width, large.height) == (384, 256)
     assert len(small.data) <= 6000 < len(large.data)
-    assert comparing.picture(noise[:20, :30], comparing.IMAGE_BOX, 1 << 20).width == 30
+    assert clip_comparison.encode_picture(noise[:20, :30], clip_comparison.IMAGE_BOX, 1 << 20).width == 30
 
 
 def test_contact_sheets_are_as_many_as_it_takes() -> None:
-    flat = comparing.picture(np.full((300, 300, 3), 90, np.uint8), comparing.IMAGE_BOX, 1 << 20)
+    flat = clip_comparison.encode_picture(np.full((300, 300, 3), 90, np.uint8), clip_comparison.IMAGE_BOX, 1 << 20)
     found = [_result(flat, number) for number in range(16)]
     line = {"bucket": "64x64@1", "samples": 16, "encoded": 16, "shown": 16, "mean_psnr_db": 20.0}
-    sheets = list(poster.sheets(found, [line]))
+    sheets = list(contact_sheet.draw_sheets(found, [line]))
     assert len(sheets) > 1
     for data in sheets:
         with Image.open(io.BytesIO(data)) as sheet:
-            assert sheet.width == poster.WIDTH and sheet.height <= poster.HEIGHT
+            assert sheet.width == contact_sheet.WIDTH and sheet.height <= contact_sheet.HEIGHT
 
 
-def _result(shown: Picture, number: int) -> Result:
-    frame = comparing.Frame(shown, shown, shown, 650.0, None)
+def _result(shown: Picture, number: int) -> SampleResult:
+    frame = clip_comparison.ComparedFrame(shown, shown, shown, 650.0, None)
     place = {"dataset": "photos", "path": f"{number}.png", "bucket": "64x64@1", "sample_id": f"{number:032x}"}
-    item = Item(place, {}, None, 0.0, 0.0)
-    return Result(item, (Caption("words " * 40, 12, 12),), comparing.Comparison((frame,), 650.0))
+    item = PageItem(place, {}, None, 0.0, 0.0)
+    return SampleResult(item, (EncodedCaption("words " * 40, 12, 12),), clip_comparison.Comparison((frame,), 650.0))

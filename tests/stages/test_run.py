@@ -11,11 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from schemas.console import Console, Options, Report, execute
+from schemas.cli.console import Console, Options, Report, run_program
+from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
-from schemas.loading import load
 from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run
-from stages.cli import PROGRAMS, module_of
+from stages.cli import PROGRAMS, program_module
 from tests.project import Project
 from tests.reports import odd_keys
 from trainer.__main__ import run as train
@@ -87,7 +87,7 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     a_dry_run_of_what_is_done_does_nothing(home)
     away = a_set_elsewhere(home)
     monkeypatch.chdir(away)
-    assert execute("train", train, Options(Path("pipeline.yaml"), json=True)) == 0
+    assert run_program("train", train, Options(Path("pipeline.yaml"), json=True)) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["done"] == 6 and "warning" not in said.err
     here, there = (folder / "output" / "first" / "metrics.jsonl" for folder in (home.folder, away))
@@ -162,11 +162,11 @@ def test_every_program_reports_in_snake_case(home: Project, monkeypatch: pytest.
     path, out = home.folder / "pipeline.yaml", str(home.folder / "exported")
     own: dict[str, dict] = {"preview": {"plan": True}, "export": {"to": out}, "import": {"source": out}}
     for program in PROGRAMS:
-        called = train if program == "train" else importlib.import_module(module_of(program)).run
+        called = train if program == "train" else importlib.import_module(program_module(program)).run
         for dry_run in (True, False):
             options = Options(path, dry_run=dry_run, json=True)
             try:
-                document = called(load(path), options, Console(json=True), **own.get(program, {})).document()
+                document = called(load_config(path), options, Console(json=True), **own.get(program, {})).document()
                 assert (document["program"] == program and document["details"]) or program == "decode"
             except LatentpressError as error:
                 assert program == "encode-vision", error  # which this configuration does not want

@@ -8,8 +8,8 @@ import pytest
 
 from cache.opening import open_set
 from cache.store import Store
-from cache.trainset import NoSet
-from schemas.errors import REMAINS, USAGE
+from cache.trainset import SetNotFound
+from schemas.errors import INCOMPLETE, USAGE
 from stages import bucket, discover, encode_latents, encode_text, export, index, status
 from trainer.__main__ import run as train
 
@@ -73,9 +73,9 @@ def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, t
 def test_a_changed_configuration_has_no_set_until_it_is_made(photos) -> None:
     first = made(photos)
     changes = ["datasets.photos.prepend=new", "text.max_length=64", "datasets.photos.resolution=96"]
-    with pytest.raises(NoSet) as caught:
+    with pytest.raises(SetNotFound) as caught:
         photos.run(train, *changes)
-    assert caught.value.exit_code == REMAINS
+    assert caught.value.exit_code == INCOMPLETE
     assert "datasets.photos.resolution is 64.0 in the set and 96.0 in the configuration" in caught.value.message
     assert 'datasets.photos.prepend is "" in the set and "new" in the configuration' in caught.value.message
     assert "text.max_length is 300 in the set and 64 in the configuration" in caught.value.message
@@ -120,7 +120,7 @@ def test_sets_of_older_releases_are_indexed_again(photos) -> None:
     for pointer in (photos.root / "sets").glob("current-*-*.json"):
         if "sana" not in pointer.name:
             pointer.unlink()
-    with pytest.raises(NoSet, match="older release"):
+    with pytest.raises(SetNotFound, match="older release"):
         trained_on(photos)
     assert open_set(Store(photos.root), first, "sana", "t2i").id == first
     assert trained_on(photos, f"train.set={first}") == first
@@ -141,7 +141,7 @@ def test_other_media_under_the_same_id_are_discovered_and_planned(photos, change
         photos.run(bucket.run, other)
     photos.run(discover.run, other)
     assert photos.run(bucket.run, other).exit_code == 0
-    with pytest.raises(NoSet):
+    with pytest.raises(SetNotFound):
         trained_on(photos, other)
     assert trained_on(photos) == first
 

@@ -10,13 +10,14 @@ import pyarrow as pa
 import pytest
 
 from cache.files import StoreError
-from cache.shard import Row, SetAside, ShardMeta
-from cache.shard_io import reader, writer
+from cache.shard import RejectedMember, ShardMeta, ShardRow
+from cache.shard_io import open_reader, open_writer
 from cache.store import Store
 from cache.tensors import Array
-from schemas.tables import SET_SHARDS
-from stages import bucket, discover, encode_latents, export, index, soundness, verify
-from stages.soundness import Made, Tensors
+from schemas.tables import SET_SHARDS_SCHEMA
+from stages import bucket, discover, encode_latents, export, index, verify
+from stages.maintenance import shard_checks
+from stages.maintenance.shard_checks import CacheSpec, TensorChecker
 
 
 def first(home, kind: str) -> str:
@@ -31,7 +32,7 @@ def flip(home, kind: str) -> str:
 
 
 def spoil(root, rel: str) -> None:
-    with reader(Store(root), rel) as shard:
+    with open_reader(Store(root), rel) as shard:
         tensor = bytes(next(iter(shard.read(0).tensors.values())).raw())
     data = bytearray((root / rel).read_bytes())
     data[data.index(tensor) + len(tensor) // 2] ^= 1
@@ -41,12 +42,12 @@ def spoil(root, rel: str) -> None:
 def rewrite(home, rel: str, change) -> None:
     """Write the shard anew, with checksums that are right, after `change(meta, rows)`."""
     store = Store(home.root)
-    with reader(store, rel) as shard:
+    with open_reader(store, rel) as shard:
         meta, rows = shard.meta, [shard.read(i) for i in range(len(shard))]
     change(meta, rows)
     meta.ids = []  # written whatever the plan says
     columns = {name: array.dtype for row in rows for name, array in row.tensors.items()}
-    with writer(store, rel.rpartition(".")[0], meta, columns) as out:
+    with open_writer(store, rel.rpartition(".")[0], meta, columns) as out:
         for row in rows:
             out.add(row)
         out.finish()
@@ -98,8 +99,8 @@ def test_a_damaged_shard_of_another_configuration_is_only_set_aside(encoded) -> 
     store, path = Store(encoded.root), first(encoded, "latents")
     for suffix in ("", "0"):
         meta = ShardMeta("latents", "f" * 24, f"64x64@1-0{suffix}", "64x64@1")
-        with writer(store, f"latents/{meta.fingerprint}/{meta.unit}", meta, {"latent": "float32"}) as out:
-            out.add(Row("a", {"latent": Array.from_numpy(np.zeros((16, 1, 8, 8), np.float32))}))
+        with open_writer(store, f"latents/{meta.fingerprint}/{meta.unit}", meta, {"latent": "float32"}) as out:
+            out.add(ShardRow("a", {"latent": Array.from_numpy(np.zeros((16, 1, 8, 8), np.float32))}))
             other = out.finish()
     assert encoded.run(verify.run).exit_code == 0
     (encoded.root / other).write_bytes((encoded.root / path).read_bytes())
@@ -172,10 +173,10 @@ def test_what_a_set_names_outside_its_shards_is_not_moved(encoded, path) -> None
     """As in a root that was copied from elsewhere."""
     encoded.run(index.run)
     store = Store(encoded.root)
-    (id,) = soundness.current_sets(store)
+    (id,) = shard_checks.current_set_ids(store)
     rows = store.read_table(f"sets/{id}/shards.arrow").to_pylist()
     rows[0]["path"] = path
-    store.write_table(f"sets/{id}/shards.arrow", pa.Table.from_pylist(rows, SET_SHARDS))
+    store.write_table(f"sets/{id}/shards.arrow", pa.Table.from_pylist(rows, SET_SHARDS_SCHEMA))
     secret = encoded.folder / "secret.arrow"
     secret.write_bytes(b"mine")
     for repair in (False, True):
@@ -235,10 +236,10 @@ def test_a_shard_is_compared_with_its_plan(encoded) -> None:
         rows.pop()
 
     def invent(meta, rows) -> None:
-        meta.set_aside.append(SetAside("0" * 32, "missing", "x"))
+        meta.set_aside.append(RejectedMember("0" * 32, "missing", "x"))
 
     def both(meta, rows) -> None:
-        meta.set_aside.append(SetAside(rows[0].id, "missing", "x"))
+        meta.set_aside.append(RejectedMember(rows[0].id, "missing", "x"))
 
     def elsewhere(meta, rows) -> None:
         meta.bucket = "64x64@1"
@@ -263,11 +264,11 @@ def test_a_number_that_is_not_finite_is_found_and_rejected_by_repair(encoded, ba
     assert damage["path"] == path and "latent has numbers that are NaN or infinite" in damage["message"]
 
 
-FLUX = Made.of({"stage": "encode-latents", "autoencoder": "flux", "precision": "float32"})
+FLUX = CacheSpec.of({"stage": "encode-latents", "autoencoder": "flux", "precision": "float32"})
 
 
-def row(**shapes: tuple[int, ...]) -> Row:
-    return Row("a", {name: Array.from_numpy(np.zeros(shape, np.float32)) for name, shape in shapes.items()})
+def row(**shapes: tuple[int, ...]) -> ShardRow:
+    return ShardRow("a", {name: Array.from_numpy(np.zeros(shape, np.float32)) for name, shape in shapes.items()})
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def row(**shapes: tuple[int, ...]) -> Row:
     ],
 )
 def test_shapes_are_those_of_the_bucket(tensors, problem) -> None:
-    seen = Tensors(FLUX)
+    seen = TensorChecker(FLUX)
     seen.bucket = "96x64@1"
     if problem is None:
         seen.check(row(**tensors))
@@ -301,7 +302,7 @@ def test_shapes_are_those_of_the_bucket(tensors, problem) -> None:
 @pytest.mark.parametrize(("mask", "right"), [((3, 8, 12), True), ((1, 8, 12), False), ((9, 8, 12), False)])
 def test_a_clips_mask_has_the_latents_frames(mask, right) -> None:
     """That of one frame for all of a clip's is stored for each latent frame, too."""
-    seen = Tensors(Made("float32", (8, 4), 16))
+    seen = TensorChecker(CacheSpec("float32", (8, 4), 16))
     seen.bucket = "96x64@9"
     if right:
         seen.check(row(latent=(16, 3, 8, 12), mask=mask))
@@ -328,14 +329,14 @@ def test_any_provenance_is_tolerated(encoded, record) -> None:
     assert encoded.run(verify.run).exit_code == 0
 
 
-VISION = Made.of({"stage": "encode-vision", "size": 84, "token": [4, 16]})
+VISION = CacheSpec.of({"stage": "encode-vision", "size": 84, "token": [4, 16]})
 
 
 @pytest.mark.parametrize(("shape", "right"), [((3, 4, 6, 8), True), ((9, 4, 6, 8), False), ((3, 6, 4, 8), False)])
 def test_features_are_on_the_grid_of_their_bucket(shape, right) -> None:
-    seen = Tensors(VISION)
+    seen = TensorChecker(VISION)
     seen.bucket = "96x64@9"
-    features = Row("a", {"vision": Array.from_numpy(np.zeros(shape, "<u2"), "bfloat16")})
+    features = ShardRow("a", {"vision": Array.from_numpy(np.zeros(shape, "<u2"), "bfloat16")})
     if right:
         seen.check(features)
     else:
@@ -344,24 +345,24 @@ def test_features_are_on_the_grid_of_their_bucket(shape, right) -> None:
 
 
 def test_rows_are_alike_and_of_the_precision_that_their_cache_names() -> None:
-    seen = Tensors(Made())
+    seen = TensorChecker(CacheSpec())
     seen.check(row(embeds=(3, 4)))
     with pytest.raises(ValueError, match="in the first row float32 by 4"):
         seen.check(row(embeds=(3, 5)))
     with pytest.raises(ValueError, match=r"is float32, and provenance\.json says bfloat16"):
-        Tensors(Made("bfloat16")).check(row(embeds=(3, 4)))
+        TensorChecker(CacheSpec("bfloat16")).check(row(embeds=(3, 4)))
 
 
 def test_a_shard_that_the_disk_can_not_read_is_no_damage(encoded, monkeypatch) -> None:
     path = first(encoded, "text")
 
-    class Failing(soundness.Whole):
+    class Failing(shard_checks.UnmappedStore):
         def open(self, rel):
             if rel == path:
                 raise StoreError(self.path(rel), "input/output error", "look at the disk")
             return super().open(rel)
 
-    monkeypatch.setattr(verify, "Whole", Failing)
+    monkeypatch.setattr(verify, "UnmappedStore", Failing)
     report = encoded.run(verify.run, repair=True)
     assert (report.exit_code, report.damage) == (3, [])
     assert report.failed[0]["path"] == path and "input/output error" in report.failed[0]["message"]
@@ -381,12 +382,12 @@ def test_a_memory_store_is_verified(encoded) -> None:
 
     there = "memory://verified"
     fsspec.filesystem("memory").put(str(encoded.root), "/verified", recursive=True)
-    store = soundness.Whole(there)
-    present = soundness.shards(store, ("text", "latents"))
+    store = shard_checks.UnmappedStore(there)
+    present = shard_checks.list_shards(store, ("text", "latents"))
     assert len(present) == len(encoded.shards("text")) + len(encoded.shards("latents"))
     rel = min(present)
-    assert soundness.check(store, rel, soundness.Expectations(store)) == []
+    assert shard_checks.check_shard(store, rel, shard_checks.ExpectedShards(store)) == []
     fsspec.filesystem("memory").pipe(f"/verified/{rel}", b"")
-    assert soundness.check(store, rel, soundness.Expectations(store))
-    assert soundness.put_away(store, rel).startswith("damaged/") and not store.exists(rel)
+    assert shard_checks.check_shard(store, rel, shard_checks.ExpectedShards(store))
+    assert shard_checks.move_to_damaged(store, rel).startswith("damaged/") and not store.exists(rel)
     assert json.loads(store.read_bytes(f"{rel.rpartition('/')[0]}/provenance.json"))["stage"]

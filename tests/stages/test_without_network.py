@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cache.compatibility import OtherCheckpoint, pinned, side_multiple
+from cache.compatibility import CheckpointMismatch, bucket_side_multiple, pin_revision
 from cache.store import Store
-from cache.weights import WeightsError, fingerprint_of
+from cache.weights import WeightsError, fingerprint_weights
 from schemas.catalogue import FAMILIES
 from schemas.config.encoding import Model
 
@@ -37,9 +37,9 @@ for name in ("connect", "connect_ex"):
     block(name, socket.socket, lambda self, *_: self.family == socket.AF_UNIX)
 block("getaddrinfo", socket)
 
-from schemas.console import Console, Options
+from schemas.cli.console import Console, Options
 from schemas.errors import LatentpressError
-from schemas.loading import load
+from schemas.config.loading import load_config
 from stages import bucket, discover, encode_latents, encode_text, index, preview, status
 
 said = {}
@@ -47,7 +47,8 @@ for path in map(Path, sys.argv[1:]):
     def call(name, program, dry_run=False, **more):
         before = time.monotonic()
         try:
-            report = program(load(path, ()), Options(path, (), dry_run=dry_run), Console(stderr=io.StringIO()), **more)
+            options, console = Options(path, (), dry_run=dry_run), Console(stderr=io.StringIO())
+            report = program(load_config(path, ()), options, console, **more)
             said[f"{path.stem} {name}"] = ["", json.dumps(report.details, default=str), time.monotonic() - before]
         except LatentpressError as error:
             said[f"{path.stem} {name}"] = [f"{error}; {error.next_step}", "", time.monotonic() - before]
@@ -133,35 +134,35 @@ def test_what_the_catalogue_says_of_attention_shapes_the_plan_and_is_compared(ho
     memo = Store(tmp_path / "root")
     for flavour in FAMILIES["kandinsky5-video"].flavours.values():
         model = Model(family="kandinsky5-video", flavour=flavour.name)
-        assert side_multiple(model) == (128 if flavour.sparse else 16)
+        assert bucket_side_multiple(model) == (128 if flavour.sparse else 16)
         asks = {"attention_type": "regular" if flavour.sparse else "nabla"}  # other than it was known to be
         cached(home, flavour.repo, **asks)
-        assert side_multiple(model) == (128 if flavour.sparse else 16), "on every machine alike"
+        assert bucket_side_multiple(model) == (128 if flavour.sparse else 16), "on every machine alike"
         if flavour.sparse:
-            assert pinned(model, memo).revision == COMMIT
+            assert pin_revision(model, memo).revision == COMMIT
             continue
-        with pytest.raises(OtherCheckpoint, match=r"asks for NABLA .* multiples of 128") as caught:
-            pinned(model, memo)
+        with pytest.raises(CheckpointMismatch, match=r"asks for NABLA .* multiples of 128") as caught:
+            pin_revision(model, memo)
         assert "model.path" in caught.value.next_step
     assert {flavour.sparse for flavour in FAMILIES["kandinsky5-video"].flavours.values()} == {True, False}
 
 
 def test_an_unknown_checkpoint_is_asked(home) -> None:
     cached(home, "someone/video", attention_type="nabla")
-    assert side_multiple(Model(family="kandinsky5-video", path="someone/video")) == 128
+    assert bucket_side_multiple(Model(family="kandinsky5-video", path="someone/video")) == 128
     with pytest.raises(WeightsError, match="can't be had"):
-        side_multiple(Model(family="kandinsky5-video", path="someone/else"))
+        bucket_side_multiple(Model(family="kandinsky5-video", path="someone/else"))
 
 
 def test_a_commit_that_an_encoding_stage_was_told_is_known_where_nothing_was_downloaded(home, tmp_path) -> None:
     model, memo = Model(family="sana"), Store(tmp_path / "root")
     with pytest.raises(WeightsError, match="is not known yet"):
-        fingerprint_of(model.source, ("vae",), None, memo)
+        fingerprint_weights(model.source, ("vae",), None, memo)
     cached(home, model.source)
-    assert pinned(model, memo).revision == COMMIT
+    assert pin_revision(model, memo).revision == COMMIT
     home.rename(tmp_path / "on another machine")
-    assert fingerprint_of(model.source, ("vae",), None, memo)["commit"] == COMMIT
+    assert fingerprint_weights(model.source, ("vae",), None, memo)["commit"] == COMMIT
     [file] = (tmp_path / "root" / "weights").iterdir()
     file.write_bytes(b"\xff{")
     with pytest.raises(WeightsError, match="is not known yet"):
-        fingerprint_of(model.source, ("vae",), None, memo)
+        fingerprint_weights(model.source, ("vae",), None, memo)

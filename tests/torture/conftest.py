@@ -15,7 +15,7 @@ import pytest
 import cache.files
 import cache.store
 from cache import shard_io
-from cache.shard import Row, SetAside, ShardMeta
+from cache.shard import RejectedMember, ShardMeta, ShardRow
 from cache.store import Store
 from cache.tensors import Array
 from tests.processes import forget_forkserver
@@ -43,22 +43,22 @@ class Shards:
     stem = STEM
 
     @staticmethod
-    def row(number: int, width: int = 5) -> Row:
+    def row(number: int, width: int = 5) -> ShardRow:
         rng = np.random.default_rng(number)
         embeds = Array.from_numpy(rng.integers(0, 1 << 16, (number + 1, width), "<u2"), "bfloat16")
         tensors = {"embeds": embeds, "pooled": Array.from_numpy(rng.standard_normal(4, "f4"))}
         if number == 1:
             del tensors["pooled"]
-        return Row(f"id{number}", tensors, {"tokens": number, "share": number / 3, "name": "ü"})
+        return ShardRow(f"id{number}", tensors, {"tokens": number, "share": number / 3, "name": "ü"})
 
     @classmethod
     def write(cls, store: Store, format: str, rows: int = 4, width: int = 5, stem: str = STEM) -> str:
         kind, fingerprint, unit = stem.split("/")
         meta = ShardMeta(kind, fingerprint, unit, "", provenance={"torch": "2.13.0", "libraries": {"a": "1"}})
-        with shard_io.writer(store, stem, meta, COLUMNS, format) as out:
+        with shard_io.open_writer(store, stem, meta, COLUMNS, format) as out:
             for number in range(rows):
                 out.add(cls.row(number, width))
-            out.set_aside(SetAside("bad", "unreadable", "it is empty"))
+            out.set_aside(RejectedMember("bad", "unreadable", "it is empty"))
             return out.finish()
 
     @staticmethod

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from cache import rejects
-from cache.rejects import reject
+from cache.rejects import make_reject
 from cache.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, verify
-from stages.plan import current_plan
+from stages.planning.plan_lookup import current_plan
 from tests.project import Project
 from tests.torture.conftest import LONG, Steps
 from tests.torture.kills import FORMATS, Running, Stage, wait_for
@@ -32,7 +32,7 @@ OLD = "0" * 24  # a fingerprint that nothing uses
 def warm() -> None:
     """The children fork from a process that has imported torch."""
     for stage in ("text", "vae"):
-        importlib.import_module(f"stages.{stage}.worker")
+        importlib.import_module(f"stages.encoding.{stage}.worker")
 
 
 def cases() -> list[tuple[str, str]]:
@@ -95,7 +95,7 @@ class Refuse:
     def renew(self) -> None:
         """Something to remove right beside what a stage is about to write."""
         store, name = Store(self.home.root), self.stage.program.STAGE.name
-        rejects.write(store, f"{name}/{OLD}", "unit-1", [reject(name, "x", "x", "corrupt", "x")])
+        rejects.write_rejects(store, f"{name}/{OLD}", "unit-1", [make_reject(name, "x", "x", "corrupt", "x")])
         age(self.home.root / "rejects" / name / OLD)
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cache import shard, shard_io
 from cache.damage import DamageError
-from cache.shard_io import Readers
+from cache.shard_io import ReaderPool
 from cache.store import Store
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ class Damaged:
         """Where the message, or the member, of the last row begins."""
         if self.rel.endswith(".tar"):
             return json.loads(self.store.read_bytes(self.rel + ".json"))["rows"][3]["tensors"][0] - 512
-        with shard_io.reader(self.store, self.rel) as reader:
+        with shard_io.open_reader(self.store, self.rel) as reader:
             return reader._frames.places[3][0]
 
 
@@ -80,8 +80,8 @@ def whole(tmp_path, shards, format) -> Damaged:
 
 
 @pytest.fixture
-def readers(whole) -> Iterator[Readers]:
-    found = Readers(whole.store)
+def readers(whole) -> Iterator[ReaderPool]:
+    found = ReaderPool(whole.store)
     yield found
     found.close()
 
@@ -91,7 +91,7 @@ def named(damage: DamageError, it: Damaged) -> None:
     assert str(it.path) in text and "latentpress" in text and "encode-text" in text and damage.exit_code == 4
 
 
-def read_all(readers: Readers, it: Damaged) -> list[DamageError]:
+def read_all(readers: ReaderPool, it: Damaged) -> list[DamageError]:
     """Each row is what was written, or damage."""
     found = []
     for number in range(4):
@@ -133,7 +133,7 @@ def test_a_file_that_is_gone_or_replaced_while_it_is_open_is_read_on(whole, read
     assert read_all(readers, whole) == []
     shards.write(whole.store, format, rows=2, width=7)
     assert read_all(readers, whole) == []
-    shard.remove(whole.store, whole.rel)
+    shard.remove_shard(whole.store, whole.rel)
     assert read_all(readers, whole) == []
     readers.close()
     with pytest.raises(DamageError, match="missing"):
@@ -167,7 +167,7 @@ def test_a_tar_beside_the_description_of_another(tmp_path, shards, forked) -> No
     shards.write(store, "webdataset", width=6, stem="text/f00d/t-2")
     assert store.size(rel) == store.size("text/f00d/t-2.tar")
     store.local("text/f00d/t-2.tar").replace(store.local(rel))
-    with shard_io.reader(store, rel) as reader:
+    with shard_io.open_reader(store, rel) as reader:
         for number in range(4):
             with pytest.raises(DamageError):
                 reader.read(number)
@@ -179,7 +179,7 @@ def test_a_disk_that_fails_is_no_damage(whole, monkeypatch) -> None:
 
     from cache.files import StoreError
 
-    with shard_io.reader(whole.store, whole.rel) as reader:
+    with shard_io.open_reader(whole.store, whole.rel) as reader:
 
         def fail(i: int) -> None:
             raise OSError(errno.EIO, "Input/output error")
@@ -208,7 +208,7 @@ def test_a_flipped_bit_of_any_byte(tmp_path, shards, forked, often, name) -> Non
             if shard_io.verify(store, rel):
                 continue
             unseen += 1
-            with shard_io.reader(store, rel) as reader:
+            with shard_io.open_reader(store, rel) as reader:
                 assert [reader.read(i) for i in range(4)] == [shards.row(i) for i in range(4)]
                 assert [member.id for member in reader.meta.set_aside] == ["bad"]
         # Of a small Arrow file more than half is padding, names of columns, and the schema again in the footer.

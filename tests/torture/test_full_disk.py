@@ -43,9 +43,9 @@ def before(request, shards):
 
 def check(store: Store, shards, format: str, expected: dict[str, bytes]) -> None:
     """What is done is whole: as before or as it will be. And done again, it is what it should be."""
-    for rel in shard.done_units(store, "text/f00d").values():
+    for rel in shard.find_done_units(store, "text/f00d").values():
         assert shard_io.verify(store, rel) == []
-        with shard_io.reader(store, rel) as reader:
+        with shard_io.open_reader(store, rel) as reader:
             assert [reader.read(i) for i in range(len(reader))] == [shards.row(n, WIDE) for n in range(len(reader))]
             assert len(reader) in (2, 4)
     shards.write(store, format, width=WIDE)
@@ -92,7 +92,7 @@ def test_killed_at_every_step(tmp_path, shards, format, before, steps, forked, o
         assert ended in (0, signal.SIGKILL)
         assert not any(name.endswith(".tmp") for name in store.names(""))
         check(store, shards, format, expected)
-        store.sweep(older_than_s=-1)
+        store.remove_stale_temps(older_than_s=-1)
         assert temporaries(store.root) == []
         at += often(2, 1)
     assert at > 8

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from cache import arrow, shard, shard_io, wds
 from cache.damage import DamageError
-from cache.shard import BaseReader, Row, ShardMeta
+from cache.shard import BaseShardReader, ShardMeta, ShardRow
 from cache.store import Store
 from schemas.identity import hash_bytes
 
@@ -112,12 +112,12 @@ def put(store: Store, name: str, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def look(store: Store, rel: str, expected: list[Row] | None = None) -> bool:
+def look(store: Store, rel: str, expected: list[ShardRow] | None = None) -> bool:
     """Read the shard in every way. expected: its rows, where it can't be anything but whole or damaged. Whether any of
     it could be read."""
     signal.setitimer(signal.ITIMER_REAL, HANG_S)
     try:
-        reader = shard_io.reader(store, rel)
+        reader = shard_io.open_reader(store, rel)
     except DamageError as damage:
         _sound_error(damage, store, rel)
         return False
@@ -133,7 +133,7 @@ def look(store: Store, rel: str, expected: list[Row] | None = None) -> bool:
     return any(found)
 
 
-def _read(reader: BaseReader, i: int, store: Store, rel: str) -> Row | None:
+def _read(reader: BaseShardReader, i: int, store: Store, rel: str) -> ShardRow | None:
     for verify in (False, True):
         try:
             row = reader.read(i, verify)
@@ -158,7 +158,7 @@ def _sound_error(damage: DamageError, store: Store, rel: str) -> None:
 def _sound_meta(meta: ShardMeta) -> None:
     assert all(type(text) is str for text in (meta.kind, meta.fingerprint, meta.unit, meta.bucket, *meta.ids))
     assert len(set(meta.ids)) == len(meta.ids) and type(meta.provenance) is dict
-    shard.to_json(asdict(meta))
+    shard.canonical_json(asdict(meta))
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def rel(tmp_path, shards, format) -> str:
     return shards.write(Store(tmp_path), format)
 
 
-def rows_of(shards) -> list[Row]:
+def rows_of(shards) -> list[ShardRow]:
     return [shards.row(number) for number in range(4)]
 
 
@@ -217,9 +217,11 @@ def reseal(store: Store, rel: str, change: Callable[[bytes], bytes]) -> Callable
         batches = table.to_batches()
 
         def write(how: Any) -> None:
-            described = change(table.schema.metadata[arrow.META_KEY], how)
+            described = change(table.schema.metadata[arrow.DESCRIPTION_KEY], how)
             checksum = xxhash.xxh3_128_hexdigest(described).encode()
-            schema = table.schema.with_metadata({arrow.META_KEY: described, arrow.META_CHECKSUM_KEY: checksum})
+            schema = table.schema.with_metadata(
+                {arrow.DESCRIPTION_KEY: described, arrow.DESCRIPTION_CHECKSUM_KEY: checksum}
+            )
             sink = pa.BufferOutputStream()
             with pa.ipc.new_file(sink, schema) as file:
                 for batch in batches:
@@ -227,7 +229,7 @@ def reseal(store: Store, rel: str, change: Callable[[bytes], bytes]) -> Callable
             put(store, rel, sink.getvalue().to_pybytes())
     else:
         sidecar = store.read_bytes(rel + ".json")
-        plain = sidecar[: sidecar.rindex(wds.SEAL)] + b"}"
+        plain = sidecar[: sidecar.rindex(wds.CHECKSUM_SUFFIX)] + b"}"
 
         def write(how: Any) -> None:
             put(store, rel + ".json", sealed(change(plain, how)))
@@ -237,7 +239,7 @@ def reseal(store: Store, rel: str, change: Callable[[bytes], bytes]) -> Callable
 
 def sealed(body: bytes) -> bytes:
     open_end = body[:-1]
-    return open_end + wds.SEAL + xxhash.xxh3_128_hexdigest(open_end).encode() + b'"}\n'
+    return open_end + wds.CHECKSUM_SUFFIX + xxhash.xxh3_128_hexdigest(open_end).encode() + b'"}\n'
 
 
 def test_lies_in_the_description(tmp_path, shards, safely, examples, rel) -> None:
@@ -279,7 +281,7 @@ def test_descriptions_that_are_no_plain_json(tmp_path, safely, rel, case) -> Non
     def work() -> None:
         reseal(store, rel, lambda data, how: RAW[case](data))(None)
         with pytest.raises(DamageError):
-            shard_io.reader(store, rel)
+            shard_io.open_reader(store, rel)
         assert not look(store, rel)
 
     safely(work)
@@ -337,7 +339,7 @@ def write_tar(
     store: Store, rel: str, members: list[tuple[str, bytes]], places: list[tuple[int, int]] | None = None
 ) -> None:
     """A tar shard of one row with these members, its sidecar and all checksums in order."""
-    out = wds._Tar(file := pa.BufferOutputStream())
+    out = wds._TarWriter(file := pa.BufferOutputStream())
     found = [tuple(out.add(name, data)) for name, data in members]
     out.end()
     meta = ShardMeta("text", "f00d", "t-1", "", ids=["id0"])
@@ -345,7 +347,7 @@ def write_tar(
     row = {"id": "id0", "checksum": checksum, "tensors": (places or found)[0], "info": (places or found)[1]}
     content = {"size": out.size, "xxh3_128": out.hash.hexdigest(), "rows": [row]}
     put(store, rel, file.getvalue().to_pybytes())
-    put(store, rel + ".json", sealed(as_json(shard.describe(meta, ["id0"], []) | content)))
+    put(store, rel + ".json", sealed(as_json(shard.build_description(meta, ["id0"], []) | content)))
 
 
 def test_lies_in_a_safetensors_header(tmp_path, shards, safely, examples) -> None:
@@ -371,4 +373,4 @@ def test_a_sane_tar_of_the_same_making_is_read(tmp_path, shards) -> None:
     store = Store(tmp_path)
     (tmp_path / "text/f00d").mkdir(parents=True)
     write_tar(store, "text/f00d/t-1.tar", [("id0.safetensors", wds.to_safetensors({})), ("id0.json", b"{}")])
-    assert look(store, "text/f00d/t-1.tar", [Row("id0", {}, {})])
+    assert look(store, "text/f00d/t-1.tar", [ShardRow("id0", {}, {})])

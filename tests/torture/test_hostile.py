@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from cache import arrow, ipc, shard, shard_io, wds
+from cache import arrow, arrow_ipc, shard, shard_io, wds
 from cache.damage import DamageError
 from cache.shard import ShardMeta
 from cache.store import Store
@@ -39,7 +39,7 @@ def _same(ended: int) -> None:
 def refused(store: Store, rel: str, says: str) -> None:
     """That opening, reading or verifying the shard finds damage which names it."""
     with pytest.raises(DamageError, match=says) as caught:
-        with shard_io.reader(store, rel) as reader:
+        with shard_io.open_reader(store, rel) as reader:
             for i in range(len(reader)):
                 reader.read(i)
         for damage in shard_io.verify(store, rel):
@@ -52,9 +52,9 @@ def refused(store: Store, rel: str, says: str) -> None:
 
 
 def described(**changes: Any) -> dict[bytes, bytes]:
-    meta = shard.describe(ShardMeta("text", "f00d", "t-1", ""), changes.pop("ids", ["id0"]), [])
-    text = shard.to_json(meta | changes)
-    return {arrow.META_KEY: text, arrow.META_CHECKSUM_KEY: xxhash.xxh3_128_hexdigest(text).encode()}
+    meta = shard.build_description(ShardMeta("text", "f00d", "t-1", ""), changes.pop("ids", ["id0"]), [])
+    text = shard.canonical_json(meta | changes)
+    return {arrow.DESCRIPTION_KEY: text, arrow.DESCRIPTION_CHECKSUM_KEY: xxhash.xxh3_128_hexdigest(text).encode()}
 
 
 def one_row(size: int = 8, dtype: pa.DataType | None = None, **columns: Any) -> pa.RecordBatch:
@@ -181,8 +181,8 @@ def test_blocks_that_lie_beyond_the_file(tmp_path, safely, place, number) -> Non
     data = bytearray((tmp_path / ARROW).read_bytes())
     (length,) = struct.unpack("<i", data[-10:-6])
     footer = bytes(data[-10 - length : -10])
-    block = ipc._blocks(footer, ipc._at(footer, 0), ipc.FOOTER_BATCHES).tobytes()
-    assert len(block) == ipc.BLOCK.itemsize
+    block = arrow_ipc._read_blocks(footer, arrow_ipc._follow_offset(footer, 0), arrow_ipc.FOOTER_BATCHES).tobytes()
+    assert len(block) == arrow_ipc.BLOCK_DTYPE.itemsize
     at = data.rindex(block)
     struct.pack_into("<i" if place == 1 else "<q", data, at + 8 * place, number % 2**31 if place == 1 else number)
     (tmp_path / ARROW).write_bytes(data)
@@ -202,7 +202,7 @@ def tar_of(tmp_path: Path, shards, change: Callable[[bytearray], object]) -> Sto
     del sidecar["checksum"]
     (tmp_path / TAR).write_bytes(data)
     (tmp_path / SIDECAR).write_bytes(
-        wds.seal(sidecar | {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(bytes(data))})
+        wds.add_checksum(sidecar | {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(bytes(data))})
     )
     return store
 
@@ -235,7 +235,7 @@ HEADERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", HEADERS)
 def test_members_that_are_not_what_their_place_says(tmp_path, shards, safely, case) -> None:
     store = tar_of(tmp_path, shards, lambda data: header(data, **HEADERS[case]))
-    with shard_io.reader(store, TAR) as reader:
+    with shard_io.open_reader(store, TAR) as reader:
         assert reader.read(0) == shards.row(0), "a row is found without the headers"
     safely(lambda: refused(store, TAR, r"row 0, id id0: the header of one of its members is wrong"))
 
@@ -282,7 +282,7 @@ def test_places_that_lie(tmp_path, shards, safely, case, part) -> None:
     sidecar = json.loads(store.read_bytes(SIDECAR))
     del sidecar["checksum"]
     sidecar["rows"][0][part] = PLACES[case]
-    (tmp_path / SIDECAR).write_bytes(wds.seal(sidecar))
+    (tmp_path / SIDECAR).write_bytes(wds.add_checksum(sidecar))
     safely(lambda: refused(store, TAR, "is wrong"))
 
 
@@ -310,12 +310,12 @@ def test_an_arrow_file_of_a_terabyte_of_nothing(tmp_path, shards) -> None:
 def test_a_shard_is_read_below_the_root_alone(tmp_path, rel) -> None:
     Store(tmp_path / "x.arrow")
     with pytest.raises(DamageError, match="leads out"):
-        shard_io.reader(Store(tmp_path / "root"), rel)
+        shard_io.open_reader(Store(tmp_path / "root"), rel)
 
 
 SOURCES = [path for top in ("schemas", "cache", "stages", "trainer") for path in sorted((ROOT / top).rglob("*.py"))]
 #: Its own processes alone: what they send each other is not stored, and nobody else writes it.
-OWN_PROCESSES = {"stages/engines/isolated.py"}
+OWN_PROCESSES = {"stages/engines/sandbox.py"}
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from cache.store import Store
 from stages import bucket, discover, encode_latents
-from stages.media import members
-from stages.media.members import Wanted
+from stages.encoding import member_reader
+from stages.encoding.member_reader import ReadRequest
 from tests.project import Project
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """The children fork from a process that has imported torch; those of the other tests are lighter without it."""
-    importlib.import_module("stages.vae.worker")
+    importlib.import_module("stages.encoding.vae.worker")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_at_a_named_point(latents, steps, forked, point, often) -> None:
 SLOW = "slow.png"
 
 
-def stuck(wanted: Wanted) -> members.Read:
+def stuck(wanted: ReadRequest) -> member_reader.MemberPixels:
     """What a reading process does, but not done with the slow picture for as long as a file stands there: half of it
     is read, and that file says so."""
     path, _ = wanted.files[0]
@@ -78,10 +78,10 @@ def stuck(wanted: Wanted) -> members.Read:
         begun.touch()
         while begun.exists():
             time.sleep(0.02)
-    return members.read(wanted)
+    return member_reader.read_member(wanted)
 
 
-def stuck_reader() -> Callable[[Wanted], members.Read]:
+def stuck_reader() -> Callable[[ReadRequest], member_reader.MemberPixels]:
     return stuck
 
 
@@ -97,7 +97,9 @@ def test_while_a_picture_is_decoded(home, latents, start, monkeypatch) -> None:
     home.run(bucket.run)
     expected = latents.whole()
     with monkeypatch.context() as changed:
-        changed.setattr(members, "reader", stuck_reader)  # the readers' processes import it by its name
+        changed.setattr(
+            member_reader, "make_member_reader", stuck_reader
+        )  # the readers' processes import it by its name
         running = start()
     assert running.until((home.media / f"{SLOW}.begun").exists)
     assert running.kill()

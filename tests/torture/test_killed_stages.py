@@ -23,7 +23,7 @@ from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import SetError
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
-from stages.text.worker import TextWorker
+from stages.encoding.text.worker import TextWorker
 from tests.project import Project
 from tests.torture.conftest import LONG
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 def warm() -> None:
     """The children fork from a process that has imported torch."""
     for stage in ("text", "vae", "vision"):
-        importlib.import_module(f"stages.{stage}.worker")
+        importlib.import_module(f"stages.encoding.{stage}.worker")
 
 
 # -- encoding stages -----------------------------------------------------------------------------------------

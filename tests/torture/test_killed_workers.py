@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from cache.generations import Unit
+from cache.plans import Unit
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
-from schemas.errors import REMAINS
+from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents, encode_text, status
+from stages.encoding.text.worker import TextWorker
 from stages.engines import local
-from stages.engines.jobs import Job, Outcome
-from stages.text.worker import TextWorker
+from stages.engines.jobs import Job, UnitResult
 from tests.processes import ForkedWorkers
 from tests.project import Project
 from tests.torture.conftest import LONG
@@ -33,7 +33,7 @@ PROGRAMS = {"encode-text": encode_text, "encode-latents": encode_latents}
 def warm() -> None:
     """The children fork from a process that has imported torch."""
     for stage in ("text", "vae"):
-        importlib.import_module(f"stages.{stage}.worker")
+        importlib.import_module(f"stages.encoding.{stage}.worker")
 
 
 @pytest.fixture
@@ -167,9 +167,9 @@ def test_a_text_that_always_kills_its_worker_is_named_and_the_rest_is_done(
     def work() -> None:
         monkeypatch.setattr(TextWorker, "encode", deadly)
         report = stage.run(workers=2)
-        assert (report.exit_code, report.remaining, report.done) == (REMAINS, 1, 10)
+        assert (report.exit_code, report.remaining, report.done) == (INCOMPLETE, 1, 10)
         (failed,) = report.failed
-        assert f"died {local.TRIES} times" in failed["message"]
+        assert f"died {local.MAX_UNIT_TRIES} times" in failed["message"]
         lost = [name for name in expected if failed["item"] in name]
         assert stage.files().items() == {name: expected[name] for name in expected if name not in lost}.items()
 
@@ -194,7 +194,7 @@ class Dying:
     def __init__(self, job: Job) -> None:
         self.folder = Path(job.config.root)
 
-    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[Outcome]:
+    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[UnitResult]:
         while (unit := take(True)) is not None:
             if unit.unit_id == "deadly" and once(self.folder / "dead"):
                 (self.folder / "number").write_text(str(os.getpid()))
@@ -203,12 +203,12 @@ class Dying:
             wait_for((self.folder / "deceased").exists)
             number = int((self.folder / "deceased").read_text())
             wait_for(lambda number=number: number not in {each for each, _ in processes()})
-            yield Outcome(unit.unit_id, unit.unit_id, encoded=1)
+            yield UnitResult(unit.unit_id, unit.unit_id, encoded=1)
 
 
 def test_a_unit_for_a_worker_that_has_died_meanwhile(tmp_path, workers, monkeypatch) -> None:
     """Its death is noticed after a unit was sent to it: that one is done by another, too."""
-    pool = local._Pool(Dying, job_of(tmp_path), lambda n: None, lambda message: None)
+    pool = local._WorkerPool(Dying, job_of(tmp_path), lambda n: None, lambda message: None)
     names = ["deadly", *(f"u{number}" for number in range(8))]
     units = [Unit(name, "latents", "8x8@1", ("a",), 1) for name in names]
     wait, waited = local.wait, []
@@ -234,7 +234,7 @@ class Orphan:
     def __init__(self, job: Job) -> None:
         self.folder = Path(job.config.root)
 
-    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[Outcome]:
+    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[UnitResult]:
         unit = take(True)
         assert unit is not None
         reader = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
@@ -256,7 +256,7 @@ class Orphan:
             raise
 
 
-class Deadly(Outcome):
+class Deadly(UnitResult):
     """Kills the program when it is sent there, and whoever sends it is told to end before it could be."""
 
     def __reduce__(self):
@@ -273,7 +273,7 @@ def test_a_worker_without_its_program_cleans_up_undisturbed(tmp_path, workers, m
     root.mkdir()
 
     def work() -> None:
-        pool = local._Pool(Orphan, job_of(root), lambda n: None, lambda message: None)
+        pool = local._WorkerPool(Orphan, job_of(root), lambda n: None, lambda message: None)
         list(pool.run(iter([Unit("u0", "latents", "8x8@1", ("a",), 1)])))
 
     def late(number: int, sent: int) -> None:

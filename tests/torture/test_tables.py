@@ -11,16 +11,27 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from cache import checks, generations, ipc, rejects, tables
-from cache.damage import UNREADABLE, DamageError
-from cache.opening import open_set, pointer
+from cache import arrow_ipc, plans, rejects, table_checks, table_files
+from cache.damage import PARSE_ERRORS, DamageError
+from cache.opening import newest_pointer, open_set
 from cache.store import Store
-from cache.trainset import TABLES as SET_TABLES
-from cache.trainset import set_table
+from cache.trainset import TABLE_CHECKS as SET_TABLES
+from cache.trainset import read_set_table
 from schemas.identity import hash_bytes
-from schemas.tables import ACTIVE, INDEX, MEDIA, SAMPLES, SET_SHARDS, SET_TEXTS, TABLES_VERSION, TEXTS, UNITS
-from stages import mediatable, tablecheck
-from stages.mediatable import Settings
+from schemas.tables import (
+    ACTIVE_SCHEMA,
+    INDEX_SCHEMA,
+    MEDIA_SCHEMA,
+    SAMPLES_SCHEMA,
+    SET_SHARDS_SCHEMA,
+    SET_TEXTS_SCHEMA,
+    TABLES_VERSION,
+    TEXTS_SCHEMA,
+    UNITS_SCHEMA,
+)
+from stages.discovery import media_table
+from stages.discovery.media_table import DiscoverySettings
+from stages.maintenance import table_scan
 
 pytestmark = pytest.mark.slow
 
@@ -48,10 +59,16 @@ def make(root: Path) -> Store:
     """A root with one of each kind of table."""
     store, names = Store(root), {"path": lambda n: f"{n}.png", "dataset": "photos"}
     shared = {"sample_id": id_of, "role": "train", **names}
-    samples = table(SAMPLES, **shared, media_id=id_of, kind="image", geometry=CUT, condition="none")
-    texts = table(TEXTS, text_id=id_of, template="t", text=lambda n: f"picture {n}", negative=False)
+    samples = table(SAMPLES_SCHEMA, **shared, media_id=id_of, kind="image", geometry=CUT, condition="none")
+    texts = table(TEXTS_SCHEMA, text_id=id_of, template="t", text=lambda n: f"picture {n}", negative=False)
     active = table(
-        ACTIVE, **shared, bucket="64x32@1", repeats=2, weight=0.5, regularisation=False, texts=lambda n: [id_of(n)]
+        ACTIVE_SCHEMA,
+        **shared,
+        bucket="64x32@1",
+        repeats=2,
+        weight=0.5,
+        regularisation=False,
+        texts=lambda n: [id_of(n)],
     )
     members = [id_of(n) for n in range(COUNT)]
     units = [
@@ -60,25 +77,31 @@ def make(root: Path) -> Store:
     ]
     prompt = {**PROMPT, "text": id_of(0), "negative": id_of(1), "condition": None}
     info = {"family": "kandinsky5-image", "task": "t2i", "null_text": id_of(1), "validation": [prompt]}
-    planned = {"samples": samples, "texts": texts, "units": pa.Table.from_pylist(units, UNITS), "active": active}
-    plan = generations.publish(store, key="k", info=info, **planned)
-    media = table(MEDIA, path=lambda n: f"{n}.png", media_id=id_of, kind="image", width=80, height=32, captions=["a"])
-    settings = Settings("c", "content", "image", {})
-    mediatable.write_whole(store, "photos", None, media, np.ones(COUNT, bool), settings)
-    mediatable.save_partial(store, "photos", [media], settings)
-    rejects.write(store, "discover", "photos", [rejects.reject("discover", "photos/x", "x.png", "odd", "it is odd")])
+    planned = {"samples": samples, "texts": texts, "units": pa.Table.from_pylist(units, UNITS_SCHEMA), "active": active}
+    plan = plans.publish_plan(store, key="k", info=info, **planned)
+    media = table(
+        MEDIA_SCHEMA, path=lambda n: f"{n}.png", media_id=id_of, kind="image", width=80, height=32, captions=["a"]
+    )
+    settings = DiscoverySettings("c", "content", "image", {})
+    media_table.write_media_table(store, "photos", None, media, np.ones(COUNT, bool), settings)
+    media_table.save_partial_table(store, "photos", [media], settings)
+    rejects.write_rejects(
+        store, "discover", "photos", [rejects.make_reject("discover", "photos/x", "x.png", "odd", "it is odd")]
+    )
     index = table(
-        INDEX, sample_id=id_of, role="train", dataset="photos", bucket="64x32@1", repeats=2, weight=0.5,
+        INDEX_SCHEMA, sample_id=id_of, role="train", dataset="photos", bucket="64x32@1", repeats=2, weight=0.5,
         regularisation=False, shard=1, row=lambda n: n, texts=lambda n: [n],
     )  # fmt: skip
     store.write_table("sets/0123456789abcdef/index.arrow", index)
-    store.write_table("sets/0123456789abcdef/texts.arrow", table(SET_TEXTS, text_id=id_of, shard=0, row=lambda n: n))
+    store.write_table(
+        "sets/0123456789abcdef/texts.arrow", table(SET_TEXTS_SCHEMA, text_id=id_of, shard=0, row=lambda n: n)
+    )
     shards = [{"path": f"{kind}/{'f' * 24}/{kind}-0.arrow", "kind": kind} for kind in ("text", "latents")]
-    store.write_table("sets/0123456789abcdef/shards.arrow", pa.Table.from_pylist(shards, SET_SHARDS))
+    store.write_table("sets/0123456789abcdef/shards.arrow", pa.Table.from_pylist(shards, SET_SHARDS_SCHEMA))
     record = {"format_version": TABLES_VERSION, "id": "0123456789abcdef", "family": "kandinsky5-image", "task": "t2i"}
     record |= {"generation": plan.name, "null_text": 1, "validation": [{**prompt, "text": 0, "negative": 1}]}
     store.publish_json("sets/0123456789abcdef/set.json", record)
-    store.publish_json(pointer("kandinsky5-image", "t2i"), {"id": "0123456789abcdef"})
+    store.publish_json(newest_pointer("kandinsky5-image", "t2i"), {"id": "0123456789abcdef"})
     return store
 
 
@@ -98,7 +121,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture(params=FILES)
 def rel(request, store: Store) -> str:
-    return request.param.format(*generations.names(store))
+    return request.param.format(*plans.list_plans(store))
 
 
 def read(store: Store, rel: str) -> object:
@@ -106,17 +129,17 @@ def read(store: Store, rel: str) -> object:
     top, name, file = f"{rel}//".split("/")[:3]
     what = file.removesuffix(".arrow")
     if top == "media":
-        return store.read_table(rel, mediatable.sound)
+        return store.read_table(rel, media_table.check_media_table)
     if top == "rejects":
-        return rejects.read_one(store, "discover", "photos")
+        return rejects.read_list(store, "discover", "photos")
     if top == "plans":
         return (
-            generations.load(store, name).info
-            if what not in generations.TABLES
-            else generations.table(store, name, what)
+            plans.load_plan(store, name).info
+            if what not in plans.PLAN_TABLES
+            else plans.read_plan_table(store, name, what)
         )
     if what in SET_TABLES:
-        return set_table(store, name, what)
+        return read_set_table(store, name, what)
     return open_set(store, "current", "kandinsky5-image", "t2i").meta
 
 
@@ -172,8 +195,10 @@ def test_a_file_that_was_cut_or_emptied(store, rel, forked) -> None:
 
 def resealed(data: bytes) -> bytes:
     """The file with the checksum that whoever changed it would give it."""
-    plain = tables._FILLED.sub(tables._BLANK, data)
-    return plain.replace(tables._BLANK, tables._MARK + xxhash.xxh3_128_hexdigest(plain).encode())
+    plain = table_files._CHECKSUM_PATTERN.sub(table_files._CHECKSUM_PLACEHOLDER, data)
+    return plain.replace(
+        table_files._CHECKSUM_PLACEHOLDER, table_files._CHECKSUM_PREFIX + xxhash.xxh3_128_hexdigest(plain).encode()
+    )
 
 
 def test_nothing_kills_a_process_though_the_checksum_is_right(store, rel, forked, often) -> None:
@@ -215,7 +240,9 @@ def _views(found: pa.Table) -> tuple[pa.Table, pa.ipc.IpcWriteOptions]:
 def test_what_no_table_is_made_of(store, forked, how: Callable) -> None:
     rel = "media/photos/media.arrow"
     found, options = how(store.read_table(rel))
-    schema = found.schema.with_metadata({**found.schema.metadata, tables.KEY: tables._BLANK})
+    schema = found.schema.with_metadata(
+        {**found.schema.metadata, table_files.CHECKSUM_KEY: table_files._CHECKSUM_PLACEHOLDER}
+    )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema, options=options) as out:
         out.write_table(found)
@@ -254,7 +281,7 @@ def test_what_no_table_is_made_of(store, forked, how: Callable) -> None:
 )  # fmt: skip
 def test_values_that_lead_astray(store, file: str, column: str, value: object) -> None:
     """Written as a program would write them, so that the checksum is right."""
-    (plan,) = generations.names(store)
+    (plan,) = plans.list_plans(store)
     folder = {"media": "media/photos", "index": "sets/0123456789abcdef"}.get(file, f"plans/{plan}")
     folder = "sets/0123456789abcdef" if file in ("set_texts", "shards") else folder
     rel = f"{folder}/{'texts' if file == 'set_texts' else file}.arrow"
@@ -266,7 +293,7 @@ def test_values_that_lead_astray(store, file: str, column: str, value: object) -
     with pytest.raises(DamageError) as caught:
         open_set(again, "current", "kandinsky5-image", "t2i") if folder.startswith("sets") else read(again, rel)
     assert folder in caught.value.path
-    assert tablecheck.damaged(again)[1]
+    assert table_scan.find_damaged_tables(again)[1]
 
 
 def test_a_table_of_an_earlier_release_is_read(store) -> None:
@@ -281,18 +308,20 @@ def test_a_table_of_an_earlier_release_is_read(store) -> None:
         put(store, rel, sink.getvalue().to_pybytes())
 
     write(right)
-    assert Store(store.root).read_table(rel, mediatable.sound).equals(right)
+    assert Store(store.root).read_table(rel, media_table.check_media_table).equals(right)
     write(right.set_column(right.schema.names.index("kind"), "kind", pa.array(["?"] * COUNT)))
     with pytest.raises(DamageError, match="kind is none of"):
-        Store(store.root).read_table(rel, mediatable.sound)
+        Store(store.root).read_table(rel, media_table.check_media_table)
 
 
 def test_a_table_is_read_again_when_another_takes_its_place(store) -> None:
     rel = "rejects/discover/photos.arrow"
-    first = store.read_table(rel, checks.rejected)
-    assert store.read_table(rel, checks.rejected) is first
-    rejects.write(store, "discover", "photos", [rejects.reject("discover", "photos/y", "y.png", "odd", "it is odd")])
-    assert store.read_table(rel, checks.rejected).column("path").to_pylist() == ["y.png"]
+    first = store.read_table(rel, table_checks.check_rejects)
+    assert store.read_table(rel, table_checks.check_rejects) is first
+    rejects.write_rejects(
+        store, "discover", "photos", [rejects.make_reject("discover", "photos/y", "y.png", "odd", "it is odd")]
+    )
+    assert store.read_table(rel, table_checks.check_rejects).column("path").to_pylist() == ["y.png"]
     assert first.column("path").to_pylist() == ["x.png"], "an open table stays as it was"
 
 
@@ -300,25 +329,25 @@ def test_the_checksum_stands_at_both_ends(store, rel) -> None:
     if rel.endswith(".json"):
         pytest.skip("stands there once")
     with store.open(rel) as file:
-        found = tables.checksum(file)
-        place, _ = ipc.footer_place(file)
+        found = table_files.verify_checksum(file)
+        place, _ = arrow_ipc.find_footer(file)
     data = store.read_bytes(rel)
     assert data.count(found.encode()) == 2 and data.index(found.encode()) < place < data.rindex(found.encode())
     assert xxhash.xxh3_128_hexdigest(data.replace(found.encode(), b"\xff" * 32)) == found
     put(store, rel, data.replace(found.encode(), b"0" * 32))
-    with store.open(rel) as file, pytest.raises(UNREADABLE, match="does not match"):
-        tables.checksum(file)
+    with store.open(rel) as file, pytest.raises(PARSE_ERRORS, match="does not match"):
+        table_files.verify_checksum(file)
 
 
 @pytest.mark.parametrize("what", ["flipped", "cut", "gone"])
 def test_verify_names_every_damaged_table(store, rel, what) -> None:
-    count, bad = tablecheck.damaged(store)
+    count, bad = table_scan.find_damaged_tables(store)
     assert count == len(FILES) and not bad
     data = store.read_bytes(rel)
     put(store, rel, data[: len(data) // 2] if what == "cut" else bytes([*data[:40], data[40] ^ 1, *data[41:]]))
     if what == "gone":
         store.remove(rel)
-    _, bad = tablecheck.damaged(Store(store.root))
+    _, bad = table_scan.find_damaged_tables(Store(store.root))
     is_table = rel.startswith(("plans", "sets")) and rel.endswith(".arrow")
     assert set(bad) == ({rel} if what != "gone" or is_table else set())
     assert all(is_named(damage, store, rel) for damage in bad.get(rel, []))

@@ -56,7 +56,7 @@ def test_of_equal_hardware(tmp_path, shards, format, at_once, often) -> None:
     shards.write(alone, format, width=WIDE)
     seen = 0
     for _ in at_once(store, format, lambda number: WIDE, often(12, 400)):
-        for rel in shard.done_units(store, "text/f00d").values():
+        for rel in shard.find_done_units(store, "text/f00d").values():
             assert shard_io.verify(store, rel) == []
             seen += 1
     assert seen > 0
@@ -70,9 +70,9 @@ def test_of_unlike_hardware(tmp_path, shards, format, at_once, often) -> None:
         store = Store(tmp_path / str(turn))
         for _ in at_once(store, format, lambda number: 500 + number, 2):
             time.sleep(0.002)
-        for rel in shard.done_units(store, "text/f00d").values():
+        for rel in shard.find_done_units(store, "text/f00d").values():
             assert shard_io.verify(store, rel) == []
-            with shard_io.reader(store, rel) as reader:
+            with shard_io.open_reader(store, rel) as reader:
                 rows = [reader.read(number) for number in range(4)]
             assert rows in [[shards.row(n, 500 + number) for n in range(4)] for number in range(WORKERS)]
         assert not list(store.root.rglob("*.tmp"))
@@ -83,5 +83,5 @@ def test_of_both_formats(tmp_path, shards) -> None:
     store = Store(tmp_path)
     children = [spawn(lambda f=f: shards.write(store, f, width=WIDE)) for f in ("arrow", "webdataset")]
     assert all(os.waitpid(child, 0)[1] == 0 for child in children)
-    for rel in shard.done_units(store, "text/f00d").values():
+    for rel in shard.find_done_units(store, "text/f00d").values():
         assert shard_io.verify(store, rel) == []

@@ -11,16 +11,16 @@ import pyarrow as pa
 import pytest
 import torch
 
-from cache import current
-from cache.compatibility import side_multiple
-from cache.shard import Row, ShardMeta
-from cache.shard_io import writer
+from cache import set_pointers
+from cache.compatibility import bucket_side_multiple
+from cache.shard import ShardMeta, ShardRow
+from cache.shard_io import open_writer
 from cache.store import Store
 from cache.tensors import Array
 from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
-from schemas.recipe import recipe
-from schemas.tables import INDEX, SET_SHARDS, SET_TEXTS, TABLES_VERSION
+from schemas.recipe import build_recipe
+from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 
 Tensors = dict[str, np.ndarray]
 
@@ -76,9 +76,9 @@ class SetWriter:
             unit = f"{kind}-{len(self.shards)}"
             meta = ShardMeta(kind, "f" * 24, unit, "")
             columns = {name: self.dtype for _, tensors in rows for name in tensors}
-            with writer(self.store, f"{kind}/{'f' * 24}/{unit}", meta, columns, self.form) as out:
+            with open_writer(self.store, f"{kind}/{'f' * 24}/{unit}", meta, columns, self.form) as out:
                 for number, (id, tensors) in enumerate(rows[half::2]):
-                    out.add(Row(id, {name: self.array(value) for name, value in tensors.items()}))
+                    out.add(ShardRow(id, {name: self.array(value) for name, value in tensors.items()}))
                     places[id] = (len(self.shards), number)
                 self.shards.append({"path": out.finish(), "kind": kind})
         return [places[id] for id, _ in rows]
@@ -124,18 +124,22 @@ def write_set(
     text_rows = [
         {"text_id": f"{ids}-text{i}", "shard": place[0], "row": place[1]} for i, place in enumerate(text_places)
     ]
-    tables = (("shards", SET_SHARDS, out.shards), ("texts", SET_TEXTS, text_rows), ("index", INDEX, index))
+    tables = (
+        ("shards", SET_SHARDS_SCHEMA, out.shards),
+        ("texts", SET_TEXTS_SCHEMA, text_rows),
+        ("index", INDEX_SCHEMA, index),
+    )
     for table, schema, rows in tables:
         out.store.write_table(f"sets/{name}/{table}.arrow", pa.Table.from_pylist(list(rows), schema))
     family, task = config.model.family, config.model.task
     meta = {"format_version": TABLES_VERSION, "id": name, "family": family, "task": task, "null_text": 0}
-    meta |= {"flavour": config.model.chosen.name, "template": "made", "generation": "none"}
+    meta |= {"flavour": config.model.flavour_spec.name, "template": "made", "generation": "none"}
     meta |= {"validation": validation, "counts": {"samples": len(items), "texts": len(texts)}}
-    made = recipe(config, side_multiple(config.model))
+    made = build_recipe(config, bucket_side_multiple(config.model))
     weights = {"weights": {"content": "those of encoders that are not here"}}
     meta |= {"recipe": made, "provenance": {kind: made[kind] | weights for kind in ("text", "latents")}}
     out.store.publish_bytes(f"sets/{name}/set.json", json.dumps(meta).encode())
-    current.point(out.store, meta)
+    set_pointers.update_pointers(out.store, meta)
     return root
 
 

@@ -10,11 +10,18 @@ from cache import files
 from schemas.config.training import Optimizer
 from schemas.errors import DAMAGE
 from trainer import checkpoint, resume
-from trainer.optim import BadSteps, DivergedError, clip, learning_rate, make_optimizer, set_rate
+from trainer.setup.optim import (
+    BadStepCounter,
+    DivergedError,
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
 
 
 def newest(folder: Path) -> resume.Checkpoint:
-    found, damaged = resume.newest(folder, verify=True)
+    found, damaged = resume.newest_checkpoint(folder, verify=True)
     assert found is not None and not damaged
     return found
 
@@ -91,7 +98,7 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     checkpoint.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
     assert newest(tmp_path).step == 1_000_000
-    assert resume.newest(tmp_path / "none") == (None, [])
+    assert resume.newest_checkpoint(tmp_path / "none") == (None, [])
 
 
 def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
@@ -101,11 +108,11 @@ def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
     data = {"digest": "d1", "set": "a", "samples": 3, "captions": 4}
     checkpoint.save(tmp_path, 1, parameters, optimizer, {**saved, "data": data}, {})
     found = newest(tmp_path)
-    resume.check_terms(found, {**saved, "data": {**data, "set": "b"}})
-    resume.check_terms(found, {"seed": 1})
+    resume.check_signature(found, {**saved, "data": {**data, "set": "b"}})
+    resume.check_signature(found, {"seed": 1})
     other = {"seed": 2, "transformer": "xyz", "betas": (0.9, 0.95), "adapter": {"rank": 4, "alpha": 2.0, "type": "x"}}
     with pytest.raises(resume.ResumeError) as caught:
-        resume.check_terms(found, {**other, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
+        resume.check_signature(found, {**other, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
     lines = caught.value.message.splitlines()
     assert lines[0].endswith("can't be continued with this configuration:") and sorted(lines[1:]) == [
         "  the transformer has another shape",
@@ -157,17 +164,17 @@ def test_the_checkpoint_before_a_damaged_one_is_found(tmp_path: Path, damage: st
     for number in (1, 2):
         last = checkpoint.save(tmp_path, number, parameters, optimizer, {}, {})
     DAMAGES[damage](last)
-    found, damaged = resume.newest(tmp_path, verify=True)
+    found, damaged = resume.newest_checkpoint(tmp_path, verify=True)
     assert found is not None and found.step == 1
     assert [one.path for one in damaged] == [last] and damaged[0].reason
-    assert checkpoint.put_aside(damaged[0]).name == "damaged-step-000002.1"
+    assert checkpoint.quarantine(damaged[0]).name == "damaged-step-000002.1"
     checkpoint.prune(tmp_path, 1)
     assert newest(tmp_path).step == 1
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "damaged-step-000002.1"}
     if damage != "another step":
         DAMAGES[damage](tmp_path / "step-000001")
-        with pytest.raises(resume.CheckpointDamage, match=r"step-000001: .*\n.*another train\.run") as caught:
-            resume.newest(tmp_path, verify=True)
+        with pytest.raises(resume.NoUsableCheckpoint, match=r"step-000001: .*\n.*another train\.run") as caught:
+            resume.newest_checkpoint(tmp_path, verify=True)
         assert caught.value.exit_code == DAMAGE
 
 
@@ -199,7 +206,7 @@ def test_learning_rate() -> None:
     assert rates[2:] == sorted(rates[2:], reverse=True) and 0 < rates[-1] < 0.1
     assert learning_rate(Optimizer(lr=3.0, warmup=0), 0, 5) == 3.0
     optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(1))], constant)
-    set_rate(optimizer, 0.5)
+    set_learning_rate(optimizer, 0.5)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -214,12 +221,12 @@ def test_the_optimizer_is_adamw_as_configured() -> None:
 def test_clipping_scales_to_the_norm() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    assert clip(parameters, 1.0) == pytest.approx(5.0)
+    assert clip_gradients(parameters, 1.0) == pytest.approx(5.0)
     assert parameters[0].grad[0] == pytest.approx(0.6, abs=1e-4)
 
 
 def test_bad_steps_are_counted_and_end_the_run() -> None:
-    bad = BadSteps(2)
+    bad = BadStepCounter(2)
     assert bad.finite(0, 1.0, 1.0)
     assert not bad.finite(1, float("nan"), 1.0)
     assert not bad.finite(2, 1.0, float("inf"))
@@ -229,4 +236,4 @@ def test_bad_steps_are_counted_and_end_the_run() -> None:
     with pytest.raises(DivergedError, match=r"3 of the last 100.*max_bad_steps is 2"):
         bad.finite(152, float("nan"), 1.0)
     with pytest.raises(DivergedError, match=r"learning rate|train\.optimizer\.lr"):
-        BadSteps(0).finite(0, float("nan"), 1.0)
+        BadStepCounter(0).finite(0, float("nan"), 1.0)

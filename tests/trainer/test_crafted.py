@@ -8,7 +8,7 @@ import pytest
 
 from cache.damage import DamageError
 from cache.opening import find_set
-from schemas.console import DAMAGE, Options, execute
+from schemas.cli.console import DAMAGE, Options, run_program
 from trainer import metrics
 from trainer.__main__ import run as program_run
 
@@ -92,7 +92,7 @@ def test_what_cant_be_trained_on_is_named(make_config, make_set, made, kind, cra
     craft(items, null, prompts)
     make_set(config, items, null, [], form=form)
     data = find_set(config.root, "current", config.model.family, config.model.task)
-    data.widths = {}
+    data.text_widths = {}
     found = []
     for row in range(len(data)):
         try:
@@ -115,7 +115,7 @@ def test_a_crafted_validation_prompt_is_named(make_config, make_set, made, part)
         prompts[0].condition = np.repeat(prompts[0].condition, 2, 1)
     make_set(config, items, null, prompts)
     data = find_set(config.root, "current", config.model.family, config.model.task)
-    data.widths = {}
+    data.text_widths = {}
     with pytest.raises(DamageError, match=r"row \d+, id set1-.*(NaN|condition is of shape \(16, 2, 8, 8\))"):
         _ = data.validation
 
@@ -134,11 +134,11 @@ def test_training_ends_as_damage_does(make_config, make_set, made, tmp_path, cap
     make_set(config, items, null, [])
     path = tmp_path / "pipeline.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-    assert execute("train", program_run, Options(path, json=True)) == DAMAGE
+    assert run_program("train", program_run, Options(path, json=True)) == DAMAGE
     report = json.loads(capsys.readouterr().out)
     damage = report["damage"][0]
     assert damage["item"].startswith("set1-") and f"row {damage['row']}: " in damage["message"]
     assert "--repair" in report["next_steps"][0]
-    lines = metrics.read(Path(config.output) / "run" / "metrics.jsonl")
+    lines = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
     assert all(not line.get("skipped") for line in lines)
     assert craft is not narrow or ("48 wide, and the transformer reads 64" in damage["message"] and not lines)

@@ -12,31 +12,33 @@ import torch
 
 from cache.damage import DamageError
 from cache.opening import open_set
-from cache.plan import Plan
+from cache.schedule import BatchSchedule
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import TrainSet
-from trainer.data import Feed, draws, read_ahead, tensor
+from trainer.data import BatchLoader, draw_noise, prefetch, to_tensor
 
 
 def opened(config) -> TrainSet:
     return open_set(Store(config.root), "current", config.model.family, config.model.task)
 
 
-def feed(config, batch_size: int = 2, global_batch: int = 4, **options) -> Feed:
+def feed(config, batch_size: int = 2, global_batch: int = 4, **options) -> BatchLoader:
     data = opened(config)
-    return Feed(data, Plan(data.spans, 3, global_batch), batch_size, options.pop("dropout", 0.0), **options)
+    return BatchLoader(
+        data, BatchSchedule(data.spans, 3, global_batch), batch_size, options.pop("dropout", 0.0), **options
+    )
 
 
 def test_tensor_keeps_every_bit_and_is_writable() -> None:
     values = torch.tensor([1.5, -2.25, 3e38, 1e-40]).bfloat16()
     array = Array.from_numpy(values.view(torch.uint16).numpy(), "bfloat16")
-    copied = tensor(array)
+    copied = to_tensor(array)
     assert copied.dtype == torch.bfloat16 and torch.equal(copied, values)
     copied[0] = 7
-    assert tensor(array)[0] == 1.5
+    assert to_tensor(array)[0] == 1.5
     assert torch.equal(
-        tensor(Array.from_numpy(np.arange(6.0).reshape(2, 3).astype("f4"))), torch.arange(6.0).view(2, 3)
+        to_tensor(Array.from_numpy(np.arange(6.0).reshape(2, 3).astype("f4"))), torch.arange(6.0).view(2, 3)
     )
 
 
@@ -141,11 +143,15 @@ def test_ranks_and_micro_batches_cut_the_same_global_batch(make_config, make_set
 
 
 def test_draws_are_standard_and_differ_by_seed_step_and_position() -> None:
-    noise, normal = draws(0, 5, np.arange(400), (4, 1, 4, 4))
+    noise, normal = draw_noise(0, 5, np.arange(400), (4, 1, 4, 4))
     assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
     assert abs(normal.mean()) < 0.15 and abs(normal.std() - 1) < 0.15
-    others = [draws(1, 5, np.arange(2), (4,)), draws(0, 6, np.arange(2), (4,)), draws(0, 5, np.arange(2, 4), (4,))]
-    first = draws(0, 5, np.arange(2), (4,))
+    others = [
+        draw_noise(1, 5, np.arange(2), (4,)),
+        draw_noise(0, 6, np.arange(2), (4,)),
+        draw_noise(0, 5, np.arange(2, 4), (4,)),
+    ]
+    first = draw_noise(0, 5, np.arange(2), (4,))
     assert not any(torch.equal(first[0], other[0]) or torch.equal(first[1], other[1]) for other in others)
 
 
@@ -156,7 +162,7 @@ def test_reading_ahead_keeps_order_and_is_bounded() -> None:
         asked.append(number)
         return number * number
 
-    results = read_ahead(read, range(3, 50), depth=2)
+    results = prefetch(read, range(3, 50), depth=2)
     assert next(results) == 9
     time.sleep(0.3)
     assert len(asked) <= 4
@@ -169,14 +175,14 @@ def test_an_error_in_the_thread_arrives_at_its_place() -> None:
             raise DamageError("x/latents/f/u.arrow", "its checksum does not match", 2, "id")
         return number
 
-    results = read_ahead(read, range(5))
+    results = prefetch(read, range(5))
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(DamageError):
         next(results)
 
 
 def test_leaving_early_ends_the_thread() -> None:
-    results = read_ahead(lambda number: number, range(10**6))
+    results = prefetch(lambda number: number, range(10**6))
     next(results)
     results.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]

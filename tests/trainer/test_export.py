@@ -10,14 +10,14 @@ import torch
 from cache.exporter import Exporter
 from cache.importer import Importer
 from cache.opening import find_set
-from cache.plan import Plan
+from cache.schedule import BatchSchedule
 from cache.store import Store
 from cache.trainset import TrainSet
+from schemas.cli.console import DAMAGE, OK, Console, Options
 from schemas.config.pipeline import Config
-from schemas.console import DAMAGE, OK, Console, Options
 from trainer import metrics
 from trainer.__main__ import run
-from trainer.data import Feed
+from trainer.data import BatchLoader
 
 
 def found(config: Config) -> TrainSet:
@@ -59,7 +59,7 @@ def three(make_config, make_set, tmp_path: Path, request) -> list[Config]:
     return [config, exported, at(config, str(tmp_path / "import" / "sets" / "set1"), "imported")]
 
 
-def flat(feed: Feed, step: int) -> list:
+def flat(feed: BatchLoader, step: int) -> list:
     data = feed.step(step)
     values: list = [data.step, data.epoch, data.bucket]
     for part in data.parts:
@@ -74,7 +74,7 @@ def flat(feed: Feed, step: int) -> list:
 def test_batches_are_the_same_bit_by_bit(three: list[Config]) -> None:
     sets = [found(config) for config in three]
     assert len({type(data).__name__ for data in sets}) == 2
-    feeds = [Feed(data, Plan(data.spans, 5, 4), 2, 0.3) for data in sets]
+    feeds = [BatchLoader(data, BatchSchedule(data.spans, 5, 4), 2, 0.3) for data in sets]
     for step in range(2 * feeds[0].plan.batches_per_epoch):
         expected, *others = [flat(feed, step) for feed in feeds]
         assert others == [expected, expected]
@@ -92,7 +92,7 @@ def test_losses_are_the_same(three: list[Config]) -> None:
     for config in three:
         report = run(config, Options(config=Path("pipeline.yaml")), quiet())
         assert report.exit_code == OK and report.done == 3
-        lines = metrics.read(Path(config.output) / "run" / "metrics.jsonl")
+        lines = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
         losses.append([(line.get("loss"), line.get("eval_loss"), line.get("grad_norm")) for line in lines])
     assert losses[1] == losses[0] == losses[2] and len(losses[0]) > 3
 
@@ -113,7 +113,7 @@ def test_damage_to_an_export_ends_the_run(three: list[Config]) -> None:
 def test_the_resolved_configuration_still_says_where_the_set_lies(three: list[Config]) -> None:
     from ruamel.yaml import YAML
 
-    from trainer.terms import write_config
+    from trainer.run_state import write_config
 
     write_config(three[1], found(three[1]))
     path = Path(three[1].output) / "run" / "config.yaml"

@@ -11,14 +11,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cache.opening import open_set
-from cache.plan import Plan
+from cache.schedule import BatchSchedule
 from cache.store import Store
 from cache.trainset import TrainSet
-from schemas.console import Console
-from trainer import metrics, validate
+from schemas.cli.console import Console
+from trainer import metrics, validation
 from trainer import train as loop
 from trainer.batch import Batch
-from trainer.data import Feed, collate
+from trainer.data import BatchLoader, collate
 from trainer.families import kandinsky5, sana
 from trainer.sampling import SHIFT_KEYS
 
@@ -26,9 +26,9 @@ KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
 ADAPTERS = {"sana": {"type": "full"}}
 
 
-def trained(config) -> tuple[TrainSet, Plan]:
+def trained(config) -> tuple[TrainSet, BatchSchedule]:
     data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
+    plan = BatchSchedule(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
     loop.train(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")  # noqa: SIM115
     return data, plan
 
@@ -46,11 +46,11 @@ def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
     config = make_config(kind, shift=shift, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}))
     make_set(config)
     data, plan = trained(config)
-    (part,) = Feed(data, plan, 1, 0.0).step(0).parts
+    (part,) = BatchLoader(data, plan, 1, 0.0).step(0).parts
     noise, u = part.noise_BCTHW, torch.sigmoid(part.normal_B)
-    s = shift or config.model.chosen.shift
+    s = shift or config.model.flavour_spec.shift
     sigma = s * u / (1 + (s - 1) * u)
-    (line,) = (line for line in metrics.read(Path(config.output) / "run" / "metrics.jsonl") if "loss" in line)
+    (line,) = (line for line in metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl") if "loss" in line)
     assert line["loss"] == pytest.approx(defined_loss(config, part.batch, noise, sigma), rel=1e-5)
 
 
@@ -59,7 +59,7 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor)
     given = 1 if config.model.task == "i2v" else 0
     x0, model = batch.latents_BCTHW, stock_transformer(config)
     family = sana if config.model.family == "sana" else kandinsky5
-    arguments = family.inputs(model, (1 - sigma) * x0 + sigma * noise, sigma, batch, config.model.task)
+    arguments = family.model_inputs(model, (1 - sigma) * x0 + sigma * noise, sigma, batch, config.model.task)
     assert arguments.pop("text_mask_BL", None) is None, "one caption has no padding"
     with torch.no_grad():
         velocity = model(**arguments).sample
@@ -74,12 +74,14 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
     config = make_config(kind, validation=look, steps=1, adapter=ADAPTERS.get(kind, {"rank": 2}))
     make_set(config)
     data, _ = trained(config)
-    first = next(line for line in metrics.read(Path(config.output) / "run" / "metrics.jsonl") if line["step"] == 0)
+    first = next(
+        line for line in metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl") if line["step"] == 0
+    )
     for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []
         for row in (len(data) // 4, 3 * len(data) // 4):
             batch = collate([data.sample(row)], "", config.model.spec, [""])
-            noise = validate.noise_of(f"3/{batch.ids[0]}", "eval", batch.latents_BCTHW.shape[1:])[None]
+            noise = validation.seeded_noise(f"3/{batch.ids[0]}", "eval", batch.latents_BCTHW.shape[1:])[None]
             losses.append(defined_loss(config, batch, noise, torch.tensor([sigma])))
         assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
 
@@ -153,7 +155,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     else:
         pipe.load_lora_weights(run / "adapter")
     latent = load_file(run / "validation" / "step-000002" / "one.safetensors")["latent"]
-    noise = validate.noise_of("7/one", "validation", tuple(latent.shape))[None]
+    noise = validation.seeded_noise("7/one", "validation", tuple(latent.shape))[None]
     sample = data.sample(0)
     given = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
     batch, negative = (

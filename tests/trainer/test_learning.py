@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from cache.opening import open_set
-from cache.plan import Plan
+from cache.schedule import BatchSchedule
 from cache.store import Store
 from cache.trainset import TrainSet
+from schemas.cli.console import Console
 from schemas.config.pipeline import Config
-from schemas.console import Console
 from trainer import train as loop
-from trainer import validate
+from trainer import validation
 
 GRID = {"eval_samples": 8, "eval_sigmas": [0.2, 0.4, 0.6, 0.8], "every": 100_000}
 FAST = {"batch_size": 8, "caption_dropout": 0.0, "gradient_checkpointing": False}
@@ -74,13 +74,15 @@ def learn(make_config, make_set, made):
         make_set(config, *make(made, config, bucket, size))
         make_set(other, *make(made, config, bucket, size, 1))
         data = opened(config)
-        plan = Plan(data.spans, seed, config.train.batch_size)
+        plan = BatchSchedule(data.spans, seed, config.train.batch_size)
         console = Console(stderr=open(os.devnull, "w"))  # noqa: SIM115 (as long-lived as the console)
-        trained = loop.prepare(config, data, plan, console, "cpu")
-        result = loop.fit(trained)["eval_loss"]
+        trained = loop.prepare_training(config, data, plan, console, "cpu")
+        result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()
-        grid = validate.Grid(8, config.validation.eval_sigmas, config.validation.seed, 4)
-        swapped = validate.eval_loss(trained.denoiser, opened(other), grid, torch.device("cpu"), trained.skip_frames)
+        grid = validation.EvalGrid(8, config.validation.eval_sigmas, config.validation.seed, 4)
+        swapped = validation.compute_eval_loss(
+            trained.denoiser, opened(other), grid, torch.device("cpu"), trained.skip_frames
+        )
         return {"before": result["first"], "after": result["last"], "swapped": swapped.mean}
 
     return run

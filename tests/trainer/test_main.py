@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from schemas.console import DAMAGE, OK, REMAINS, USAGE, Console, Options, execute
+from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
 from schemas.errors import INTERRUPTED, TERMINATED
 from trainer import metrics
 from trainer.__main__ import run as program_run
-from trainer.alone import LOCK, Busy, alone
+from trainer.output_lock import LOCK_NAME, OutputLocked, lock_output
 
 LOADS = "loading the transformer"  # what the program says before it does
 
@@ -26,7 +26,7 @@ def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict, str]:
     """Exit code, report, and what was said."""
     path = tmp_path / "pipeline.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-    code = execute("train", program_run, Options(path, json=True, **options))
+    code = run_program("train", program_run, Options(path, json=True, **options))
     said = capsys.readouterr()
     return code, json.loads(said.out), said.err
 
@@ -79,7 +79,7 @@ def test_without_a_model_index_the_transformers_config_tells(
     elif other in ("no JSON", "a list"):
         file.write_text("[1]" if other == "a list" else "{")
     code, report, log = program(on(config, folder), tmp_path, capsys)
-    assert code in (USAGE, REMAINS) and LOADS not in log
+    assert code in (USAGE, INCOMPLETE) and LOADS not in log
     assert said in report["error"]["message"] and report["error"]["next_step"]
 
 
@@ -148,7 +148,7 @@ def test_an_output_that_cant_be_written_is_found_before_a_model_is_loaded(
     place = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "x", "a dangling link": tmp_path / "link"}
     config = config.model_copy(update={"output": str(place.get(output, output))})
     code, report, log = program(config, tmp_path, capsys)
-    assert code == REMAINS and LOADS not in log
+    assert code == INCOMPLETE and LOADS not in log
     assert "can't be written to" in report["error"]["message"] and "output" in report["error"]["next_step"]
 
 
@@ -156,10 +156,10 @@ def test_a_second_trainer_in_the_folder_refuses(make_config, make_set, tmp_path,
     config = make_config("t2i", steps=1)
     make_set(config)
     run_of(config).mkdir(parents=True)
-    with (run_of(config) / LOCK).open("w") as first:
+    with (run_of(config) / LOCK_NAME).open("w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
         code, report, log = program(config, tmp_path, capsys)
-        assert code == REMAINS and LOADS not in log
+        assert code == INCOMPLETE and LOADS not in log
         assert f"another trainer is at work in {run_of(config)}" in report["error"]["message"]
         assert program(config, tmp_path, capsys, dry_run=True)[0] == OK
     assert program(config, tmp_path, capsys)[0] == OK
@@ -171,17 +171,17 @@ def test_a_killed_trainer_leaves_no_lock(tmp_path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            with alone(tmp_path, None):  # type: ignore[arg-type]
+            with lock_output(tmp_path, None):  # type: ignore[arg-type]
                 os.write(write, b"x")
                 signal.pause()
         finally:
             os._exit(1)
     assert os.read(read, 1) == b"x"
-    with pytest.raises(Busy, match=r"another train\.run"), alone(tmp_path, None):  # type: ignore[arg-type]
+    with pytest.raises(OutputLocked, match=r"another train\.run"), lock_output(tmp_path, None):  # type: ignore[arg-type]
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with alone(tmp_path, None):  # type: ignore[arg-type]
+    with lock_output(tmp_path, None):  # type: ignore[arg-type]
         pass
 
 
@@ -190,7 +190,7 @@ def stop_at(config, step: int, number: signal.Signals) -> threading.Thread:
 
     def wait() -> None:
         path = run_of(config) / "metrics.jsonl"
-        while max((line["step"] for line in metrics.read(path)), default=0) < step:
+        while max((line["step"] for line in metrics.read_metrics(path)), default=0) < step:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
@@ -211,7 +211,7 @@ def test_stopped_it_says_what_is_lost_and_nothing_is_overwritten(
     found, report, _ = program(config, tmp_path, capsys)
     message = report["error"]["message"]
     assert found == code and number.name in message
-    done = max(line["step"] for line in metrics.read(path))
+    done = max(line["step"] for line in metrics.read_metrics(path))
     assert f"no checkpoint yet: steps 1 to {done} are lost" in message and "begins at step 1" in message
     assert "100000 steps (train.checkpoint_every)" in report["error"]["next_step"]
     first = path.read_bytes()
@@ -219,13 +219,13 @@ def test_stopped_it_says_what_is_lost_and_nothing_is_overwritten(
     stop_at(config, done + 4, number)
     found, report, _ = program(config, tmp_path, capsys)
     saved = max(int(folder.name[5:]) for folder in (run_of(config) / "checkpoints").glob("step-*"))
-    done = max(line["step"] for line in metrics.read(path))
+    done = max(line["step"] for line in metrics.read_metrics(path))
     expected = f"The last checkpoint is at step {saved}: step" if done > saved else f"checkpoint at step {saved} has"
     assert found == code and expected in report["error"]["message"]
     assert path.read_bytes().startswith(first + b'{"step": 0, "resumed": true}\n')
     code, report, _ = program(make_config("t2i", steps=saved + 1), tmp_path, capsys)
     assert (code, report["done"], report["skipped"]) == (OK, 1, saved)
-    steps = [line["step"] for line in metrics.read(path) if "loss" in line]
+    steps = [line["step"] for line in metrics.read_metrics(path) if "loss" in line]
     assert steps == list(range(1, saved + 2)), "each step of the run as it stands, once"
     marks = [json.loads(line) for line in path.read_text().splitlines() if "resumed" in line]
     assert marks == [{"step": 0, "resumed": True}, {"step": saved, "resumed": True}]
@@ -242,7 +242,7 @@ def test_lines_that_cant_be_read_are_passed_over(make_config, make_set, tmp_path
     code, report, _ = program(make_config("t2i", steps=2), tmp_path, capsys)
     assert code == OK and report["details"]["loss"]["first"] is not None
     assert path.read_bytes().startswith(before)
-    assert [line["step"] for line in metrics.read(path) if "loss" in line] == [1, 2]
+    assert [line["step"] for line in metrics.read_metrics(path) if "loss" in line] == [1, 2]
 
 
 def test_a_damaged_checkpoint_costs_its_steps_alone(make_config, make_set, tmp_path, capsys) -> None:
@@ -348,6 +348,6 @@ def test_without_locks_it_says_so_and_goes_on(tmp_path, monkeypatch, number) -> 
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with io.StringIO() as heard:
-        with alone(tmp_path, Console(stderr=heard)):
+        with lock_output(tmp_path, Console(stderr=heard)):
             pass
         assert "a second trainer there would not be noticed" in heard.getvalue()

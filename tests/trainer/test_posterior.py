@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 from cache.opening import open_set
-from cache.plan import Plan
+from cache.schedule import BatchSchedule
 from cache.store import Store
 from cache.trainset import SetError, TrainSet
 from schemas.catalogue import FAMILIES
-from schemas.console import Console
+from schemas.cli.console import Console
 from trainer import metrics, posterior
 from trainer import train as loop
-from trainer.data import Feed
+from trainer.data import BatchLoader
 
 FLUX = FAMILIES["kandinsky5-image"]
 
@@ -53,7 +53,7 @@ def opened(config) -> TrainSet:
 def drawn(config, steps: int, **options) -> list[dict]:
     """Of each step: sample id -> (latent, condition)."""
     data = opened(config)
-    feed = Feed(data, Plan(data.spans, 3, 4), 2, 0.0, **options)
+    feed = BatchLoader(data, BatchSchedule(data.spans, 3, 4), 2, 0.0, **options)
     found = []
     for step in range(steps):
         found.append({})
@@ -70,19 +70,19 @@ def test_draws_have_the_mean_and_variance_of_the_moments() -> None:
     mean = torch.randn(16, 1, 2, 3, generator=rng)
     logvar = torch.rand(16, 1, 2, 3, generator=rng) * 4 - 5
     stored, count = torch.cat([mean, logvar]), 4000
-    draws = torch.stack([posterior.latents(stored, FLUX, f"0/{step}/0/a") for step in range(count)])
+    draws = torch.stack([posterior.sample_latents(stored, FLUX, f"0/{step}/0/a") for step in range(count)])
     deviation = (logvar / 2).exp()
     assert ((draws.mean(0) - mean).abs() / deviation).max() < 5 / count**0.5
     assert (draws.std(0) / deviation - 1).abs().max() < 5 / (2 * count) ** 0.5
     noise = ((draws - mean) / deviation).flatten(1)
     assert noise[:-1].mul(noise[1:]).mean().abs() < 5 / noise.numel() ** 0.5, "each step has noise of its own"
-    assert torch.equal(draws[7], posterior.latents(stored, FLUX, "0/7/0/a"))
+    assert torch.equal(draws[7], posterior.sample_latents(stored, FLUX, "0/7/0/a"))
 
 
 @pytest.mark.parametrize(("family", "channels"), [("kandinsky5-image", 24), ("kandinsky5-video", 8), ("sana", 64)])
 def test_another_number_of_channels_is_refused(family, channels) -> None:
     with pytest.raises(SetError, match=f"has {channels} channels; {family} has"):
-        posterior.latents(torch.zeros(channels, 1, 2, 2), FAMILIES[family], "x")
+        posterior.sample_latents(torch.zeros(channels, 1, 2, 2), FAMILIES[family], "x")
 
 
 @pytest.mark.parametrize("kind", ["t2i", "i2v"])
@@ -122,9 +122,9 @@ def test_training_on_moments_goes_on_as_if_never_stopped(make_config, moments_se
                 moments_set(config)
             data = opened(config)
             with open("/dev/null", "w") as silent:
-                loop.train(config, data, Plan(data.spans, 0, 2), Console(stderr=silent), "cpu")
+                loop.train(config, data, BatchSchedule(data.spans, 0, 2), Console(stderr=silent), "cpu")
         run = Path(config.output) / "run"
-        rows = metrics.read(run / "metrics.jsonl")
+        rows = metrics.read_metrics(run / "metrics.jsonl")
         kept = [{key: row[key] for key in ("step", "loss", "eval_loss") if key in row} for row in rows]
         latent = load_file(run / "validation" / "step-000004" / "one.safetensors")["latent"]
         assert latent.shape[0] == config.model.spec.latent_channels

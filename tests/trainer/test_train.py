@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 
 from cache.damage import DamageError
 from cache.opening import open_set
-from cache.plan import Plan
+from cache.schedule import BatchSchedule
 from cache.store import Store
-from schemas.console import DAMAGE, OK, REMAINS, USAGE, Console, Options, execute
-from trainer import metrics, validate
+from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
+from trainer import metrics, validation
 from trainer import train as loop
 from trainer.__main__ import run as program_run
-from trainer.optim import DivergedError
 from trainer.resume import ResumeError
+from trainer.setup.optim import DivergedError
 
 
 def quiet() -> Console:
@@ -35,13 +35,13 @@ def quiet() -> Console:
 
 def train(config) -> dict:
     data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    plan = Plan(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
+    plan = BatchSchedule(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
     return loop.train(config, data, plan, quiet(), "cpu")
 
 
 def lines(config, key: str = "loss") -> dict[int, float]:
     path = Path(config.output) / config.train.run / "metrics.jsonl"
-    return {line["step"]: line[key] for line in metrics.read(path) if key in line}
+    return {line["step"]: line[key] for line in metrics.read_metrics(path) if key in line}
 
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
@@ -102,9 +102,9 @@ def test_gradient_checkpointing_changes_no_loss(make_config, make_set, kind) -> 
         config = make_config(kind, name=name, batch_size=2, steps=3, gradient_checkpointing=on)
         make_set(config)
         data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-        run = loop.prepare(config, data, Plan(data.spans, 0, 2), quiet(), "cpu")
+        run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 2), quiet(), "cpu")
         assert run.model.is_gradient_checkpointing == on
-        loop.fit(run)
+        loop.train_loop(run)
         found.append(lines(config))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
@@ -152,7 +152,7 @@ def forked(path: Path) -> dict:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             AcceleratorState._reset_state(reset_partial_state=True)  # what this process trained alone
             sys.stdout = said.open("a")
-            code = execute("train", program_run, Options(path, json=True))
+            code = run_program("train", program_run, Options(path, json=True))
             sys.stdout.flush()
             os._exit(code)
         finally:
@@ -263,13 +263,13 @@ def test_looking_leaves_dropout_off(make_config, make_set) -> None:
         config = make_config("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
         make_set(config)
         data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-        run = loop.prepare(config, data, Plan(data.spans, 0, 1), quiet(), "cpu")
+        run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 1), quiet(), "cpu")
         for seed, parameter in enumerate(run.trainable.values()):
             generator = torch.Generator().manual_seed(seed)
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
         seen: list[dict] = []
         run.denoiser.train()
-        loop.look(run, lambda numbers, shown=True, seen=seen: seen.append(numbers), 1)
+        loop.validate(run, lambda numbers, shown=True, seen=seen: seen.append(numbers), 1)
         shown = load_file(run.folder / "validation" / "step-000001" / "one.safetensors")["latent"]
         found.append((seen[0]["eval_loss"], shown))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
@@ -287,7 +287,7 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     make_set(config, items, null, [])
     data = open_set(Store(config.root), "current", config.model.family, config.model.task)
     heard = io.StringIO()
-    result = loop.train(config, data, Plan(data.spans, 0, 1), Console(stderr=heard), "cpu")
+    result = loop.train(config, data, BatchSchedule(data.spans, 0, 1), Console(stderr=heard), "cpu")
     where = "held-out samples" if held_out else "training samples"
     assert result["eval_loss"]["on"] == where and set(lines(config, "eval_on").values()) == {where}
     assert f"eval loss on {held_out or 5} {where}" in heard.getvalue()
@@ -295,8 +295,8 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     rows = data.eval_rows if held_out else range(12)
     read: list[int] = []
     data.sample = lambda row, real=data.sample: (read.append(row), real(row))[1]  # type: ignore[method-assign]
-    grid = validate.Grid(5, (0.5,), 0)
-    validate.eval_loss(lambda noisy, sigma, batch: noisy, data, grid, torch.device("cpu"))
+    grid = validation.EvalGrid(5, (0.5,), 0)
+    validation.compute_eval_loss(lambda noisy, sigma, batch: noisy, data, grid, torch.device("cpu"))
     assert len(read) == (held_out or 5) and set(read) <= set(rows)
 
 
@@ -320,7 +320,7 @@ def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
     with (Path(config.output) / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     assert train(config)["skipped"] == 3
-    told = metrics.read(Path(config.output) / "run" / "metrics.jsonl")
+    told = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
     assert [line["step"] for line in told if "loss" in line] == list(range(1, 10))
     assert [line["step"] for line in told if "eval_loss" in line] == [0, 2, 4, 6, 8, 9]
     shown = scalars(config)
@@ -373,7 +373,7 @@ def test_fewer_steps_than_were_done_change_nothing_and_are_said(make_config, mak
         assert (code, report["done"], report["remaining"]) == (OK, 0, 0)
         with safe_open(saved, "pt") as file:
             assert file.metadata()["latentpress.steps"] == "3"
-    execute("train", program_run, Options(tmp_path / "pipeline.yaml", dry_run=True))
+    run_program("train", program_run, Options(tmp_path / "pipeline.yaml", dry_run=True))
     assert "has done 3 steps, more than train.steps (2)" in capsys.readouterr().err
 
 
@@ -410,14 +410,16 @@ def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path
     flip(config)
     seen: list[str] = []
     monkeypatch.setattr(
-        loop, "loss_of", lambda run, part, real=loop.loss_of: (seen.extend(part.batch.ids), real(run, part))[1]
+        loop,
+        "compute_loss",
+        lambda run, part, real=loop.compute_loss: (seen.extend(part.batch.ids), real(run, part))[1],
     )
     with pytest.raises(DamageError) as caught:
         train(config)
     assert caught.value.id is not None and caught.value.id not in seen
     path = tmp_path / "pipeline.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-    assert execute("train", program_run, Options(path, json=True)) == DAMAGE
+    assert run_program("train", program_run, Options(path, json=True)) == DAMAGE
     report = json.loads(capsys.readouterr().out)
     damage = report["damage"][0]
     assert damage["item"] == caught.value.id and f"row {caught.value.row}" in damage["message"]
@@ -429,10 +431,10 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, mak
     config = make_config("t2i", steps=8, max_bad_steps=2)
     make_set(config)
     bad = {1, 3}
-    real = loop.loss_of
+    real = loop.compute_loss
     calls = iter(range(100))
     monkeypatch.setattr(
-        loop, "loss_of", lambda run, part: real(run, part) * (float("nan") if next(calls) in bad else 1.0)
+        loop, "compute_loss", lambda run, part: real(run, part) * (float("nan") if next(calls) in bad else 1.0)
     )
     assert train(config)["non_finite_steps"] == 2
     losses = lines(config)
@@ -449,7 +451,7 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, mak
 def program(config, tmp_path: Path, capsys, *, dry_run: bool = False, **options) -> tuple[int, dict]:
     path = tmp_path / "pipeline.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-    code = execute("train", program_run, Options(path, json=True, dry_run=dry_run, **options))
+    code = run_program("train", program_run, Options(path, json=True, dry_run=dry_run, **options))
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -472,7 +474,7 @@ def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys)
     assert program(config, tmp_path, capsys)[1]["skipped"] == 2
     missing = make_config("sana", name="work")
     code, report = program(missing, tmp_path, capsys)
-    assert code == REMAINS and "no training set for sana t2i" in report["error"]["message"]
+    assert code == INCOMPLETE and "no training set for sana t2i" in report["error"]["message"]
 
 
 def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) -> None:
@@ -480,7 +482,7 @@ def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) 
     make_set(config)
     path = tmp_path / "pipeline.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-    execute("train", program_run, Options(path, dry_run=True))
+    run_program("train", program_run, Options(path, dry_run=True))
     said = capsys.readouterr().err
     assert "96x64 (4)" in said and "train.accumulate: 1 and train.batch_size: 4" in said
     assert "validation prompts new are not in set set1" in said and "latentpress run" in said

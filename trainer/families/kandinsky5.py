@@ -14,13 +14,13 @@ from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule
-from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install, sparse_params
+from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install_processors, sparse_params
 
 VIDEO = FAMILIES["kandinsky5-video"]
-STRIDE = VIDEO.spatial_stride  # pixels of one latent, the same for images
-NORMALISED_FRAMES, REFERENCE_FRAMES = 4, 5  # of i2v's normalize_first_frame
+LATENT_STRIDE = VIDEO.spatial_stride  # pixels of one latent, the same for images
+NORMALIZED_FRAMES, REFERENCE_FRAMES = 4, 5  # of i2v's normalize_first_frame
 
-_TARGETS = re.compile(
+_LORA_TARGETS = re.compile(
     r"(text|visual)_transformer_blocks\.\d+\."
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
 )
@@ -38,7 +38,7 @@ def load(
     Time embeddings and modulations stay in float32 whatever the dtype: never call `.to(dtype)` on the result.
     """
     model = load_part(Kandinsky5Transformer3DModel, source, revision, "transformer", torch_dtype=dtype)
-    install(model, float32_rotary)
+    install_processors(model, float32_rotary)
     return model.to(device)
 
 
@@ -83,7 +83,7 @@ def visual_input(
     return torch.cat([latent, source, mask], -1) if visual_cond else latent
 
 
-def inputs(
+def model_inputs(
     model: Any,
     noisy_BCTHW: torch.Tensor,
     sigma_B: torch.Tensor,
@@ -97,7 +97,9 @@ def inputs(
     dtype, device = compute_dtype(model), noisy_BCTHW.device
     _, _, frames, height, width = noisy_BCTHW.shape
     if height % 2 or width % 2:
-        raise ValueError(f"{width * STRIDE}x{height * STRIDE} pixels: sides must be multiples of {2 * STRIDE}")
+        raise ValueError(
+            f"{width * LATENT_STRIDE}x{height * LATENT_STRIDE} pixels: sides must be multiples of {2 * LATENT_STRIDE}"
+        )
     assert batch.pooled_BD is not None, "Kandinsky 5 texts have a pooled CLIP embedding"
     video, window = task in VIDEO.pipelines, VIDEO.scale_window
     assert window is not None
@@ -109,7 +111,7 @@ def inputs(
         "timestep": (1000 * sigma_B).float().to(dtype),
         "visual_rope_pos": positions,
         "text_rope_pos": torch.arange(batch.text_BLD.shape[1], device=device),
-        "scale_factor": window.factors(width * STRIDE, height * STRIDE) if video else (1.0, 1.0, 1.0),
+        "scale_factor": window.factors(width * LATENT_STRIDE, height * LATENT_STRIDE) if video else (1.0, 1.0, 1.0),
         "sparse_params": sparse_params(model, frames, height, width) if video else None,
         "text_mask_BL": None if bool(batch.text_mask_BL.all()) else batch.text_mask_BL,
     }
@@ -120,7 +122,7 @@ def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch:
 
     model: the transformer, or a DistributedDataParallel around it.
     """
-    arguments = inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
+    arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
     return model(**arguments, return_dict=False).movedim(-1, 1)  # BTHWC -> BCTHW
 
 
@@ -141,21 +143,21 @@ def finish(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
     With fewer than five latent frames there is nothing to compare with (the pipeline's are not finite then),
     and they stay as they are.
     """
-    if task != "i2v" or latents_BCTHW.shape[2] <= NORMALISED_FRAMES:
+    if task != "i2v" or latents_BCTHW.shape[2] <= NORMALIZED_FRAMES:
         return latents_BCTHW
-    first = latents_BCTHW[:, :, :NORMALISED_FRAMES]
-    others = latents_BCTHW[:, :, NORMALISED_FRAMES : NORMALISED_FRAMES + REFERENCE_FRAMES]
+    first = latents_BCTHW[:, :, :NORMALIZED_FRAMES]
+    others = latents_BCTHW[:, :, NORMALIZED_FRAMES : NORMALIZED_FRAMES + REFERENCE_FRAMES]
     axes = (1, 2, 3, 4)
     mean, deviation = first.mean(axes, keepdim=True), first.std(axes, keepdim=True)
     new_mean = torch.clamp(others.mean(), mean - 0.05, mean + 0.1)
     new_deviation = torch.clamp(others.std(), deviation - 0.1, deviation + 0.25)
     normalised = (first - mean) / deviation * new_deviation + new_mean
-    return torch.cat([normalised, latents_BCTHW[:, :, NORMALISED_FRAMES:]], 2)
+    return torch.cat([normalised, latents_BCTHW[:, :, NORMALIZED_FRAMES:]], 2)
 
 
 def lora_targets(model: Any) -> list[str]:
     """Full module paths: the bare name `out_layer` would also match modules that LoRA cannot wrap."""
-    return [name for name, _ in model.named_modules() if _TARGETS.fullmatch(name)]
+    return [name for name, _ in model.named_modules() if _LORA_TARGETS.fullmatch(name)]
 
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from diffusers.models.transformers import transformer_kandinsky as stock
 from torch.utils.checkpoint import checkpoint
 
-BLOCK = 64  # tokens of one NABLA block: 8x8 patches of one latent frame
+BLOCK_TOKENS = 64  # tokens of one NABLA block: 8x8 patches of one latent frame
 BLOCK_PIXELS = 128  # its edge: 8 patches of 2x2 latents of 8x8 pixels
 
-Sparse = dict[str, Any]
+SparseParams = dict[str, Any]
 Mask = torch.Tensor | None
 
 
@@ -78,7 +78,7 @@ class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
         return checkpoint(run, *args, use_reentrant=False)
 
 
-def install(model: Any, float32_rotary: bool = False) -> None:
+def install_processors(model: Any, float32_rotary: bool = False) -> None:
     """Give every attention of the model its processor.
 
     float32_rotary: keep the rotary embedding in float32, where the stock model rounds queries and keys to
@@ -86,13 +86,13 @@ def install(model: Any, float32_rotary: bool = False) -> None:
     """
     model.text_mask = TextMask()
     for block in model.text_transformer_blocks:
-        block.self_attention.set_processor(Processor(model.text_mask, float32_rotary))
+        block.self_attention.set_processor(MaskedAttnProcessor(model.text_mask, float32_rotary))
     for block in model.visual_transformer_blocks:
-        block.self_attention.set_processor(Processor(None, float32_rotary))
-        block.cross_attention.set_processor(Processor(model.text_mask, float32_rotary))
+        block.self_attention.set_processor(MaskedAttnProcessor(None, float32_rotary))
+        block.cross_attention.set_processor(MaskedAttnProcessor(model.text_mask, float32_rotary))
 
 
-class Processor:
+class MaskedAttnProcessor:
     """The stock Kandinsky5AttnProcessor, with keys masked by `text_mask` where the keys are text."""
 
     _attention_backend = None  # set by set_attention_backend; used where keys are not text and not sparse
@@ -108,7 +108,7 @@ class Processor:
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         rotary_emb: torch.Tensor | None = None,
-        sparse_params: Sparse | None = None,
+        sparse_params: SparseParams | None = None,
     ) -> torch.Tensor:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (
@@ -126,7 +126,7 @@ class Processor:
         return (rope * pairs).sum(-1).reshape(x_BLHD.shape).to(self.rotary_dtype).type_as(x_BLHD)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: Sparse | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: SparseParams | None
     ) -> torch.Tensor:
         """All (B, L, heads, D)."""
         if sparse is not None:
@@ -142,7 +142,7 @@ class Processor:
 # NABLA, for checkpoints whose own config says attention_type "nabla".
 
 
-def sparse_params(model: Any, frames: int, height: int, width: int) -> Sparse | None:
+def sparse_params(model: Any, frames: int, height: int, width: int) -> SparseParams | None:
     """The forward pass's `sparse_params` for latents of this size; None without NABLA.
 
     Raises ValueError where the size is not a whole number of blocks.
@@ -185,7 +185,7 @@ def window_mask(
     return (distances_NN3 <= torch.tensor([size // 2 for size in window], device=device)).all(-1)
 
 
-def nabla_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: Sparse) -> torch.Tensor:
+def nabla_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: SparseParams) -> torch.Tensor:
     """Attention (B, L, heads, D) over the blocks that `nablaT_v2` chooses; L in the order of blocks.
 
     On CUDA compiled flex attention skips the other blocks; elsewhere a dense mask gives the same result, with
@@ -197,7 +197,7 @@ def nabla_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     if query.device.type == "cuda":
         out = compiled_flex(query.device, query.dtype, query.shape[-1])(query, key, value, block_mask=blocks)
     else:
-        dense = blocks.to_dense().bool().repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+        dense = blocks.to_dense().bool().repeat_interleave(BLOCK_TOKENS, -2).repeat_interleave(BLOCK_TOKENS, -1)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=dense)
     return out.transpose(1, 2)
 
@@ -208,11 +208,11 @@ def compiled_flex(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ca
     from torch.nn.attention.flex_attention import flex_attention
 
     flex = torch.compile(flex_attention)
-    refuse_full_attention(flex, device, dtype, head_dim)
+    check_block_mask_used(flex, device, dtype, head_dim)
     return flex
 
 
-def refuse_full_attention(
+def check_block_mask_used(
     flex: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
     """Raise RuntimeError unless `flex` obeys a block mask.
@@ -222,13 +222,13 @@ def refuse_full_attention(
     from torch.nn.attention.flex_attention import BlockMask
 
     generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(1, 1, 2 * BLOCK, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
+    qkv = [torch.randn(1, 1, 2 * BLOCK_TOKENS, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
     one = torch.ones(1, 1, 2, dtype=torch.int32, device=device)
     order = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32, device=device)[None, None]
-    diagonal = BlockMask.from_kv_blocks(torch.zeros_like(one), order, one, order, BLOCK_SIZE=BLOCK)
+    diagonal = BlockMask.from_kv_blocks(torch.zeros_like(one), order, one, order, BLOCK_SIZE=BLOCK_TOKENS)
     with torch.no_grad():
         out = flex(*qkv, block_mask=diagonal)
-        halves = zip(*(x.split(BLOCK, 2) for x in qkv), strict=True)
+        halves = zip(*(x.split(BLOCK_TOKENS, 2) for x in qkv), strict=True)
         apart = torch.cat([F.scaled_dot_product_attention(q, k, v) for q, k, v in halves], 2)
     wrong = (out - apart).abs().max().item()
     if not math.isfinite(wrong) or wrong > 0.05:

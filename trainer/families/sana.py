@@ -16,7 +16,9 @@ TASKS = tuple(FAMILIES["sana"].pipelines)
 
 # The feed-forward's depthwise convolution is left out: LoRA of a grouped convolution needs a rank that is a
 # multiple of its groups, which are thousands of channels. Its two pointwise ones are linear layers in effect.
-_TARGETS = re.compile(r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))")
+_LORA_TARGETS = re.compile(
+    r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
+)
 
 
 def load(
@@ -49,7 +51,9 @@ def sampling_dtype(model: Any) -> torch.dtype:
     return torch.float32
 
 
-def inputs(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> dict[str, Any]:
+def model_inputs(
+    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+) -> dict[str, Any]:
     """Keyword arguments of the transformer's forward pass. T must be 1."""
     if task not in TASKS:
         raise ValueError(f"Sana has no task {task!r}; valid: {', '.join(TASKS)}")
@@ -68,7 +72,7 @@ def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch:
 
     model: the transformer, or a DistributedDataParallel around it.
     """
-    arguments = inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
+    arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
     return model(**arguments, return_dict=False)[0][:, :, None]  # BCHW -> BCTHW
 
 
@@ -84,7 +88,7 @@ def finish(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
 
 def lora_targets(model: Any) -> list[str]:
     """Full module paths of the attention projections and the feed-forward's pointwise convolutions."""
-    return [name for name, _ in model.named_modules() if _TARGETS.fullmatch(name)]
+    return [name for name, _ in model.named_modules() if _LORA_TARGETS.fullmatch(name)]
 
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from PIL import Image
 from stages.media.animation import is_animation, probe_animation, read_frames
 from stages.media.errors import MediaError
 from stages.media.image import load_image, probe_image
-from stages.media.probe import probe
+from stages.media.probe import probe_media
 
 LASTING = [100, 40, 200, 60, 500, 30, 70]  # milliseconds; GIF counts in hundredths of a second
 STARTS = np.cumsum([0, *LASTING[:-1]]) / 1000
@@ -68,15 +68,15 @@ def test_durations_of_nothing_are_a_tenth_of_a_second_as_in_browsers(tmp_path, s
 @pytest.mark.parametrize("suffix", OPTIONS)
 def test_the_option_says_whether_an_animation_is_an_image_or_a_video(tmp_path, suffix):
     path = write(tmp_path / f"moving.{suffix}")
-    assert probe_image(path).moving
+    assert probe_image(path).is_animated
     assert number_of(np.asarray(load_image(path))) == 0
-    still = probe(path, "image")
+    still = probe_media(path, "image")
     assert (still["kind"], still["frames"], still["duration"]) == ("image", None, None)
-    moving = probe(path, "image", animations="video")
+    moving = probe_media(path, "image", animations="video")
     assert (moving["kind"], moving["frames"], moving["duration"]) == ("video", 7, pytest.approx(1.0))
     assert moving["media_id"] == still["media_id"]
     next(pictures()).save(tmp_path / f"still.{suffix}")
-    assert probe(tmp_path / f"still.{suffix}", "image", animations="video")["kind"] == "image"
+    assert probe_media(tmp_path / f"still.{suffix}", "image", animations="video")["kind"] == "image"
 
 
 def test_transparent_frames_are_laid_over_white_and_replace_what_was_there(tmp_path):
@@ -125,7 +125,7 @@ def test_a_cut_animation_is_a_media_error_and_gives_no_wrong_frame(tmp_path, suf
         delivered = []
 
         def read(path, delivered=delivered):
-            probe(path, "image", animations="video")
+            probe_media(path, "image", animations="video")
             for frame in read_frames(path, STARTS.tolist()):
                 delivered.append(number_of(frame))
 

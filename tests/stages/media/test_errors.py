@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from stages.media.errors import MediaError, require_file
+from stages.media.errors import MediaError, require_regular_file
 
 
 def test_the_message_names_the_file_the_problem_and_the_next_step():
@@ -21,8 +21,8 @@ def test_files_that_cannot_be_used_are_told_apart(tmp_path):
     empty, full = tmp_path / "empty", tmp_path / "full"
     empty.touch()
     full.write_bytes(b"abc")
-    assert require_file(full) == 3
+    assert require_regular_file(full) == 3
     for path, reason in ((empty, "empty-file"), (tmp_path / "none", "missing"), (tmp_path, "unreadable")):
         with pytest.raises(MediaError) as caught:
-            require_file(path)
+            require_regular_file(path)
         assert caught.value.reason == reason

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stages.media import files
 from stages.media.errors import MediaError
-from stages.media.files import Blob, Window
+from stages.media.files import Blob, FileWindow
 
 
 class Held(Blob):
@@ -49,45 +49,45 @@ def test_a_file_and_a_blob_of_its_bytes_have_one_id(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"content" * 1000)
     blob = pickle.loads(pickle.dumps(Held(path.read_bytes())))
-    assert files.media_id(path) == files.media_id(blob) == xxhash.xxh3_128_hexdigest(path.read_bytes())
-    assert files.size_of(path) == files.size_of(blob) == 7000
+    assert files.compute_media_id(path) == files.compute_media_id(blob) == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    assert files.media_size(path) == files.media_size(blob) == 7000
     assert os.fspath(blob) == "held"
-    with files.opened(path) as first, files.opened(blob) as second:
+    with files.open_media(path) as first, files.open_media(blob) as second:
         assert first.read() == second.read()
 
 
 def test_what_can_not_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    assert reason(files.size_of, tmp_path / "empty") == reason(files.size_of, Held(b"")) == "empty-file"
-    assert reason(files.size_of, tmp_path / "none") == "missing"
-    assert reason(files.size_of, tmp_path) == "unreadable"
+    assert reason(files.media_size, tmp_path / "empty") == reason(files.media_size, Held(b"")) == "empty-file"
+    assert reason(files.media_size, tmp_path / "none") == "missing"
+    assert reason(files.media_size, tmp_path) == "unreadable"
     assert reason(files.hash_file, tmp_path / "none") in ("unreadable", "missing")
-    assert reason(files.opened, tmp_path / "none") in ("unreadable", "missing")
+    assert reason(files.open_media, tmp_path / "none") in ("unreadable", "missing")
 
 
 def test_check_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"one")
-    planned = files.media_id(path)
-    files.check(path, planned)
+    planned = files.compute_media_id(path)
+    files.require_unchanged(path, planned)
     path.write_bytes(b"two")
-    assert reason(files.check, path, planned) == "changed"
+    assert reason(files.require_unchanged, path, planned) == "changed"
     path.unlink()
-    assert reason(files.check, path, planned) == "missing"
+    assert reason(files.require_unchanged, path, planned) == "missing"
 
 
 def test_check_of_what_a_store_vouches_for() -> None:
     blob = Held(b"one", given="1" * 32, content=b"one")
-    files.check(blob, "1" * 32)
+    files.require_unchanged(blob, "1" * 32)
     assert blob.refreshed == 1
-    assert reason(files.check, blob, "2" * 32) == "changed"
-    assert reason(files.check, Held(b"two", given="1" * 32, content=b"one"), "1" * 32) == "changed"
+    assert reason(files.require_unchanged, blob, "2" * 32) == "changed"
+    assert reason(files.require_unchanged, Held(b"two", given="1" * 32, content=b"one"), "1" * 32) == "changed"
 
 
 @given(st.binary(max_size=300), st.integers(0, 300), st.integers(0, 300), st.lists(st.integers(0, 400), max_size=6))
 def test_a_window_reads_like_its_part_alone(data: bytes, offset: int, size: int, seeks: list[int]) -> None:
     part = data[offset : offset + size]
-    window, alone = Window.opened(io.BytesIO(data), offset, size), io.BytesIO(part)
+    window, alone = FileWindow.opened(io.BytesIO(data), offset, size), io.BytesIO(part)
     assert window.read() == part
     for at in seeks:
         assert window.seek(at) == alone.seek(at)
@@ -100,7 +100,7 @@ def test_a_window_reads_like_its_part_alone(data: bytes, offset: int, size: int,
 
 def test_a_window_closes_what_it_looks_into() -> None:
     file = io.BytesIO(b"abc")
-    window = Window.opened(file, 1, 1)
+    window = FileWindow.opened(file, 1, 1)
     with window:
         assert window.read() == b"b"
         assert window.seek(0) == 0

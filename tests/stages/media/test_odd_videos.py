@@ -11,10 +11,10 @@ import pytest
 
 from schemas.clips import clip_times
 from stages.media import decord_backend, video
-from stages.media.container import open_stream
+from stages.media.container import open_video
 from stages.media.errors import MediaError
 from stages.media.files import Blob
-from stages.media.orientation import of_frame, of_header
+from stages.media.orientation import orientation_of_frame, orientation_of_header
 from stages.media.video import probe_video, read_frames
 from tests.processes import same_scheduling
 
@@ -278,10 +278,10 @@ def test_turned_and_mirrored_videos_come_as_they_are_shown(tmp_path, matrix, suf
     plain = first_frame(write(tmp_path / f"plain.{suffix}", frames))
     display = [a, b, 0, c, d, 0, 0, 0, 1 << 30]
     path = write(tmp_path / f"turned.{suffix}", frames, prepare=lambda stream: stream.set_display_matrix(display))
-    with open_stream(path) as reader:
-        header = of_header(reader)
+    with open_video(path) as reader:
+        header = orientation_of_header(reader)
         frame = next(reader.container.decode(reader.stream))
-        assert header == (None if suffix == "mkv" and matrix != (1, 0, 0, 1) else of_frame(frame, path))
+        assert header == (None if suffix == "mkv" and matrix != (1, 0, 0, 1) else orientation_of_frame(frame, path))
     info, shown = probe_video(path), first_frame(path)
     assert shown.shape == (info.height, info.width, 3)
     np.testing.assert_array_equal(shown, MATRICES[matrix](plain))

@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from schemas.tables import MEDIA
+from schemas.tables import MEDIA_SCHEMA
 from stages.media.errors import MediaError
 from stages.media.files import Blob, hash_file
-from stages.media.probe import probe, probe_companion
+from stages.media.probe import probe_companion, probe_media
 
 
 def write_video(path, frames=20):
@@ -39,7 +39,7 @@ class Stored(Blob):
 
 def test_an_image_has_no_time(tmp_path):
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
-    found = probe(tmp_path / "a.png", "image", scenes=True)
+    found = probe_media(tmp_path / "a.png", "image", scenes=True)
     assert found == {
         "media_id": hash_file(tmp_path / "a.png"),
         "kind": "image",
@@ -51,17 +51,17 @@ def test_an_image_has_no_time(tmp_path):
         "constant_rate": None,
         "scenes": None,
     }
-    assert set(found) <= set(MEDIA.names)
+    assert set(found) <= set(MEDIA_SCHEMA.names)
 
 
 def test_a_video_has(tmp_path):
     path = write_video(tmp_path / "a.mp4")
-    found = probe(path, "video")
+    found = probe_media(path, "video")
     assert (found["kind"], found["width"], found["height"], found["frames"]) == ("video", 64, 32, 20)
     assert (found["rate"], found["duration"]) == (pytest.approx(25), pytest.approx(0.8))
     assert found["constant_rate"] is True
     assert found["media_id"] == hash_file(path) and found["scenes"] is None
-    assert probe(path, "video", scenes=True)["scenes"] == []
+    assert probe_media(path, "video", scenes=True)["scenes"] == []
 
 
 def test_images_are_not_decoded(tmp_path, monkeypatch):
@@ -69,8 +69,8 @@ def test_images_are_not_decoded(tmp_path, monkeypatch):
     first, second = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
     first.save(tmp_path / "b.webp", save_all=True, append_images=[second], duration=100)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
-    assert probe(tmp_path / "a.png", "image")["width"] == 30
-    assert probe(tmp_path / "b.webp", "image", animations="video")["frames"] == 2
+    assert probe_media(tmp_path / "a.png", "image")["width"] == 30
+    assert probe_media(tmp_path / "b.webp", "image", animations="video")["frames"] == 2
 
 
 def test_companions(tmp_path):
@@ -84,8 +84,8 @@ def test_companions(tmp_path):
 def test_the_store_may_vouch_for_the_id(tmp_path):
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
     path = write_video(tmp_path / "a.mp4")
-    assert probe(Stored(path, "f" * 32), "video")["media_id"] == "f" * 32
-    assert probe(Stored(path, None), "video") == probe(path, "video")
+    assert probe_media(Stored(path, "f" * 32), "video")["media_id"] == "f" * 32
+    assert probe_media(Stored(path, None), "video") == probe_media(path, "video")
     assert probe_companion(Stored(tmp_path / "a.png", "f" * 32), "image")["id"] == "f" * 32
 
 
@@ -93,7 +93,7 @@ def test_the_same_bytes_are_the_same_media_and_extensions_do_not_tell(tmp_path):
     Image.new("RGB", (30, 20)).save(tmp_path / "one.png")
     (tmp_path / "two.png").write_bytes((tmp_path / "one.png").read_bytes())
     Image.new("RGB", (30, 20)).save(tmp_path / "one.jpg")
-    ids = [probe(tmp_path / name, "image")["media_id"] for name in ("one.png", "two.png", "one.jpg")]
+    ids = [probe_media(tmp_path / name, "image")["media_id"] for name in ("one.png", "two.png", "one.jpg")]
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -101,7 +101,7 @@ def test_the_same_bytes_are_the_same_media_and_extensions_do_not_tell(tmp_path):
 def test_what_can_not_be_used_is_a_media_error(tmp_path, kind):
     (tmp_path / "text").write_text("neither")
     with pytest.raises(MediaError) as caught:
-        probe(tmp_path / "text", kind)
+        probe_media(tmp_path / "text", kind)
     assert caught.value.reason in ("not-an-image", "not-a-video")
     with pytest.raises(MediaError):
-        probe(tmp_path / "none", kind)
+        probe_media(tmp_path / "none", kind)

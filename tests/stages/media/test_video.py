@@ -11,7 +11,7 @@ from PIL import Image
 from schemas.clips import clip_times, frames_available
 from schemas.geometry import Bucket, cover_crop
 from stages.media.errors import MediaError
-from stages.media.pixels import fit
+from stages.media.pixels import resize_and_crop
 from stages.media.video import probe_video, read_frames
 
 WIDTH, HEIGHT, BITS = 128, 64, 8
@@ -181,7 +181,7 @@ def test_pixels_that_are_not_square_get_their_shape_in_the_resize(tmp_path):
     (frame,) = read_frames(path, [0.0])
     assert frame.shape == (HEIGHT, WIDTH, 3)
     bucket = Bucket(2 * WIDTH, HEIGHT)
-    fitted = fit(Image.fromarray(frame), cover_crop(info.width, info.height, *bucket_size(bucket)), bucket)
+    fitted = resize_and_crop(Image.fromarray(frame), cover_crop(info.width, info.height, *bucket_size(bucket)), bucket)
     assert fitted.shape == (HEIGHT, 2 * WIDTH, 3)
 
 

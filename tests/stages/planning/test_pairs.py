@@ -12,18 +12,18 @@ from PIL import Image
 from cache.store import Store
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
-from schemas.tables import MEDIA
+from schemas.tables import MEDIA_SCHEMA
 from stages import bucket, discover
-from stages.media.samples import fit_image
-from stages.plan import current_plan
-from stages.planning.draft import Draft, draft
+from stages.media.sample_reader import read_cropped_image
+from stages.planning.plan_builder import DraftPlan, build_plan
+from stages.planning.plan_lookup import current_plan
 
 IMAGE = "kandinsky5-image-i2i"
 MASK = {"mask": "m.png", "mask_id": "e" * 32, "mask_kind": "image"}
 DOWNSAMPLED = {"maximum_image_size": 300, "target_downsample_size": 263}
 
 
-def planned(target: tuple[int, int], source: tuple[int, int], **dataset: Any) -> Draft:
+def planned(target: tuple[int, int], source: tuple[int, int], **dataset: Any) -> DraftPlan:
     given = {"id": "a", "instance_data_dir": "a", "conditioning_data": "b", "mask_data": "c", "resolution": 256}
     row = {"path": "0.jpg", "media_id": "0" * 32, "kind": "image", "captions": ["an edit"]}
     row |= {"width": target[0], "height": target[1], "source": "0.png", "source_id": "f" * 32}
@@ -32,8 +32,8 @@ def planned(target: tuple[int, int], source: tuple[int, int], **dataset: Any) ->
     row |= MASK | {"mask_width": source[0], "mask_height": source[1]} if masked else {}
     model = {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"}
     whole = {"root": "work", "model": model, "datasets": [{**given, "allow_upscale": True, **dataset}]}
-    table = pa.Table.from_pylist([{name: row.get(name) for name in MEDIA.names}], schema=MEDIA)
-    return draft(Config.model_validate(whole), {"a": table}, 16)
+    table = pa.Table.from_pylist([{name: row.get(name) for name in MEDIA_SCHEMA.names}], schema=MEDIA_SCHEMA)
+    return build_plan(Config.model_validate(whole), {"a": table}, 16)
 
 
 def window(geometry: dict[str, Any]) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_source_and_target_show_the_same_part(target, scale, aspect, style, crop
     assert ours["bucket"] == its["bucket"] and sample["mask_geometry"] == ours
     sides = np.array([ours["resize_w"], ours["resize_h"]] * 2)
     assert (np.abs(window(ours) - window(its)) * sides <= 1).all(), "more than a pixel apart"
-    assert len(plan.notes["a"].unlike) == 0
+    assert len(plan.notes["a"].aspect_differs) == 0
 
 
 @settings(max_examples=50, deadline=None)
@@ -73,7 +73,7 @@ def test_a_source_of_another_aspect_is_cut_for_itself_and_named(target, aspect, 
     its, size = sample["source_geometry"], Bucket.parse(sample["geometry"]["bucket"])
     assert abs(its["resize_w"] * source[1] / (its["resize_h"] * source[0]) - 1) < 0.02, "it is not distorted"
     assert its["resize_w"] >= its["x"] + size.width and its["resize_h"] >= its["y"] + size.height
-    assert plan.notes["a"].unlike.to_pylist() == [
+    assert plan.notes["a"].aspect_differs.to_pylist() == [
         f"0.jpg ({target[0]}x{target[1]}, its source {source[0]}x{source[1]})"
     ]
 
@@ -81,8 +81,8 @@ def test_a_source_of_another_aspect_is_cut_for_itself_and_named(target, aspect, 
 def test_sides_rounded_to_whole_pixels_are_no_other_aspect() -> None:
     """Thumbnails, where a pixel is more than the tolerance."""
     for source in ((33, 25), (32, 24), (64, 50)):
-        assert not len(planned((641, 491), source).notes["a"].unlike), source
-    assert len(planned((641, 491), (40, 24), mask_data=None).notes["a"].unlike) == 1
+        assert not len(planned((641, 491), source).notes["a"].aspect_differs), source
+    assert len(planned((641, 491), (40, 24), mask_data=None).notes["a"].aspect_differs) == 1
 
 
 def marked(path, size: tuple[int, int], across: float, down: float) -> None:
@@ -118,8 +118,8 @@ def test_a_mark_is_at_the_same_place_in_the_pixels_of_both(project, sizes: dict,
     rows = current_plan(Store(home.root), home.config()).samples.values()
     assert len(rows) == len(sources)
     for row in rows:
-        target = place(fit_image(home.media / row["path"], row["geometry"]))
-        source = place(fit_image(home.folder / "sources" / row["path"], row["source_geometry"]))
+        target = place(read_cropped_image(home.media / row["path"], row["geometry"]))
+        source = place(read_cropped_image(home.folder / "sources" / row["path"], row["source_geometry"]))
         assert np.abs(target - source).max() <= 1, f"{row['path']}: {target} and {source}"
 
 

@@ -3,10 +3,10 @@
 import pytest
 from PIL import Image
 
-from cache.shard_io import reader
+from cache.shard_io import open_reader
 from cache.store import Store
 from stages import bucket, discover, encode_latents
-from stages.plan import current_plan
+from stages.planning.plan_lookup import current_plan
 
 
 @pytest.mark.parametrize("masks", [False, True])
@@ -38,7 +38,7 @@ def test_estimated_bytes_are_those_of_the_shard(project, kind: str, posterior: s
     units = {unit.unit_id: unit for unit in current_plan(store, home.config()).units("latents")}
     total = 0
     for name in home.shards("latents"):
-        shard = reader(store, f"latents/{name}")
+        shard = open_reader(store, f"latents/{name}")
         stored = sum(tensor.nbytes for row in map(shard.read, range(len(shard))) for tensor in row.tensors.values())
         assert stored == units.pop(shard.meta.unit).estimated_bytes
         total += stored

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from schemas.config.pipeline import Config
 from schemas.identity import hash_json
-from schemas.tables import TEXTS
-from stages.planning.units import text_bytes, text_units
+from schemas.tables import TEXTS_SCHEMA
+from stages.planning.units import text_tensor_bytes, text_units
 
 SIZES = ["64x64@1", "96x64@1", "64x96@1"]
 
@@ -44,7 +44,7 @@ images = st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.s
 @given(st.lists(images, min_size=1, max_size=30), st.floats(0.02, 4), st.randoms())
 def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuffler: random.Random) -> None:
     rows = {row["text_id"]: row for *image, lengths in found for row in (text(*image, n) for n in {0, *lengths})}
-    table = pa.Table.from_pylist([*rows.values()], schema=TEXTS)
+    table = pa.Table.from_pylist([*rows.values()], schema=TEXTS_SCHEMA)
     units = text_units(config(unit_mib), table)
     members = [[rows[name] for name in unit] for unit in units.column("members").to_pylist()]
     order = [row for unit in members for row in unit]
@@ -55,7 +55,9 @@ def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuf
         lengths = [len(row["text"]) for row in run]
         assert lengths == sorted(lengths)
 
-    sizes = dict(zip(table["text_id"].to_pylist(), text_bytes(config(1).model.spec, table, "bfloat16"), strict=True))
+    sizes = dict(
+        zip(table["text_id"].to_pylist(), text_tensor_bytes(config(1).model.spec, table, "bfloat16"), strict=True)
+    )
     limit = int(unit_mib * 2**20)
     for unit in members:
         assert len({row["image_geometry"]["bucket"] for row in unit}) == 1
@@ -66,13 +68,13 @@ def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuf
 
     shuffled = [*rows.values()]
     shuffler.shuffle(shuffled)
-    assert text_units(config(unit_mib), pa.Table.from_pylist(shuffled, schema=TEXTS)).equals(units)
+    assert text_units(config(unit_mib), pa.Table.from_pylist(shuffled, schema=TEXTS_SCHEMA)).equals(units)
 
 
 def test_texts_without_an_image_are_cut_where_a_unit_is_full() -> None:
     blank = {"image_dataset": None, "image_path": None, "image_id": None, "image_geometry": None}
     rows = [text(number, 0, 0, 9) | blank for number in range(100)]
-    table = pa.Table.from_pylist(rows, schema=TEXTS)
-    each = int(text_bytes(config(1).model.spec, table, "bfloat16")[0])
+    table = pa.Table.from_pylist(rows, schema=TEXTS_SCHEMA)
+    each = int(text_tensor_bytes(config(1).model.spec, table, "bfloat16")[0])
     units = text_units(config(each * 30.5 / 2**20), table)
     assert np.diff(units.column("members").combine_chunks().offsets).tolist() == [30, 30, 30, 10]

@@ -9,12 +9,12 @@ from diffusers.models.transformers import transformer_kandinsky as stock
 from torch.utils.checkpoint import checkpoint
 
 from schemas.catalogue import FAMILIES
-from trainer import adapters
 from trainer.batch import Batch, pad_text
 from trainer.families import kandinsky5
 from trainer.families import kandinsky5_attention as attention
 from trainer.flow import interpolate, loss_per_sample, velocity
 from trainer.sampling import denoise, load_scheduler
+from trainer.setup import adapters
 
 KINDS = {
     "t2i": "kandinsky5-image-t2i",
@@ -116,7 +116,7 @@ def test_scale_factor_equals_the_pipelines(tiny, task, size):
     model = kandinsky5.load(str(tiny(KINDS[task])))
     latent = (16, 1, size[0] // 8, size[1] // 8)
     batch = make_batch([3], latent, condition=task == "i2v")
-    arguments = kandinsky5.inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)
+    arguments = kandinsky5.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)
     wanted = make_pipeline(tiny(KINDS[task]), task)._get_scale_factor(*size)
     assert tuple(arguments["scale_factor"]) == wanted
 
@@ -186,7 +186,7 @@ def test_without_padding_every_bit_equals_the_stock_model(tiny, dtype, kind):
     plain = stock.Kandinsky5Transformer3DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=dtype)
     model.register_to_config(attention_type="regular")  # the stock NABLA needs compiled flex attention
     batch = make_batch([5, 5], (16, 2, 4, 6))
-    arguments = kandinsky5.inputs(model, batch.latents_BCTHW, torch.tensor([0.3, 0.9]), batch, "t2v")
+    arguments = kandinsky5.model_inputs(model, batch.latents_BCTHW, torch.tensor([0.3, 0.9]), batch, "t2v")
     assert arguments.pop("text_mask_BL") is None
     with torch.no_grad():
         ours, theirs = (m(**arguments, return_dict=False) for m in (model, plain))
@@ -328,4 +328,4 @@ def test_a_checkpoint_or_batch_for_another_task_is_refused(tiny, kind, task, mes
     model = kandinsky5.load(str(tiny(kind)))
     batch = make_batch([3], condition=task == "i2i")
     with pytest.raises(ValueError, match=message):
-        kandinsky5.inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)
+        kandinsky5.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)

@@ -49,7 +49,7 @@ class ByHand(stock.Kandinsky5AttnProcessor):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         if not self.keep_all:
-            chosen = self.chosen(q.detach(), k.detach())
+            chosen = self.flavour_spec(q.detach(), k.detach())
             self.densities.append(chosen.float().mean().item())
             scores = scores.masked_fill(~torch.kron(chosen, torch.ones(64, 64)).bool(), float("-inf"))
         return attn.out_layer((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2, -1))
@@ -60,7 +60,7 @@ class ByHand(stock.Kandinsky5AttnProcessor):
         return (rope * pairs).sum(-1).reshape(x.shape)
 
     @staticmethod
-    def chosen(q, k):
+    def flavour_spec(q, k):
         q_mean, k_mean = (x.unflatten(2, (-1, 64)).mean(3) for x in (q, k))
         weights = (q_mean @ k_mean.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
         chosen = torch.zeros_like(weights, dtype=torch.bool)
@@ -131,7 +131,7 @@ def test_flex_attention_that_is_not_compiled_is_refused():
     from torch.nn.attention.flex_attention import flex_attention
 
     with pytest.raises(RuntimeError, match="ignores its block mask"):
-        attention.refuse_full_attention(flex_attention, torch.device("cpu"), torch.float32, 32)
+        attention.check_block_mask_used(flex_attention, torch.device("cpu"), torch.float32, 32)
 
 
 def test_flex_attention_that_obeys_is_accepted():
@@ -139,4 +139,4 @@ def test_flex_attention_that_obeys_is_accepted():
         dense = block_mask.to_dense().bool().repeat_interleave(64, -2).repeat_interleave(64, -1)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense)
 
-    attention.refuse_full_attention(obedient, torch.device("cpu"), torch.float32, 32)
+    attention.check_block_mask_used(obedient, torch.device("cpu"), torch.float32, 32)

@@ -126,7 +126,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny):
 def test_timesteps_are_scaled_as_the_checkpoint_says(tiny):
     model, batch = sana.load(str(tiny("sana"))), make_batch([3])
     model.register_to_config(timestep_scale=0.001)
-    timestep = sana.inputs(model, batch.latents_BCTHW, torch.tensor([0.25]), batch, "t2i")["timestep"]
+    timestep = sana.model_inputs(model, batch.latents_BCTHW, torch.tensor([0.25]), batch, "t2i")["timestep"]
     assert timestep.item() == pytest.approx(0.25)
 
 
@@ -172,7 +172,7 @@ def test_without_a_mask_losses_do_depend_on_batch_mates(tiny):
 def test_only_images_are_accepted(tiny):
     model, batch = sana.load(str(tiny("sana"))), make_batch([3])
     with pytest.raises(ValueError, match="no task 't2v'; valid: t2i"):
-        sana.inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
+        sana.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
 
 
 def test_a_guidance_distilled_model_is_refused(tmp_path):

@@ -23,8 +23,8 @@ FAMILIES = {
         resolution=64,
         frames=5,
         text_width=128,
-        text_parts=("text_encoder", "tokenizer"),
-        latent_parts=("vae",),
+        text_components=("text_encoder", "tokenizer"),
+        latent_components=("vae",),
         components=("transformer", "transformer_2"),
         models={
             "transformer": "WanTransformer3DModel",

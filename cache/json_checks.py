@@ -1,0 +1,145 @@
+"""Values out of a file that nobody vouches for: each is of its kind, of a sane size, and safe to print, or ValueError.
+
+Checksums find accidents; whoever makes a file with intent makes its checksums too. Nothing here allocates more than a
+small multiple of the bytes that it is given.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+MAX_NAME_CHARS = 200  # characters of an id or another name
+MAX_DEPTH = 32  # of arrays and objects within each other
+MAX_DESCRIPTION_BYTES = 1 << 28  # of what is read whole; a description of a million rows has 200 MiB
+MAX_SHOWN_CHARS = 300  # characters of a foreign value in a message
+CHECKSUM_PATTERN = re.compile(r"[0-9a-f]{32}", re.ASCII)
+PATH_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,69}", re.ASCII)  # of a name that becomes a part of a path
+
+
+def parse_json(data: Any) -> Any:
+    """The value of JSON in bytes. ValueError where it is none, is nested deeper than DEPTH, or has a key twice, NaN, a
+    number that no float64 holds, or text that UTF-8 can't hold."""
+    text = bytes(data)
+    try:
+        value = _DECODER.decode(text.decode())
+        if text.count(b"{") + text.count(b"[") > MAX_DEPTH:
+            _check_depth(value)
+        if b"\\u" in text:  # half a surrogate pair can be read, and not be written again
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    layer = [value]
+    for _ in range(MAX_DEPTH):
+        layer = [
+            inner
+            for outer in layer
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not layer:
+            return
+    raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
+
+
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a JSON object has a key twice")
+    return found
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_refuse_duplicate_keys, parse_float=_parse_float, parse_constant=_refuse_constant
+)
+
+
+def check_object(value: Any, what: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"{what} is no object")
+    return value
+
+
+def check_list(value: Any, what: str) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"{what} is no list")
+    return value
+
+
+def check_text(value: Any, what: str) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{what} is no text")
+    return value
+
+
+def check_name(value: Any, what: str, empty: bool = False) -> str:
+    """Text of one printable line, at most MAX_NAME_CHARS long: no message that quotes it can be forged with it."""
+    if len(check_text(value, what)) > MAX_NAME_CHARS or not value.isprintable() or not (value or empty):
+        raise ValueError(f"{what} is no name: {printable(repr(value[:MAX_NAME_CHARS]))}")
+    return value
+
+
+def check_path_name(value: Any, what: str) -> str:
+    """A name of letters, digits, "-" and "_", which as a part of a path leads nowhere else."""
+    if not PATH_NAME_PATTERN.fullmatch(check_text(value, what)):
+        raise ValueError(f"{what} is no plain name: {printable(repr(value[:MAX_NAME_CHARS]))}")
+    return value
+
+
+def check_names(values: Any, what: str) -> list[str]:
+    """A list of names, no two alike."""
+    for value in check_list(values, what):
+        if type(value) is not str or not 0 < len(value) <= MAX_NAME_CHARS or not value.isprintable():
+            raise ValueError(f"{what}: {printable(repr(value))} is no name")
+    if len(set(values)) != len(values):
+        raise ValueError(f"{what}: a name stands there twice")
+    return values
+
+
+def check_count(value: Any, what: str) -> int:
+    """A whole number from 0 to 2**63 - 1."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{what} is no count: {printable(repr(value))}")
+    return value
+
+
+def check_checksum(value: Any, what: str) -> str:
+    if type(value) is not str or not CHECKSUM_PATTERN.fullmatch(value):
+        raise ValueError(f"{what} is no checksum")
+    return value
+
+
+def check_span(value: Any, what: str) -> tuple[int, int]:
+    """Two counts."""
+    if len(check_list(value, what)) != 2:
+        raise ValueError(f"{what} is no pair of numbers")
+    return check_count(value[0], what), check_count(value[1], what)
+
+
+def check_shape(value: Sequence[Any]) -> tuple[int, ...]:
+    """A shape as it stands in a file; that it fits its bytes is for `Array` to check."""
+    if not isinstance(value, (list, tuple)) or not all(type(size) is int for size in value):
+        raise ValueError(f"the shape {printable(repr(value))} is none")
+    return tuple(value)
+
+
+def printable(value: object) -> str:
+    """A foreign value, or an error that quotes one, for a message: one line, printable, not long."""
+    line = str(value)[:MAX_SHOWN_CHARS]
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)

@@ -1,0 +1,262 @@
+"""What the values of tables can be: asked of a whole table, column by column, before any of them is followed.
+
+A checksum says that a table is as somebody wrote it. These say that its numbers lie where they point to, so that what
+was made with intent, or by a mistake of ours, ends as damage and not in the wrong crop or a traceback. Each function
+raises ValueError with what is wrong.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache import json_checks
+from cache.damage import ENCODE_PROGRAMS
+from cache.layout import UNIT_PATTERN
+from schemas.geometry import Bucket
+from schemas.tables import (
+    ACTIVE_SCHEMA,
+    EXTRA_PREFIX,
+    MEDIA_SCHEMA,
+    REJECTS_SCHEMA,
+    SAMPLES_SCHEMA,
+    SET_SHARDS_SCHEMA,
+    SET_TEXTS_SCHEMA,
+    TEXTS_SCHEMA,
+    UNITS_SCHEMA,
+    further_kinds,
+    index_schema,
+)
+
+MAX_DRAWS = 10**6  # of repeats, or as a weight
+MAX_SIDE = 1 << 20  # pixels, or frames
+SET_ROLES = ("train", "eval")
+_KINDS = ("image", "video")
+_CHUNK_ROWS = 1 << 20  # ids looked at
+_IS_HEX_DIGIT = np.zeros(256, bool)
+_IS_HEX_DIGIT[np.frombuffer(b"0123456789abcdef", np.uint8)] = True
+
+
+# -- plans --------------------------------------------------------------------------------------------------
+
+
+def check_samples(table: pa.Table) -> None:
+    _check_plan_columns(table, SAMPLES_SCHEMA)
+    _check_not_null(table, "sample_id", "role", "dataset", "path", "media_id", "kind", "geometry", "condition")
+    _check_ids(table, "sample_id", "media_id", "source_id", "mask_id")
+    _check_choices(table, "role", (*SET_ROLES, "validation"))
+    _check_choices(table, "kind", _KINDS)
+    _check_choices(table, "condition", ("none", "first-frame", "source"))
+    _check_paths(table, "path", "source_path", "mask_path")
+    for name in ("geometry", "source_geometry", "mask_geometry"):
+        _check_crops(table, name)
+    _check_numbers(table, "start", 0, 1e9)
+    _check_numbers(table, "rate", 1e-9, 1e6)
+
+
+def check_texts(table: pa.Table) -> None:
+    _check_plan_columns(table, TEXTS_SCHEMA)
+    _check_not_null(table, "text_id", "text")
+    _check_ids(table, "text_id", "image_id")
+    _check_paths(table, "image_path")
+    _check_crops(table, "image_geometry")
+
+
+def check_units(table: pa.Table) -> None:
+    _check_plan_columns(table, UNITS_SCHEMA)
+    _check_not_null(table, *UNITS_SCHEMA.names)
+    if not pc.all(pc.match_substring_regex(table["unit_id"], f"^{UNIT_PATTERN}$")).as_py() and len(table):
+        raise ValueError("a unit has a name that no unit has")
+    _check_choices(table, "kind", ("text", "latents"))
+    _check_buckets(table["bucket"], "")
+    _check_numbers(table, "estimated_bytes", 0, 1 << 62)
+    _check_lists(table, "members", 1)
+    _check_hex(pc.list_flatten(table["members"]), "members")
+
+
+def check_active(table: pa.Table) -> None:
+    _check_plan_columns(table, ACTIVE_SCHEMA)
+    _check_not_null(
+        table, "sample_id", "role", "dataset", "path", "bucket", "repeats", "weight", "regularisation", "texts"
+    )
+    _check_ids(table, "sample_id", "null_text")
+    _check_choices(table, "role", (*SET_ROLES, "validation"))
+    _check_paths(table, "path", "source_path", "mask_path")
+    _check_buckets(table["bucket"])
+    _check_draw_columns(table)
+    _check_lists(table, "texts", 0)
+    _check_hex(pc.list_flatten(table["texts"]), "texts")
+
+
+def _check_plan_columns(table: pa.Table, schema: pa.Schema) -> None:
+    """The columns of a plan's table; those of an older version lack some of the last."""
+    known = [name for name in schema.names if name in table.schema.names]
+    if not known or not table.schema.equals(pa.schema([schema.field(name) for name in known])):
+        raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
+
+
+# -- media and rejects --------------------------------------------------------------------------------------
+
+
+def check_media(table: pa.Table) -> None:
+    own = [field for field in table.schema if not field.name.startswith(EXTRA_PREFIX)]
+    if not pa.schema(own).equals(MEDIA_SCHEMA) or len(set(table.schema.names)) < len(table.schema):
+        raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
+    _check_not_null(table, "path", "media_id", "kind")
+    _check_ids(table, "media_id", "source_id", "mask_id")
+    _check_choices(table, "kind", _KINDS)
+    _check_paths(table, "path", "source", "mask")
+    for name in ("width", "height", "source_width", "source_height", "mask_width", "mask_height"):
+        _check_numbers(table, name, 1, 1 << 31)
+    _check_numbers(table, "frames", 0, 1 << 31)
+    for name in ("rate", "duration"):
+        _check_numbers(table, name, 0, 1e12)
+    _check_lists(table, "captions", 0)
+
+
+def check_rejects(table: pa.Table) -> None:
+    if not table.schema.equals(REJECTS_SCHEMA):
+        raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
+    _check_not_null(table, "item", "reason", "message", "retry")
+
+
+# -- training sets ------------------------------------------------------------------------------------------
+
+
+def check_index(table: pa.Table) -> None:
+    kinds = further_kinds(table.column_names)
+    _check_columns(table, index_schema([kind for kind in kinds if kind in ENCODE_PROGRAMS]))
+    _check_not_null(table, *(name for name in table.column_names if name != "null_text"))
+    _check_choices(table, "role", SET_ROLES)
+    _check_buckets(table["bucket"])
+    _check_draw_columns(table)
+    _check_lists(table, "texts", 1)
+
+
+def check_set_texts(table: pa.Table) -> None:
+    _check_columns(table, SET_TEXTS_SCHEMA)
+    _check_not_null(table, "text_id")
+
+
+def check_set_shards(table: pa.Table) -> None:
+    _check_columns(table, SET_SHARDS_SCHEMA)
+    _check_not_null(table, *SET_SHARDS_SCHEMA.names)
+
+
+def check_set_references(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
+    """That the tables of a set point at each other's rows."""
+    check_row_numbers(pc.list_flatten(index["texts"]), len(texts), "text")
+    check_row_numbers(index["null_text"].drop_null(), len(texts), "text")
+    for table, kind in ((index, ""), (texts, ""), *((index, f"{kind}_") for kind in further_kinds(index.column_names))):
+        check_row_numbers(table[f"{kind}shard"].drop_null(), len(shards), "shard")
+        check_row_numbers(table[f"{kind}row"].drop_null(), 1 << 31, "row")
+
+
+# -- columns ------------------------------------------------------------------------------------------------
+
+
+def _check_columns(table: pa.Table, schema: pa.Schema) -> None:
+    if not table.schema.equals(schema):
+        raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
+
+
+def _check_not_null(table: pa.Table, *names: str) -> None:
+    for name in names:
+        if name in table.schema.names and table[name].null_count:
+            raise ValueError(f"a value of {name} is missing")
+
+
+def _check_choices(table: pa.Table, name: str, values: Collection[str]) -> None:
+    if not set(pc.unique(table[name]).to_pylist()) <= set(values):
+        raise ValueError(f"{name} is none of {', '.join(values)}")
+
+
+def _check_numbers(table: pa.Table, name: str, low: float, high: float) -> None:
+    """Numbers from `low` to below `high`; null says nothing, NaN is no number."""
+    if name not in table.schema.names:
+        return
+    values = np.asarray(table[name].drop_null())
+    if not ((values >= low) & (values < high)).all():
+        raise ValueError(f"{name} is out of range")
+
+
+def check_row_numbers(numbers: pa.ChunkedArray, count: int, what: str) -> None:
+    """Whole numbers of `count` things."""
+    ends = pc.min_max(numbers).as_py()
+    if numbers.null_count or (ends["min"] is not None and (ends["min"] < 0 or ends["max"] >= count)):
+        raise ValueError(f"{what} {ends['max']} of {count}")
+
+
+def _check_draw_columns(table: pa.Table) -> None:
+    """What the order of training computes with."""
+    _check_numbers(table, "repeats", 0, MAX_DRAWS)
+    _check_numbers(table, "weight", np.nextafter(0, 1), MAX_DRAWS)
+
+
+def _check_lists(table: pa.Table, name: str, least: int) -> None:
+    lists = table[name].drop_null()
+    shortest = pc.min(pc.list_value_length(lists)).as_py()
+    if pc.list_flatten(lists).null_count or (shortest is not None and shortest < least):
+        raise ValueError(f"a list of {name} is too short, or lacks a value")
+
+
+def _check_paths(table: pa.Table, *names: str) -> None:
+    """No system has a file whose name holds a zero byte, and Python's own error about it is none of ours."""
+    for name in names:
+        if name in table.schema.names and pc.any(pc.match_substring(table[name], "\0")).as_py():
+            raise ValueError(f"a {name} holds a zero byte")
+
+
+def _check_ids(table: pa.Table, *names: str) -> None:
+    for name in names:
+        if name in table.schema.names:
+            _check_hex(table[name].drop_null(), name)
+
+
+def _check_hex(ids: pa.ChunkedArray | pa.Array, name: str) -> None:
+    """32 hex digits each."""
+    for start in range(0, len(ids), _CHUNK_ROWS):
+        part = ids.slice(start, _CHUNK_ROWS)
+        part = part.combine_chunks() if isinstance(part, pa.ChunkedArray) else part
+        lengths = pc.min_max(pc.binary_length(part)).as_py()
+        if part.null_count or lengths != {"min": 32, "max": 32} or not _IS_HEX_DIGIT[_string_bytes(part)].all():
+            raise ValueError(f"a value of {name} is no id of 32 hex digits")
+
+
+def _string_bytes(ids: pa.StringArray) -> np.ndarray:
+    _, ends, data = ids.buffers()
+    first, last = np.frombuffer(ends, "<i4")[[ids.offset, ids.offset + len(ids)]]
+    return np.frombuffer(data, np.uint8)[first:last]
+
+
+def _check_buckets(names: pa.ChunkedArray, *other: str) -> list[Bucket]:
+    return [_parse_bucket(name) for name in pc.unique(names).to_pylist() if name not in other]
+
+
+def _parse_bucket(name: Any) -> Bucket:
+    if not isinstance(name, str) or len(name) > json_checks.MAX_NAME_CHARS:
+        raise ValueError("a bucket has no name")
+    bucket = Bucket.parse(name)
+    if max(bucket.width, bucket.height, bucket.frames) > MAX_SIDE:
+        raise ValueError(f"bucket {name} is too large")
+    return bucket
+
+
+def _check_crops(table: pa.Table, name: str) -> None:
+    """A column of schemas.tables.GEOMETRY_TYPE: what is cut lies within what it is cut from."""
+    if name not in table.schema.names:
+        return
+    column = table[name].drop_null()
+    parts = {field.name: pc.struct_field(column, field.name) for field in column.type}
+    if any(part.null_count for part in parts.values()):
+        raise ValueError(f"a value within {name} is missing")
+    buckets = parts.pop("bucket").combine_chunks().dictionary_encode()
+    sides = np.array([(one.width, one.height) for one in map(_parse_bucket, buckets.dictionary.to_pylist())], np.int64)
+    width, height = sides.reshape(-1, 2)[np.asarray(buckets.indices)].T
+    numbers = {key: np.asarray(part).astype(np.int64) for key, part in parts.items()}
+    fits = (numbers["x"] >= 0) & (numbers["x"] + width <= numbers["resize_w"]) & (numbers["resize_w"] <= MAX_SIDE)
+    fits &= (numbers["y"] >= 0) & (numbers["y"] + height <= numbers["resize_h"]) & (numbers["resize_h"] <= MAX_SIDE)
+    if not fits.all():
+        raise ValueError(f"a {name} cuts outside of the picture")

@@ -1,0 +1,281 @@
+"""How every program speaks: its options, its log and progress, its report, its exit code.
+
+A program is a function of the configuration that returns a report, and one line:
+
+    def run(config: Config, options: Options, console: Console) -> Report: ...
+
+    app = program("bucket", "Divide media into buckets and plan the work.", run)
+    if __name__ == "__main__":
+        app()
+
+Keyword-only parameters of `run` become options of that program alone, declared as typer declares them:
+
+    def run(config, options, console, *, fix: Annotated[bool, typer.Option(help="...")] = False): ...
+
+Log and progress go to standard error and the report to standard output (with --json as one JSON document), so
+that a pipe always gets the report alone.
+"""
+
+import inspect
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, TextIO
+
+import typer
+
+import schemas.cli.log_filters  # noqa: F401  (what it does is done on import)
+from schemas.cli.options import (
+    NOT_PARTITIONED,
+    ConfigOption,
+    DeviceOption,
+    DryRunOption,
+    JsonOption,
+    Options,
+    Partition,
+    PartitionOption,
+    SetOption,
+    WorkersOption,
+)
+from schemas.cli.report import Report
+from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
+from schemas.text_format import escape_unprintable, to_json_values
+
+# What a program's file needs, in one import.
+__all__ = ["DAMAGE", "INCOMPLETE", "OK", "USAGE", "Console", "Options", "Partition", "Progress", "Report", "make_app"]
+
+PROGRESS_INTERVAL_S = 5.0  # of progress where there is no terminal
+OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
+#: True of every program: each writes its files whole or not at all, and looks at what is there before it begins.
+RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
+EXIT_CODES = "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
+
+
+class Progress:
+    """Counts what is done of `total` (None: not known). Safe to advance from several threads.
+
+    The rate is measured from the first advance on, so that loading a model does not count as slow work.
+    """
+
+    def __init__(self, total: float | None, show: Callable[["Progress"], None], clock: Callable[[], float]) -> None:
+        self.total, self.done = total, 0.0
+        self._show, self._clock, self._start, self._lock = show, clock, clock(), threading.Lock()
+        self._first: tuple[float, float] | None = None  # time and count of the first advance
+
+    def advance(self, n: float = 1) -> None:
+        with self._lock:
+            self.done += n
+            self._first = self._first or (self._clock(), self.done)
+            self._show(self)
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self._start
+
+    def state(self, unit: str) -> str:
+        """Like "12/140 units, 1.5 units/s, 0:01:25 left"."""
+        rate = self._rate()
+        text = f"{self.done:.10g}" if self.total is None else f"{self.done:.10g}/{self.total:.10g}"
+        text += f" {unit}" + (f", {_format_rate(rate)} {unit}/s" if rate else "")
+        if self.total is None or rate == 0 or self.done >= self.total:
+            return text
+        return f"{text}, {timedelta(seconds=round((self.total - self.done) / rate))} left"
+
+    def _rate(self) -> float:
+        """Units a second since the first advance; 0 before a second one."""
+        if self._first is None:
+            return 0.0
+        since, counted = self._first
+        elapsed = self._clock() - since
+        return (self.done - counted) / elapsed if elapsed > 0 else 0.0
+
+
+def _format_rate(rate: float) -> str:
+    """Three digits for slow work, whole numbers for fast."""
+    return f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"
+
+
+class Console:
+    """A program's voice. Everything but the report goes to `stderr`; the report goes to `stdout`.
+
+    On a terminal progress is a bar; elsewhere a line at most every `interval` seconds, and one at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        json: bool = False,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        interval: float = PROGRESS_INTERVAL_S,
+        completed: Callable[[str], str] = str,
+    ) -> None:
+        from rich.console import Console as RichConsole
+
+        plainly: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+        self.json = json
+        self.stdout = stdout or sys.stdout
+        for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is escaped, no crash
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        self._rich = RichConsole(file=stderr or sys.stderr, **plainly)
+        self._clock, self._interval = clock, interval
+        self._completed = completed  # commands in what is said, with the options that this program was given
+
+    def log(self, message: str) -> None:
+        self._rich.print(_escape_lines(message))
+
+    def warn(self, message: str) -> None:
+        self._rich.print(f"warning: {_escape_lines(self._completed(message))}", style="yellow")
+
+    def error(self, message: str) -> None:
+        self._rich.print(f"error: {_escape_lines(message)}", style="bold red")
+
+    @contextmanager
+    def progress(self, total: float | None, description: str, unit: str = "items") -> Iterator[Progress]:
+        """A context in which `.advance(n)` moves the progress of `total` units."""
+        terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        with (self._bar if terminal else self._lines)(total, description, unit) as progress:
+            yield progress
+
+    @contextmanager
+    def _bar(self, total: float | None, description: str, unit: str) -> Iterator[Progress]:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+        with Bar(*columns, console=self._rich) as bar:
+            task = bar.add_task(description, total=total, state="")
+            progress = Progress(total, lambda p: bar.update(task, completed=p.done, state=p.state(unit)), self._clock)
+            progress.advance(0)
+            yield progress
+
+    @contextmanager
+    def _lines(self, total: float | None, description: str, unit: str) -> Iterator[Progress]:
+        last = self._clock()
+
+        def show(progress: Progress) -> None:
+            nonlocal last
+            if self._clock() - last >= self._interval:
+                last = self._clock()
+                self.log(f"{description}: {progress.state(unit)}")
+
+        progress = Progress(total, show, self._clock)
+        try:
+            yield progress
+        finally:
+            took = timedelta(seconds=round(progress.seconds))
+            self.log(f"{description}: {progress.state(unit)}, after {took}")
+
+    @contextmanager
+    def live(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:
+        """A context's `show(lines, text)`. On a terminal `text` is drawn in place of the last one, and is gone at the
+        end; elsewhere the values of `lines` are printed whose keys were not there the last time."""
+        if self._rich.is_terminal and not self._rich.is_dumb_terminal:
+            from rich.live import Live
+            from rich.text import Text
+
+            with Live(console=self._rich, auto_refresh=False, transient=True) as live:
+                yield lambda lines, text: live.update(Text(_escape_lines(text)), refresh=True)
+            return
+        shown: Mapping[str, str] = {}
+
+        def show(lines: Mapping[str, str], text: str) -> None:
+            nonlocal shown
+            for line in [line for key, line in lines.items() if key not in shown]:
+                self.log(line)
+            shown = lines
+
+        yield show
+
+    def finish(self, report: Report) -> int:
+        """Print the report and give the exit code."""
+        print(report.json() if self.json else report.summary(), file=self.stdout, flush=True)
+        return report.exit_code
+
+    def fail(self, name: str, error: LatentpressError) -> int:
+        """Print the error and its next step, with --json as a document too, and give its exit code."""
+        self.error(error.message)
+        if error.next_step:
+            self.log(error.next_step)
+        if self.json:
+            document = {"program": name, "error": error.document(), "exit_code": error.exit_code}
+            print(json.dumps(to_json_values(document), indent=2, ensure_ascii=False), file=self.stdout, flush=True)
+        return error.exit_code
+
+
+class Interrupted(LatentpressError):
+    exit_code = INTERRUPTED
+
+
+def _escape_lines(message: str) -> str:
+    """Every line as `visible` shows it."""
+    return "\n".join(map(escape_unprintable, message.split("\n")))
+
+
+RunFunction = Callable[..., Report]
+
+
+def make_app(name: str, help: str, run: RunFunction, *, examples: Sequence[str] = (), extra: str = "") -> typer.Typer:
+    """The typer application of one program. `run(config, options, console, **own options) -> Report`.
+
+    examples: argument lines shown under --help, without the program's name. extra: the installation extra
+    whose libraries the program imports; where one is missing, the error says how to install it.
+    """
+
+    def command(
+        config: ConfigOption = Path("pipeline.yaml"),
+        overrides: SetOption = None,
+        dry_run: DryRunOption = False,
+        json: JsonOption = False,
+        shard: PartitionOption = NOT_PARTITIONED,
+        device: DeviceOption = None,
+        workers: WorkersOption = None,
+        **own: Any,
+    ) -> None:
+        options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
+        raise typer.Exit(run_program(name, run, options, own, extra=extra))
+
+    common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    # typer reads a program's options from its signature.
+    command.__signature__ = inspect.Signature([*common, *own])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in (*common, *own)}
+    shown = "\n\n".join(f"  latentpress {name} {line}".rstrip() for line in ("", "--dry-run", *examples))
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name, help=f"{help}\n\nExamples:\n\n{shown}\n\n{EXIT_CODES}")(command)
+    return app
+
+
+def run_program(
+    name: str, run: RunFunction, options: Options, own: Mapping[str, Any] | None = None, *, extra: str = ""
+) -> int:
+    """Load the configuration, run, print the report or the error, and give the exit code."""
+    from schemas.config.loading import load_config
+
+    console = Console(json=options.json, completed=options.completed)
+    try:
+        config = load_config(options.config, options.overrides)
+        report = run(config, options, console, **(own or {}))
+        steps, said = [options.completed(step) for step in report.next_steps], report.details
+        details = {key: options.completed(text) if isinstance(text, str) else text for key, text in said.items()}
+        return console.finish(replace(report, dry_run=options.dry_run, next_steps=steps, details=details))
+    except LatentpressError as error:
+        error.next_step = options.completed(error.next_step)
+        return console.fail(name, error)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not extra or missing in OUR_PACKAGES:
+            raise
+        step = f"Install what this program needs: pip install -e '.[{extra}]'"
+        return console.fail(name, LatentpressError(f"{name} needs the library {missing!r}: not found", step))
+    except KeyboardInterrupt:
+        return console.fail(name, Interrupted(f"{name} was interrupted", RERUN_HINT))

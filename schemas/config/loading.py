@@ -1,0 +1,209 @@
+"""Read pipeline.yaml: overrides applied, relative paths resolved, every error with its file, line and key.
+
+Relative paths in the configuration (and in --set) are relative to the folder of the configuration file. URLs
+(`s3://...`, `memory://...`) stay as they are; `file://` is a path like any other. `model.path` may name a repo: it
+stays as it is unless such a folder exists or it begins with "." or "~".
+
+`python -m schemas.config.loading` prints the JSON Schema that editors use.
+"""
+
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, get_args, get_origin
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+
+from schemas.catalogue import FAMILIES
+from schemas.config.error_messages import dotted_path, explain_error, is_section, section_fields
+from schemas.config.overrides import parse_override, set_value
+from schemas.config.pipeline import Config
+from schemas.config.yaml_reader import MAX_CHARACTERS, Document, KeyPath, YamlError, parse_yaml
+from schemas.errors import USAGE, LatentpressError
+
+MAX_ERRORS = 100  # that are explained: near misses of a key take a millisecond each
+
+
+PORTABLE_PATHS = ("instance_data_dir", "caption_file")  # places that a dataset is known by
+
+
+class ConfigError(LatentpressError, ValueError):
+    """The configuration cannot be used; `errors` has one line for each thing that is wrong with it."""
+
+    exit_code: ClassVar[int] = USAGE
+
+    def __init__(self, errors: Sequence[str], next_step: str = "") -> None:
+        super().__init__("\n".join(errors), next_step)
+        self.errors = list(errors)
+
+    def document(self) -> dict[str, Any]:
+        return {**super().document(), "errors": self.errors}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in the file `path` with `overrides` ("train.steps=10") put over it.
+
+    Raises ConfigError with every error found, each as "pipeline.yaml:17: train.optimizer.lr: what is wrong".
+    """
+    path = Path(path)
+    document = _read_document(path)
+    if document.value is None:
+        document.value = {}
+    if not isinstance(document.value, dict):
+        raise ConfigError([f"{path}:1: expected keys and values; valid keys: {', '.join(section_fields(Config))}"])
+    set_paths, errors = _apply_overrides(document.value, overrides)
+    _drop_empty_sections(document.value, Config)
+    written = [_portable_paths(dataset, path.absolute().parent) for dataset in _list_items(document.value, "datasets")]
+    _resolve_paths(document.value, path.absolute().parent)
+    try:
+        config = Config.model_validate(document.value)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        problems = [problem for each in found[:MAX_ERRORS] for problem in explain_error(each)]
+        errors += [line for _, line in sorted({_locate_error(path, document, set_paths, *each) for each in problems})]
+        if len(found) > MAX_ERRORS:
+            errors.append(f"{path}: and {len(found) - MAX_ERRORS} more")
+    if errors:
+        raise ConfigError(errors)
+    for dataset, places in zip(config.datasets, written, strict=True):
+        dataset._written.update(places)
+    return config
+
+
+def dump_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that `load` reads back as an equal one."""
+    out = io.StringIO()
+    yaml = YAML(pure=True)
+    yaml.width = 4096
+    yaml.dump(config.model_dump(mode="json", by_alias=True), out)
+    return out.getvalue()
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the configuration, with the flavours of each family."""
+    schema = Config.model_json_schema(by_alias=True)
+    model = schema["$defs"]["Model"]
+    model["properties"]["family"]["enum"] = list(FAMILIES)
+    model["allOf"] = [
+        {
+            "if": {"properties": {"family": {"const": name}}},
+            "then": {"properties": {"flavour": {"enum": [*family.flavours, None]}}},
+        }
+        for name, family in FAMILIES.items()
+    ]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "latentpress pipeline",
+    }
+
+
+def _read_document(path: Path) -> Document:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return parse_yaml(file.read(MAX_CHARACTERS + 1))  # no more, be it /dev/zero
+    except FileNotFoundError as error:
+        step = "Copy the pipeline.yaml of the source tree and edit it, or name yours with --config."
+        raise ConfigError([f"{path}: no such file"], step) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"]) from error
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except YamlError as error:
+        raise ConfigError([f"{path}:{line}: {message}" for line, message in error.problems[:MAX_ERRORS]]) from error
+    except ValueError as error:  # a zero byte in the name
+        raise ConfigError([f"{str(path)!r}: cannot be read: {error}"]) from error
+
+
+def _apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[KeyPath, str], list[str]]:
+    """Apply the overrides; give the path of each with its key as written, and the errors."""
+    paths: dict[KeyPath, str] = {}
+    errors = []
+    for text in overrides:
+        try:
+            key, value = parse_override(text)
+            paths[set_value(config, key, value)] = key
+        except ValueError as error:
+            errors.append(f"--set {text.partition('=')[0].strip()}: {error}")
+    return paths, errors
+
+
+def _locate_error(
+    file: Path, document: Document, set_paths: dict[KeyPath, str], path: KeyPath, message: str
+) -> tuple[int, str]:
+    """The line to sort by, and the error with its place: the --set that caused it, or the file and line."""
+    for set_path, key in set_paths.items():
+        if path == set_path or (set_path[: len(path)] == path and path not in document.lines):
+            return 0, f"--set {key}: {message}"
+        if path[: len(set_path)] == set_path:
+            return 0, f"--set {key}: {dotted_path(path)}: {message}"
+    known = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in document.lines)
+    line = document.lines[known]
+    return line, f"{file}:{line}: {dotted_path(path)}: {message}"
+
+
+def _drop_empty_sections(value: Any, kind: Any) -> None:
+    """Take out sections in which every key is commented out (they read as null): the defaults serve."""
+    if is_section(kind) and isinstance(value, dict):
+        for key, inner in section_fields(kind).items():
+            if is_section(inner) and key in value and value[key] is None:
+                del value[key]
+            _drop_empty_sections(value.get(key), inner)
+    elif get_origin(kind) is tuple and isinstance(value, list):
+        for item in value:
+            _drop_empty_sections(item, get_args(kind)[0])
+
+
+def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
+    def absolute(text: str) -> str:
+        text = text.removeprefix("file://")
+        return text if "://" in text else os.path.abspath(folder / os.path.expanduser(text))
+
+    def absolute_if_there(text: str) -> str:
+        there = absolute(text)
+        return there if text.startswith((".", "~")) or os.path.exists(there) else text
+
+    _map_texts(config, ("root", "output"), absolute)
+    config.setdefault("output", absolute("output"))
+    _map_texts(config.get("model"), ("path",), absolute_if_there)
+    _map_texts(config.get("vision"), ("model",), absolute_if_there)
+    _map_texts(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)
+    for dataset in _list_items(config, "datasets"):
+        named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps of a hub
+        _map_texts(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)
+        _map_texts(dataset, ("media_root", "caption_file", "conditioning_data", "mask_data"), absolute)
+    for prompt in _list_items(config.get("validation"), "prompts"):
+        _map_texts(prompt, ("image",), absolute)
+
+
+def _portable_paths(dataset: Any, folder: Path) -> dict[str, str]:
+    """What names a dataset's places on every machine, so that a project can be moved: paths from the folder of the
+    configuration, where they are written so or lie below it. What follows "?" in a URL may be a signature."""
+    found = dict[str, str]()
+    for key in PORTABLE_PATHS:
+        text = dataset.get(key) if isinstance(dataset, dict) else None
+        if isinstance(text, str) and text:
+            text = text.removeprefix("file://")
+            path = Path(text).expanduser() if "://" not in text else Path()
+            inside = path.relative_to(folder) if path.is_relative_to(folder) else path
+            found[key] = text.partition("?")[0] if "://" in text else os.path.normpath(inside)
+    return found
+
+
+def _list_items(section: Any, key: str) -> list[Any]:
+    items = section.get(key) if isinstance(section, dict) else None
+    return items if isinstance(items, list) else []
+
+
+def _map_texts(section: Any, keys: Sequence[str], change: Callable[[str], str]) -> None:
+    """Change the texts at `keys`; anything else there is left to validation."""
+    for key in keys if isinstance(section, dict) else ():
+        if isinstance(section.get(key), str) and section[key]:
+            section[key] = change(section[key])
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))

@@ -1,0 +1,163 @@
+"""YAML 1.2 read with the line of everything in it.
+
+The core schema and nothing more: `1e-4` is a number, `no`, `on` and `yes` are text, a date is text. Tags and
+merge keys are refused, duplicate keys are errors. A document has limits, so that none takes minutes or ends in a
+traceback: its length, its depth, its values with every alias written out, the digits of a number.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import MaxDepthExceededError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from schemas.text_format import shorten
+
+KeyPath = tuple[str | int, ...]
+_TAG = "tag:yaml.org,2002:"
+MAX_CHARACTERS = 256 * 1024  # the parser takes up to 50 us a character
+MAX_DEPTH = 32
+MAX_VALUES = 100_000
+MAX_DIGITS = 64
+_TOO_DEEP = f"lists and sections stand more than {MAX_DEPTH} deep in one another"
+_INTEGER = re.compile(r"[-+]?(0x_*[0-9a-f][0-9a-f_]*|0o_*[0-7][0-7_]*|0b_*[01][01_]*|_*[0-9][0-9_]*)", re.A | re.I)
+
+
+class YamlError(ValueError):
+    """What is wrong with a document: (line from 1, message) of each problem."""
+
+    def __init__(self, problems: list[tuple[int, str]]) -> None:
+        super().__init__("; ".join(f"line {line}: {message}" for line, message in problems))
+        self.problems = problems
+
+
+@dataclass
+class Document:
+    """`value`: plain dicts, lists and scalars. `lines`: the line (from 1) where each key path stands."""
+
+    value: Any = None
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    values: int = 0
+
+
+def parse_yaml(text: str) -> Document:
+    """Read one document; an empty one has the value None. Raises YamlError with every problem found."""
+    if len(text) > MAX_CHARACTERS:
+        line = text.count("\n", 0, MAX_CHARACTERS) + 1
+        raise YamlError([(line, f"the document is longer than {MAX_CHARACTERS:,} characters; shorten it")])
+    if directive := re.match(r"%YAML[ \t]+(?!1\.2\b)\S+", text):
+        raise YamlError([(1, f"{directive[0]}: this is read as YAML 1.2; remove the directive")])
+    yaml = YAML(typ="safe", pure=True)
+    yaml.max_depth = MAX_DEPTH
+    try:
+        root = yaml.compose(text)
+    except MaxDepthExceededError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise YamlError([(line, _TOO_DEEP)]) from error
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        message = " ".join(part for part in (error.context, error.problem) if part)
+        if "'\\t'" in message:
+            message = "a tab cannot indent YAML; use spaces"
+        raise YamlError([(mark.line + 1 if mark else 1, f"not valid YAML: {message}")]) from error
+    except YAMLError as error:
+        raise YamlError([(1, f"not valid YAML: {error}")]) from error
+    except (ValueError, OverflowError) as error:  # the parser's own: an escape beyond the last character, "\\U00110000"
+        raise YamlError([(1, f"not valid YAML: {error}")]) from error
+    document = Document(lines={(): 1})
+    if root is not None:
+        document.value = _build(root, (), document, ())
+    if document.problems:
+        raise YamlError(document.problems)
+    return document
+
+
+def _build(node: Node, path: KeyPath, document: Document, above: tuple[int, ...]) -> Any:
+    line = node.start_mark.line + 1
+    document.values += 1
+    if document.values > MAX_VALUES or len(path) > MAX_DEPTH:  # the parser has not looked into aliases
+        many = f"more than {MAX_VALUES:,} values, each alias counted as what it stands for; write fewer"
+        message = many if document.values > MAX_VALUES else _TOO_DEEP
+        raise YamlError([*document.problems, (document.lines.get(path[:1], line), message)])
+    document.lines.setdefault(path, line)
+    tag = str(node.tag).removeprefix(_TAG)
+    if id(node) in above:
+        document.problems.append((line, "an alias cannot stand inside what it names"))
+        return None
+    above = (*above, id(node))
+    if isinstance(node, MappingNode) and tag == "map":
+        return _mapping(node, path, document, above)
+    if isinstance(node, SequenceNode) and tag == "seq":
+        return [_build(item, (*path, i), document, above) for i, item in enumerate(node.value)]
+    if isinstance(node, ScalarNode) and tag in ("str", "null", "bool", "int", "float", "timestamp", "value"):
+        try:
+            return _scalar(tag, node.value)
+        except UnicodeDecodeError:
+            document.problems.append((line, "half of a surrogate pair is no character"))
+            return None
+        except ValueError as error:
+            document.problems.append((line, str(error)))
+            return None
+    document.problems.append((line, f"tag {node.tag} is not supported; remove it"))
+    return None
+
+
+def _mapping(node: MappingNode, path: KeyPath, document: Document, above: tuple[int, ...]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, ScalarNode) or str(key.tag) == f"{_TAG}merge":
+            document.problems.append((line, "keys are plain words; merge and composed keys are not supported"))
+            continue
+        name = str(key.value)
+        if name in out:
+            dotted, before = ".".join(map(str, (*path, name))), document.lines[(*path, name)]
+            document.problems.append((line, f"{dotted}: this key stands already in line {before}"))
+            continue
+        document.lines[(*path, name)] = line
+        out[name] = _build(value, (*path, name), document, above)
+    return out
+
+
+def _scalar(tag: str, text: str) -> Any:
+    if tag == "null":
+        return None
+    if tag == "bool":
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{shorten(text)!r} is tagged as a truth value; valid: true, false")
+        return text.lower() == "true"
+    if tag == "int":
+        return _integer(text)
+    if tag == "float":
+        return _float(text)
+    if "\0" in text:
+        raise ValueError("a zero byte is no character of a text")
+    # JSON writes a character beyond 16 bits as two escapes, which YAML reads as two characters.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")
+
+
+def _integer(text: str) -> int:
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"{shorten(text)!r} is no whole number")
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text):,} digits; at most {MAX_DIGITS}")
+    digits = text.replace("_", "")
+    sign = -1 if digits.startswith("-") else 1
+    digits = digits.lstrip("+-")
+    base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2].lower())
+    return sign * (int(digits[2:], base) if base else int(digits))
+
+
+def _float(text: str) -> float:
+    digits = text.replace("_", "").lower()
+    if digits.endswith(".nan"):
+        return math.nan
+    try:
+        return float(digits.replace(".inf", "inf"))
+    except ValueError:
+        raise ValueError(f"{shorten(text)!r} is no number") from None

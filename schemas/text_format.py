@@ -1,0 +1,27 @@
+"""Text and values made fit to be shown: shortened, printable, plain JSON. Pure."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def shorten(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def escape_unprintable(text: str) -> str:
+    """One line: line breaks, and characters that can't be seen or that a terminal obeys, as escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def to_json_values(value: Any) -> Any:
+    """`value` as JSON knows it: numpy scalars and paths unwrapped, NaN and infinities as null."""
+    if isinstance(value, Mapping):
+        return {str(key): to_json_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json_values(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return to_json_values(value.item()) if hasattr(value, "item") else str(value)

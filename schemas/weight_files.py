@@ -1,0 +1,39 @@
+"""Which files of a checkpoint are read: weights as safetensors, and never pickled, since a pickle runs what it says."""
+
+import json
+from pathlib import Path
+
+WEIGHTS_SUFFIX = ".safetensors"
+#: Of a part of a checkpoint: its weights, configurations, and what a tokenizer has. A pickle is not even fetched.
+ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def find_weights_problem(folder: Path) -> tuple[str, str] | None:
+    """Of a folder with a model's weights: why they are not read, and what to do; None where they are safetensors."""
+    files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    for name in files:
+        if name.endswith(f"{WEIGHTS_SUFFIX}.index.json") and not _is_valid_index(folder / name):
+            problem = f"{folder / name} does not name files {WEIGHTS_SUFFIX} beside it"
+            return problem, "replace the checkpoint with a whole copy from a source that you trust"
+    if any(name.endswith(WEIGHTS_SUFFIX) for name in files):
+        return None
+    pickled = [name for name in files if name.endswith(PICKLE_SUFFIXES)]
+    if not pickled:
+        return f"{folder} holds no *{WEIGHTS_SUFFIX}", "replace the checkpoint with a whole copy in diffusers layout"
+    return (
+        f"{folder / pickled[0]} is pickled, and a pickle runs what it says: weights are read as "
+        f"*{WEIGHTS_SUFFIX} alone, and "
+        "there are none",
+        "take a checkpoint that has them; or, if you trust this one, load the folder with its class in diffusers or "
+        "transformers, call save_pretrained(folder, safe_serialization=True) on it, and remove the pickled files",
+    )
+
+
+def _is_valid_index(path: Path) -> bool:
+    """Whether it shares the weights out among safetensors files of its own folder."""
+    try:
+        shares = json.loads(path.read_bytes())["weight_map"].values()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+    return all(isinstance(name, str) and name.endswith(WEIGHTS_SUFFIX) and Path(name).name == name for name in shares)

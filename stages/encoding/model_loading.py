@@ -1,0 +1,116 @@
+"""Where the encoding stages meet torch: devices, loading a model, tensors to arrays, running out of memory.
+
+Imported by workers only, after everything that needs no model has been settled.
+"""
+
+import gc
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from cache.compatibility import check_component
+from cache.tensors import Array
+from cache.weights import WeightsError
+from schemas.config.encoding import Model, Resources
+from schemas.errors import LatentpressError
+
+#: What a RuntimeError says where memory ran out: torch's allocator on the CPU, CUDA itself, its libraries.
+OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+#: What has a part in the bytes, where it is installed.
+PROVENANCE_LIBRARIES = (
+    *("torch", "diffusers", "transformers", "tokenizers", "accelerate", "optimum-quanto", "bitsandbytes", "flash-attn"),
+    *("pillow", "pillow-heif", "av", "decord"),
+)
+
+
+def disable_progress_bars() -> None:
+    """The libraries' own progress bars off: the stages show theirs."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def select_device(resources: Resources, process: int = 0) -> torch.device:
+    """The device that process number `process` computes on: of several cards without a number, each process one in
+    turn. Sets the number of CPU threads, which shards record."""
+    torch.set_num_threads(resources.threads)
+    name = resources.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise LatentpressError(
+            f"device {name} was asked for and this torch ({torch.__version__}) sees no CUDA device",
+            "use --device cpu, or install the torch build for your card (README, Installing for a GPU)",
+        )
+    if name == "cuda" and torch.cuda.device_count() > 1:
+        name = f"cuda:{process % torch.cuda.device_count()}"
+    return torch.device(name)
+
+
+@contextmanager
+def loading_errors(model: Model, part: str) -> Iterator[None]:
+    """Loading a model: one of another family is refused by name, and damaged weights become a WeightsError."""
+    check_component(model, part)
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, MemoryError, SafetensorError) as error:
+        if isinstance(error, LatentpressError):
+            raise
+        if is_out_of_memory(error):
+            problem = f"out of memory while {part} of {model.source} was loaded: {error}"
+            raise LatentpressError(problem, "free memory, use fewer --workers, or a larger card or machine") from error
+        raise WeightsError(
+            f"{model.source}: {part}, or what belongs to it, can't be loaded: {type(error).__name__}: {error}",
+            "replace the checkpoint with a whole copy in diffusers layout",
+        ) from error
+
+
+def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, Any]:
+    """Versions and hardware: what may differ between two valid shards of one fingerprint."""
+    libraries = {name: found for name in PROVENANCE_LIBRARIES if (found := _installed_version(name))}
+    hardware = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if where.type == "cuda":
+        libraries |= {"cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
+        hardware = torch.cuda.get_device_name(where)
+    codecs = {name: ".".join(map(str, number)) for name, number in av.library_versions.items()}
+    return {
+        "libraries": libraries | {name: codecs[name] for name in ("libavcodec", "libswscale") if name in codecs},
+        "device": f"{where.type}: {hardware}",
+        "threads": resources.threads,
+    }
+
+
+def _installed_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def to_array(tensor: torch.Tensor) -> Array:
+    """A tensor as it is stored: contiguous little-endian bytes, bfloat16 as its 16-bit pattern."""
+    raw = tensor.detach().cpu().contiguous()
+    dtype = str(raw.dtype).removeprefix("torch.")
+    data = raw.reshape(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, np.uint8)
+    return Array(dtype, tuple(raw.shape), data)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory, on the device or on this machine; CUDA and its libraries say so in several ways."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
+
+
+def release_memory() -> None:
+    """Give back what torch keeps for later."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

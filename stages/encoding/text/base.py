@@ -1,0 +1,219 @@
+"""What the families' text encoders share, and how their weights are held: in which precision, and offloaded or not."""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from cache.weights import fetch_components, load_pretrained
+from schemas.config.pipeline import Config
+from schemas.errors import USAGE, LatentpressError
+from schemas.family import Template
+from stages.encoding import model_loading
+from stages.encoding.text.prefix_cache import PrefixCachedModel, find_prefix_ids
+from stages.encoding.text.request import EncoderStats
+
+INSTALL_COMMAND = "pip install -e '.[quant]'"
+#: Rows and columns that bitsandbytes packs 4-bit matrices in on CPUs with AVX512-BF16. One whose sides are no multiples
+#: stays as it is, on every machine.
+NF4_ROW_MULTIPLE, NF4_COLUMN_MULTIPLE = 32, 64
+QUANTIZATION_LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}
+
+
+class OptionError(LatentpressError, ValueError):
+    """An option of text.* that this model, device or installation can't have."""
+
+    exit_code = USAGE
+
+
+@dataclass(frozen=True)
+class LanguageModelOptions:
+    """attention: None for what the pipelines use. quantization, offload: as `schemas.config.encoding.Text` says."""
+
+    attention: str | None = None
+    quantization: str = "no_change"
+    offload: str = "none"
+
+
+class TextEncoder(ABC):
+    """Loads a family's text encoder once. `prepare` tokenises, and may run beside `encode`, which is one forward pass.
+
+    Each family's `Encoder` names its parts of the checkpoint and says in `_load` how its language model is run.
+    """
+
+    parts: tuple[str, ...]  # folders of the checkpoint
+
+    def __init__(
+        self,
+        source: str,
+        revision: str | None,
+        template: Template,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        attention: str | None = None,
+        quantization: str = "no_change",
+        offload: str = "none",
+        share_prefix: bool = True,
+    ) -> None:
+        """max_length: the pipeline's max_sequence_length. attention, quantization, offload: see `LanguageModelOptions`.
+
+        Raises WeightsError where a part is missing, OptionError for an option that can't be had.
+        """
+        folder = fetch_components(source, revision, self.parts)
+        self.source, self.template, self.max_length = source, template, max_length
+        self.dtype, self.device = dtype, device
+        self.unquantized: list[str] = []  # matrices that nf4-bnb left as they are
+        self._options, self._share_prefix = LanguageModelOptions(attention, quantization, offload), share_prefix
+        self._lock = Lock()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
+        self._reader = self._load(folder)
+
+    @abstractmethod
+    def _load(self, folder: Path) -> PrefixCachedModel:
+        """Load the models from `folder`; the reader of the language model."""
+
+    def _language_model(self, model_class: Any, folder: Path, unused: Sequence[str] = ()) -> Any:
+        model = load_language_model(
+            model_class, folder / "text_encoder", self.dtype, self.device, self._options, unused
+        )
+        if self._options.quantization == "nf4-bnb":
+            self.unquantized = unquantized_layers(model)
+        return model
+
+    def _make_reader(self, reader_class: type[PrefixCachedModel], model: Any, most: int) -> PrefixCachedModel:
+        """most: the largest number of tokens of the template's beginning that are computed once for all texts."""
+        prefix = find_prefix_ids(self._ids, self.template, most) if self._share_prefix else []
+        return reader_class(model, prefix, self._tokenizer.pad_token_id or 0, self.device, self.template.layers)
+
+    @property
+    def stats(self) -> EncoderStats:
+        return self._reader.stats
+
+    def _ids(self, text: str) -> list[int]:
+        # verbose: it would warn of texts longer than the tokenizer's own limit, which is not the one here.
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
+
+
+def load_text_encoder(config: Config, where: torch.device) -> Any:
+    """The family's text encoder, from the file under stages/encoding/text/ that the catalogue names."""
+    model_loading.disable_progress_bars()
+    model = config.model
+    module = importlib.import_module(f"stages.encoding.text.{model.spec.text_encoder}")
+    dtype = getattr(torch, config.text.precision or model.precision)
+    length = config.text.max_length or model.template.max_length
+    text = config.text
+    options = {"attention": text.attention, "quantization": text.quantization, "offload": text.offload}
+    with model_loading.loading_errors(model, "text_encoder"):
+        return module.Encoder(model.source, model.revision, model.template, length, dtype, where, **options)
+
+
+def load_language_model(
+    model_class: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: LanguageModelOptions,
+    unused: Sequence[str] = (),
+) -> Any:
+    """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
+
+    int8-quanto, nf4-bnb: the matrices of the language model's blocks alone; embeddings, norms and the vision model
+    stay, and of nf4-bnb what `unquantized` names. unused: parts that take no memory, since nothing calls them. Raises
+    OptionError, and WeightsError where the weights are pickled.
+    """
+    _check_options(model_class, device, options)
+    if options.quantization == "bf16":
+        dtype = torch.bfloat16
+    settings: dict[str, Any] = {"dtype": dtype}
+    if options.attention:
+        settings["attn_implementation"] = options.attention
+    if options.quantization == "nf4-bnb":
+        settings |= {"quantization_config": _nf4_config(model_class, folder, dtype), "device_map": {"": device}}
+    model = load_pretrained(model_class, folder, **settings).eval()
+    for part in unused:
+        model.set_submodule(part, torch.nn.Identity())
+    if options.quantization == "int8-quanto":
+        _quantize_int8(model)
+    if options.offload == "blocks":
+        return _offload_blocks(model, device)
+    return model if options.quantization == "nf4-bnb" else model.to(device)
+
+
+def decoder_layers(model: Any) -> torch.nn.ModuleList:
+    """The language model's layers."""
+    inner = getattr(model, "model", model)
+    return getattr(inner, "language_model", inner).layers
+
+
+def unquantized_layers(model: Any) -> list[str]:
+    """Matrices of a quantised model's blocks that are as the checkpoint has them, without the blocks' numbers."""
+    parts = (part for block in decoder_layers(model) for part in block.named_modules())
+    return sorted({name for name, part in parts if type(part) is torch.nn.Linear})
+
+
+def _check_options(model_class: Any, device: torch.device, options: LanguageModelOptions) -> None:
+    if options.attention == "sdpa" and not model_class._supports_sdpa:
+        raise OptionError(
+            f"text.attention: sdpa is not for {model_class.__name__}, whose attention scores are soft-capped",
+            "remove text.attention, or use eager or flash_attention_2",
+        )
+    if options.attention == "flash_attention_2" and (device.type != "cuda" or find_spec("flash_attn") is None):
+        raise OptionError(
+            f"text.attention: flash_attention_2 needs a CUDA device (this is {device.type}) and the package flash-attn",
+            "remove text.attention, or install flash-attn for your torch and card",
+        )
+    library = QUANTIZATION_LIBRARIES.get(options.quantization)
+    if library is None:
+        return
+    if options.offload != "none":
+        raise OptionError(
+            f"text.quantization: {options.quantization} and text.offload: {options.offload} do not go together",
+            "use one of them: quantised, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
+        )
+    if find_spec(library.split(".")[0]) is None or find_spec(library) is None:
+        raise OptionError(
+            f"text.quantization: {options.quantization} needs {library}", f"install it: {INSTALL_COMMAND}"
+        )
+
+
+def _nf4_config(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    with torch.device("meta"):
+        model = model_class(model_class.config_class.from_pretrained(folder))
+    inside = {part for part in decoder_layers(model).modules() if isinstance(part, torch.nn.Linear)}
+    packed = {p for p in inside if p.out_features % NF4_ROW_MULTIPLE == 0 == p.in_features % NF4_COLUMN_MULTIPLE}
+    linear = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[name for name, part in linear if part not in packed],
+    )
+
+
+def _quantize_int8(model: Any) -> None:
+    """In place, on the host: the device sees the smaller weights only."""
+    from optimum.quanto import freeze, qint8, quantize
+
+    layers = decoder_layers(model)
+    quantize(layers, weights=qint8)
+    freeze(layers)
+
+
+def _offload_blocks(model: Any, device: torch.device) -> Any:
+    """Weights stay on the host; a block's come to the device for the time it computes. Numbers are the same."""
+    from accelerate import cpu_offload
+
+    return cpu_offload(
+        model, device, preload_module_classes=sorted({type(block).__name__ for block in decoder_layers(model)})
+    )

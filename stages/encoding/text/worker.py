@@ -1,0 +1,85 @@
+"""The worker of encode-text: texts -> embeddings."""
+
+from collections.abc import Iterator
+
+from PIL import Image
+
+from cache.plans import Unit
+from cache.shard import ShardRow
+from schemas.geometry import Bucket
+from stages.encoding import model_loading
+from stages.encoding.member_reader import MemberPixels, ReadRequest
+from stages.encoding.text import base
+from stages.encoding.text.request import CLIP_MAX_TOKENS, PreparedPrompt, TextRequest
+from stages.encoding.worker import UnitWorker
+from stages.engines.jobs import Job
+
+CLIP_TRUNCATED_REMARK = (
+    f"captions cut to CLIP's {CLIP_MAX_TOKENS} tokens, as by the pipeline, for the pooled vector alone"
+)
+UNQUANTIZED_REMARK = "texts encoded with some matrices as they are, since nf4-bnb can't pack their sides"
+PREFETCHED_BATCHES = 4  # by an estimate of their size: of texts one is being filled while another is encoded
+
+
+class TextWorker(UnitWorker):
+    """Members are tokenised requests."""
+
+    stage, kind, section, tensors = "encode-text", "text", "text", ("embeds", "pooled")
+    limited_by = "batch_tokens"
+    advice = "set text.offload: blocks or text.quantization, use a larger card, or --device cpu"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.precision = self.config.text.precision or self.config.model.precision
+        self._encoder = base.load_text_encoder(self.config, self.device)
+
+    def member_bytes(self, unit: Unit) -> int:
+        geometry = self.plan.texts[unit.members[0]]["image_geometry"]
+        if not geometry:
+            return 1
+        bucket = Bucket.parse(geometry["bucket"])
+        return 3 * bucket.width * bucket.height
+
+    def prefetch_count(self, unit: Unit) -> int:
+        """Of texts without an image some batches, so that the device waits for none to be tokenised: a batch of short
+        captions has hundreds. In a unit they are in the order of their length."""
+        text = self.plan.texts[unit.members[len(unit.members) // 2]]
+        if text["image_geometry"]:
+            return super().prefetch_count(unit)
+        tokens = 8 + len(text["text"]) // 4
+        return max(super().prefetch_count(unit), PREFETCHED_BATCHES * self.batch_limit // tokens)
+
+    def wanted(self, name: str) -> ReadRequest | None:
+        """The image inside an i2i prompt, cut as its sample's source is."""
+        text = self.plan.texts[name]
+        if not text["image_id"]:
+            return None
+        return ReadRequest(tuple(self.places.text_files(text["text_id"])), None, text["image_geometry"])
+
+    def prepare(self, name: str, read: MemberPixels | None) -> PreparedPrompt:
+        text = self.plan.texts[name]
+        image = None
+        if read is not None:
+            assert read.image is not None
+            image = Image.fromarray(read.image)
+        return self._encoder.prepare(TextRequest(text=text["text"], negative=text["negative"], image=image))
+
+    def cost(self, batch: list[PreparedPrompt]) -> int:
+        """Tokens of the padded batch."""
+        return len(batch) * max(item.cost for item in batch)
+
+    def encode(self, names: list[str], batch: list[PreparedPrompt], limit: int) -> Iterator[ShardRow]:
+        for name, result in zip(names, self._encoder.encode(batch), strict=True):
+            tensors = {"embeds": model_loading.to_array(result.embeds)}
+            if result.pooled is not None:
+                tensors["pooled"] = model_loading.to_array(result.pooled)
+            info = {"tokens": result.tokens, "kept": result.kept}
+            if result.clip_tokens is not None:
+                info["clip_tokens"] = result.clip_tokens
+            yield ShardRow(name, tensors, info)
+
+    def remarks(self, row: ShardRow) -> Iterator[str]:
+        if row.info.get("clip_tokens", 0) > CLIP_MAX_TOKENS:
+            yield CLIP_TRUNCATED_REMARK
+        if self._encoder.unquantized:
+            yield f"{UNQUANTIZED_REMARK}: {', '.join(self._encoder.unquantized)}"

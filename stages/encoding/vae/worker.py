@@ -1,0 +1,100 @@
+"""The worker of encode-latents: samples -> latents."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cache.plans import Unit
+from cache.shard import ShardRow
+from schemas.geometry import Bucket
+from schemas.identity import derive_seed
+from stages.encoding import model_loading
+from stages.encoding.member_reader import MemberPixels, ReadRequest
+from stages.encoding.vae import base
+from stages.encoding.vision.pooling import pool_space, pool_time
+from stages.encoding.worker import UnitWorker
+from stages.engines.jobs import Job
+
+
+@dataclass(frozen=True)
+class SamplePixels:
+    """8-bit; T = 1 for an image. condition: what is encoded beside the media. mask: T = 1 where all frames' is one."""
+
+    media_THWC: np.ndarray
+    condition_THWC: np.ndarray | None
+    mask_THW: np.ndarray | None
+
+
+class LatentsWorker(UnitWorker):
+    """Latents, those of the condition, and masks on the grid of latents: 1 is trained, 0 is not."""
+
+    stage, kind, section, tensors = "encode-latents", "latents", "latents", ("latent", "condition", "mask")
+    limited_by = "batch_pixels"
+    advice = "set latents.chunk_frames or latents.tiling, lower the resolution or frames, or use --device cpu"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.precision = self.config.latents.precision or self.config.model.precision
+        self._autoencoder = base.load_autoencoder(self.config, self.device)
+        self.provenance["slicing"] = self.config.latents.slicing
+        self._dtype = getattr(torch, self.precision)
+        self._stride = self.config.model.spec.temporal_stride
+
+    def member_bytes(self, unit: Unit) -> int:
+        bucket = Bucket.parse(unit.bucket)
+        return 3 * bucket.width * bucket.height * (bucket.frames + 1)
+
+    def wanted(self, name: str) -> ReadRequest:
+        sample = self.plan.samples[name]
+        beside = sample["source_geometry"] if sample["condition"] == "source" else None
+        files, masked = tuple(self.places.sample_files(name)), bool(sample["mask_id"])
+        return ReadRequest(files, sample, beside, self.config.latents.decoder, masked)
+
+    def prepare(self, name: str, read: MemberPixels | None) -> SamplePixels:
+        assert read is not None and read.frames is not None
+        condition_THWC = None if read.image is None else read.image[None]
+        given = self.config.model.condition
+        if self.plan.samples[name]["condition"] == "first-frame" and given is not None:
+            condition_THWC = read.frames[: given.frames]
+        return SamplePixels(read.frames, condition_THWC, read.mask)
+
+    def cost(self, batch: list[SamplePixels]) -> int:
+        """Pixels of one pass of the autoencoder: the media's, or where they are more, the conditions'."""
+        media = sum(item.media_THWC.size for item in batch)
+        return max(media, sum(item.condition_THWC.size for item in batch if item.condition_THWC is not None)) // 3
+
+    def encode(self, names: list[str], batch: list[SamplePixels], limit: int) -> Iterator[ShardRow]:
+        columns = {"latent": self._latents(names, "latent", [item.media_THWC for item in batch])}
+        conditions = [item.condition_THWC for item in batch if item.condition_THWC is not None]
+        if conditions:
+            columns["condition"] = self._latents(names, "condition", conditions)
+        for index, (name, item) in enumerate(zip(names, batch, strict=True)):
+            tensors = {key: values[index] for key, values in columns.items()}
+            if item.mask_THW is not None:
+                tensors["mask"] = mask_to_latent_grid(item.mask_THW, columns["latent"][index].shape[1:], self._stride)
+            yield ShardRow(name, {key: model_loading.to_array(value.to(self._dtype)) for key, value in tensors.items()})
+
+    def _latents(self, names: list[str], purpose: str, items: list[np.ndarray]) -> torch.Tensor:
+        """latents_BCTHW; the posterior's seed depends on the sample and on what is encoded of it."""
+        seeds = [derive_seed(name, purpose) for name in names]
+        pixels_BCTHW = normalise_on_device(np.stack(items), self.device)
+        return self._autoencoder.encode(pixels_BCTHW, seeds, self.config.latents.posterior)
+
+
+def normalise_on_device(pixels_BTHWC: np.ndarray, device: torch.device) -> torch.Tensor:
+    """8-bit pixels as float32 pixels_BCTHW in [-1, 1] on `device`, equal to stages.media.pixels.normalise_pixels to
+    the last bit: on CUDA, dividing by a Python number multiplies by its rounded inverse; by a tensor, it divides."""
+    bytes_BCTHW = torch.from_numpy(pixels_BTHWC).to(device).movedim(-1, 1)
+    pixels_BCTHW = bytes_BCTHW.to(torch.float32, memory_format=torch.contiguous_format)
+    return pixels_BCTHW.div_(torch.tensor(255.0, device=device)).mul_(2.0).sub_(1.0)
+
+
+def mask_to_latent_grid(mask_THW: np.ndarray, grid_THW: Sequence[int], stride: int) -> torch.Tensor:
+    """A mask from 0 to 255 on a grid of latents, 0 to 1: the mean over the area that each latent covers, and over its
+    frames (frame 0 alone, then `stride` of them). A mask of one frame is that of all."""
+    cells_THWC = pool_space(torch.from_numpy(mask_THW).unsqueeze(-1), (grid_THW[1], grid_THW[2])) / 255
+    cells_THWC = pool_time(cells_THWC, stride) if len(mask_THW) > 1 else cells_THWC.expand(grid_THW[0], -1, -1, -1)
+    assert tuple(cells_THWC.shape[:3]) == tuple(grid_THW), f"{cells_THWC.shape[:3]} is not {grid_THW}"
+    return cells_THWC.squeeze(-1)

@@ -1,0 +1,87 @@
+"""DINOv2's patch tokens of frames, as `transformers` gives them, and what becomes of a clip's."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+
+from cache.weights import WeightsError, load_pretrained
+from stages.encoding.vision.checkpoint import CONFIG_FILE, require_dinov2_class
+from stages.encoding.vision.grids import PATCH_SIZE, GridSize
+from stages.encoding.vision.pooling import pool_space, pool_time
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as DINOv2 was trained
+
+
+def resize_frames(
+    frames_FHWC: np.ndarray, grid: GridSize, each: Callable[..., Iterable[np.ndarray]] = map
+) -> np.ndarray:
+    """uint8 frames at the size that gives these patches: Pillow's bicubic, as DINOv2's image processor.
+
+    each: applies a function to every frame, as `map` or a thread pool's; Pillow lets other threads run meanwhile.
+    """
+    assert frames_FHWC.dtype == np.uint8 and frames_FHWC.shape[-1] == 3, frames_FHWC.shape
+    size = (grid[1] * PATCH_SIZE, grid[0] * PATCH_SIZE)
+
+    def resized(frame_HWC: np.ndarray) -> np.ndarray:
+        return np.asarray(Image.fromarray(frame_HWC).resize(size, Image.Resampling.BICUBIC))
+
+    return np.stack(list(each(resized, frames_FHWC)))
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The model; WeightsError where its weights are damaged or lack some, which transformers would invent."""
+    import transformers
+
+    kind = getattr(transformers, require_dinov2_class(str(folder), folder / CONFIG_FILE))
+    try:
+        model, loaded = load_pretrained(kind, folder, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        problem = f"{folder} can't be loaded: {type(error).__name__}: {error}"
+        raise WeightsError(problem, "replace it with a whole copy") from error
+    # The mask token serves training; no mask is given here.
+    missing = set(loaded["missing_keys"]) - {"embeddings.mask_token"}
+    if missing:
+        raise WeightsError(f"{folder} lacks {', '.join(sorted(missing)[:3])} …", "replace it with a whole copy")
+    return model
+
+
+class Encoder:
+    """One DINOv2, with or without register tokens, for inference."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._model = _load_model(folder, dtype).to(device).eval()
+        self._leading_tokens = 1 + getattr(
+            self._model.config, "num_register_tokens", 0
+        )  # before the patches: class, registers
+        self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(1, 3, 1, 1)
+        self._deviation = torch.tensor(IMAGENET_STD, device=device).view(1, 3, 1, 1)
+
+    @torch.no_grad()
+    def patches(self, frames_BHWC: np.ndarray) -> torch.Tensor:
+        """features_BHWC of the patches, after the last norm, on the model's device in its dtype.
+
+        frames_BHWC: uint8, sides multiples of 14.
+        """
+        height, width = frames_BHWC.shape[1:3]
+        assert height % PATCH_SIZE == width % PATCH_SIZE == 0, f"{width}x{height} has no whole patches"
+        bytes_BHWC = torch.from_numpy(np.ascontiguousarray(frames_BHWC)).to(self._mean.device)
+        unit_BCHW = bytes_BHWC.permute(0, 3, 1, 2).float() * (1 / 255)
+        pixels_BCHW = (unit_BCHW - self._mean) / self._deviation
+        tokens_BLC = self._model(pixels_BCHW.to(self._model.dtype)).last_hidden_state[:, self._leading_tokens :]
+        return tokens_BLC.unflatten(1, (height // PATCH_SIZE, width // PATCH_SIZE))
+
+    def clips(self, clips: list[np.ndarray], grid: GridSize, stride: int, limit: int) -> list[torch.Tensor]:
+        """bfloat16 features_THWC on the CPU, pooled to `grid` and to latent frames, of uint8 clips_FHWC of one size.
+
+        limit: frames of one forward pass; a clip that is longer takes several. Pooling is in float32.
+        """
+        frames_BHWC = clips[0] if len(clips) == 1 else np.concatenate(clips)
+        starts = range(0, len(frames_BHWC), limit)
+        pooled = [pool_space(self.patches(frames_BHWC[start : start + limit]), grid) for start in starts]
+        each = torch.cat(pooled).split([len(clip) for clip in clips])
+        return [pool_time(features_FHWC, stride).to(torch.bfloat16).cpu() for features_FHWC in each]

@@ -1,0 +1,78 @@
+"""The worker of encode-vision: samples -> features of their frames."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cache.plans import Unit
+from cache.shard import ShardRow
+from schemas.geometry import Bucket
+from stages.encoding import model_loading
+from stages.encoding.member_reader import MemberPixels, ReadRequest
+from stages.encoding.vision import checkpoint
+from stages.encoding.vision.dinov2 import Encoder, resize_frames
+from stages.encoding.vision.grids import patch_grid, stored_grid
+from stages.encoding.worker import UnitWorker
+from stages.engines.jobs import Job
+
+
+class VisionWorker(UnitWorker):
+    """Members are uint8 frames_FHWC at the size that DINOv2 sees, F = 1 for an image."""
+
+    stage, kind, section, tensors = "encode-vision", "vision", "vision", ("vision",)
+    limited_by = "batch_size"
+    advice = "lower vision.batch_size (frames of one pass) or vision.size, or use --device cpu"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.precision = "bfloat16"  # as stored
+        self._family, self._size = self.config.model.spec, self.config.vision.pixels
+        # Making a clip small takes longer than DINOv2 on a GPU: 0.3 s of one core for 61 frames of 768x512.
+        self._threads = ThreadPoolExecutor(job.resources.reading, "resize")
+        dtype = getattr(torch, self.config.vision.precision or self.config.model.precision)
+        model_loading.disable_progress_bars()
+        self._encoder = Encoder(self._weights(), dtype, self.device)
+
+    def _weights(self) -> Path:
+        """The weights that the cache is named by: of a repository at that commit, even where its branch has moved."""
+        vision = self.config.vision
+        assert vision.source is not None
+        record = json.loads(self.store.read_bytes(f"{self.kind}/{self.job.fingerprint}/provenance.json"))
+        return checkpoint.resolve_checkpoint(vision.source, record["weights"].get("commit", vision.revision))
+
+    def member_bytes(self, unit: Unit) -> int:
+        """Of the frames as they are read; DINOv2's are fewer pixels."""
+        bucket = Bucket.parse(unit.bucket)
+        return 3 * bucket.width * bucket.height * bucket.frames
+
+    def wanted(self, name: str) -> ReadRequest:
+        """The sample's own frames alone, not the source image or first frame that its latents are conditioned on."""
+        files = tuple(self.places.sample_files(name)[:1])
+        return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)
+
+    def prepare(self, name: str, read: MemberPixels | None) -> np.ndarray:
+        assert read is not None and read.frames is not None
+        return resize_frames(read.frames, patch_grid(self._bucket(name), self._size), self._threads.map)
+
+    def cost(self, batch: list[np.ndarray]) -> int:
+        """Frames."""
+        return sum(len(frames_FHWC) for frames_FHWC in batch)
+
+    def indivisible(self, batch: list[np.ndarray], limit: int) -> bool:
+        """A clip takes several passes of at most `limit` frames."""
+        return min(self.cost(batch), limit) <= 1
+
+    def encode(self, names: list[str], batch: list[np.ndarray], limit: int) -> Iterator[ShardRow]:
+        grid = stored_grid(self._bucket(names[0]), self._size, self._family.side_multiple)
+        clips = self._encoder.clips(batch, grid, self._family.temporal_stride, limit)
+        for name, features_THWC in zip(names, clips, strict=True):
+            yield ShardRow(name, {"vision": model_loading.to_array(features_THWC)})
+
+    def _bucket(self, name: str) -> Bucket:
+        sample: dict[str, Any] = self.plan.samples[name]
+        return Bucket.parse(sample["geometry"]["bucket"])

@@ -1,0 +1,60 @@
+"""Which of a video's frames answers a time: the last one at or before it, whoever decodes."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from av.video.stream import VideoStream
+
+from schemas.clips import TIME_TOLERANCE
+from stages.media.container import REPLACE_ADVICE, average_rate
+from stages.media.errors import MediaError
+from stages.media.files import MediaPath
+
+
+class TimedFrame(NamedTuple):
+    """A decoded frame with its time and duration in seconds from the clip's first frame."""
+
+    time: float
+    duration: float
+    frame: Any
+
+
+def require_ascending(times: Sequence[float]) -> None:
+    """ValueError unless each time is finite and not before the one ahead of it."""
+    if not all(map(math.isfinite, times)) or any(later < earlier for earlier, later in pairwise(times)):
+        raise ValueError(f"frame times {list(times)}: give finite seconds in ascending order")
+
+
+def time_tolerance(stream: VideoStream) -> float:
+    """Seconds by which a timestamp may lie behind a time and still count as at it.
+
+    One tick of the time base or a millisecond, whichever is longer, and never more than a quarter of a frame.
+    A tick as long as that (AVI counts in frames) is no rounding, and then it is the millisecond.
+    """
+    tick, quarter = float(stream.time_base or 0), 0.25 / average_rate(stream)
+    return min(max(tick if tick < quarter else 0.0, TIME_TOLERANCE), quarter)
+
+
+def select_frames(
+    shown: Iterator[TimedFrame], times: Sequence[float], tolerance: float, path: MediaPath
+) -> Iterator[Any]:
+    """For each time, ascending, the last frame at or before it; one frame of `shown` is read ahead, no more."""
+    held = next(shown, None)
+    if held is None:
+        raise MediaError("zero-frames", path, f"has no frame to decode at {times[0]:.3f} s", REPLACE_ADVICE)
+    ahead = next(shown, None)
+    for time in times:
+        while ahead is not None and ahead.time <= time + tolerance:
+            held, ahead = ahead, next(shown, None)
+        if ahead is None:
+            require_time_within(path, time, held.time + held.duration, tolerance)
+        yield held.frame
+
+
+def require_time_within(path: MediaPath, time: float, end: float, tolerance: float) -> None:
+    """MediaError for a time at or behind the end of the last frame that can be decoded, in seconds."""
+    if time > end - min(tolerance, TIME_TOLERANCE):
+        problem = f"ends at {end:.3f} s, and the frame at {time:.3f} s was asked for"
+        raise MediaError("truncated", path, problem, f"{REPLACE_ADVICE}, or run discover again if it changed")

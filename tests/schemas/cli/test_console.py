@@ -1,0 +1,382 @@
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from schemas.cli.console import Console, Options, Partition, Report, make_app, run_program
+from schemas.cli.options import parse_partition
+from schemas.cli.report import MOST_COLUMNS
+from schemas.config.loading import load_config
+from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
+
+ROOT = Path(__file__).resolve().parents[3]
+YAML = "root: w\nmodel: {family: sana}\ndatasets: [{id: a, instance_data_dir: x}]\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a valid pipeline.yaml, and the current one."""
+    (tmp_path / "pipeline.yaml").write_text(YAML)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(run, *arguments, **keywords):
+    return CliRunner().invoke(make_app("probe", "Do it.", run, **keywords), arguments)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+# ------------------------------------------------------------------------------------- options
+
+
+def test_options_reach_the_program(here):
+    seen = []
+
+    def run(config, options, console):
+        seen.append((config, options))
+        return Report("probe")
+
+    arguments = ["--set", "train.steps=7", "--set", "train.seed=1", "--shard", "1/3", "--device", "cuda:1"]
+    result = call(run, *arguments, "--workers", "4", "--dry-run")
+    assert result.exit_code == OK, result.output
+    config, options = seen[0]
+    assert (config.train.steps, config.train.seed) == (7, 1)
+    overrides = ("train.steps=7", "train.seed=1")
+    expected = Options(Path("pipeline.yaml"), overrides, True, False, Partition(1, 3), "cuda:1", 4)
+    assert options == expected
+    assert call(run, *options.argv()).exit_code == OK
+    assert seen[1] == seen[0], "argv() gives the same options to another program"
+
+
+def test_keyword_only_parameters_are_options_of_that_program(here):
+    def run(config, options, console, *, fix: Annotated[bool, typer.Option(help="Mend it.")] = False):
+        return Report("probe", details={"fix": fix})
+
+    assert json.loads(call(run, "--json", "--fix").stdout)["details"] == {"fix": True}
+    assert json.loads(call(run, "--json").stdout)["details"] == {"fix": False}
+    assert "Mend it." in call(run, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nothing"],
+        ["extra"],
+        ["--shard", "3/3"],
+        ["--shard", "1"],
+        ["--shard", "-1/3"],
+        ["--shard", "0/0"],
+        ["--workers", "0"],
+        ["--workers", "many"],
+        ["--device", "gpu"],
+        ["--set"],
+    ],
+)
+def test_wrong_usage_ends_with_2_and_prints_no_report(here, arguments):
+    result = call(lambda config, options, console: Report("probe"), *arguments)
+    assert result.exit_code == USAGE
+    assert result.stdout == ""
+    assert "Error: " in result.stderr
+
+
+def test_command_line_goes_over_the_configured_resources(here):
+    config = load_config("pipeline.yaml", ["stages.encode-text.threads=7", "stages.encode-text.workers=2"])
+    assert Options().resources(config, "encode-text").workers == 2
+    resources = Options(workers=5, device="cpu").resources(config, "encode-text")
+    assert (resources.workers, resources.threads, resources.device) == (5, 7, "cpu")
+
+
+@given(st.lists(st.integers(), max_size=30), st.integers(1, 7))
+def test_the_parts_are_disjoint_and_together_everything(items, total):
+    parts = [parse_partition(f"{i}/{total}").of(items) for i in range(total)]
+    assert sorted(item for part in parts for item in part) == sorted(items)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# ------------------------------------------------------------------------------------- exit codes, errors
+
+
+@pytest.mark.parametrize(
+    ("report", "code"),
+    [
+        (Report("p", done=3), OK),
+        (Report("p", set_aside=[{"item": "a"}]), OK),
+        (Report("p", remaining=1), INCOMPLETE),
+        (Report("p", failed=[{"item": "a"}]), INCOMPLETE),
+        (Report("p", remaining=1, failed=[{"item": "a"}], damage=[{"item": "a"}]), DAMAGE),
+    ],
+)
+def test_the_report_decides_the_exit_code(here, report, code):
+    assert report.exit_code == code
+    result = call(lambda config, options, console: report, "--json")
+    assert result.exit_code == code
+    assert json.loads(result.stdout)["exit_code"] == code
+
+
+def test_what_a_dry_run_would_do_is_not_work_that_was_left(here):
+    result = call(lambda config, options, console: Report("probe", remaining=5), "--dry-run")
+    assert result.exit_code == OK
+    assert "probe (dry run): 0 done, 0 skipped, 5 to do" in result.stdout
+
+
+def test_errors_of_the_configuration_end_with_2(here):
+    (here / "pipeline.yaml").write_text(YAML + "trian: 1\n")
+    result = call(lambda config, options, console: Report("probe"))
+    assert (result.exit_code, result.stdout) == (USAGE, "")
+    assert "pipeline.yaml:4: trian: unknown key; did you mean 'train'?" in result.stderr
+    document = json.loads(call(lambda config, options, console: Report("probe"), "--json").stdout)
+    assert document["exit_code"] == USAGE
+    assert document["error"]["type"] == "ConfigError"
+    assert document["error"]["errors"][0].startswith("pipeline.yaml:4: trian: ")
+
+
+def test_errors_of_the_project_are_shown_with_their_next_step_and_exit_code(here):
+    class Broken(LatentpressError):
+        exit_code = DAMAGE
+
+    def run(config, options, console):
+        raise Broken("shard 7 is [damaged]", "latentpress verify --repair")
+
+    result = call(run, "--json")
+    assert result.exit_code == DAMAGE
+    assert "error: shard 7 is [damaged]\nlatentpress verify --repair" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert json.loads(result.stdout) == {
+        "program": "probe",
+        "error": {
+            "type": "Broken",
+            "message": "shard 7 is [damaged]",
+            "next_step": "latentpress verify --repair",
+        },
+        "exit_code": DAMAGE,
+    }
+
+
+def test_bugs_keep_their_traceback(here):
+    def run(config, options, console):
+        raise KeyError("ours")
+
+    result = call(run)
+    assert isinstance(result.exception, KeyError)
+    assert result.exit_code == 1
+
+
+def test_an_interrupt_says_how_to_go_on(here, capsys):
+    def run(config, options, console):
+        raise KeyboardInterrupt
+
+    assert run_program("probe", run, Options()) == INTERRUPTED
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "What was finished is kept" in err and "where it stopped" not in err
+
+
+def test_a_missing_library_names_the_extra(here):
+    def run(config, options, console):
+        raise ModuleNotFoundError("No module named 'av'", name="av.video")
+
+    result = call(run, extra="media")
+    assert result.exit_code == INCOMPLETE
+    assert "needs the library 'av'" in result.stderr
+    assert "pip install -e '.[media]'" in result.stderr
+    assert isinstance(call(run).exception, ModuleNotFoundError)
+
+
+# ------------------------------------------------------------------------------------- output
+
+
+def test_standard_output_has_one_json_document_and_nothing_else(here):
+    def run(config, options, console):
+        console.log("a log")
+        console.warn("a warning")
+        with console.progress(3, "counting") as progress:
+            progress.advance(3)
+        return Report("probe", done=3, details={"loss": float("nan"), "path": Path("x"), "ä": (1, 2)})
+
+    result = call(run, "--json")
+    document = json.loads(result.stdout)
+    assert document["details"] == {"loss": None, "path": "x", "ä": [1, 2]}
+    assert all(word in result.stderr for word in ("a log", "warning: a warning", "counting: 3/3"))
+
+
+def test_the_summary_lists_what_needs_attention():
+    aside = [{"item": str(i), "path": f"p{i}.png", "reason": "truncated", "message": "it ends"} for i in range(25)]
+    report = Report("probe", 2, 1, set_aside=aside, rejects="work/rejects/probe", next_steps=["latentpress index"])
+    report.details = {
+        "bytes_written": 1.5,
+        "stages": [{"stage": "index", "done": 7}, {"stage": "a", "done": 10}],
+    }
+    lines = report.summary().splitlines()
+    assert lines[:5] == [
+        "probe: 2 done, 1 skipped, 25 set aside",
+        "  bytes written: 1.5",
+        "  stages:",
+        "    stage  done",
+        "    index     7",
+    ]
+    assert lines[6:9] == ["Set aside:", "  p0.png  truncated: it ends", "  p1.png  truncated: it ends"]
+    assert lines[-4:] == [
+        "  ... and 5 more",
+        "  the full list: work/rejects/probe",
+        "Next:",
+        "  latentpress index",
+    ]
+    assert sum("truncated" in line for line in lines) == 20
+
+
+def test_plain_progress_is_a_line_every_few_seconds_and_one_at_the_end():
+    clock, stderr = Clock(), io.StringIO()
+    console = Console(stderr=stderr, clock=clock, interval=5)
+    with console.progress(100, "encode", "units") as progress:
+        for _ in range(12):
+            clock.now += 1
+            progress.advance(2)
+    assert stderr.getvalue().splitlines() == [
+        "encode: 10/100 units, 2 units/s, 0:00:45 left",
+        "encode: 20/100 units, 2 units/s, 0:00:40 left",
+        "encode: 24/100 units, 2 units/s, 0:00:38 left, after 0:00:12",
+    ]
+
+
+def test_progress_of_an_unknown_total_has_no_time_left():
+    stderr = io.StringIO()
+    with Console(stderr=stderr, clock=Clock()).progress(None, "scan", "files") as progress:
+        progress.advance(3)
+    assert stderr.getvalue() == "scan: 3 files, after 0:00:00\n"
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    clock, stderr = Clock(), Terminal()
+    console = Console(stderr=stderr, clock=clock)
+    with console.progress(4, "encode", "units") as progress:
+        clock.now += 2
+        progress.advance(4)
+        console.log("beside it")
+    text = stderr.getvalue()
+    assert "\x1b[" in text and "━" in text
+    assert "4/4 units, 2 units/s" in text
+    assert "beside it" in text
+    assert "after" not in text
+
+
+def test_messages_are_printed_as_they_are():
+    stderr = io.StringIO()
+    message = f"[bold]{'a/' * 100}:smile: 12"
+    Console(stderr=stderr).log(message)
+    assert stderr.getvalue() == message + "\n"
+
+
+def test_the_last_plain_line_stands_also_when_the_program_fails():
+    stderr = io.StringIO()
+    with pytest.raises(OSError, match="full"), Console(stderr=stderr).progress(2, "write") as progress:
+        progress.advance()
+        raise OSError("full")
+    assert stderr.getvalue().startswith("write: 1/2 items")
+
+
+# ------------------------------------------------------------------------------------- processes
+
+PROBE = """\
+from schemas.cli.console import Report, make_app
+
+def run(config, options, console):
+    return Report("probe", done=1)
+
+app = make_app("probe", "Do it.", run, examples=["--workers 4"])
+if __name__ == "__main__":
+    app()
+"""
+
+
+def python(*arguments, cwd):
+    environment = {"PYTHONPATH": f"{ROOT}:{cwd}", "PATH": "/usr/bin:/bin", "COLUMNS": "100"}
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def test_help_shows_name_options_and_examples_and_imports_no_torch(here):
+    (here / "programs").mkdir()
+    (here / "programs" / "probe.py").write_text(PROBE)
+    module = python("-m", "programs.probe", "--help", cwd=here)
+    assert module.stdout.startswith("Usage: python -m programs.probe [OPTIONS]")
+    command = (
+        "import sys\n"
+        "from programs import probe\n"
+        "try: probe.app(args=['--help'], prog_name='latentpress probe')\n"
+        "except SystemExit as end: assert end.code in (0, None)\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'av', 'decord', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = python("-c", command, cwd=here)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Usage: latentpress probe [OPTIONS]")
+    for word in (
+        "--config",
+        "--set",
+        "--dry-run",
+        "--json",
+        "--shard",
+        "--device",
+        "--workers",
+        "Exit codes",
+    ):
+        assert word in result.stdout
+    assert "latentpress probe --workers 4" in result.stdout
+
+
+def test_a_program_as_a_process(here):
+    (here / "probe.py").write_text(PROBE)
+    result = python("-m", "probe", "--json", cwd=here)
+    assert (result.returncode, json.loads(result.stdout)["done"]) == (OK, 1)
+    result = python("-m", "probe", "--config", "nowhere.yaml", cwd=here)
+    assert (result.returncode, result.stdout) == (USAGE, "")
+    assert "nowhere.yaml: no such file" in result.stderr
+
+
+def test_commands_in_texts_get_the_options_that_were_given(tmp_path) -> None:
+    options = Options(tmp_path / "a b.yaml", ("x=1",))
+    given = f"--config '{tmp_path}/a b.yaml' --set x=1"
+    cases = {
+        "latentpress index": f"latentpress index {given}",
+        "latentpress gc --yes": f"latentpress gc {given} --yes",
+        "run `latentpress discover`, then `latentpress bucket --dry-run`": (
+            f"run `latentpress discover {given}`, then `latentpress bucket {given} --dry-run`"
+        ),
+        "none yet: latentpress index": f"none yet: latentpress index {given}",
+        f"latentpress index {given}": f"latentpress index {given}",
+        "a latentpress of mine": "a latentpress of mine",
+    }
+    assert {text: options.completed(text) for text in cases} == cases
+    assert Options().completed("run `latentpress index`") == "run `latentpress index`"
+
+
+def test_a_summary_has_headings_and_a_wide_row_is_shown_line_by_line() -> None:
+    """The document has keys, the summary what a person reads; rows of more columns than fit are blocks of lines."""
+    wide = {"dataset": "photos", **{f"part_{number}_mib": number for number in range(MOST_COLUMNS)}}
+    report = Report("probe", details={"buckets": [{"cut_off_percent_max": 3, "psnr_db": 2.5}], "datasets": [wide]})
+    lines = report.summary().splitlines()[1:]
+    assert lines[:3] == ["  buckets:", "    cut off % max  PSNR dB", "                3      2.5"]
+    assert lines[3:6] == ["  datasets:", "    photos:", "      part 0 MiB: 0"] and len(lines) == 5 + MOST_COLUMNS
+    assert report.document()["details"]["datasets"] == [wide]

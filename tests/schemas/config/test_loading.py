@@ -1,0 +1,430 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.config.datasets import TagShuffle
+from schemas.config.error_messages import is_section, section_fields, type_at
+from schemas.config.loading import ConfigError, dump_yaml, json_schema, load_config
+from schemas.config.migration_hints import HINTS
+from schemas.config.overrides import parse_override, set_value
+from schemas.config.pipeline import Config
+
+ROOT = Path(__file__).resolve().parents[3]
+BASE = """\
+root: work
+model:
+  family: sana
+datasets:
+  - id: photos
+    instance_data_dir: pictures
+  - id: more.of-them
+    instance_data_dir: /data/more
+train:
+  optimizer:
+    lr: 1e-4
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text=BASE, name="pipeline.yaml"):
+        (tmp_path / name).write_text(text)
+        return Path(name)
+
+    return write
+
+
+def errors(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert str(caught.value).startswith("\n".join(caught.value.errors))
+    assert caught.value.exit_code == 2
+    return caught.value.errors
+
+
+# ------------------------------------------------------------------------------------- what is read
+
+
+def test_numbers_are_numbers_and_paths_start_at_the_file(write, tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    write(name="sub/c.yaml")
+    config = load_config("sub/c.yaml")
+    assert config.train.optimizer.lr == 1e-4
+    assert config.root == str(tmp_path / "sub" / "work")
+    assert config.output == str(tmp_path / "sub" / "output")
+    assert [d.root for d in config.datasets] == [str(tmp_path / "sub" / "pictures"), "/data/more"]
+    monkeypatch.chdir("sub")
+    assert load_config("c.yaml") == config
+
+
+def test_urls_and_repos_stay_as_they_are_and_folders_that_exist_are_resolved(write, tmp_path):
+    config = load_config(write(), ["root=memory://work", "model.path=org/name"])
+    assert (config.root, config.model.path) == ("memory://work", "org/name")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert load_config(write(), ["model.path=org/name"]).model.path == str(tmp_path / "org" / "name")
+    assert load_config(write(), ["model.path=./missing"]).model.path == str(tmp_path / "missing")
+
+
+def test_other_paths_are_resolved_too(write, tmp_path):
+    sets = ["model={family: kandinsky5-image, flavour: i2i-lite-sft}", "datasets.photos.media_root=../m"]
+    sets += ["datasets.1.conditioning_data=c", "datasets.0.conditioning_data=/c"]
+    sets += ["validation.prompts=[{name: a, prompt: b, image: i.png}]"]
+    config = load_config(write(), sets)
+    assert config.datasets[0].media_root == str(tmp_path.parent / "m")
+    assert [d.conditioning_data for d in config.datasets] == ["/c", str(tmp_path / "c")]
+    assert config.validation.prompts[0].image == str(tmp_path / "i.png")
+
+
+def test_a_section_of_which_every_key_is_commented_out_has_its_defaults(write):
+    config = load_config(write(BASE + "text:\n  # batch_tokens: 5\nstages:\n  encode-text:\n"))
+    assert config.text.batch_tokens == Config.model_fields["text"].default.batch_tokens
+    assert config.stages.encode_text.workers == 1
+
+
+def test_the_resolved_configuration_reads_back_as_itself(write):
+    sets = ["train.optimizer.eps=1e-12", "datasets.photos.disabled=true", "model.revision=no"]
+    sets += [
+        "validation.prompts=[{name: a, prompt: 'yes: \"no\" # ä\\n'}]",
+        "train.adapter.targets=['a.*', 1e3x]",
+    ]
+    config = load_config(write(), sets)
+    assert load_config(write(dump_yaml(config), "again.yaml")) == config
+
+
+# ------------------------------------------------------------------------------------- the example
+
+
+def test_the_example_is_valid_and_for_people_with_one_card():
+    config = load_config(ROOT / "pipeline.yaml")
+    assert (config.model.family, config.model.task) == ("kandinsky5-video", "t2v")
+    assert config.datasets[0].video.num_frames == 61
+    assert config.root == str(ROOT / "work")
+
+
+def uncommented(text):
+    """The example with each key that is commented out put in force."""
+    keys = "|".join({key for _, key in every_key(Config)})
+    return re.sub(rf"^( *)# (?=(?:{keys}):(?: |$))", r"\1", text, flags=re.MULTILINE)
+
+
+def every_key(section, above=()):
+    for key, kind in section_fields(section).items():
+        yield above, key
+        inner = kind.__args__[0] if getattr(kind, "__origin__", None) is tuple else kind
+        if is_section(inner):
+            yield from every_key(inner, (*above, key))
+
+
+def test_the_example_mentions_every_key_with_its_default(tmp_path):
+    text = uncommented((ROOT / "pipeline.yaml").read_text())
+    (tmp_path / "pipeline.yaml").write_text(text)
+    whole = load_config(tmp_path / "pipeline.yaml")
+    example = load_config(ROOT / "pipeline.yaml")
+    here = {"instance_data_dir": whole.datasets[0].instance_data_dir}  # it starts at the file, as the others do
+    datasets = tuple(dataset.model_copy(update=here) for dataset in example.datasets)
+    same = {"root": whole.root, "output": whole.output, "datasets": datasets}
+    assert whole == example.model_copy(update=same), "a commented key shows something other than its default"
+    written = {"datasets": whole.datasets[0], "prompts": whole.validation.prompts[0]}
+    missing = []
+    for above, key in every_key(Config):
+        section = whole
+        for step in above:
+            section = written.get(step) or getattr(section, step.replace("-", "_"))
+        if key.replace("-", "_") not in section.model_fields_set:
+            missing.append(".".join((*above, key)))
+    assert missing == []
+    assert re.search(r"tag_shuffle: .*\{variants: 4, delimiter: \",\", keep: 0\}", text), "its keys and defaults"
+    assert TagShuffle().model_dump() == {"variants": 4, "delimiter": ",", "keep": 0}
+
+
+def test_the_example_points_editors_at_the_schema():
+    first = (ROOT / "pipeline.yaml").read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=schemas/pipeline.schema.json"
+
+
+def test_the_json_schema_is_up_to_date():
+    written = json.loads((ROOT / "schemas" / "pipeline.schema.json").read_text())
+    assert written == json_schema(), "run: python -m schemas.config.loading > schemas/pipeline.schema.json"
+
+
+def test_the_json_schema_knows_families_flavours_and_every_key():
+    schema = json_schema()
+    model = schema["$defs"]["Model"]
+    assert "sana" in model["properties"]["family"]["enum"]
+    assert "t2v-lite-sft-5s" in model["allOf"][1]["then"]["properties"]["flavour"]["enum"]
+    assert all(not part["additionalProperties"] for part in (schema, *schema["$defs"].values()))
+    assert "encode-text" in schema["$defs"]["Stages"]["properties"]
+
+
+# ------------------------------------------------------------------------------------- errors, file
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "lr: 1e-4",
+            "lr: '1e-4'",
+            "11: train.optimizer.lr: expected a number, got the text '1e-4'; write it without quotes",
+        ),
+        ("lr: 1e-4", "lr: -1", "11: train.optimizer.lr: should be greater than 0, got -1"),
+        ("lr: 1e-4", "lr: .nan", "11: train.optimizer.lr: expected a finite number, got nan"),
+        ("lr: 1e-4", "warmup: 1.5", "11: train.optimizer.warmup: expected a whole number, got 1.5"),
+        ("lr: 1e-4", "betas: [0.9]", "11: train.optimizer.betas.1: an item is missing"),
+        ("lr: 1e-4", "betas: 0.9", "11: train.optimizer.betas: expected a list, got 0.9"),
+        (
+            "lr: 1e-4",
+            "schedule: cosin",
+            "11: train.optimizer.schedule: the text 'cosin' is not valid; "
+            "did you mean 'cosine'?; valid: constant, cosine",
+        ),
+        (
+            "lr: 1e-4",
+            "LR: 1",
+            "11: train.optimizer.LR: unknown key; "
+            "valid: name, lr, betas, weight_decay, eps, schedule, warmup, max_grad_norm",
+        ),
+        (
+            "lr: 1e-4",
+            "warm_up: 1",
+            "11: train.optimizer.warm_up: unknown key; did you mean 'warmup'?; "
+            "valid: name, lr, betas, weight_decay, eps, schedule, warmup, max_grad_norm",
+        ),
+        (
+            "  optimizer:\n    lr: 1e-4",
+            "  optimizer: adamw",
+            "10: train.optimizer: expected a section, got the text 'adamw'; "
+            "valid keys: name, lr, betas, weight_decay, eps, schedule, warmup, max_grad_norm",
+        ),
+        (
+            "  optimizer:\n    lr: 1e-4",
+            "  resume: 'false'",
+            "10: train.resume: expected true or false, got the text 'false'; write it without quotes",
+        ),
+        (
+            "  optimizer:\n    lr: 1e-4",
+            "  resume: no",
+            "10: train.resume: expected true or false, got the text 'no'; valid: true, false",
+        ),
+        (
+            "  optimizer:\n    lr: 1e-4",
+            "  run: a b",
+            "10: train.run: 'a b' is not valid; valid: letters, digits, '.', '_' and '-', "
+            "beginning with a letter or digit",
+        ),
+        ("id: photos", "id: 7", "5: datasets.0.id: expected text, got 7; put it in quotes"),
+        (
+            "    instance_data_dir: /data/more\n",
+            "",
+            "7: datasets.1.instance_data_dir: this key is required and missing",
+        ),
+        ("  family: sana\n", "  flavour: x\n", "2: model.family: this key is required and missing"),
+        ("model:\n  family: sana\n", "", "1: model: this key is required and missing"),
+        (
+            "id: more.of-them",
+            "id: photos",
+            "7: datasets.1.id: 'photos' is the id of an earlier dataset; ids must differ",
+        ),
+        ("root: work", "root:", "1: root: expected text, got nothing (null)"),
+        ("root: work", "root: work\nroot: play", "2: root: this key stands already in line 1"),
+        ("  family: sana", "\tfamily: sana", "3: not valid YAML: a tab cannot indent YAML; use spaces"),
+        (
+            "family: sana",
+            "family: sama",
+            "3: model.family: unknown family 'sama'; valid: kandinsky5-image, kandinsky5-video, sana",
+        ),
+    ],
+)
+def test_an_error_names_file_line_and_key(write, old, new, expected):
+    assert old in BASE
+    assert errors(write(BASE.replace(old, new))) == [f"pipeline.yaml:{expected}"]
+
+
+def test_a_key_of_another_section_is_shown_its_place(write):
+    (error,) = errors(write(BASE + "  lr: 1e-4\n"))
+    assert error.startswith("pipeline.yaml:12: train.lr: unknown key; it belongs to train.optimizer; valid: run, ")
+
+
+def test_all_errors_are_listed_in_the_order_of_lines(write):
+    text = BASE.replace("1e-4", "x").replace("root: work", "rot: work").replace("id: photos", "id: '/'")
+    found = [error.split(": ")[:2] for error in errors(write(text))]
+    assert found == [
+        ["pipeline.yaml:1", "root"],
+        ["pipeline.yaml:1", "rot"],
+        ["pipeline.yaml:5", "datasets.0.id"],
+        ["pipeline.yaml:11", "train.optimizer.lr"],
+    ]
+
+
+def test_an_empty_list_and_a_list_of_wrong_items_are_told_apart(write):
+    head = BASE[: BASE.index("  - id")]
+    assert errors(write(head.replace("datasets:", "datasets: []"))) == [
+        "pipeline.yaml:4: datasets: needs at least one item"
+    ]
+    assert [e.split(": ")[1] for e in errors(write(head + "  - id: a\n"))] == ["datasets.0.instance_data_dir"]
+
+
+def test_a_missing_file_says_how_to_start(write):
+    with pytest.raises(ConfigError, match=r"^nowhere\.yaml: no such file\nCopy the pipeline\.yaml .* --config"):
+        load_config("nowhere.yaml")
+
+
+def test_what_is_no_configuration_at_all(write, tmp_path):
+    assert errors(tmp_path)[0].endswith("cannot be read: Is a directory")
+    assert errors(write("- a\n"))[0].startswith("pipeline.yaml:1: expected keys and values; valid keys: root, ")
+    assert [e.split(": ")[1] for e in errors(write(""))] == ["datasets", "model", "root"]
+    (tmp_path / "latin.yaml").write_bytes(b"root: \xe4\n")
+    assert errors("latin.yaml") == ["latin.yaml: not UTF-8 text (byte 6); save it as UTF-8"]
+
+
+# ------------------------------------------------------------------------------------- errors, --set
+
+
+def test_overrides_by_key_index_and_id(write):
+    sets = ["train.optimizer.lr=3e-5", "datasets.0.resolution=256", "datasets.more.of-them.resolution=512"]
+    config = load_config(write(), [*sets, "train.steps=5", "train.steps=6", "stages.encode-text.workers=3"])
+    assert config.train.optimizer.lr == 3e-5
+    assert [d.resolution for d in config.datasets] == [256.0, 512.0]
+    assert config.train.steps == 6
+    assert config.stages.encode_text.workers == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.optimizer.lr=abc", "--set train.optimizer.lr: expected a number, got the text 'abc'"),
+        (
+            "train.optimizer.lr='1'",
+            "--set train.optimizer.lr: expected a number, got the text '1'; write it without quotes",
+        ),
+        (
+            "train.resume=yes",
+            "--set train.resume: expected true or false, got the text 'yes'; valid: true, false",
+        ),
+        ("datasets.photos.repeats=1.5", "--set datasets.photos.repeats: expected a whole number, got 1.5"),
+        (
+            "datasets.2.repeats=1",
+            "--set datasets.2.repeats: datasets has no item '2'; valid: photos, more.of-them, 0, 1",
+        ),
+        ("root.x=1", "--set root.x: root is the value 'work' and has no keys below it"),
+        ("datasets.photos=1", "--set datasets.photos: expected a section, got 1; valid keys: id, "),
+        ("model={flavour: x}", "--set model: model.family: this key is required and missing"),
+        ("trian.lr=1", "--set trian.lr: unknown key; did you mean 'train'?; valid: root, "),
+        ("train.stesp=1", "--set train.stesp: unknown key; did you mean 'steps'?; valid: run, "),
+        ("text.batch=1", "--set text.batch: unknown key; valid: max_length, batch_tokens, precision"),
+        (
+            "train.optimizer.betas.0=1",
+            "--set train.optimizer.betas.0: the list train.optimizer.betas is not in the file",
+        ),
+        ("train.steps", "--set train.steps: write KEY=VALUE, for example train.optimizer.lr=1e-4"),
+        ("=1", "--set : write KEY=VALUE, for example train.optimizer.lr=1e-4"),
+        ("train..lr=1", "--set train..lr: write KEY=VALUE, for example train.optimizer.lr=1e-4"),
+        ("train.run=[", "--set train.run: not valid YAML: "),
+        ("train.run=a: b: c", "--set train.run: not valid YAML: "),
+    ],
+)
+def test_an_override_that_is_wrong_is_named(write, override, expected):
+    (error,) = errors(write(), override)
+    assert error.startswith(expected)
+
+
+def test_errors_of_overrides_and_of_the_file_come_together(write):
+    found = errors(write(BASE.replace("id: photos", "id: 7")), "train.steps=0", "nothing")
+    assert [error.split(": ")[0] for error in found] == [
+        "--set nothing",
+        "--set train.steps",
+        "pipeline.yaml:5",
+    ]
+
+
+words = st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True)
+scalars = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()
+
+
+@given(st.lists(words, min_size=1, max_size=5), scalars)
+def test_a_value_lands_at_its_key_and_nowhere_else(path, value):
+    text = json.dumps(value) if isinstance(value, bool) else repr(value)
+    key, read = parse_override(f"{'.'.join(path)}={text}")
+    config: dict = {}
+    assert set_value(config, key, read) == tuple(path)
+    for step in path:
+        assert list(config) == [step]
+        config = config[step]
+    assert config == value
+    assert type(config) is type(value)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
+def test_quoted_text_of_any_kind_arrives_as_it_is(text):
+    assert parse_override(f"validation.x={json.dumps(text)}") == ("validation.x", text)
+
+
+@given(st.lists(words, min_size=1, max_size=4, unique=True), st.data())
+def test_items_are_found_by_id_and_by_number(names, data):
+    i = data.draw(st.integers(0, len(names) - 1))
+    for name in (names[i], str(i)):
+        config = {"datasets": [{"id": name} for name in names]}
+        assert set_value(config, f"datasets.{name}.repeats", 3) == ("datasets", i, "repeats")
+        assert [item.get("repeats") for item in config["datasets"]] == [
+            3 if k == i else None for k in range(len(names))
+        ]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_any_override_is_read_or_refused(text):
+    try:
+        key, value = parse_override(text)
+    except ValueError:
+        return
+    try:
+        set_value({"datasets": [{"id": "a"}], "root": "x"}, key, value)
+    except ValueError as error:
+        assert str(error)
+
+
+def test_types_are_found_by_path():
+    assert type_at(("datasets", 0, "id")) is str
+    assert type_at(("datasets", 3, "video", "num_frames")) is int
+    assert type_at(("train", "optimizer", "nothing")) is None
+
+
+def test_a_file_url_is_a_path_like_any_other(write, tmp_path):
+    config = load_config(write(), ["root=file://work", f"output=file://{tmp_path}/out"])
+    assert (config.root, config.output) == (str(tmp_path / "work"), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("datasets.photos.type=local", "datasets.photos.type: unknown key; here source: folder (its local)"),
+        ("datasets.photos.metadata_backend=discovery", "unknown key; not needed: discover reads sizes"),
+        ("datasets.photos.cache_dir_vae=x", "unknown key; not needed: caches lie under root"),
+        ("datasets.photos.num_repeats=1", "unknown key; here repeats: extra passes"),
+        ("datasets.photos.probability=1", "unknown key; here weight"),
+        ("train_batch_size=1", "--set train_batch_size: unknown key; here train.batch_size"),
+        ("model.model_family=sana", "unknown key; here model.family"),
+        ("write_batch_size=1", "unknown key; not needed: cache.unit_mib"),
+        ("train.learning_rate=1e-4", "unknown key; here train.optimizer.lr"),
+        ("instance_data_dir=x", "unknown key; it belongs to datasets.N; valid: root, "),
+        ("type=lora", "unknown key; it belongs to train.adapter"),
+    ],
+)
+def test_a_key_of_another_trainer_is_told_what_it_is_called_here(write, place, expected):
+    (error,) = errors(write(), place)
+    assert expected in error
+
+
+def test_hints_are_for_keys_that_are_unknown_and_name_keys_that_exist():
+    known = {key for _, key in every_key(Config)}
+    assert [key for key in HINTS if key in known] == []
+    for text in HINTS.values():
+        named = re.match(r"here ((?:train|model|text|latents|validation|video|cache|stages)\.[a-z_.]+)", text)
+        if named:
+            path = ("datasets", 0, *named[1].split(".")) if named[1].startswith("video") else tuple(named[1].split("."))
+            assert type_at(path) is not None, text

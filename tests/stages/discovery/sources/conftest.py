@@ -1,0 +1,326 @@
+"""Whole pipelines over servers on loopback: projects, and places that media are offered at."""
+
+import hashlib
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from cache import plans
+from cache.store import Store
+from schemas.cli.console import Console, Options, Report
+from schemas.config.loading import load_config
+from stages.discovery.sources import huggingface
+from tests.processes import forget_forkserver
+
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE77",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI-not-a-real-key",
+    "AWS_SESSION_TOKEN": "session-token-that-nobody-may-see",
+}
+PASSWORD = "password-within-a-url"
+NO_PROXY = "*"
+
+
+@dataclass
+class Place:
+    """A folder of this test, a prefix in S3 and a web server that shows the folder (with a password in its URL).
+    Writing leaves what is the same as it is, and takes away what is no longer offered."""
+
+    folder: Path
+    s3: Any
+    prefix: str
+    web: str
+
+    def local(self, files: dict[str, bytes]) -> Path:
+        there = {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
+        for name in there - files.keys():
+            (self.folder / name).unlink()
+        for name, data in files.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or path.read_bytes() != data:
+                path.write_bytes(data)
+        return self.folder
+
+    def remote(self, files: dict[str, bytes]) -> str:
+        self.s3.invalidate_cache()
+        there = {path.removeprefix(f"{self.prefix}/") for path in self.s3.find(self.prefix)}
+        for name in there - files.keys():
+            self.s3.rm_file(f"{self.prefix}/{name}")
+        for name, data in files.items():
+            if name not in there or self.s3.cat_file(f"{self.prefix}/{name}") != data:
+                self.s3.pipe_file(f"{self.prefix}/{name}", data)
+        return f"s3://{self.prefix}"
+
+
+@pytest.fixture(scope="session")
+def s3_address() -> Iterator[str]:
+    moto = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An empty bucket `media`; the file system is made from the environment alone."""
+    import s3fs
+
+    environment = {
+        "AWS_ENDPOINT_URL": s3_address,
+        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
+        "AWS_SECRET_ACCESS_KEY": SECRETS["AWS_SECRET_ACCESS_KEY"],
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+        "NO_PROXY": NO_PROXY,
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    forget_forkserver()
+    s3fs.S3FileSystem.clear_instance_cache()
+    fs = s3fs.S3FileSystem()
+    fs.mkdir("media")
+    yield fs
+    fs.rm("media", recursive=True)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def memory() -> Iterator[fsspec.AbstractFileSystem]:
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    yield fs
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+class Ranged(BaseHTTPRequestHandler):
+    """Serves `content` with ranges, or (`ranges` off) whole whatever is asked for; to one user only, if `user`."""
+
+    content, ranges, length, authorization = b"", True, True, ""
+    served: int = 0
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        cls = type(self)
+        if cls.authorization and self.headers.get("Authorization") != cls.authorization:
+            self.send_error(403)
+            return
+        data, asked = cls.content, self.headers.get("Range")
+        if asked and cls.ranges:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            data = data[int(first) : int(last) + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(data) - 1}/{len(cls.content)}")
+        else:
+            self.send_response(200)
+        if cls.length:
+            self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", '"' + hashlib.sha1(cls.content).hexdigest() + '"')
+        self.end_headers()
+        if body:
+            cls.served += len(data)
+            self.wfile.write(data)
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+@contextmanager
+def serving(handler) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Ranged]]]:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("NO_PROXY", NO_PROXY)
+    handler = type("Handler", (Ranged,), {})
+    with serving(handler) as place:
+        yield place, handler
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
+    """serve(folder) -> host and port of a web server that shows it, without ranges."""
+    monkeypatch.setenv("NO_PROXY", NO_PROXY)
+    with ExitStack() as stack:
+        yield lambda folder: stack.enter_context(serving(partial(Quiet, directory=str(folder))))
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sources")
+
+
+@pytest.fixture(scope="module")
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def s3_of_pipelines(top: Path, patch: pytest.MonkeyPatch, s3_address: str) -> Iterator[Any]:
+    s3fs, hf = pytest.importorskip("s3fs"), pytest.importorskip("datasets")
+    none = str(top / "none")
+    settings = {"AWS_ENDPOINT_URL": s3_address, "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "*"}
+    settings |= {"AWS_CONFIG_FILE": none, "AWS_SHARED_CREDENTIALS_FILE": none, "HF_HOME": str(top / "hf")}
+    for name, value in (settings | SECRETS).items():
+        patch.setenv(name, value)
+    patch.setattr(hf.config, "HF_DATASETS_CACHE", top / "hf/datasets")
+    forget_forkserver()
+    s3fs.S3FileSystem.clear_instance_cache()
+    fs = s3fs.S3FileSystem()
+    fs.mkdir("media")
+    yield fs
+    fs.invalidate_cache()
+    fs.rm("media", recursive=True)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def web(top: Path) -> Iterator[str]:
+    with serving(partial(Quiet, directory=str(top))) as place:
+        yield f"user:{PASSWORD}@{place}"
+
+
+@dataclass
+class Home:
+    """A configuration and its caches. said: everything that its programs wrote to the screen."""
+
+    folder: Path
+    model: dict
+    root: str = ""
+    datasets: list[dict] = field(default_factory=list)
+    settings: dict = field(default_factory=dict)
+    said: str = ""
+
+    def __post_init__(self) -> None:
+        self.root = self.root or str(self.folder / "work")
+
+    @property
+    def store(self) -> Store:
+        return Store(self.root)
+
+    def run(self, *programs: Any, **options: Any) -> list[Report]:
+        common = {"resolution": 64, "allow_upscale": True} | self.settings
+        if "video" in self.model["family"]:
+            common |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}
+        document = {
+            "root": self.root,
+            "output": str(self.folder / "output"),
+            "cache": {"unit_mib": 0.02},
+            "model": self.model,
+            "datasets": [{"id": "photos"} | common | dataset for dataset in self.datasets],
+            "stages": {"encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
+        }
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / "pipeline.yaml"
+        path.write_text(json.dumps(document))
+        found = []
+        for program in programs:
+            huggingface.load_rows.cache_clear()  # every program is a process of its own
+            screen = io.StringIO()
+            console = Console(stdout=screen, stderr=screen)
+            with redirect_stdout(screen):
+                report = program.run(load_config(path, ()), Options(path, (), **options), console)
+                console.finish(report)
+            self.said += screen.getvalue() + report.json()
+            found.append(report)
+        return found
+
+    def shards(self, *kinds: str) -> dict[str, bytes]:
+        """Every shard: name -> bytes."""
+        fs, top = self.store.fs, self.store.base
+        found = [path for kind in kinds or ("text", "latents") for path in fs.find(f"{top}/{kind}")]
+        return {path.removeprefix(f"{top}/"): fs.cat_file(path) for path in found}
+
+    def active(self) -> pa.Table:
+        return plans.load_plan(self.store, plans.list_plans(self.store)[-1]).active
+
+    def roles(self) -> dict[str, str]:
+        active = self.active()
+        return dict(zip(active["sample_id"].to_pylist(), active["role"].to_pylist(), strict=True))
+
+    def news(self, report: Report) -> dict[str, int]:
+        """What a discovery found, over all datasets."""
+        keys = ("new", "removed", "changed", "captions_changed")
+        return {key: sum(row[key] for row in report.details["datasets"]) for key in keys}
+
+    def files(self) -> dict[str, tuple[int, bytes]]:
+        """Every file of the caches: modification time and content."""
+        paths = [path for path in Path(self.root).rglob("*") if path.is_file()]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+    def assert_no_secret(self, *secrets: str) -> None:
+        texts = {"screen": self.said.encode()}
+        texts |= {str(path): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+        texts |= {path: self.store.fs.cat_file(path) for path in self.store.fs.find(self.store.base)}
+        for secret in (*SECRETS.values(), PASSWORD, "Signature=", *secrets):
+            for name, text in texts.items():
+                assert secret.encode() not in text, f"{secret} in {name}"
+
+
+@pytest.fixture(scope="module")
+def place_of(top: Path, s3_of_pipelines: Any, web: str) -> Callable[[str], Place]:
+    def make(name: str) -> Place:
+        return Place(top / name, s3_of_pipelines, f"media/{name}", f"{web}/{name}")
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def home_of(top: Path, tiny: Callable[[str], Path]) -> Callable[..., Home]:
+    def make(name: str, kind: str = "kandinsky5-video-t2v", **more: Any) -> Home:
+        flavour = {"kandinsky5-video-t2v": "t2v-lite-sft-5s", "kandinsky5-image-i2i": "i2i-lite-sft"}[kind]
+        model = {"family": kind.rpartition("-")[0], "flavour": flavour, "path": str(tiny(kind))}
+        return Home(top / f"home-{name}", model | {"precision": "float32"}, **more)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def photo() -> Callable[..., bytes]:
+    """photo(number, size=(64, 64)) -> a JPEG like no other."""
+
+    def make(number: int, size: tuple[int, int] = (64, 64)) -> bytes:
+        colours = np.random.default_rng(number).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        out = io.BytesIO()
+        Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC).save(out, "JPEG")
+        return out.getvalue()
+
+    return make

@@ -1,0 +1,288 @@
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from schemas.config.datasets import Dataset
+from schemas.errors import LatentpressError
+from stages.discovery.sources import base
+from stages.discovery.sources.base import LISTING_SCHEMA, open_source
+from stages.discovery.sources.folder import FolderSource
+from stages.discovery.sources.walk import BACK, OUTSIDE
+
+Row = dict[str, Any]
+
+
+def put(folder: Path, *names: str, text: str = "") -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text or name)
+
+
+def source(folder: Path, **settings: Any) -> FolderSource:
+    found = open_source(Dataset(id="d", instance_data_dir=str(folder), **settings))
+    assert isinstance(found, FolderSource)
+    return found
+
+
+def listed(folder: Path | FolderSource, **settings: Any) -> dict[str, Row]:
+    where = folder if isinstance(folder, FolderSource) else source(folder, **settings)
+    rows = pa.concat_tables(where.scan(None)).to_pylist()
+    assert len({row["path"] for row in rows}) == len(rows)
+    return {row["path"]: row for row in rows}
+
+
+def reason(row: Row) -> str | None:
+    return row["problem"] and row["problem"].partition(":")[0]
+
+
+def test_media_at_any_depth_with_their_caption_files(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "a.txt", "deep/er/b.JPG", "deep/er/b.txt", "clip.mp4", "notes.md", "Makefile", "c.v2.webp")
+    put(tmp_path, "c.v2.txt", ".hidden.png", ".git/d.png", "stray.txt", "ends.")
+    where = source(tmp_path)
+    rows = listed(where)
+    assert {path: row["captions_at"] for path, row in rows.items()} == {
+        "a.png": "a.txt",
+        "deep/er/b.JPG": "deep/er/b.txt",
+        "c.v2.webp": "c.v2.txt",
+    }
+    status = (tmp_path / "a.png").stat()
+    assert (rows["a.png"]["size"], rows["a.png"]["version"]) == (status.st_size, str(status.st_mtime_ns))
+    status = (tmp_path / "a.txt").stat()
+    assert rows["a.png"]["captions_version"] == f"{status.st_size}:{status.st_mtime_ns}"
+    assert all(row["problem"] is None and row["kind"] == "image" for row in rows.values())
+    assert dict(where.ignored) == {".mp4": 1, ".md": 1, "": 2}
+    assert where.read_captions("deep/er/b.txt") == ["deep/er/b.txt"]
+    assert Path(where.open("deep/er/b.JPG")).read_text() == "deep/er/b.JPG"
+
+
+def test_videos_belong_to_video_datasets(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "b.MP4", "b.txt", "a.txt")
+    assert {path: row["kind"] for path, row in listed(tmp_path, dataset_type="video").items()} == {
+        "a.png": "image",
+        "b.MP4": "video",
+    }
+
+
+def test_two_files_of_one_name_share_a_caption_and_the_exact_extension_comes_first(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "a.jpg", "a.txt", "b.png", "b.TXT", "c.png", "c.TXT", "c.txt")
+    rows = listed(tmp_path)
+    assert {path: row["captions_at"] for path, row in rows.items()} == {
+        "a.png": "a.txt",
+        "a.jpg": "a.txt",
+        "b.png": "b.TXT",
+        "c.png": "c.txt",
+    }
+
+
+def test_a_missing_caption_says_where_to_write_it(tmp_path: Path) -> None:
+    put(tmp_path, "x/a.b.png")
+    (row,) = listed(tmp_path).values()
+    assert (row["problem"], row["advice"]) == ("no-caption: has no caption", "write one into a.b.txt beside it")
+    assert row["captions_at"] is None and row["captions_version"] is None
+
+
+ODD = [
+    "a b.png",
+    "new\nline.png",
+    "quo'te\".png",
+    "-dash.png",
+    "\u00e9.png",
+    "e\u0301.png",
+    "x" * 251 + ".png",
+]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_names_are_names(tmp_path: Path, name: str) -> None:
+    put(tmp_path, name, name.removesuffix(".png") + ".txt", "\u00e9.txt", "e\u0301.txt")
+    where = source(tmp_path)
+    row = listed(where)[name]
+    assert row["captions_at"] == name.removesuffix(".png") + ".txt" and row["problem"] is None
+    assert Path(where.open(name)).read_text() == name
+
+
+def test_a_name_that_is_not_utf8_is_set_aside_as_it_can_be_printed(tmp_path: Path) -> None:
+    put(tmp_path, "good.png", "good.txt")
+    for name in (b"strange\xff.png", b"strange\xff.txt"):
+        with open(os.fsencode(tmp_path) + b"/" + name, "wb") as file:
+            file.write(b"x")
+    rows = listed(tmp_path, mask_data=str(tmp_path))
+    assert {path: reason(row) for path, row in rows.items()} == {
+        "good.png": None,
+        "strange\\udcff.png": "name-not-utf8",
+    }
+    assert rows["strange\\udcff.png"]["captions_at"] is None and rows["good.png"]["mask"] == "good.png"
+
+
+def test_what_is_no_file_is_set_aside(tmp_path: Path) -> None:
+    put(tmp_path, "gone.txt", "pipe.txt", "self.txt", "orphan.png")
+    (tmp_path / "gone.png").symlink_to(tmp_path / "never was.png")
+    (tmp_path / "self.png").symlink_to(tmp_path / "self.png")
+    (tmp_path / "orphan.txt").symlink_to(tmp_path / "never was.txt")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    rows = listed(tmp_path)
+    assert {path: reason(row) for path, row in rows.items()} == {
+        "gone.png": "missing",
+        "self.png": "unreadable",
+        "pipe.png": "unreadable",
+        "orphan.png": "no-caption",
+    }
+    assert rows["gone.png"]["size"] is None and rows["gone.png"]["version"] is None
+
+
+def linked(tmp_path: Path) -> Path:
+    put(tmp_path / "in", "real/one.png", "real/one.txt")
+    put(tmp_path / "outside", "two.png", "two.txt")
+    (tmp_path / "in/link").symlink_to(tmp_path / "in/real")
+    (tmp_path / "in/file.png").symlink_to(tmp_path / "in/real/one.png")
+    (tmp_path / "in/loop").symlink_to(tmp_path / "in")
+    (tmp_path / "in/out").symlink_to(tmp_path / "outside")
+    (tmp_path / "in/out.png").symlink_to(tmp_path / "outside/two.png")
+    (tmp_path / "outside/back").symlink_to(tmp_path / "in/real")
+    (tmp_path / "in/real/up").symlink_to("../..")
+    return tmp_path / "in"
+
+
+def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
+    where = source(linked(tmp_path))
+    assert set(listed(where)) == {"real/one.png", "link/one.png", "file.png"}
+    assert dict(where.ignored) == {OUTSIDE: 4, BACK: 1}
+
+
+def test_links_are_followed_anywhere_on_request_but_never_round_in_circles(tmp_path: Path) -> None:
+    where = source(linked(tmp_path), follow_links=True)
+    found = set(listed(where))
+    assert {"real/one.png", "link/one.png", "file.png", "out.png", "out/two.png", "out/back/one.png"} <= found
+    assert where.ignored[BACK] >= 3
+    assert all(path.count("/") < 12 for path in found)
+
+
+def test_folders_that_link_to_each_other_end(tmp_path: Path) -> None:
+    put(tmp_path, "a/1.png", "b/2.png")
+    (tmp_path / "a/b").symlink_to(tmp_path / "b")
+    (tmp_path / "b/a").symlink_to(tmp_path / "a")
+    assert set(listed(tmp_path)) == {"a/1.png", "a/b/2.png", "b/2.png", "b/a/1.png"}
+
+
+def test_a_folder_whose_name_begins_like_the_root_is_outside(tmp_path: Path) -> None:
+    put(tmp_path / "in-other", "a.png")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/link").symlink_to(tmp_path / "in-other")
+    assert listed(tmp_path / "in") == {}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    put(tmp_path, "closed/a.png")
+    (tmp_path / "closed").chmod(0)
+    try:
+        with pytest.raises(LatentpressError, match=r"closed: Permission denied"):
+            listed(tmp_path)
+    finally:
+        (tmp_path / "closed").chmod(0o700)
+
+
+def test_a_folder_that_is_gone_while_walking_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "closed/a.png")
+    original = os.scandir
+
+    def refuse(path: str):
+        if path.endswith("closed"):
+            raise PermissionError(13, "Permission denied")
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(LatentpressError, match=r"closed: Permission denied") as caught:
+        listed(tmp_path)
+    assert "read permission" in caught.value.next_step
+
+
+def test_an_absent_folder_is_named_with_its_option(tmp_path: Path) -> None:
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.instance_data_dir: .*none is not a folder"):
+        listed(tmp_path / "none")
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: .*none is not a folder"):
+        listed(tmp_path, media_root=str(tmp_path / "none"))
+    with pytest.raises(LatentpressError, match=r"conditioning_column: a folder has no columns"):
+        listed(tmp_path, conditioning_column="source")
+
+
+def test_an_empty_folder_has_an_empty_listing(tmp_path: Path) -> None:
+    (table,) = source(tmp_path).scan(None)
+    assert table.num_rows == 0 and table.schema.equals(LISTING_SCHEMA)
+
+
+def test_captions_by_name_and_one_prompt_for_all(tmp_path: Path) -> None:
+    put(tmp_path, "a_red-fox_001.png", "x/0001.png", "notes.txt")
+    where = source(tmp_path, caption_strategy="filename")
+    rows = listed(where)
+    assert rows["a_red-fox_001.png"]["captions"] == ["a red fox"]
+    assert reason(rows["x/0001.png"]) == "no-caption"
+    assert where.ignored == {".txt": 1}
+    rows = listed(tmp_path, caption_strategy="instanceprompt", instance_prompt="sks")
+    assert [row["captions"] for row in rows.values()] == [["sks"], ["sks"]]
+
+
+def test_captions_from_a_table_with_its_other_columns(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "deep/b.png", "c.png")
+    table = tmp_path / "meta.jsonl"
+    table.write_text(
+        '{"file_name": "a.png", "caption": ["x", "y"], "score": 5.5}\n'
+        f'{{"file_name": "{tmp_path}/deep/b.png", "caption": ["z"], "score": 1}}\n'
+    )
+    rows = listed(tmp_path, caption_strategy="jsonl", caption_file=str(table))
+    assert {path: (row["captions"], row["extra.score"], reason(row)) for path, row in rows.items()} == {
+        "a.png": (["x", "y"], 5.5, None),
+        "deep/b.png": (["z"], 1.0, None),
+        "c.png": (None, None, "no-caption"),
+    }
+
+
+def test_companions_by_name(tmp_path: Path) -> None:
+    put(tmp_path / "in", "a.png", "a.txt", "x/b.png", "x/b.txt")
+    put(tmp_path / "sources", "a.webp")
+    put(tmp_path / "masks", "a.png", "x/b.mp4")
+    where = source(tmp_path / "in", conditioning_data=str(tmp_path / "sources"), mask_data=str(tmp_path / "masks"))
+    rows = listed(pickle.loads(pickle.dumps(where)))
+    assert (rows["a.png"]["source"], rows["a.png"]["mask"], rows["a.png"]["mask_kind"]) == ("a.webp", "a.png", "image")
+    assert (reason(rows["x/b.png"]), rows["x/b.png"]["mask_kind"]) == ("no-source", "video")
+    assert Path(where.open_companion("mask", "x/b.mp4")).read_text() == "x/b.mp4"
+
+
+def test_chunks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.discovery.sources.folder.CHUNK_ROWS", 4)
+    put(tmp_path, *(f"{i % 3}/{i}.png" for i in range(22)), *(f"{i % 3}/{i}.txt" for i in range(0, 22, 2)))
+    (tmp_path / "1/broken.png").symlink_to("nothing")
+    chunks = list(source(tmp_path).scan(None))
+    assert max(chunk.num_rows for chunk in chunks) == 4 < base.CHUNK_ROWS
+    rows = {row["path"]: row for chunk in chunks for row in chunk.to_pylist()}
+    assert len(rows) == 23 and reason(rows["1/broken.png"]) == "missing"
+    for i in range(22):
+        assert rows[f"{i % 3}/{i}.png"]["captions_at"] == (None if i % 2 else f"{i % 3}/{i}.txt")
+
+
+names = st.text(
+    alphabet=st.characters(exclude_characters="/\0", exclude_categories=("Cs",), max_codepoint=0x2FFF),
+    min_size=1,
+    max_size=12,
+).filter(lambda name: name.strip(".") and not name.startswith("."))
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sets(names, min_size=1, max_size=6), st.sampled_from([".png", ".Jpg", ".txt", ".md", ""]))
+def test_any_names_are_listed_as_a_plain_walk_finds_them(tmp_path_factory, stems: set[str], ending: str) -> None:
+    folder = tmp_path_factory.mktemp("tree")
+    put(folder, *(stem + ending for stem in stems), *(f"{stem}/in.png" for stem in stems if ending))
+    expected = {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and os.path.splitext(path.name)[1].lower() in base.IMAGE_EXTENSIONS
+    }
+    assert set(listed(folder)) == expected

@@ -1,0 +1,261 @@
+"""Objects behind fsspec URLs: an S3 server and an HTTP server on loopback, and memory://."""
+
+import hashlib
+import io
+import multiprocessing
+import pickle
+from pathlib import Path
+
+import fsspec
+import pytest
+from PIL import Image
+
+from schemas.errors import LatentpressError
+from stages.discovery.sources.object_store import READ_AHEAD_BYTES, RemoteFile, best_checksum, open_filesystem
+from stages.media import files
+from stages.media.errors import MediaError
+
+SECRET = "wJalrXUtnFEMI-not-a-real-key"
+
+
+def picture() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (20, 10), "red").save(out, "PNG")
+    return out.getvalue()
+
+
+def read_all(blob: RemoteFile) -> bytes:
+    with blob.open() as file:
+        return file.read()
+
+
+def test_a_protocol_nobody_knows() -> None:
+    with pytest.raises(LatentpressError, match=r"nobody://host/x.*can't be opened"):
+        open_filesystem("nobody://me:password@host/x")
+
+
+def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(url, **options):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(LatentpressError) as caught:
+        RemoteFile("s3://bucket/a.jpg").size()
+    assert caught.value.next_step == "pip install 'latentpress[s3]'"
+
+
+# -- checksums ------------------------------------------------------------------------------------------------------
+
+MD5 = hashlib.md5(b"x").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("info", "s3", "kind", "md5", "sure", "local"),
+    [
+        ({"ETag": f'"{MD5}"'}, True, "etag", MD5, False, False),
+        ({"ETag": f'"{MD5}-3"'}, True, "etag", None, False, False),
+        ({"ETag": f'"{MD5}"'}, False, "etag", None, False, True),
+        ({"md5Hash": "nd3i5Zz0wqM3yBdNvA0oFA==", "etag": "CJ"}, False, "md5", "9ddde2e59cf4c2a337c8174dbc0d2814", 1, 0),
+        ({"content_settings": {"content_md5": bytes.fromhex(MD5)}, "etag": "0x8D"}, False, "md5", MD5, True, False),
+        ({"generation": "17"}, False, "generation", None, False, True),
+    ],
+)
+def test_checksum(info: dict, s3: bool, kind: str, md5: str | None, sure: bool, local: bool) -> None:
+    found = best_checksum(info, s3)
+    assert found is not None
+    assert (found.kind, found.md5, found.is_certain, found.local) == (kind, md5, sure, local)
+
+
+@pytest.mark.parametrize("info", [{}, {"size": 3}, {"ETag": 'W/"abc"'}, {"ETag": ""}])
+def test_what_vouches_for_nothing(info: dict) -> None:
+    assert best_checksum(info, True) is None
+
+
+# -- S3 -------------------------------------------------------------------------------------------------------------
+
+
+def test_s3_is_read_in_ranges_and_survives_pickling(s3) -> None:
+    data = bytes(range(256)) * 4096 * 5  # 5 MiB
+    s3.pipe_file("media/a.bin", data)
+    blob = pickle.loads(pickle.dumps(RemoteFile("s3://media/a.bin")))
+    assert blob.size() == len(data)
+    with blob.open() as file:
+        file.seek(-10, io.SEEK_END)
+        assert file.read() == data[-10:]
+        file.seek(1000)
+        assert file.read(5) == data[1000:1005]
+        assert len(file.raw._file.cache.cache) <= READ_AHEAD_BYTES + (1 << 16)
+    assert files.hash_file(blob) == files.hash_file(RemoteFile("s3://media/a.bin"))
+    assert str(blob.name) == "s3://media/a.bin"
+
+
+def test_identity_of_the_store(s3) -> None:
+    s3.pipe_file("media/a.jpg", b"one")
+    s3.pipe_file("media/b.jpg", b"one")
+    s3.pipe_file("media/c.jpg", b"two")
+    ids = [RemoteFile(f"s3://media/{name}.jpg", identity="store").media_id() for name in "abc"]
+    assert all(len(name or "") == 32 for name in ids)
+    assert ids[0] == ids[1] != ids[2]
+    assert RemoteFile("s3://media/a.jpg").media_id() is None
+
+
+def test_check_asks_the_store_anew(s3) -> None:
+    s3.pipe_file("media/a.jpg", b"one")
+    blob = RemoteFile("s3://media/a.jpg", identity="store")
+    planned = files.compute_media_id(blob)
+    files.require_unchanged(blob, planned)
+    s3.pipe_file("media/a.jpg", b"two")
+    with pytest.raises(MediaError) as caught:
+        files.require_unchanged(blob, planned)
+    assert caught.value.reason == "changed"
+    s3.rm_file("media/a.jpg")
+    with pytest.raises(MediaError) as caught:
+        files.require_unchanged(blob, planned)
+    assert caught.value.reason == "missing"
+
+
+def test_an_object_put_in_parts_has_an_identity_too(s3) -> None:
+    data = bytes(6 << 20)
+    with s3.open("media/big.bin", "wb", block_size=5 << 20) as file:
+        file.write(data)
+    blob = RemoteFile("s3://media/big.bin", identity="store")
+    assert "-" in blob.info()["ETag"]
+    files.require_unchanged(blob, files.compute_media_id(blob))
+
+
+class Stated(RemoteFile):
+    """An object whose store states another ETag than that of what is read, as KMS does or damage on the way."""
+
+    def __init__(self, url: str, contents: list[bytes], stated: dict) -> None:
+        super().__init__(url, identity="store")
+        self.contents, self.stated = contents, stated
+
+    def info(self) -> dict:
+        return {"size": 3, **self.stated}
+
+    def open(self):
+        return io.BytesIO(self.contents.pop(0))
+
+
+def test_an_etag_that_is_no_md5_is_told_from_damage() -> None:
+    stated = {"ETag": f'"{MD5}"'}
+    Stated("s3://b/x", [b"x"], stated).verify()
+    Stated("s3://b/kms", [b"one", b"one"], stated).verify()
+    with pytest.raises(MediaError, match="checksum"):
+        Stated("s3://b/damaged", [b"one", b"two"], stated).verify()
+    with pytest.raises(MediaError, match="checksum"):
+        Stated("gs://b/damaged", [b"one"], {"md5Hash": "nd3i5Zz0wqM3yBdNvA0oFA=="}).verify()
+
+
+def _size_in_child(blob: RemoteFile) -> int:
+    return len(read_all(blob))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_another_process_opens_it_too(s3, method: str) -> None:
+    s3.pipe_file("media/a.jpg", b"12345")
+    blob = RemoteFile("s3://media/a.jpg")
+    assert len(read_all(blob)) == 5  # the loop of this process is running when the child is made
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply_async(_size_in_child, (blob,)).get() == 5
+
+
+def test_s3_that_refuses_or_is_not_there(s3, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MediaError) as caught:
+        RemoteFile("s3://media/none.jpg").size()
+    assert caught.value.reason == "missing"
+    with pytest.raises(MediaError):
+        RemoteFile("s3://media/none.jpg").open()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(type(s3), "retries", 1)
+    type(s3).clear_instance_cache()
+    with pytest.raises(MediaError) as caught:
+        RemoteFile("s3://media/a.jpg").open()
+    assert caught.value.reason == "unreadable"
+    assert SECRET not in str(caught.value)
+
+
+# -- HTTP and memory ------------------------------------------------------------------------------------------------
+
+
+def test_http_with_ranges(http) -> None:
+    place, handler = http
+    handler.content = bytes(range(256)) * 4 * 4096  # 4 MiB
+    blob = RemoteFile(f"http://{place}/a.bin?X-Amz-Signature=0123456789abcdef")
+    assert blob.name == f"http://{place}/a.bin"
+    with blob.open() as file:
+        file.seek(-3, io.SEEK_END)
+        assert file.read() == handler.content[-3:]
+    assert handler.served < 2 * READ_AHEAD_BYTES
+    assert read_all(blob) == handler.content
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_http_without_ranges_is_read_once(http, length: bool) -> None:
+    place, handler = http
+    handler.content, handler.ranges, handler.length = bytes(range(256)) * 4 * 3000, False, length
+    blob = RemoteFile(f"http://{place}/a.bin")
+    assert blob.size() == len(handler.content)
+    with blob.open() as file:
+        file.seek(2_000_000)
+        assert file.read(10) == handler.content[2_000_000:2_000_010]
+        file.seek(0)
+        assert file.read() == handler.content
+
+
+def test_http_etags_name_content_at_one_place_only(http) -> None:
+    place, handler = http
+    handler.content = b"abc"
+    first, second = (RemoteFile(f"http://{place}/{name}?sig={name * 20}", identity="store") for name in "ab")
+    assert first.media_id() != second.media_id()
+    assert first.media_id() == RemoteFile(f"http://{place}/a?sig=another", identity="store").media_id()
+
+
+def test_credentials_stay_out_of_http_errors(http) -> None:
+    place, handler = http
+    handler.content, handler.authorization = b"abc", "Basic bWU6c2VjcmV0d29yZA=="  # me:secretword
+    assert read_all(RemoteFile(f"http://me:secretword@{place}/a.jpg")) == b"abc"
+    for url in (f"http://me:wrongword@{place}/a.jpg", f"http://{place}/a.jpg?X-Amz-Signature=wrongword"):
+        with pytest.raises(MediaError) as caught:
+            RemoteFile(url).open()
+        assert (caught.value.reason, "access is denied" in str(caught.value)) == ("unreadable", True)
+        assert "wrongword" not in f"{caught.value!r} {caught.value} {RemoteFile(url)!r}"
+
+
+def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+    with pytest.raises(MediaError) as caught:
+        RemoteFile("http://me:secretword@127.0.0.1:9/a.jpg?sig=signedsignedsigned").open()
+    assert caught.value.reason == "unreadable"
+    assert "secretword" not in str(caught.value) and "signedsigned" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_a_stdlib_http_server(tmp_path: Path, serve) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+
+    place = serve(tmp_path)
+    with RemoteFile(f"http://{place}/a.png").open() as file, Image.open(file) as image:
+        assert image.size == (20, 10)
+    with pytest.raises(MediaError) as caught:
+        RemoteFile(f"http://{place}/b.png").open()
+    assert caught.value.reason == "missing"
+
+
+def test_memory_has_no_checksum(memory) -> None:
+    memory.pipe_file("/media/a.png", picture())
+    blob = RemoteFile("memory://media/a.png", identity="store")
+    assert read_all(blob) == picture()
+    with pytest.raises(MediaError) as caught:
+        blob.media_id()
+    assert caught.value.reason == "no-checksum" and "identity: content" in caught.value.advice
+    content = RemoteFile("memory://media/a.png")
+    files.require_unchanged(content, files.compute_media_id(content))
+
+
+def test_an_empty_object(memory) -> None:
+    memory.pipe_file("/media/a.png", b"")
+    with pytest.raises(MediaError) as caught:
+        files.media_size(RemoteFile("memory://media/a.png"))
+    assert caught.value.reason == "empty-file"
+    assert read_all(RemoteFile("memory://media/a.png")) == b""

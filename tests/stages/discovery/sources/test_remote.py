@@ -1,0 +1,217 @@
+"""A prefix as a source: S3 and HTTP servers on loopback, and memory://."""
+
+import hashlib
+import io
+import pickle
+import socket
+import tarfile
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from schemas.config.datasets import Dataset
+from schemas.errors import LatentpressError
+from stages.discovery.sources.base import CHUNK_ROWS, LISTING_SCHEMA, open_source
+from stages.discovery.sources.object_store import RemoteFile
+from stages.discovery.sources.remote import RemoteSource
+from stages.media import files
+from stages.media.errors import MediaError
+
+SECRET = "wJalrXUtnFEMI-not-a-real-key"
+
+
+def read_all(blob: RemoteFile) -> bytes:
+    with blob.open() as file:
+        return file.read()
+
+
+def dataset(place: str, **options) -> Dataset:
+    return Dataset(id="set", instance_data_dir=place, **options)
+
+
+def scan(source: RemoteSource, known: pa.Table | None = None) -> list[dict]:
+    chunks = list(source.scan(known))
+    assert all(
+        len(chunk) <= CHUNK_ROWS and chunk.schema.names[: len(LISTING_SCHEMA.names)] == LISTING_SCHEMA.names
+        for chunk in chunks
+    )
+    rows = pa.concat_tables(chunks, promote_options="permissive").to_pylist()
+    return sorted(rows, key=lambda row: row["path"])
+
+
+NAMES = ("a b.png", "a b.txt", "a?#1.JPG", "sub/deep/c.png", "sub/deep/c.txt", ".hidden.png", ".git/x.png", "x.md")
+
+
+def test_a_prefix_in_s3(s3) -> None:
+    for name in NAMES:
+        s3.pipe_file(f"media/set/{name}", name.encode())
+    s3.call_s3("put_object", Bucket="media", Key="set/empty/", Body=b"")  # what consoles make for a folder
+    source = pickle.loads(pickle.dumps(open_source(dataset("s3://media/set/"))))
+    rows = scan(source)
+    assert [row["path"] for row in rows] == ["a b.png", "a?#1.JPG", "sub/deep/c.png"]
+    assert [row["captions_at"] for row in rows] == ["a b.txt", None, "sub/deep/c.txt"]
+    assert [(row["problem"] or "").partition(":")[0] for row in rows] == ["", "no-caption", ""]
+    digest = hashlib.md5(b"a b.png").hexdigest()
+    assert (rows[0]["size"], rows[0]["version"]) == (7, f'7:"{digest}"')
+    assert rows[0]["captions_version"] == f'7:"{hashlib.md5(b"a b.txt").hexdigest()}"'
+    assert source.ignored == {".md": 1}
+    assert source.read_captions("sub/deep/c.txt") == ["sub/deep/c.txt"]
+    for row in rows:
+        assert read_all(source.open(row["path"])) == row["path"].encode()
+    assert str(source.open("a?#1.JPG").name) == "s3://media/set/a?#1.JPG"
+    s3.pipe_file("media/set/a b.txt", b"corrected")
+    again = scan(source)
+    assert again[0]["captions_version"] != rows[0]["captions_version"]
+    assert [row["version"] for row in again] == [row["version"] for row in rows]
+
+
+def test_a_long_listing_of_s3_comes_in_pages(s3, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(7):
+        s3.pipe_file(f"media/set/{number}.png", b"x")
+        s3.pipe_file(f"media/set/{number}.txt", b"x")
+        s3.pipe_file(f"media/set/sub{number}/a.png", b"x")
+    s3.call_s3("put_object", Bucket="media", Key="set//a.png", Body=b"")
+    call, pages = type(s3).call_s3, []
+
+    def small_pages(self, method, *args, **kwargs):
+        pages.append(method)
+        return call(self, method, *args, **kwargs, MaxKeys=3)
+
+    monkeypatch.setattr(type(s3), "call_s3", small_pages)
+    source = open_source(dataset("s3://media/set"))
+    rows = scan(source)
+    assert len({row["path"] for row in rows}) == len(rows) == 14
+    assert sum(bool(row["captions_at"]) for row in rows) == 7
+    assert len(pages) >= 8 and source.ignored == {"folder without a name": 1}
+
+
+def test_the_identity_of_a_store_is_asked_of_items(s3) -> None:
+    s3.pipe_file("media/set/a.png", b"one")
+    given = open_source(dataset("s3://media/set", identity="store")).open("a.png").media_id()
+    assert given and given != files.hash_file(RemoteFile("s3://media/set/a.png"))
+    assert open_source(dataset("s3://media/set")).open("a.png").media_id() is None
+
+
+def test_tars_in_s3(s3, tmp_path: Path) -> None:
+    """Members are read in ranges of their tar, and named by the store's word for it."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for name, content in (("0.jpg", b"j" * 3_000_000), ("0.txt", b"x"), ("1.jpg", b"k"), ("1.txt", b"y")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    s3.pipe_file("media/wds/00000.tar", data.getvalue())
+    place = dataset("s3://media/wds/{00000..00000}.tar", source="webdataset", identity="store")
+    source = open_source(place)
+    rows = scan(source)
+    assert [(row["path"], row["captions"]) for row in rows] == [
+        ("00000.tar/0.jpg", ["x"]),
+        ("00000.tar/1.jpg", ["y"]),
+    ]
+    assert rows[0]["version"] == f'{len(data.getvalue())}:"{hashlib.md5(data.getvalue()).hexdigest()}"'
+    first, second = (pickle.loads(pickle.dumps(source.open(row["path"]))) for row in rows)
+    assert read_all(second) == b"k" and files.media_size(first) == 3_000_000
+    assert files.compute_media_id(first) != files.compute_media_id(second)
+    files.require_unchanged(second, files.compute_media_id(second))
+    s3.pipe_file("media/wds/00000.tar", data.getvalue() + bytes(512))
+    with pytest.raises(MediaError, match="not the file that was discovered"):
+        files.require_unchanged(second, second.media_id() and files.compute_media_id(first))
+    media = pa.concat_tables(source.scan(None)).sort_by("path")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.discovery.sources.webdataset.open_media", lambda path: pytest.fail(f"{path} was opened"))
+        assert scan(open_source(place), media) == media.to_pylist()
+
+
+def test_a_prefix_that_is_not_there(s3) -> None:
+    for place in ("s3://media/none", "s3://no-such-bucket/x"):
+        with pytest.raises(LatentpressError, match="is not there") as caught:
+            scan(open_source(dataset(place)))
+        assert SECRET not in str(caught.value)
+
+
+def test_media_root_takes_the_place_of_the_url(memory) -> None:
+    memory.pipe_file("/here/a.png", b"x")
+    source = open_source(dataset("s3://elsewhere/set", media_root="memory://here", source="remote"))
+    assert [row["path"] for row in scan(source)] == ["a.png"]
+    assert read_all(source.open("a.png")) == b"x"
+
+
+def test_versions_change_with_what_a_store_says(memory) -> None:
+    memory.pipe_file("/m/a.png", b"x")
+    before = scan(open_source(dataset("memory://m")))[0]["version"]
+    assert before == scan(open_source(dataset("memory://m")))[0]["version"]
+    memory.pipe_file("/m/a.png", b"y")
+    assert before != scan(open_source(dataset("memory://m")))[0]["version"]
+
+
+def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
+    for name in ("m/red_cat.png", "m/blue-dog.mp4", "m/red_cat.txt", "sources/red_cat.jpg"):
+        memory.pipe_file(f"/{name}", name.encode())
+    options = {"dataset_type": "video", "conditioning_data": "memory://sources"}
+    source = open_source(dataset("memory://m", caption_strategy="filename", **options))
+    rows = scan(source)
+    assert [(row["kind"], row["captions"]) for row in rows] == [("video", ["blue dog"]), ("image", ["red cat"])]
+    assert [row["source"] for row in rows] == [None, "red_cat.jpg"] and rows[0]["problem"].startswith("no-source")
+    assert read_all(source.open_companion("source", "red_cat.jpg")) == b"sources/red_cat.jpg"
+    assert source.ignored == {".txt": 1}
+    (tmp_path / "t.csv").write_text("path,caption,score\nred_cat.png,a cat,3\nmemory://m/blue-dog.mp4,a dog,4\n")
+    table = {"caption_strategy": "csv", "caption_file": str(tmp_path / "t.csv")}
+    rows = scan(open_source(dataset("memory://m", dataset_type="video", **table)))
+    assert [(row["captions"], row["extra.score"]) for row in rows] == [(["a dog"], 4), (["a cat"], 3)]
+    rows = scan(open_source(dataset("memory://m", caption_strategy="instanceprompt", instance_prompt="a pet")))
+    assert [row["captions"] for row in rows] == [["a pet"]]
+    with pytest.raises(LatentpressError, match="mask_column: objects have no columns"):
+        scan(open_source(dataset("memory://m", mask_column="mask")))
+
+
+def test_large_prefixes_come_in_chunks(memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.discovery.sources.remote.CHUNK_ROWS", 7)
+    for number in range(20):
+        memory.pipe_file(f"/m/{number % 2}/{number}.png", b"x")
+    chunks = list(open_source(dataset("memory://m")).scan(None))
+    assert [len(chunk) for chunk in chunks] == [7, 7, 6]
+    assert len({path for chunk in chunks for path in chunk.column("path").to_pylist()}) == 20
+
+
+def test_a_page_of_links(tmp_path: Path, serve) -> None:
+    """A web server's listing says only names: size and version are asked of it."""
+    (tmp_path / "set/sub").mkdir(parents=True)
+    for name in ("a.png", "a.txt", "sub/b.png"):
+        (tmp_path / "set" / name).write_bytes(name.encode())
+
+    place = serve(tmp_path)
+    source = open_source(dataset(f"http://{place}/set"))
+    rows = scan(source)
+    assert [(row["path"], row["size"], row["captions_at"]) for row in rows] == [
+        ("a.png", 5, "a.txt"),
+        ("sub/b.png", 9, None),
+    ]
+    assert all(row["version"] for row in rows)
+    assert source.read_captions("a.txt") == ["a.txt"]
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_a_server_that_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    for name in ("CONNECT_TIMEOUT_S", "READ_TIMEOUT_S"):
+        monkeypatch.setattr(f"stages.discovery.sources.object_store.{name}", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        environment = {"AWS_ENDPOINT_URL": f"http://{place}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+        for name, value in (environment | {"AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "*"}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+        s3fs.S3FileSystem.clear_instance_cache()
+        where = "s3://media" if scheme == "s3" else f"http://{place}"
+        started = time.monotonic()
+        with pytest.raises(LatentpressError, match="can't be read"):
+            scan(open_source(dataset(f"{where}/set", source="remote")))
+        with pytest.raises(MediaError, match="can't be read"):
+            RemoteFile(f"{where}/a.jpg").size()
+        (tmp_path / "all.csv").write_text(f"path,caption\n{where}/a.jpg,x\n")
+        [row] = scan(open_source(dataset(str(tmp_path / "all.csv"))))
+        assert row["problem"].startswith("unreadable: can't be read")
+        assert time.monotonic() - started < 20
+        s3fs.S3FileSystem.clear_instance_cache()

@@ -1,0 +1,258 @@
+import csv
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import LatentpressError
+from stages.discovery.sources.columns import TextLookup, caption_lists, extra_columns
+from stages.discovery.sources.table_reader import find_media_column, read_table, refuse_binary_columns
+
+ROWS = [
+    {"file_name": "0001", "caption": 'a "quoted", text', "score": 5, "rate": 0.5, "good": True},
+    {"file_name": "0002", "caption": "zwei\nZeilen ü", "score": None, "rate": 2, "good": False},
+]
+
+
+def write(folder: Path, kind: str, rows: list[dict]) -> str:
+    path = folder / f"table.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_the_three_kinds_give_the_same_table(tmp_path: Path, kind: str) -> None:
+    table = read_table(write(tmp_path, kind, ROWS), text=["file_name"])
+    assert table.to_pylist() == ROWS
+    kinds = {name: str(table.schema.field(name).type) for name in table.column_names}
+    assert kinds == {"file_name": "string", "caption": "string", "score": "int64", "rate": "double", "good": "bool"}
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_only_some_columns_are_read_and_absent_ones_are_no_error(tmp_path: Path, kind: str) -> None:
+    table = read_table(write(tmp_path, kind, ROWS), ["score", "nothing"])
+    assert table.to_pylist() == [{"score": 5}, {"score": None}]
+    assert read_table(write(tmp_path, kind, ROWS), ["nothing"]).num_columns == 0
+
+
+def test_a_column_whose_later_cells_are_of_another_kind_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    lines = [f"{i},{i},{i}" for i in range(5000)]
+    path.write_text("\n".join(["a,b,c", *lines, "1.5,x,-"]))
+    assert [str(field.type) for field in read_table(str(path)).schema] == ["double", "string", "int64"]
+
+
+def test_text_that_looks_like_a_date_keeps_its_spelling(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl", [{"day": "2024-01-01", "days": ["2024-01-01"]}])
+    assert read_table(path).to_pylist() == [{"day": "2024-01-01", "days": ["2024-01-01"]}]
+
+
+def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfa,b\n1,x\n")
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n{"a": 2}')
+    assert read_table(str(tmp_path / "a.csv")).column_names == ["a", "b"]
+    assert read_table(str(tmp_path / "a.jsonl")).column("a").to_pylist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("t.csv", b"a,b\n1,2\n3\n", r"t\.csv, line 3: has 1 cell, and the header has 2: 3"),
+        ("t.csv", b'a,b\n"1",2\n\n3,a dog, a cat\n', r"t\.csv, line 4: has 3 cells, and the header has 2"),
+        ("t.csv", b'a,b\n1,"open\n2,"x"\n3,y\n', r"line 2: a quote is opened and not closed before .* in line 3"),
+        ("t.csv", b'a,b\n1.png,"open\n2.png,"\n3.png,y\n', r"line 2: a quoted cell goes on over line 3, a row"),
+        ("t.csv", b'a,b\n1,2\n3,"a \\"big\\" cat"\n', r'line 3: CSV knows no \\": the quote ends the cell'),
+        ("t.csv", b'a,b\n1,"x" y\n', r"line 2: text stands behind a closing quote"),
+        ("t.csv", "a,b\n1,2\n".encode("utf-16"), r"t\.csv, line 1: is UTF-16, not UTF-8"),
+        ("t.csv", "a,b\n1,2\n".encode("utf-16-le"), r"t\.csv, line 1: is UTF-16 or no text"),
+        ("t.csv", b"a;b\n1;2\n3\n", r"t\.csv, line 3: has 1 cell, and the header has 2"),
+        ("t.csv", b"a;b\tc\n1;2\t3\n", r"line 1: the separator can't be told: .* no comma, but ';' and tab"),
+        ("t.csv", b"a,b\r1,2\r3\r", r"t\.csv, line 1: a carriage return"),
+        ("t.jsonl", '{"a": 1}\n'.encode("utf-16"), r"t\.jsonl, line 1: is UTF-16, not UTF-8"),
+        ("t.csv", b"a,b\n1,2\n3,caf\xe9\n", r"t\.csv, line 3: is not UTF-8 \(byte 5\)"),
+        ("t.csv", b'a,b\n1,2\n3,"open\n4,5\n6,7\n', r"t\.csv, line 3: a quote is opened and not closed"),
+        ("t.csv", b"a,a\n1,2\n", "two columns are called 'a'"),
+        ("t.csv", b"", r"t\.csv: can't be read as csv \(Empty CSV file\)"),
+        ("t.jsonl", b'{"a": 1}\n{"a" 2}\n', r"t\.jsonl, line 2: is no JSON"),
+        ("t.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', r"line 3: 'a' is text here and a number on line 1"),
+        ("t.jsonl", b'{"a": "x"}\n[1]\n', r"line 2: is a list, not an object"),
+        ("t.jsonl", b'{"a": "x"}\n{"a": "caf\xe9"}\n', r"line 2: is not UTF-8"),
+        ("t.jsonl", b'{"a": 1}\n{"a": 2, "a": 3}\n', r"line 2: can't be read .*twice"),
+        ("t.jsonl", b'{"a": [1]}\n{"a": [2, "x"]}\n{"a": [3]}\n', r"line 2: can't be read .*changed from number"),
+        ("t.jsonl", b'{"a": "x"}\n\n{"a": "\\ud800"}\n', r"line 3: can't be read .*surrogate"),
+        ("t.parquet", b"PAR1 no", r"t\.parquet: can't be read as parquet"),
+        ("t.xlsx", b"", r"valid endings: \.csv, \.jsonl, \.parquet"),
+    ],
+)
+def test_a_broken_table_is_named_with_its_line(tmp_path: Path, name: str, data: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(LatentpressError, match=says) as caught:
+        read_table(str(tmp_path / name))
+    assert caught.value.next_step
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_a_separator_that_is_certain_is_taken(tmp_path: Path, delimiter: str) -> None:
+    lines = ["file_name,caption", 'a.png,"one; two\t three | four"', "b.png,five"]
+    (tmp_path / "t.csv").write_text("\n".join([line.replace(",", delimiter) for line in lines]))
+    assert read_table(str(tmp_path / "t.csv")).to_pylist() == [
+        {"file_name": "a.png", "caption": "one; two\t three | four"},
+        {"file_name": "b.png", "caption": "five"},
+    ]
+
+
+def test_a_comma_in_the_header_decides(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("file_name,tags;a\na.png,x;y\n")
+    assert read_table(str(tmp_path / "t.csv")).to_pylist() == [{"file_name": "a.png", "tags;a": "x;y"}]
+
+
+def test_captions_of_several_lines_are_kept(tmp_path: Path) -> None:
+    caption = 'a "big" cat,\nsitting, as in b.png, twice\n\n5" tall\\'
+    path = write(tmp_path, "csv", [{"file_name": "a.png", "caption": caption}])
+    assert read_table(path).to_pylist() == [{"file_name": "a.png", "caption": caption}]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text(alphabet='ab,;"\n\r\\ \t', max_size=40))
+def test_csv_is_read_as_a_strict_reader_does_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.csv"
+    path.write_bytes(b"f,c\n" + text.encode())
+    try:
+        found = read_table(str(path), text=["f", "c"])
+    except LatentpressError as error:
+        assert "any.csv, line " in str(error) and error.next_step
+        return
+    with path.open(newline="") as file:
+        expected = [row for row in csv.reader(file, strict=True) if row][1:]
+    assert [[row["f"] or "", row["c"] or ""] for row in found.to_pylist()] == expected
+
+
+def test_an_absent_table_is_named_and_a_url_without_its_secrets(tmp_path: Path) -> None:
+    with pytest.raises(LatentpressError, match=r"never\.csv: is not there"):
+        read_table(str(tmp_path / "never.csv"))
+    with pytest.raises(LatentpressError) as caught:
+        read_table("http://user:hunter2hunter2@127.0.0.1:9/t.csv?sig=abcdefghijklmnopqrstuv")
+    assert "hunter2" not in str(caught.value) and "abcdefgh" not in str(caught.value)
+
+
+def test_a_bad_line_is_quoted_without_secrets(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("path,caption\nhttps://h/a.png?sig=abcdefghijklmnopqrstuv\n")
+    with pytest.raises(LatentpressError, match=r"https://h/a\.png") as caught:
+        read_table(str(tmp_path / "t.csv"))
+    assert "abcdefgh" not in str(caught.value)
+
+
+def test_a_table_at_a_url() -> None:
+    import fsspec
+
+    with fsspec.open("memory://tables/t.jsonl", "wb") as file:
+        file.write(b'{"path": "a.png", "caption": ["x", "y"]}\n')
+    assert read_table("memory://tables/t.jsonl").to_pylist() == [{"path": "a.png", "caption": ["x", "y"]}]
+
+
+def test_a_line_longer_than_what_pyarrow_reads_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"a": "x" * 3_000_000}) + "\n" + json.dumps({"a": "y"}) + "\n")
+    assert [len(text) for text in read_table(str(path)).column("a").to_pylist()] == [3_000_000, 1]
+
+
+def test_the_column_of_media_is_the_first_usual_one_or_the_one_named() -> None:
+    table = pa.table({"id": ["1"], "image": ["a"], "path": ["b"], "list": [["a"]]})
+    assert find_media_column(table, None, "t.csv") == "path"
+    assert find_media_column(table, "id", "t.csv") == "id"
+    with pytest.raises(LatentpressError, match="no column 'url'; there are: id, image, path, list"):
+        find_media_column(table, "url", "t.csv")
+    with pytest.raises(LatentpressError, match=r"no column is called file_name.*there are: id"):
+        find_media_column(pa.table({"id": ["1"]}), None, "t.csv")
+    with pytest.raises(LatentpressError, match=r"holds list<.*>, not names of files"):
+        find_media_column(table, "list", "t.csv")
+
+
+def test_a_column_of_bytes_is_named_as_that(tmp_path: Path) -> None:
+    image = pa.array([{"bytes": b"x", "path": "a.png"}])
+    path = str(tmp_path / "t.parquet")
+    pq.write_table(pa.table({"id": ["1"], "image": image, "caption": [b"words"]}), path)
+    table = read_table(path)
+    for wanted in (None, "image"):
+        with pytest.raises(LatentpressError, match=r"column 'image' holds the files themselves \(struct<bytes") as said:
+            find_media_column(table, wanted, path)
+        assert "source: huggingface" in said.value.next_step
+    with pytest.raises(LatentpressError, match=r"'caption' holds bytes \(binary\), not text"):
+        refuse_binary_columns(path, ["caption"])
+    pq.write_table(pa.table({"file_name": ["a.png"], "image": image}), path)
+    assert find_media_column(read_table(path), None, path) == "file_name"
+
+
+def test_captions_come_from_text_and_lists_in_the_order_of_columns() -> None:
+    table = pa.table(
+        {
+            "a": ["  x ", None, "", "z"],
+            "b": [["y", "x", None, " "], None, [], ["z", "q", "q"]],
+            "n": [1, None, None, 2],
+        }
+    )
+    assert caption_lists(table, ["a"]).to_pylist() == [["x"], [], [], ["z"]]
+    assert caption_lists(table, ["b", "a"]).to_pylist() == [["y", "x"], [], [], ["z", "q"]]
+    assert caption_lists(table, ["n"]).to_pylist() == [["1"], [], [], ["2"]]
+    with pytest.raises(LatentpressError, match="no column 'c'; there are: a, b, n"):
+        caption_lists(table, ["c"])
+    with pytest.raises(LatentpressError, match="'s' holds struct"):
+        caption_lists(pa.table({"s": [{"x": 1}]}), ["s"])
+
+
+words = st.one_of(st.none(), st.text(alphabet=" ab\n\u3000ü", max_size=4))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(words, st.one_of(st.none(), st.lists(words, max_size=5))), max_size=12))
+def test_captions_are_those_of_a_loop(rows) -> None:
+    table = pa.table(
+        {
+            "a": pa.array([a for a, _ in rows], pa.string()),
+            "b": pa.array([b for _, b in rows], pa.list_(pa.string())),
+        }
+    )
+    expected = [
+        list(dict.fromkeys(text.strip() for text in [a, *(b or [])] if text is not None and text.strip()))
+        for a, b in rows
+    ]
+    assert caption_lists(table, ["a", "b"]).to_pylist() == expected
+    assert caption_lists(table.slice(1), ["a", "b"]).to_pylist() == expected[1:]
+
+
+def test_extras_are_what_can_be_compared() -> None:
+    ignored: Counter[str] = Counter()
+    table = pa.table({"path": ["a"], "t": ["x"], "n": [1], "l": [[1]], "s": [{"a": 1}], "b": [b"x"]})
+    assert list(extra_columns(table, ["path"], ignored)) == ["extra.t", "extra.n"]
+    assert dict(ignored) == {"column that is neither text nor number": 3}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30),
+    st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30),
+)
+def test_lookup_finds_what_a_loop_finds(keys, wanted) -> None:
+    lookup = TextLookup(pa.chunked_array([pa.array(keys[:7], pa.string()), pa.array(keys[7:], pa.string())]))
+    texts = pa.array(wanted, pa.string())
+    every = [[row for row, key in enumerate(keys) if key == text and key is not None] for text in wanted]
+    first, counts = lookup.count(texts)
+    assert first.tolist() == [rows[0] if rows else -1 for rows in every]
+    assert counts.tolist() == [len(rows) for rows in every]
+    owner, rows = lookup.pairs(texts)
+    assert list(zip(owner.tolist(), rows.tolist(), strict=True)) == [(i, r) for i, rs in enumerate(every) for r in rs]
+    assert np.array_equal(lookup.find(texts), first)

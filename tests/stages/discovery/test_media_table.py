@@ -1,0 +1,151 @@
+"""A media table of many rows: in several batches, through files on its way, the same however it came about."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cache.store import Store
+from schemas.tables import MEDIA_SCHEMA
+from stages import discover
+from stages.discover import media_table_path, read_media_table
+from stages.discovery import listing_diff, media_table
+from stages.discovery.sources.base import LISTING_SCHEMA
+from stages.engines.sandbox import MAX_ITEMS_PER_TASK, MAX_QUEUED_PER_PROCESS
+
+
+def rows_of(home) -> list[dict]:
+    return read_media_table(Store(home.root), "photos").to_pylist()
+
+
+def read(report) -> int:
+    return report.details["datasets"][0]["files_read"]
+
+
+def no_order(number: int) -> int:
+    return number * 7919 % 1009
+
+
+class Invented:
+    """A source of rows that are nowhere: the captions of the numbers to list, in no order."""
+
+    captions: dict[int, str]
+    chunk = 7
+
+    def __init__(self, *_: object) -> None:
+        self.ignored: Counter[str] = Counter()
+
+    def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
+        numbers = sorted(self.captions, key=no_order)
+        for start in range(0, len(numbers), self.chunk):
+            part = numbers[start : start + self.chunk]
+            columns: dict[str, object] = {name: [None] * len(part) for name in LISTING_SCHEMA.names}
+            columns |= {"path": [f"{number:04d}.png" for number in part], "kind": ["image"] * len(part)}
+            columns |= {"size": part, "version": ["1"] * len(part)}
+            columns["captions"] = [[self.captions[number]] for number in part]
+            yield pa.table(columns, schema=LISTING_SCHEMA).append_column("extra.score", pa.array(part))
+
+
+class InventedReader:
+    fails = ""  # the path of an item that meets a bug of ours
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __call__(self, task) -> dict[str, object]:
+        if task.path == self.fails:
+            raise ZeroDivisionError("a bug of ours")
+        return {"media_id": f"{int(task.path[:4]):032x}", "kind": "image", "width": 64, "height": 64}
+
+
+class FailingReader(InventedReader):
+    fails = f"{sorted(range(100, 300), key=no_order)[2 * MAX_QUEUED_PER_PROCESS * MAX_ITEMS_PER_TASK + 50]:04d}.png"
+
+
+@pytest.fixture
+def invented(project, monkeypatch: pytest.MonkeyPatch):
+    """Slices so short that a few hundred rows are many: they go through files, and the table has several batches."""
+    from stages.discovery import item_reader
+
+    monkeypatch.setattr(discover, "open_source", Invented)
+    monkeypatch.setattr(item_reader, "ItemReader", InventedReader)
+    for module in (listing_diff, media_table):
+        monkeypatch.setattr(module, "SLICE_ROWS", 50)
+    monkeypatch.setattr(discover, "SAVE_EVERY_ROWS", 30)
+    monkeypatch.setattr(discover, "MAX_PENDING_ROWS", 11)
+    return project()
+
+
+def table_bytes(home) -> bytes:
+    return (home.root / media_table_path("photos")).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_bytes_of_a_table_tell_nothing_of_how_it_came_about(invented, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = invented
+    numbers = range(400)
+    Invented.captions = {number: f"caption {number}" for number in numbers if number % 3}
+    home.run(discover.run)
+    Invented.captions |= {number: "late" for number in numbers if not number % 3}
+    Invented.captions |= {7: "corrected"}
+    Invented.captions.pop(8)
+    report = home.run(discover.run).details["datasets"][0]
+    assert {name: report[name] for name in ("new", "removed", "captions_changed", "files_read")} == {
+        "new": 134,
+        "removed": 1,
+        "captions_changed": 1,
+        "files_read": 134,
+    }
+    rows = rows_of(home)
+    assert [row["path"] for row in rows] == [f"{number:04d}.png" for number in numbers if number != 8]
+    assert all(row["captions"] == [Invented.captions[row["extra.score"]]] for row in rows)
+    assert all(int(row["media_id"], 16) == row["size"] == row["extra.score"] for row in rows)
+    grown = table_bytes(home)
+    (home.root / media_table_path("photos")).unlink()
+    monkeypatch.setattr(Invented, "chunk", 400)
+    home.run(discover.run)
+    assert table_bytes(home) == grown
+    assert not [path for path in home.root.rglob("*") if "tmp" in path.name or path.parent.name == "partial"]
+
+
+@pytest.mark.slow
+def test_a_listing_that_says_the_same_leaves_the_table_alone(invented) -> None:
+    home = invented
+    Invented.captions = {number: f"caption {number}" for number in range(200)}
+    home.run(discover.run)
+    before = (home.root / media_table_path("photos")).stat()
+    report = home.run(discover.run)
+    assert (read(report), report.skipped) == (0, 200)
+    assert (home.root / media_table_path("photos")).stat() == before
+
+
+@pytest.mark.slow
+def test_what_a_stop_left_is_used_with_the_table_that_was_there(invented, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = invented
+    Invented.captions = {number: f"caption {number}" for number in range(100)}
+    home.run(discover.run)
+    Invented.captions |= {number: f"caption {number}" for number in range(100, 300)} | {5: "corrected"}
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        # Further on than what two processes have in hand, of which nothing may have been taken yet.
+        patch.setattr("stages.discovery.item_reader.ItemReader", FailingReader)
+        home.run(discover.run, "stages.discover.workers=2")
+    assert len(rows_of(home)) == 100
+    report = home.run(discover.run)
+    assert 0 < read(report) < 200
+    counts = report.details["datasets"][0]
+    assert (counts["new"], counts["removed"], counts["captions_changed"]) == (200, 0, 1)
+    assert [row["captions"][0] for row in rows_of(home)] == [Invented.captions[number] for number in range(300)]
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 0, 1, 4], [1] * 8])
+def test_rows_are_taken_from_a_table_in_pieces(lengths: list[int]) -> None:
+    whole = pa.Table.from_pylist(
+        [{"path": f"{n}", "captions": [f"of {n}"] * (n % 3), "width": n} for n in range(sum(lengths))], MEDIA_SCHEMA
+    )
+    pieces = [whole.slice(sum(lengths[:place]), length) for place, length in enumerate(lengths)]
+    rows = np.random.default_rng(0).integers(-1, len(whole), 40)
+    names = ["width", "captions", "path"]
+    found = listing_diff.RandomAccessTable(pa.concat_tables(pieces)).take(rows, names)
+    assert found.equals(whole.select(names).take(pa.array(rows, mask=rows < 0)))

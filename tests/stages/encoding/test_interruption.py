@@ -1,0 +1,204 @@
+"""Told to stop, an encoding stage drops its unit, says what remains, and goes on from there the next time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+import cache.arrow
+import cache.files
+import cache.store
+import cache.wds
+from schemas.errors import INCOMPLETE
+from stages import bucket, discover, encode_latents, run
+from stages.encoding import member_reader
+from stages.encoding.interruption import StopHandler, parse_duration
+from stages.encoding.vae.worker import LatentsWorker
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("45", 45), ("45s", 45), ("90m", 5400), ("3h", 10800), ("1h30m", 5400), ("02:30:05", 9005)]
+)
+def test_times_are_read(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "soon", "-3h", "3 h", "1:2", "1:99:00"])
+def test_what_is_no_time_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="1h30m"):
+        parse_duration(text)
+
+
+@pytest.fixture
+def planned(project, built):
+    return built(project(cache={"unit_mib": 0.004}), plan_eight)
+
+
+def plan_eight(home) -> None:
+    for number in range(8):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    home.run(discover.run)
+    home.run(bucket.run)
+
+
+def leftovers(root: Path) -> list[str]:
+    return [path.name for path in root.rglob("*") if path.name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned, monkeypatch, number) -> None:
+    encoded = []
+    encode = LatentsWorker.encode
+
+    def interrupted(self, names, batch, limit):
+        encoded.extend(names)
+        if len(encoded) == 3:
+            os.kill(os.getpid(), number)
+        return encode(self, names, batch, limit)
+
+    monkeypatch.setattr(LatentsWorker, "encode", interrupted)
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    report = planned.run(encode_latents.run)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    before = planned.shards("latents")
+    assert 0 < len(before) < 8 and report.exit_code == INCOMPLETE
+    assert report.remaining == 8 - len(before)
+    assert report.details["stopped"].startswith(f"by {signal.Signals(number).name}; {report.remaining} units remain")
+    assert leftovers(planned.root) == []
+    again = planned.run(encode_latents.run)
+    assert (again.done, again.remaining, again.exit_code) == (report.remaining, 0, 0)
+    whole = planned.shards("latents")
+    assert before.items() <= whole.items()
+    for name in whole:
+        (planned.root / "latents" / name).unlink()
+    planned.run(encode_latents.run)
+    assert planned.shards("latents") == whole
+
+
+@pytest.mark.parametrize("format", ["arrow", "webdataset"])
+def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, format) -> None:
+    """The disk is slower than the encoder: told to stop while one shard is written, it has another one encoded."""
+    kind = {"arrow": cache.arrow, "webdataset": cache.wds}[format].ShardWriter
+    finish, encode, obey = kind.finish, LatentsWorker.encode, StopHandler._on_signal
+    encoded, told = [], threading.Event()
+
+    def counted(self, names, batch, limit):
+        yield from encode(self, names, batch, limit)
+        encoded.append(names)
+
+    def noted(self, number, frame):
+        told.set()
+        obey(self, number, frame)
+
+    def slow(self):
+        while len(encoded) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        told.wait()
+        return finish(self)
+
+    monkeypatch.setattr(LatentsWorker, "encode", counted)
+    monkeypatch.setattr(StopHandler, "_on_signal", noted)
+    monkeypatch.setattr(kind, "finish", slow)
+    report = planned.run(encode_latents.run, f"cache.format={format}")
+    assert len(planned.shards("latents")) == 1 and report.remaining == 7
+    assert leftovers(planned.root) == []
+
+
+def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) -> None:
+    """A shard's file was opened, and nobody has it yet."""
+    opened = []
+
+    class Temp(cache.files.WriteBehind):
+        def __init__(self, file) -> None:
+            opened.append(file.name)
+            if len(opened) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().__init__(file)
+
+    monkeypatch.setattr(cache.store, "WriteBehind", Temp)
+    report = planned.run(encode_latents.run)
+    assert report.details["stopped"].startswith("by SIGTERM") and len(opened) >= 3
+    assert leftovers(planned.root) == []
+
+
+@pytest.mark.slow
+def test_time_that_is_up_stops_it_with_several_processes_too(planned) -> None:
+    report = planned.run(encode_latents.run, "stages.encode-latents.workers=2", max_time=0.2)
+    assert report.details["stopped"].startswith("by --max-time")
+    assert report.remaining == 8 - len(planned.shards("latents")) > 0
+    assert report.exit_code == INCOMPLETE and leftovers(planned.root) == []
+
+
+def test_the_time_of_a_whole_run_is_limited_too(planned) -> None:
+    report = planned.run(run.run, "stages.order=[discover,bucket]", max_time=0.01)
+    assert report.details["stopped"].startswith("by --max-time") and report.next_steps == ["latentpress run"]
+    assert report.exit_code == INCOMPLETE and report.details["stages"] == []
+
+
+@pytest.mark.slow
+def test_a_stage_under_run_is_told_to_stop_and_reports(planned) -> None:
+    """The signal reaches the program alone, as with Docker and timeout; a terminal's Ctrl-C reaches the stage too."""
+    for number in range(8, 120):
+        planned.image(f"{number}.png", (192, 192), "much", number)
+    planned.settings["datasets"][0]["resolution"] = 192
+    planned.settings["stages"]["order"] = ["encode-latents"]
+    planned.run(discover.run)
+    planned.run(bucket.run)
+    command = [sys.executable, "-m", "stages.cli", "run", "--config", str(planned.folder / "pipeline.yaml"), "--json"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        while not planned.shards("latents"):
+            assert started.poll() is None
+            time.sleep(0.01)
+        started.terminate()
+        report = json.loads(started.communicate()[0])
+    finally:
+        started.kill()
+    assert started.returncode == INCOMPLETE and report["remaining"] == 1, "one stage"
+    assert report["details"]["stopped"].startswith("by SIGTERM")
+    (row,) = report["details"]["stages"]
+    assert row["stage"] == "encode-latents" and row["remaining"] > 0
+    assert leftovers(planned.root) == []
+    with pytest.raises(ProcessLookupError):
+        while True:  # those that only ever wait for a parent see its end a little later
+            os.killpg(started.pid, 0)
+            time.sleep(0.01)
+
+
+def test_a_run_that_ends_in_time_says_nothing_of_it(planned) -> None:
+    report = planned.run(encode_latents.run, max_time=3600.0)
+    assert report.exit_code == 0 and "stopped" not in report.details
+
+
+def hanging() -> Callable[[object], object]:
+    def read(wanted: object) -> object:
+        time.sleep(600)
+        return wanted
+
+    return read
+
+
+def test_a_signal_is_obeyed_while_a_decoder_hangs(planned, monkeypatch) -> None:
+    monkeypatch.setattr(member_reader, "make_member_reader", hanging)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def tell() -> None:
+        while signal.getsignal(signal.SIGTERM) is before:
+            time.sleep(0.01)
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=tell, daemon=True).start()
+    began = time.monotonic()
+    report = planned.run(encode_latents.run)
+    assert report.details["stopped"].startswith("by SIGTERM; 8 units remain")
+    assert time.monotonic() - began < 100 < planned.config().stages.item_timeout_s

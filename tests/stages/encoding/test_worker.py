@@ -1,0 +1,171 @@
+"""What the encoding stages' workers share: batches, memory that runs out, numbers that are none, reading ahead."""
+
+import io
+
+import pytest
+import torch
+
+import cache.arrow
+from cache.shard_io import open_reader
+from cache.store import Store
+from schemas.cli.console import Console, Options
+from schemas.config.encoding import Resources
+from schemas.errors import LatentpressError
+from stages import bucket, discover, encode_latents
+from stages.encoding import model_loading
+from stages.encoding.vae import flux
+from stages.encoding.vae.worker import LatentsWorker
+
+PIXELS = 64 * 64
+
+
+@pytest.fixture
+def planned(project, built):
+    return built(project(cache={"unit_mib": 0.3}), plan_nine)
+
+
+def plan_nine(home) -> None:
+    for number in range(9):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    home.run(discover.run)
+    home.run(bucket.run)
+
+
+def recorded(home) -> list[int]:
+    """The batch that each shard records."""
+    return [
+        open_reader(Store(home.root), f"latents/{name}").meta.provenance["batch"] for name in home.shards("latents")
+    ]
+
+
+@pytest.fixture
+def batches(monkeypatch) -> list[int]:
+    """Members of each forward pass."""
+    found: list[int] = []
+    encode = LatentsWorker.encode
+
+    def counted(self, names, batch, limit):
+        found.append(len(batch))
+        return encode(self, names, batch, limit)
+
+    monkeypatch.setattr(LatentsWorker, "encode", counted)
+    return found
+
+
+def test_batches_are_filled_to_the_budget_of_pixels(planned, batches) -> None:
+    assert planned.run(encode_latents.run, f"latents.batch_pixels={4 * PIXELS + 1}").done == 9
+    assert batches == [4, 4, 1]
+    assert recorded(planned) == [4 * PIXELS + 1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("20 MiB"),
+        RuntimeError("DefaultCPUAllocator: not enough"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        MemoryError("Unable to allocate 20 MiB"),
+    ],
+)
+def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, batches, monkeypatch, error) -> None:
+    encode = flux.Autoencoder.encode
+
+    def fits_two(self, pixels_BCTHW, *rest):
+        if len(pixels_BCTHW) > 2:
+            raise error
+        return encode(self, pixels_BCTHW, *rest)
+
+    monkeypatch.setattr(flux.Autoencoder, "encode", fits_two)
+    report = planned.run(encode_latents.run, f"latents.batch_pixels={8 * PIXELS}")
+    assert (report.done, report.remaining) == (9, 0)
+    assert batches == [8, 4, 2, 2, 2, 2, 1]
+    assert recorded(planned) == [2 * PIXELS]
+    assert report.details["units_in_smaller_batches"] == 1
+    assert f"it fits with latents.batch_pixels: {2 * PIXELS}, which saves trying {8 * PIXELS}" in " ".join(
+        planned.said.split()
+    )
+    with_room = planned.shards("latents")
+    for name in with_room:
+        (planned.root / "latents" / name).unlink()
+    monkeypatch.undo()
+    planned.run(encode_latents.run, f"latents.batch_pixels={2 * PIXELS}")
+    assert planned.shards("latents") == with_room
+
+
+def test_where_one_sample_does_not_fit_the_message_names_the_options(planned, monkeypatch) -> None:
+    def never(*_):
+        raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(flux.Autoencoder, "encode", never)
+    with pytest.raises(LatentpressError, match="20 GiB") as caught:
+        planned.run(encode_latents.run)
+    assert "latents.chunk_frames" in caught.value.next_step
+    assert planned.shards("latents") == {}
+
+
+def test_processes_share_the_cards(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("auto", "cuda"):
+        given = [model_loading.select_device(Resources(device=name, threads=1), process) for process in range(3)]
+        assert given == [torch.device(f"cuda:{card}") for card in (0, 1, 0)]
+    assert model_loading.select_device(Resources(device="cuda:1", threads=1), 2) == torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert model_loading.select_device(Resources(device="cuda", threads=1), 1) == torch.device("cuda")
+
+
+def test_a_sample_whose_numbers_are_not_finite_is_set_aside_alone(planned, monkeypatch) -> None:
+    encode = flux.Autoencoder.encode
+
+    def once_infinite(self, *given):
+        latents = encode(self, *given)
+        latents[1, 0, 0, 0, 0] = torch.inf
+        monkeypatch.setattr(flux.Autoencoder, "encode", encode)
+        return latents
+
+    monkeypatch.setattr(flux.Autoencoder, "encode", once_infinite)
+    report = planned.run(encode_latents.run, f"latents.batch_pixels={3 * PIXELS}")
+    assert report.done == 8
+    (aside,) = report.set_aside
+    assert aside["reason"] == "not-finite" and "latents.precision: float32" in aside["message"]
+    (name,) = planned.shards("latents")
+    shard = open_reader(Store(planned.root), f"latents/{name}")
+    assert [member.id for member in shard.meta.set_aside] == [aside["item"]] and len(shard) == 8
+    assert planned.run(encode_latents.run, retry_set_aside=True).set_aside == []
+
+
+def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(planned, monkeypatch) -> None:
+    encode, finish = flux.Autoencoder.encode, cache.arrow.ShardWriter.finish
+
+    def infinite(*places: int):
+        def encoded(self, *given):
+            latents = encode(self, *given)
+            latents[list(places)] = torch.inf
+            return latents
+
+        return encoded
+
+    def killed(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(flux.Autoencoder, "encode", infinite(1, 2))
+    first = planned.run(encode_latents.run, "stages.max_reject_fraction=1.0")
+    monkeypatch.setattr(flux.Autoencoder, "encode", infinite(1))
+    monkeypatch.setattr(cache.arrow.ShardWriter, "finish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_set_aside=True)
+    listed = encode_latents.run(planned.config(), Options(dry_run=True), Console(stderr=io.StringIO())).set_aside
+    assert {row["item"] for row in listed} == {row["item"] for row in first.set_aside} and len(listed) == 2
+    monkeypatch.setattr(cache.arrow.ShardWriter, "finish", finish)
+    assert len(planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_set_aside=True).set_aside) == 1
+
+
+@pytest.mark.parametrize("prefetch", [1, 5, 100])
+def test_how_far_it_reads_ahead_changes_no_byte(planned, prefetch) -> None:
+    planned.run(encode_latents.run, "cache.unit_mib=0.05")
+    alone = planned.shards("latents")
+    for name in alone:
+        (planned.root / "latents" / name).unlink()
+    planned.run(encode_latents.run, prefetch=prefetch, readers=3)
+    assert planned.shards("latents") == alone

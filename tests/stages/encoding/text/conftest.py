@@ -1,0 +1,107 @@
+"""Checkpoints that differ from the tiny ones in a line of JSON, and encoders of every template."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from schemas.catalogue import FAMILIES
+from schemas.family import Template
+from stages.encoding.text import gemma, kandinsky5
+from stages.encoding.text.request import TextRequest, TextResult
+
+TEMPLATES = {
+    "kandinsky5-image-t2i": FAMILIES["kandinsky5-image"].templates["t2i"],
+    "kandinsky5-image-i2i": FAMILIES["kandinsky5-image"].templates["i2i"],
+    "kandinsky5-image-i2i-prefix49": FAMILIES["kandinsky5-image"].templates["i2i"],
+    "kandinsky5-video-t2v": FAMILIES["kandinsky5-video"].templates["t2v"],
+    "kandinsky5-video-i2v": FAMILIES["kandinsky5-video"].templates["i2v"],
+    "sana": FAMILIES["sana"].templates["t2i"],
+}
+
+
+@pytest.fixture
+def edited(tiny, tmp_path) -> Callable[..., Path]:
+    """edited(kind, part, old, new): a copy in whose part every JSON file has the string `new` for `old`."""
+
+    def copy(kind: str, part: str, old: str, new: str) -> Path:
+        for source in tiny(kind).iterdir():
+            if source.name != part:
+                (tmp_path / source.name).symlink_to(source)
+                continue
+            (tmp_path / part).mkdir()
+            for file in source.iterdir():
+                if file.suffix != ".json":
+                    (tmp_path / part / file.name).symlink_to(file)
+                    continue
+                text = file.read_text().replace(old, new)
+                json.loads(text)
+                (tmp_path / part / file.name).write_text(text)
+        return tmp_path
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def make(tiny) -> Callable[..., Any]:
+    """make(kind, dtype, folder=..., **options) -> the encoder of the kind's template, on one thread."""
+    torch.set_num_threads(1)
+
+    def encoder(kind: str, dtype: torch.dtype = torch.float32, folder: Path | None = None, **options: Any) -> Any:
+        template, module = TEMPLATES[kind], gemma if kind == "sana" else kandinsky5
+        where = str(folder or tiny(kind))
+        return module.Encoder(where, None, template, template.max_length, dtype, torch.device("cpu"), **options)
+
+    return encoder
+
+
+@pytest.fixture(scope="session")
+def encoded() -> Callable[..., list[TextResult]]:
+    """encoded(encoder, captions, image=None, negative=False): one batch; an image where the template has one."""
+
+    def run(encoder: Any, captions: list[str], image: Image.Image | None = None, negative: bool = False) -> list:
+        template: Template = encoder.template
+        shown = (image or gradient()) if template.with_image else None
+        requests = [TextRequest(template.cleaner.text(caption), negative, shown) for caption in captions]
+        return encoder.encode([encoder.prepare(request) for request in requests])
+
+    return run
+
+
+def gradient() -> Image.Image:
+    ramp = Image.linear_gradient("L").resize((192, 128))
+    return Image.merge("RGB", [ramp, ramp.transpose(Image.Transpose.ROTATE_180), ramp.rotate(90)])
+
+
+ROUNDING = 2.0**-8  # of a number to bfloat16, at most, relative to it
+
+
+@pytest.fixture(scope="session")
+def near(record_testsuite_property) -> Callable[..., None]:
+    """near(name, rows): rows of (ours, theirs, exact), two results in bfloat16 of which `exact` is in float32. Ours is
+    as near to it as theirs is, and both are as near as roundings to bfloat16 in a few layers leave them."""
+
+    def check(name: str, rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+        gaps: list[list[torch.Tensor]] = [[], [], []]
+        for ours, theirs, exact in rows:
+            assert ours.dtype == theirs.dtype == torch.bfloat16 and ours.shape == theirs.shape == exact.shape
+            scale = exact.square().mean().sqrt() * ROUNDING
+            pairs = (ours.float() - exact, theirs.float() - exact, ours.float() - theirs.float())
+            for gap, pair in zip(gaps, pairs, strict=True):
+                gap.append((pair / scale).flatten())
+        ours, theirs, between = (torch.cat(gap) for gap in gaps)
+        mean, their_mean, apart = (gap.square().mean().sqrt().item() for gap in (ours, theirs, between))
+        most, their_most = (gap.abs().max().item() for gap in (ours, theirs))
+        figures = (
+            f"{mean:.2f} (the pipeline {their_mean:.2f}), at most {most:.1f} ({their_most:.1f}); apart {apart:.2f}"
+        )
+        record_testsuite_property(f"bfloat16 roundings, {name}", figures)
+        print(f"{name}: {figures}")
+        assert mean <= 1.1 * their_mean and most <= 1.25 * their_most
+        assert mean <= 5 and most <= 25 and apart <= their_mean
+
+    return check

@@ -1,0 +1,170 @@
+"""How the weights are held: each option loads, runs and stays within its error; what can't be had says what to do."""
+
+import shutil
+from copy import copy
+from pathlib import Path
+
+import bitsandbytes
+import pytest
+import torch
+import transformers
+
+from schemas.errors import USAGE
+from stages import bucket, discover, encode_text
+from stages.encoding.stage_registry import text_parts as parts
+from stages.encoding.text import base
+from stages.encoding.text.base import OptionError
+
+DTYPES = ("float32", "float16", "bfloat16")
+CAPTIONS = ["", "A small grey cat looks at the camera with green eyes.", "words that go on " * 20]
+
+
+def relative(results, others) -> float:
+    """|difference| / |value| of all embeddings together."""
+    one, other = (torch.cat([result.embeds.float() for result in batch]) for batch in (results, others))
+    return ((one - other).norm() / other.norm()).item()
+
+
+@pytest.fixture(scope="module")
+def plain(make, encoded):
+    return {kind: encoded(make(kind), CAPTIONS) for kind in ("kandinsky5-image-i2i", "sana")}
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana"])
+@pytest.mark.parametrize(("quantization", "least", "most"), [("bf16", 1e-3, 0.02), ("int8-quanto", 1e-3, 0.04)])
+def test_quantised_weights_stay_within_their_error(
+    make, encoded, plain, kind, quantization, least, most, record_property
+):
+    encoder = make(kind, quantization=quantization)
+    results = encoded(encoder, CAPTIONS)
+    error = relative(results, plain[kind])
+    record_property("relative_error", error)
+    print(f"{kind}, {quantization}: {error:.4f}")
+    assert {result.embeds.dtype for result in results} == {torch.float32}
+    assert least < error < most
+
+
+def by_unpacking(A, B, out=None, state=None):
+    """What the CPU's kernel computes of matrices that bitsandbytes packed for AVX512-BF16, for any CPU."""
+    matrix, as_before = bitsandbytes.functional._convert_weight_packed_for_cpu_inverse(B, copy(state))
+    as_before.absmax = state.absmax.T.reshape(-1).float()  # which bitsandbytes leaves transposed
+    whole = bitsandbytes.functional.dequantize_4bit(matrix.reshape(-1, 1), as_before)
+    return torch.nn.functional.linear(A, whole.to(A.dtype))
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "packed"])
+def packing(request, monkeypatch) -> bool:
+    """bitsandbytes' own switch: where the CPU has AVX512-BF16, a layer's matrix is packed when it is first used."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: request.param)
+    monkeypatch.setattr("bitsandbytes.functional.gemv_4bit", by_unpacking)
+    return request.param
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana"])
+def test_nf4_stays_within_its_error_on_cpus_that_pack_and_on_others(
+    make, encoded, plain, packing, kind, record_property
+):
+    error = relative(encoded(make(kind, quantization="nf4-bnb"), CAPTIONS), plain[kind])
+    record_property("relative_error", error)
+    print(f"{kind}, nf4-bnb, {'packed' if packing else 'plain'}: {error:.4f}")
+    assert 0.04 < error < 0.4
+
+
+def test_nf4_is_of_the_language_model_alone(tiny):
+    folder, options = tiny("kandinsky5-image-i2i") / "text_encoder", base.LanguageModelOptions(quantization="nf4-bnb")
+    qwen = transformers.Qwen2_5_VLForConditionalGeneration
+    model = base.load_language_model(qwen, folder, torch.float32, torch.device("cpu"), options)
+    found = [name for name, part in model.named_modules() if isinstance(part, bitsandbytes.nn.Linear4bit)]
+    assert len(found) == 14 and all(name.startswith("model.language_model.layers.") for name in found)
+
+
+def test_matrices_that_nf4_can_not_pack_stay_as_they_are_and_this_is_said_once(project, packing, tmp_path):
+    """A tiny Gemma-2 whose feed-forward matrices have an odd side."""
+    home = project("sana")
+    checkpoint = Path(home.settings["model"]["path"])
+    shutil.copytree(checkpoint, tmp_path / "odd")
+    config = transformers.Gemma2Config.from_pretrained(checkpoint / "text_encoder", intermediate_size=120)
+    transformers.Gemma2Model(config).save_pretrained(tmp_path / "odd" / "text_encoder")
+    home.settings["model"]["path"] = str(tmp_path / "odd")
+    for number in range(3):
+        home.image(f"{number}.png", caption=f"picture {number}", seed=number)
+    for program in (discover, bucket):
+        home.run(program.run)
+    report = home.run(encode_text.run, "text.quantization=nf4-bnb")
+    assert report.exit_code == 0 and report.done == 4
+    [said] = report.details["remarks"]
+    assert "nf4-bnb can't pack" in said["remark"] and (said["items"], said["of"]) == (4, 4)
+    assert said["remark"].endswith(": mlp.down_proj, mlp.gate_proj, mlp.up_proj")
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana"])
+def test_offload_by_blocks_gives_the_same_numbers(make, encoded, plain, kind):
+    for result, wanted in zip(encoded(make(kind, offload="blocks"), CAPTIONS), plain[kind], strict=True):
+        assert torch.equal(result.embeds, wanted.embeds)
+
+
+def test_eager_attention_is_within_rounding(make, encoded, plain):
+    kind = "kandinsky5-image-i2i"
+    assert relative(encoded(make(kind, attention="eager"), CAPTIONS), plain[kind]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("sana", {"attention": "sdpa"}, "soft-capped"),
+        ("kandinsky5-image-t2i", {"attention": "flash_attention_2"}, "needs a CUDA device"),
+        ("kandinsky5-image-t2i", {"quantization": "nf4-bnb", "offload": "blocks"}, "do not go together"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(make, kind, options, message):
+    with pytest.raises(OptionError, match=message) as caught:
+        make(kind, **options)
+    assert caught.value.exit_code == USAGE and caught.value.next_step
+
+
+def test_a_missing_library_names_the_extra(make, monkeypatch):
+    monkeypatch.setitem(base.QUANTIZATION_LIBRARIES, "int8-quanto", "a_library_that_is_not_there")
+    with pytest.raises(OptionError, match=r"\[quant\]"):
+        make("kandinsky5-image-t2i", quantization="int8-quanto")
+
+
+def test_what_changes_bytes_is_in_the_fingerprint(project):
+    home = project("sana")
+    plain = parts(home.config())
+    for change in ("text.quantization=bf16", "text.attention=flash_attention_2", "text.precision=bfloat16"):
+        assert parts(home.config(change)) != plain
+    assert parts(home.config("text.offload=blocks")) == parts(home.config("text.batch_tokens=64")) == plain
+    qwen = project("kandinsky5-image-t2i")
+    assert parts(qwen.config("text.attention=eager")) != parts(qwen.config())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "option", "value", "default"),
+    [
+        ("kandinsky5-image-i2i", "float32", "attention", "sdpa", None),
+        ("sana", "float32", "attention", "eager", None),
+        ("kandinsky5-image-i2i", "bfloat16", "quantization", "bf16", "no_change"),
+        ("sana", "bfloat16", "quantization", "bf16", "no_change"),
+    ],
+)
+def test_what_gives_the_same_numbers_has_the_same_fingerprint(
+    make, encoded, project, kind, dtype, option, value, default
+):
+    """An option that says what is done anyway."""
+    home = project(kind)
+    home.settings["datasets"][0] |= {"conditioning_data": "media"} if kind.endswith("i2i") else {}
+    precision = f"text.precision={dtype}"
+    assert parts(home.config(precision, f"text.{option}={value}")) == parts(home.config(precision))
+    results, others = (
+        encoded(make(kind, getattr(torch, dtype), **{option: given}), CAPTIONS) for given in (value, default)
+    )
+    for one, other in zip(results, others, strict=True):
+        assert torch.equal(one.embeds, other.embeds)
+        assert one.pooled is other.pooled is None or torch.equal(one.pooled, other.pooled)
+
+
+def test_bf16_weights_at_another_precision_have_a_name_of_their_own(project):
+    home = project("sana")
+    names = [str(parts(home.config(f"text.precision={dtype}", "text.quantization=bf16"))) for dtype in DTYPES]
+    names += [str(parts(home.config(f"text.precision={dtype}"))) for dtype in DTYPES]
+    assert len(set(names)) == len(names) - 1

@@ -1,0 +1,201 @@
+"""Stored embeddings of Sana against the installed pipeline, and what its transformer makes of both."""
+
+import inspect
+
+import pytest
+import torch
+from diffusers import SanaPipeline, SanaTransformer2DModel
+from transformers import AutoTokenizer, Gemma2Model
+
+from schemas.catalogue import FAMILIES
+from stages.encoding.text.gemma import Encoder
+from stages.encoding.text.request import TextRequest
+
+TEMPLATE = FAMILIES["sana"].templates["t2i"]
+INSTRUCTION = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+CAPTIONS = [
+    "",
+    "A Small Grey Cat looks at the camera with green eyes.",
+    "  Ünïcödé 猫は窓の外を見る 🐈‍⬛ — “quotes” &lt;b&gt; {braces} \n two lines ",
+    "a red flower near the old stone wall of the house, " * 12,
+    "words that go on " * 150,
+]
+LIMIT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tiny):
+    torch.set_num_threads(1)
+    return tiny("sana")
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return encoder_of(folder)
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return pipe_of(folder)
+
+
+def encoder_of(folder, dtype=torch.float32):
+    return Encoder(str(folder), None, TEMPLATE, TEMPLATE.max_length, dtype, torch.device("cpu"))
+
+
+def pipe_of(folder, dtype=torch.float32):
+    pipe = SanaPipeline(*[None] * 5)
+    pipe.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    pipe.text_encoder = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=dtype).eval()
+    return pipe
+
+
+def asked(caption: str, negative: bool = False) -> TextRequest:
+    return TextRequest(TEMPLATE.cleaner.text(caption), negative=negative)
+
+
+def encoded(encoder, requests):
+    return encoder.encode([encoder.prepare(request) for request in requests])
+
+
+@torch.no_grad()
+def reference(pipe, caption, negative):
+    """(embeds_BLD, mask_BL) of 300 rows, as the pipeline hands them to its transformer."""
+    result = pipe.encode_prompt(
+        "" if negative else caption,
+        negative_prompt=caption if negative else "",
+        device=torch.device("cpu"),
+        complex_human_instruction=INSTRUCTION,
+    )
+    return result[2:] if negative else result[:2]
+
+
+def padded(embeds_LD, length=300):
+    """(embeds_BLD, mask_BL): zeros behind the stored rows."""
+    rows = torch.zeros(1, length, embeds_LD.shape[1])
+    rows[0, : len(embeds_LD)] = embeds_LD
+    return rows, (torch.arange(length) < len(embeds_LD)).long()[None]
+
+
+def differences(encoder, pipe, captions, negative=False) -> float:
+    """Encodes all captions in one batch and compares each with the pipeline; the largest difference."""
+    largest = 0.0
+    results = encoded(encoder, [asked(caption, negative) for caption in captions])
+    for result, caption in zip(results, captions, strict=True):
+        embeds_BLD, mask_BL = reference(pipe, caption, negative)
+        stored_BLD, stored_mask_BL = padded(result.embeds)
+        assert torch.equal(mask_BL, stored_mask_BL)
+        assert result.pooled is None and result.kept == len(result.embeds) == mask_BL.sum()
+        real = mask_BL.bool()
+        largest = max(largest, (embeds_BLD[real] - stored_BLD[real]).abs().max().item())
+    return largest
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_embeddings_equal_the_pipelines_real_rows(encoder, pipe, negative, record_property):
+    largest = differences(encoder, pipe, CAPTIONS, negative)
+    record_property("largest_difference", largest)
+    print(f"sana, negative={negative}: largest difference {largest:.2e}")
+    assert largest <= LIMIT
+
+
+def test_captions_that_merge_with_the_instruction(edited):
+    """One whose first letters are a token with the instruction's last word runs whole, its batch mates do not."""
+    folder = edited("sana", "tokenizer", "<mask>", "Prompt: zebra")
+    encoder = encoder_of(folder)
+    captions = ["a cat", "zebra and a small grey cat", "", "zebra in a field of flowers", "a dog"]
+    assert differences(encoder, pipe_of(folder), captions) <= LIMIT
+    assert (encoder.stats.shared, encoder.stats.whole) == (3, 2)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_bfloat16_is_as_near_as_the_pipelines(edited, near, negative):
+    """A batch, with a caption that merges with the instruction, against the pipeline's own float32 and bfloat16."""
+    folder = edited("sana", "tokenizer", "<mask>", "Prompt: zebra")
+    encoder, half, pipe = encoder_of(folder, torch.bfloat16), pipe_of(folder, torch.bfloat16), pipe_of(folder)
+    captions = [*CAPTIONS, "zebra and a small grey cat"]
+    results = encoded(encoder, [asked(caption, negative) for caption in captions])
+    assert (encoder.stats.shared, encoder.stats.whole) == ((0, 6) if negative else (5, 1))
+    rows = []
+    for caption, result in zip(captions, results, strict=True):
+        (theirs, mask), (exact, _) = (reference(one, caption, negative) for one in (half, pipe))
+        rows.append((result.embeds, theirs[mask.bool()], exact[mask.bool()]))
+    near(f"sana, negative={negative}", rows)
+
+
+def test_an_instruction_longer_than_the_sliding_window(encoder, edited, record_property):
+    """Every second layer sees 64 of the instruction's 210 tokens, and long captions outgrow the window too."""
+    folder = edited("sana", "text_encoder", '"sliding_window": 4096', '"sliding_window": 64')
+    windowed = encoder_of(folder)
+    largest = differences(windowed, pipe_of(folder), CAPTIONS)
+    record_property("largest_difference", largest)
+    assert windowed.stats.shared == len(CAPTIONS)
+    assert largest <= LIMIT
+    full, other = (encoded(one, [asked("a cat")])[0].embeds for one in (encoder, windowed))
+    assert (full - other).abs().max() > 1e-2, "the window changes nothing"
+
+
+def test_the_transformer_sees_no_difference(encoder, pipe, folder, record_property):
+    transformer = SanaTransformer2DModel.from_pretrained(folder / "transformer").eval()
+    latents = torch.randn(1, 32, 4, 4, generator=torch.Generator().manual_seed(0))
+    largest, outputs = 0.0, []
+    for caption, negative in [
+        *((caption, False) for caption in CAPTIONS),
+        ("", True),
+        ("ugly, blurry", True),
+    ]:
+        stored = padded(encoded(encoder, [asked(caption, negative)])[0].embeds)
+        with torch.no_grad():
+            ours, theirs = (
+                transformer(latents, embeds, torch.tensor([500.0]), encoder_attention_mask=mask).sample
+                for embeds, mask in (stored, reference(pipe, caption, negative))
+            )
+        largest = max(largest, (ours - theirs).abs().max().item())
+        outputs.append(ours)
+    record_property("largest_difference", largest)
+    print(f"sana, transformer's output: largest difference {largest:.2e} of mean {ours.abs().mean():.2f}")
+    assert largest <= LIMIT
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-3, "the transformer ignores the text"
+
+
+def test_overlong_captions_are_counted_and_cut(encoder):
+    long, short = encoded(encoder, [asked(CAPTIONS[-1]), asked("a cat")])
+    assert long.kept == 300 < long.tokens
+    assert short.kept == short.tokens
+    negative = encoded(encoder, [asked(CAPTIONS[-1], negative=True)])[0]
+    assert negative.kept == 300 < negative.tokens
+
+
+def test_a_shorter_limit_is_the_pipelines(folder, pipe):
+    encoder = Encoder(str(folder), None, TEMPLATE, 64, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        embeds_BLD, mask_BL, *_ = pipe.encode_prompt(
+            CAPTIONS[3],
+            device=torch.device("cpu"),
+            complex_human_instruction=INSTRUCTION,
+            max_sequence_length=64,
+        )
+    result = encoded(encoder, [asked(CAPTIONS[3])])[0]
+    assert result.kept == 64 == mask_BL.sum()
+    assert (result.embeds - embeds_BLD[0]).abs().max() <= LIMIT
+
+
+def test_a_result_does_not_depend_on_what_it_is_batched_with(encoder):
+    requests = [asked(caption, negative) for caption in CAPTIONS for negative in (False, True)]
+    for together, one in zip(encoded(encoder, requests), requests, strict=True):
+        assert (together.embeds - encoded(encoder, [one])[0].embeds).abs().max() <= LIMIT
+
+
+def test_cost_is_what_the_model_computes(encoder):
+    """The instruction but for its last token, which a caption's first can change, is computed once."""
+    for caption in CAPTIONS:
+        prepared = encoder.prepare(asked(caption))
+        assert prepared.cost == encoder.encode([prepared])[0].kept - 1
+        prepared = encoder.prepare(asked(caption, negative=True))
+        assert prepared.cost == encoder.encode([prepared])[0].kept
+
+
+def test_results_have_the_compute_dtype(folder):
+    encoder = Encoder(str(folder), None, TEMPLATE, 300, torch.bfloat16, torch.device("cpu"))
+    result = encoded(encoder, [asked("a cat")])[0]
+    assert result.embeds.dtype == torch.bfloat16 and result.embeds.device.type == "cpu"

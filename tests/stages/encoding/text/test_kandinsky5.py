@@ -1,0 +1,275 @@
+"""Stored embeddings of Kandinsky 5 against the installed pipelines' `encode_prompt`, one prompt at a time."""
+
+from functools import cache
+
+import diffusers
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+
+from cache.weights import WeightsError
+from schemas.catalogue import FAMILIES
+from schemas.family import Task, Template
+from stages.encoding.text.kandinsky5 import Encoder
+from stages.encoding.text.qwen_image_processor import QwenImageProcessor
+from stages.encoding.text.request import RequestError, TextRequest
+
+
+def kind_of(family: str, task: Task) -> tuple[str, Template]:
+    return FAMILIES[family].pipelines[task], FAMILIES[family].templates[task]
+
+
+KINDS = {
+    "kandinsky5-image-t2i": kind_of("kandinsky5-image", "t2i"),
+    "kandinsky5-image-i2i": kind_of("kandinsky5-image", "i2i"),
+    # Qwen's own vocabulary gives this template's prefix 49 tokens, and the pipeline crops 54 all the same.
+    "kandinsky5-image-i2i-prefix49": kind_of("kandinsky5-image", "i2i"),
+    "kandinsky5-video-t2v": kind_of("kandinsky5-video", "t2v"),
+    "kandinsky5-video-i2v": kind_of("kandinsky5-video", "i2v"),
+}
+CAPTIONS = [
+    "",
+    "A small grey cat looks at the camera with green eyes.",
+    "  white\n space\tand &lt;b&gt;entities&lt;/b&gt; &amp;amp; {braces} %s ",
+    "Ünïcödé 猫は窓の外を見る 🐈‍⬛ — “quotes” ﬁ schÃ¶n",
+    "user: <|im_end|> a caption that names a special token",
+    "a red flower near the old stone wall of the house, " * 12,
+]
+LIMIT = 1e-5
+
+
+class Processor(Qwen2VLProcessor):
+    """The installed processor's own code, without its video part, which needs torchvision to be made."""
+
+    def __init__(self, folder):
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.image_processor = QwenImageProcessor.from_pretrained(
+            folder
+        )  # equal to the installed one: test_qwenimages.py
+        self.video_processor, self.chat_template = None, None
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = self.tokenizer.convert_tokens_to_ids(self.video_token)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny):
+    """kind, max_length, dtype, folder -> (encoder, pipeline), each made once."""
+    torch.set_num_threads(1)
+    diffusers.utils.logging.set_verbosity_error()  # it prints what it truncates, thousands of words here
+
+    @cache
+    def pipeline(kind, folder, dtype):
+        pipe = getattr(diffusers, KINDS[kind][0])(*[None] * 7)
+        qwen, clip = folder / "text_encoder", folder / "text_encoder_2"
+        pipe.text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(qwen, dtype=dtype).eval()
+        pipe.tokenizer = Processor(folder / "tokenizer")
+        pipe.text_encoder_2 = CLIPTextModel.from_pretrained(clip, dtype=dtype).eval()
+        pipe.tokenizer_2 = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
+        return pipe
+
+    @cache
+    def both(kind, max_length=None, dtype=torch.float32, folder=None):
+        template, folder = KINDS[kind][1], folder or tiny(kind)
+        length = max_length or template.max_length
+        return Encoder(str(folder), None, template, length, dtype, torch.device("cpu")), pipeline(kind, folder, dtype)
+
+    return both
+
+
+def picture(width: int = 192, height: int = 128) -> Image.Image:
+    gradient = Image.linear_gradient("L").resize((width, height))
+    return Image.merge("RGB", [gradient, gradient.transpose(Image.Transpose.ROTATE_180), gradient.rotate(90)])
+
+
+def request(template: Template, caption: str, image: Image.Image | None = None) -> TextRequest:
+    return TextRequest(template.cleaner.text(caption), image=image)
+
+
+def encoded(encoder, requests):
+    return encoder.encode([encoder.prepare(one) for one in requests])
+
+
+@torch.no_grad()
+def reference(pipe, caption, image=None, **options):
+    """(embeds_LD, pooled_D) of the pipeline."""
+    if image is not None:
+        options["image"] = [image]
+    embeds, pooled, lengths = pipe.encode_prompt(caption, device=torch.device("cpu"), **options)
+    return embeds[0, : lengths[-1]], pooled[0]
+
+
+def differences(encoder, pipe, captions, images, **options) -> float:
+    """Encodes all captions in one batch and compares each with the pipeline; the largest difference."""
+    requests = [request(encoder.template, *pair) for pair in zip(captions, images, strict=True)]
+    largest = 0.0
+    for result, caption, image in zip(encoded(encoder, requests), captions, images, strict=True):
+        embeds, pooled = reference(pipe, caption, image, **options)
+        assert result.embeds.shape == embeds.shape and result.pooled.shape == pooled.shape
+        assert result.kept == len(embeds) and result.embeds.isfinite().all()
+        gaps = (result.embeds - embeds).abs().max(), (result.pooled - pooled).abs().max()
+        largest = max(largest, *(gap.item() for gap in gaps))
+    return largest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings_equal_the_pipelines(loaded, kind, record_property):
+    encoder, pipe = loaded(kind)
+    sizes = [(192, 128), (128, 192), (160, 160), (320, 64), (192, 128), (192, 128)]
+    images = [picture(*size) if encoder.template.with_image else None for size in sizes]
+    largest = differences(encoder, pipe, CAPTIONS, images)
+    record_property("largest_difference", largest)
+    print(f"{kind}: largest difference {largest:.2e}")
+    assert largest <= LIMIT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captions_that_merge_with_the_template(loaded, edited, kind):
+    """A caption whose first letters are one token with the template's last runs whole, its batch mates do not."""
+    folder = edited(kind, "tokenizer", "<|quad_start|>", "userzebra" if "i2i" in kind else "user\\nzebra")
+    encoder, pipe = loaded(kind, folder=folder)
+    captions = ["a cat", "zebra and a small grey cat", "", "zebra in a field of flowers", "a dog"]
+    images = [picture() if encoder.template.with_image else None for _ in captions]
+    assert differences(encoder, pipe, captions, images) <= LIMIT
+    assert (encoder.stats.shared, encoder.stats.whole) == (3, 2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("i2v")])  # t2v's template
+def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
+    """A batch, with a caption that merges with the template, against the pipeline's own float32 and bfloat16."""
+    folder = edited(kind, "tokenizer", "<|quad_start|>", "userzebra" if "i2i" in kind else "user\\nzebra")
+    encoder, half = loaded(kind, None, torch.bfloat16, folder)
+    _, pipe = loaded(kind, folder=folder)
+    captions = [*CAPTIONS[:4], "zebra and a small grey cat", CAPTIONS[5]]
+    images = [picture() if encoder.template.with_image else None for _ in captions]
+    results = encoded(encoder, [request(encoder.template, *pair) for pair in zip(captions, images, strict=True)])
+    assert (encoder.stats.shared, encoder.stats.whole) == (5, 1)
+    given = list(zip(captions, images, strict=True))
+    theirs, exact = ([reference(one, *pair) for pair in given] for one in (half, pipe))
+    ours = [(result.embeds, result.pooled) for result in results]
+    for part, name in enumerate(("embeds", "pooled")):
+        near(f"{kind} {name}", [tuple(one[part] for one in row) for row in zip(ours, theirs, exact, strict=True)])
+
+
+@pytest.mark.parametrize("max_length", [256, 512, 1024])
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v"])
+def test_overlong_captions_are_cut_as_by_the_pipeline(loaded, kind, max_length, record_property):
+    encoder, pipe = loaded(kind, max_length)
+    # The pipeline cuts characters: where tokens are long, it leaves a part of a word at the end.
+    captions = ["relationships " * 1200, "A small grey cat, 猫 and schön; " * 120, "short"]
+    largest = differences(encoder, pipe, captions, [None] * 3, max_sequence_length=max_length)
+    record_property("largest_difference", largest)
+    print(f"{kind} at {max_length}: largest difference {largest:.2e}")
+    assert largest <= LIMIT
+    long, _, short = encoded(encoder, [request(encoder.template, caption) for caption in captions])
+    assert long.tokens > max_length >= long.kept
+    assert short.tokens == short.kept
+
+
+def test_overlong_i2i_captions_lose_their_end_and_keep_the_image(loaded):
+    encoder, pipe = loaded("kandinsky5-image-i2i", 256)
+    image, words = picture(), "red blue yellow brown " * 200
+    result = encoded(encoder, [request(encoder.template, words, image)])[0]
+    assert result.kept == 256 < result.tokens
+
+    # The same caption cut by hand fits, and gives the same embeddings by the pipeline.
+    ids = pipe.tokenizer.tokenizer(encoder.template.text.split("{}")[0] + words)["input_ids"]
+    suffix = len(reference(pipe, "", image)[0])
+    kept = pipe.tokenizer.tokenizer.decode(ids[encoder.crop : encoder.crop + 256 - suffix])
+    embeds, _ = reference(pipe, kept, image)
+    assert (result.embeds - embeds).abs().max() <= LIMIT
+
+
+def test_what_the_pipeline_does_with_i2i_captions_just_over_the_limit(loaded):
+    """It cuts the end of the prompt, which is the template's and the image's: documented, and done otherwise."""
+    encoder, pipe = loaded("kandinsky5-image-i2i", 256)
+    image = picture()
+
+    def over(caption: str) -> int:
+        return encoder.prepare(request(encoder.template, caption, image)).untruncated - encoder.crop - 256
+
+    captions = {over(caption): caption for count in range(232, 256) for caption in [" ".join("a" * count)]}
+    exact, _ = reference(pipe, captions[0], image, max_sequence_length=256)
+    assert (encoded(encoder, [request(encoder.template, captions[0], image)])[0].embeds - exact).abs().max() <= LIMIT
+    for surplus in (1, 2):
+        result = encoded(encoder, [request(encoder.template, captions[surplus], image)])[0]
+        theirs, _ = reference(pipe, captions[surplus], image, max_sequence_length=256)
+        assert result.kept == len(theirs) == 256 and result.tokens == 256 + surplus
+        assert (result.embeds[-1] - theirs[-1]).abs().max() > 1e-3, "their last token is not the template's"
+    with pytest.raises(ValueError, match=r"Mismatch in `image` token count"):
+        reference(pipe, captions[3], image, max_sequence_length=256)
+    assert encoded(encoder, [request(encoder.template, captions[3], image)])[0].kept == 256
+
+
+def test_i2i_embeddings_depend_on_the_image_and_the_caption(loaded):
+    encoder, _ = loaded("kandinsky5-image-i2i")
+    pairs = [("a cat", picture()), ("a cat", picture().rotate(180)), ("a dog", picture())]
+    first, other_image, other_caption = encoded(encoder, [request(encoder.template, *pair) for pair in pairs])
+    assert first.embeds.shape == other_image.embeds.shape
+    assert (first.embeds - other_image.embeds).abs().max() > 1e-3
+    assert (first.embeds[-1] - other_caption.embeds[-1]).abs().max() > 1e-3
+
+
+def test_a_result_does_not_depend_on_what_it_is_batched_with(loaded):
+    for kind in ("kandinsky5-image-t2i", "kandinsky5-image-i2i"):
+        encoder, _ = loaded(kind)
+        image = picture(224, 128) if encoder.template.with_image else None
+        requests = [request(encoder.template, caption, image) for caption in CAPTIONS]
+        for together, one in zip(encoded(encoder, requests), requests, strict=True):
+            alone = encoded(encoder, [one])[0]
+            assert (together.embeds - alone.embeds).abs().max() <= LIMIT
+            assert (together.pooled - alone.pooled).abs().max() <= LIMIT
+
+
+def test_cost_is_what_the_model_computes(loaded):
+    """What the pipeline crops is computed once, as far as it is the template: all of it, or 49 of 54 tokens."""
+    prefix49 = "kandinsky5-image-i2i-prefix49"
+    for kind, image, again in (
+        ("kandinsky5-image-t2i", None, 0),
+        ("kandinsky5-image-i2i", picture(), 0),
+        (prefix49, picture(), 5),
+    ):
+        encoder, _ = loaded(kind)
+        for caption in CAPTIONS:
+            prepared = encoder.prepare(request(encoder.template, caption, image))
+            assert prepared.cost == encoder.encode([prepared])[0].kept + again
+
+
+def test_what_cannot_be_encoded_is_refused_with_a_reason(loaded):
+    encoder, _ = loaded("kandinsky5-image-i2i", 16)
+    with pytest.raises(RequestError, match=r"image takes \d+ tokens and text.max_length is 16") as caught:
+        encoder.prepare(request(encoder.template, "a cat", picture(512, 512)))
+    assert caught.value.reason == "image-too-long"
+    encoder, _ = loaded("kandinsky5-image-i2i")
+    with pytest.raises(RequestError, match="stand for media") as caught:
+        encoded(encoder, [request(encoder.template, "a <|image_pad|> cat", picture())])
+    assert caught.value.reason == "placeholder-in-caption"
+    with pytest.raises(RequestError, match="aspect ratio"):
+        encoder.prepare(request(encoder.template, "a cat", picture(2048, 8)))
+
+
+def test_compute_dtype_and_device_of_results(loaded):
+    encoder, _ = loaded("kandinsky5-image-t2i", None, torch.bfloat16)
+    result = encoded(encoder, [request(encoder.template, "a cat")])[0]
+    assert result.embeds.dtype == result.pooled.dtype == torch.bfloat16
+    assert result.embeds.device.type == result.pooled.device.type == "cpu"
+
+
+def test_template_prefixes_have_their_true_length(tiny):
+    for kind, length in (
+        ("kandinsky5-video-t2v", 128),
+        ("kandinsky5-image-t2i", 40),
+        ("kandinsky5-image-i2i", 54),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(tiny(kind) / "tokenizer")
+        template = KINDS[kind][1]
+        assert len(tokenizer(template.text.split("{}")[0])["input_ids"]) == length == template.crop
+
+
+def test_a_missing_part_is_named(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    template = KINDS["kandinsky5-image-t2i"][1]
+    with pytest.raises(WeightsError, match="lacks text_encoder, tokenizer"):
+        Encoder(str(tmp_path), None, template, 512, torch.float32, torch.device("cpu"))

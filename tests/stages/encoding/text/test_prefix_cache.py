@@ -1,0 +1,121 @@
+"""The template's prefix computed once gives what computing it for every caption gives, in every template."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from stages.encoding.text import prompt_images
+from stages.encoding.text.prefix_cache import split_by_length
+from stages.encoding.text.request import TextRequest
+
+KINDS = [
+    "kandinsky5-image-t2i",
+    "kandinsky5-image-i2i",
+    "kandinsky5-image-i2i-prefix49",
+    "kandinsky5-video-t2v",
+    "kandinsky5-video-i2v",
+    "sana",
+]
+CAPTIONS = [
+    "",
+    "a",
+    "sunset over the sea",
+    "A small grey cat looks at the camera with green eyes.",
+    "1234 猫 (quoted) “signs”",
+    "a red flower near the old stone wall of the house, " * 12,
+    "relationships " * 20,
+]
+
+
+def distance(results, others) -> float:
+    """The largest |difference| of any caption's embeddings, relative to their root mean square."""
+    pairs = [(one.embeds.float(), other.embeds.float()) for one, other in zip(results, others, strict=True)]
+    return max(((one - other).abs().max() / other.square().mean().sqrt()).item() for one, other in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_equals_whole(make, encoded, kind, record_property):
+    """float32: to 1e-4. bfloat16: the shared prefix moves results by no more than bfloat16 itself does."""
+    shared, whole = make(kind), make(kind, share_prefix=False)
+    exact = encoded(whole, CAPTIONS)
+    results = encoded(shared, CAPTIONS)
+    assert (shared.stats.shared, shared.stats.whole) == (len(CAPTIONS), 0)
+    assert (whole.stats.shared, whole.stats.whole) == (0, len(CAPTIONS))
+    assert [(one.kept, one.tokens) for one in results] == [(one.kept, one.tokens) for one in exact]
+    gap = distance(results, exact)
+
+    half_shared = encoded(make(kind, torch.bfloat16), CAPTIONS)
+    half_whole = encoded(make(kind, torch.bfloat16, share_prefix=False), CAPTIONS)
+    rounding = distance(half_whole, exact)
+    half_gap = distance(half_shared, half_whole)
+    record_property("differences", (gap, half_gap, rounding))
+    print(f"{kind}: float32 {gap:.1e}; bfloat16 {half_gap:.1e}, where bfloat16 is {rounding:.1e} from float32")
+    assert gap <= 1e-4
+    assert half_gap <= 1.5 * rounding and distance(half_shared, exact) <= 1.5 * rounding
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_call_gives_the_same_bytes_after_any_other(make, encoded, kind):
+    encoder = make(kind)
+    first = encoded(encoder, CAPTIONS[:3])
+    encoded(encoder, CAPTIONS)
+    encoded(encoder, ["", "ugly"], negative=True)
+    for one, again in zip(first, encoded(encoder, CAPTIONS[:3]), strict=True):
+        assert torch.equal(one.embeds, again.embeds)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(0, 300))
+def test_a_batch_is_divided_with_the_least_padding(costs, overhead):
+    passes = split_by_length(costs, overhead)
+    assert sorted(row for rows in passes for row in rows) == list(range(len(costs)))
+
+    def tokens(passes):
+        return sum(overhead + len(rows) * max(costs[row] for row in rows) for rows in passes)
+
+    order = sorted(range(len(costs)), key=costs.__getitem__)
+    cuts = [[order], [[row] for row in order], *([order[:cut], order[cut:]] for cut in range(1, len(order)))]
+    assert all(tokens(passes) <= tokens(other) for other in cuts)
+    assert len(split_by_length(costs, 300 * 40)) == 1
+
+
+def test_an_image_passes_the_vision_model_once(make, encoded, monkeypatch):
+    encoder = make("kandinsky5-image-i2i")
+    red, blue = (Image.new("RGB", (96, 96), colour) for colour in ("red", "blue"))
+    first = encoded(encoder, ["a cat", "a dog", ""], red)
+    encoded(encoder, ["a cat"], red.copy())
+    encoded(encoder, ["a cat"], blue)
+    encoded(encoder, ["a cat"], Image.new("RGB", (48, 192), "red"))
+    assert (encoder.stats.images, encoder.stats.reused) == (3, 3)
+
+    # No more are kept than the limit says; what was forgotten is computed again, to the same bytes.
+    monkeypatch.setattr(prompt_images, "MAX_CACHED_FEATURES", 1)
+    monkeypatch.setattr(prompt_images, "MAX_CACHED_IMAGES", 1)
+    encoded(encoder, ["a cat"], blue)
+    again = encoded(encoder, ["a cat", "a dog", ""], red)
+    assert (encoder.stats.images, encoder.stats.reused) == (4, 6)
+    assert all(torch.equal(one.embeds, other.embeds) for one, other in zip(first, again, strict=True))
+
+
+def test_requests_are_prepared_beside_encoding(make):
+    """In other threads, with over-long captions and several images among them."""
+    encoder = make("kandinsky5-image-i2i")
+    images = [Image.new("RGB", (64 + 32 * size, 96), (40 * size, 0, 99)) for size in range(4)]
+    requests = [TextRequest(CAPTIONS[number % 7], image=images[number % 4]) for number in range(28)]
+    wanted = [encoder.encode([encoder.prepare(request)])[0] for request in requests]
+    with ThreadPoolExecutor(2) as pool:
+        results = [encoder.encode([prepared])[0] for prepared in pool.map(encoder.prepare, requests)]
+    assert all(torch.equal(one.embeds, other.embeds) for one, other in zip(results, wanted, strict=True))
+
+
+def test_a_layer_keeps_nothing_of_a_batch(make, encoded):
+    """Memory that lives between batches: the prefix's keys and values, the same tensors at the same length."""
+    encoder = make("kandinsky5-video-t2v")
+    layers = encoder._reader._cache.layers
+    before = [layer._recorded.keys for layer in layers]
+    encoded(encoder, CAPTIONS)
+    assert all(layer._recorded.keys is keys for layer, keys in zip(layers, before, strict=True))
+    assert {keys.shape[-2] for keys in before} == {128} == {layer.get_seq_length() for layer in layers}

@@ -1,0 +1,161 @@
+"""The image processor against the installed Qwen2VLImageProcessor, which computes with torchvision.
+
+torchvision need not be installed: the few functions of it that are called stand here as it has them. The rest is
+transformers' own code, run in a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from cache.weights import WeightsError
+from schemas.catalogue import FAMILIES
+from schemas.config.pipeline import Config
+from schemas.recipe import text_settings
+from stages.encoding.text.prompt_images import CachedImageProcessor
+from stages.encoding.text.qwen_image_processor import QwenImageProcessor
+
+pytestmark = pytest.mark.slow
+
+# What torchvision 0.28 does for uint8 tensors (C, H, W) on a CPU: transforms/v2/functional/_geometry.py (resize_image),
+# _misc.py (normalize_image).
+TORCHVISION = {
+    "__init__.py": "__version__ = '0.28.0'\n",
+    "io.py": "",
+    "transforms/__init__.py": """
+from enum import Enum
+
+class InterpolationMode(Enum):
+    NEAREST, NEAREST_EXACT, BILINEAR, BICUBIC = "nearest", "nearest-exact", "bilinear", "bicubic"
+    BOX, HAMMING, LANCZOS = "box", "hamming", "lanczos"
+""",
+    "transforms/functional.py": "pil_to_tensor = None\n",
+    "transforms/v2/__init__.py": "",
+    "transforms/v2/functional.py": """
+import torch
+from torchvision.transforms import InterpolationMode
+
+def resize(image, size, interpolation, antialias):
+    assert interpolation == InterpolationMode.BICUBIC and image.dtype == torch.uint8
+    if tuple(size) == tuple(image.shape[-2:]):
+        return image
+    four = image.reshape(-1, *image.shape[-3:])
+    made = torch.nn.functional.interpolate(
+        four, size=list(size), mode="bicubic", align_corners=False, antialias=antialias
+    )
+    return made.reshape(*image.shape[:-2], *size)
+
+def normalize(image, mean, std, inplace):
+    mean, std = (torch.as_tensor(v, dtype=image.dtype).view(-1, 1, 1) for v in (mean, std))
+    return (image.sub_(mean) if inplace else image.sub(mean)).div_(std)
+""",
+}
+RUN = """
+import json, sys
+import numpy as np
+from PIL import Image
+folder, out, *images = sys.argv[1:]
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+processor = Qwen2VLImageProcessor.from_pretrained(folder)
+assert processor.backend == "torchvision"
+found = [processor(images=[Image.open(path)], return_tensors="np") for path in images]
+np.savez(out, *[made["pixel_values"] for made in found], grids=np.concatenate([m["image_grid_thw"] for m in found]))
+"""
+OURS = """
+import sys
+import numpy as np
+from PIL import Image
+folder, out, *images = sys.argv[1:]
+from stages.encoding.text.qwen_image_processor import QwenImageProcessor
+processor = QwenImageProcessor.from_pretrained(folder)
+np.savez(out, *[processor(images=[Image.open(path)], return_tensors="np")["pixel_values"] for path in images])
+"""
+SIZES = [(512, 512), (448, 448), (640, 384), (96, 64), (30, 400), (57, 41), (700, 203), (28, 28), (504, 336)]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny) -> Path:
+    return tiny("kandinsky5-image-i2i") / "tokenizer"
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> list[Path]:
+    """Noise, which is the hardest for a resize, and edges at full contrast, where bicubic overshoots."""
+    made = []
+    for seed, (width, height) in enumerate(SIZES):
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        pixels[: height // 2] = np.where(pixels[: height // 2] > 127, 255, 0)
+        made.append(tmp_path_factory.mktemp("images") / f"{width}x{height}.png")
+        Image.fromarray(pixels).save(made[-1])
+    return made
+
+
+def run(script: str, folder: Path, out: Path, images: list[Path], **environment: str) -> list[np.ndarray]:
+    command = [sys.executable, "-c", script, str(folder), str(out), *map(str, images)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with np.load(out) as found:
+        return [found[f"arr_{number}"] for number in range(len(images))]
+
+
+def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -> None:
+    for name, text in TORCHVISION.items():
+        path = tmp_path / "torchvision" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    theirs = run(RUN, folder, tmp_path / "theirs.npz", images, PYTHONPATH=f"{tmp_path}{os.pathsep}{os.getcwd()}")
+    ours = QwenImageProcessor.from_pretrained(folder)
+    with np.load(tmp_path / "theirs.npz") as found:
+        grids = found["grids"]
+    levels = []
+    for path, expected, grid in zip(images, theirs, grids, strict=True):
+        made = ours(images=[Image.open(path)], return_tensors="np")
+        assert made["image_grid_thw"].tolist() == [grid.tolist()]
+        assert made["pixel_values"].dtype == expected.dtype == np.float32
+        assert np.array_equal(made["pixel_values"], expected), path.name
+        pillow = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[Image.open(path)], return_tensors="np")
+        levels.append(np.abs(pillow["pixel_values"] - expected) * 0.2689 * 255)  # in 8-bit levels, about
+    apart = np.concatenate([each.ravel() for each in levels])
+    print(f"Pillow's: {(apart > 0.5).mean():.1%} of the values, at most {apart.max():.2f} levels apart")
+    assert (apart > 0.5).any(), "they are the same, and this file is not needed"
+
+
+def test_bytes_are_the_same_with_and_without_vector_instructions(folder, images, tmp_path) -> None:
+    plain = run(OURS, folder, tmp_path / "plain.npz", images, ATEN_CPU_CAPABILITY="default")
+    best = QwenImageProcessor.from_pretrained(folder)
+    for path, pixels in zip(images, plain, strict=True):
+        assert np.array_equal(best(images=[Image.open(path)], return_tensors="np")["pixel_values"], pixels), path.name
+
+
+def test_a_picture_is_the_half_of_its_source_in_whole_patches(folder) -> None:
+    source = Image.linear_gradient("L").resize((192, 128)).convert("RGB")
+    picture = CachedImageProcessor(folder).picture(source)
+    assert picture.pixels.dtype == torch.float32
+    half = QwenImageProcessor.from_pretrained(folder)(images=[source.resize((96, 64))], return_tensors="pt")
+    assert torch.equal(picture.pixels, half["pixel_values"])
+    assert picture.grid_3.tolist() == half["image_grid_thw"][0].tolist() == [1, 4, 6]
+
+
+def test_another_filter_is_refused_by_name(folder, tmp_path) -> None:
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"resample": 2}))
+    with pytest.raises(WeightsError, match="resample: 2"):
+        QwenImageProcessor.from_pretrained(tmp_path)
+
+
+def test_only_texts_with_an_image_are_named_by_the_processor() -> None:
+    for family in FAMILIES.values():
+        for flavour in family.flavours.values():
+            dataset = {"id": "a", "instance_data_dir": "a", "dataset_type": "video" if family.video else "image"}
+            dataset |= {"conditioning_data": "b"} if flavour.task == "i2i" else {}
+            model = {"family": family.name, "flavour": flavour.name}
+            config = Config.model_validate({"root": "r", "model": model, "datasets": [dataset]})
+            assert ("image" in text_settings(config)) == (flavour.task == "i2i"), flavour.name

@@ -1,0 +1,218 @@
+"""What encode-text stores, against the encoders (which equal the pipelines): the right text, path and image; and that
+nothing is computed or read twice, or waited for."""
+
+import time
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cache.shard_io import open_reader
+from cache.store import Store
+from schemas.catalogue import FAMILIES
+from stages import bucket, discover, encode_latents, encode_text, index
+from stages.encoding.text import base, gemma, kandinsky5, prompt_images
+from stages.encoding.text.request import TextRequest
+from stages.encoding.text.worker import CLIP_TRUNCATED_REMARK, TextWorker
+from stages.engines.sandbox import SandboxPool
+
+ENCODERS = {"sana": gemma.Encoder, "kandinsky5-image": kandinsky5.Encoder}
+CAPTIONS = ["a grey cat", "two red flowers &amp; a wall"]
+
+
+def stored(home) -> list[dict[str, np.ndarray]]:
+    for program in (discover.run, bucket.run, encode_text.run):
+        home.run(program)
+    readers = [open_reader(Store(home.root), f"text/{name}") for name in home.shards("text")]
+    rows = [shard.read(number).tensors for shard in readers for number in range(len(shard))]
+    return [{name: array.numpy() for name, array in row.items() if array is not None} for row in rows]
+
+
+def same(row: dict[str, np.ndarray], result) -> bool:
+    wanted = {"embeds": result.embeds} | ({} if result.pooled is None else {"pooled": result.pooled})
+    return row.keys() == wanted.keys() and all(
+        row[name].shape == value.shape and np.abs(row[name] - value.numpy()).max() <= 1e-5
+        for name, value in wanted.items()
+    )
+
+
+@pytest.mark.parametrize("kind", ["sana", "kandinsky5-image-t2i", "kandinsky5-image-i2i"])
+def test_shards_hold_what_the_encoder_gives(project, kind) -> None:
+    """Each caption, and the null prompt by the negative path; i2i: each with its source image, cut to its bucket."""
+    home = project(kind)
+    family, image = home.settings["model"]["family"], kind.endswith("i2i")
+    for number, caption in enumerate(CAPTIONS):
+        home.image(f"{number}.png", (64, 64), caption, number)
+        if image:
+            home.image(f"../source/{number}.png", (160, 64), "", number + 9)
+            home.settings["datasets"][0]["conditioning_data"] = "source"
+    template = FAMILIES[family].templates["i2i" if image else "t2i"]
+    folder = Path(home.settings["model"]["path"])
+    encoder = ENCODERS[family](str(folder), None, template, template.max_length, torch.float32, torch.device("cpu"))
+    sources = [Image.open(home.folder / f"source/{i}.png").crop((48, 0, 112, 64)) for i in range(2)] if image else []
+    requests = [
+        TextRequest(template.cleaner.text(caption), image=sources[number] if image else None)
+        for number, caption in enumerate(CAPTIONS)
+    ]
+    requests += [TextRequest("", True, source) for source in sources or [None]]
+    rows = stored(home)
+    assert len(rows) == len(requests)
+    for request in requests:
+        (result,) = encoder.encode([encoder.prepare(request)])
+        assert sum(same(row, result) for row in rows) == 1, request
+
+
+def rows_of(home, kind: str):
+    """Every row of a kind's shards, with its bucket."""
+    for name in home.shards(kind):
+        shard = open_reader(Store(home.root), f"{kind}/{name}")
+        for number in range(len(shard)):
+            yield shard.meta.bucket, shard.read(number)
+
+
+@pytest.fixture
+def encoders(monkeypatch) -> list:
+    """The encoders that were loaded."""
+    found: list = []
+    load = base.load_text_encoder
+
+    def loaded(*given):
+        found.append(load(*given))
+        return found[-1]
+
+    monkeypatch.setattr(base, "load_text_encoder", loaded)
+    return found
+
+
+@pytest.fixture
+def read(monkeypatch) -> list:
+    """What was asked of the processes that read files."""
+    found: list = []
+    begin = SandboxPool.begin
+
+    def begun(self, wanted):
+        found.append(wanted)
+        return begin(self, wanted)
+
+    monkeypatch.setattr(SandboxPool, "begin", begun)
+    return found
+
+
+@pytest.mark.parametrize(("batch_tokens", "unit_mib"), [(4096, 64), (1, 64), (100, 0.5)])
+def test_an_image_is_read_and_seen_once_whatever_its_captions(
+    project, monkeypatch, encoders, read, batch_tokens, unit_mib
+) -> None:
+    """More images than features are kept of; texts in one batch, each in its own, or a few, and in several units."""
+    monkeypatch.setattr(prompt_images, "MAX_CACHED_FEATURES", 1)
+    monkeypatch.setattr(prompt_images, "MAX_CACHED_IMAGES", 1)
+    home = project("kandinsky5-image-i2i", cache={"unit_mib": unit_mib}, text={"batch_tokens": batch_tokens})
+    home.settings["datasets"][0]["conditioning_data"] = "source"
+    images = 5
+    for number in range(images):
+        home.image(
+            f"{number}.png", (64, 64), f"make it {number} times as large\nmore of {number}, please, " * 2, number
+        )
+        home.image(f"../source/{number}.png", (64, 64), "", 50 + number)
+    home.run(discover.run)
+    home.run(bucket.run)
+    read.clear()
+    report = home.run(encode_text.run)
+    (encoder,) = encoders
+    assert (report.done, report.set_aside) == (4 * images, [])
+    assert (encoder.stats.images, encoder.stats.reused) == (images, 3 * images)
+    assert len(read) == images
+
+
+def test_an_image_that_is_gone_costs_its_own_texts_alone(project, read) -> None:
+    home = project("kandinsky5-image-i2i", stages={"max_reject_fraction": 1.0})
+    home.settings["datasets"][0]["conditioning_data"] = "source"
+    for number in range(2):
+        home.image(f"{number}.png", (64, 64), "larger\nsmaller", number)
+        home.image(f"../source/{number}.png", (64, 64), "", 50 + number)
+    home.run(discover.run)
+    home.run(bucket.run)
+    (home.folder / "source/1.png").unlink()
+    read.clear()
+    report = home.run(encode_text.run)
+    assert report.done == 3 and len(read) == 2
+    assert [(Path(row["path"]).name, row["reason"]) for row in report.set_aside] == [("1.png", "missing")] * 3
+
+
+def test_a_batch_of_short_captions_is_tokenised_while_another_is_encoded(project, monkeypatch) -> None:
+    """When a batch is encoded, all of the next one are tokenised without anything being asked for."""
+    home = project("sana", cache={"unit_mib": 16}, text={"batch_tokens": 1024})
+    words = ("red", "green", "grey", "small", "old", "stone", "near", "cat")
+    home.image("0.png", (64, 64), "\n".join(" ".join(three) for three in product(words, repeat=3)))
+    home.run(discover.run)
+    home.run(bucket.run)
+    prepared, sizes, behind = [0], [], []
+    prepare, encode = TextWorker.prepare, TextWorker.encode
+
+    def counted(self, *given):
+        found = prepare(self, *given)
+        prepared[0] += 1
+        return found
+
+    def waiting(self, names, batch, limit):
+        sizes.append(len(batch))
+        until = time.monotonic() + 2
+        wanted = min(513, sum(sizes) + len(batch))
+        while prepared[0] < wanted and time.monotonic() < until:
+            time.sleep(0.002)
+        behind.append(max(0, wanted - prepared[0]))
+        return encode(self, names, batch, limit)
+
+    monkeypatch.setattr(TextWorker, "prepare", counted)
+    monkeypatch.setattr(TextWorker, "encode", waiting)
+    assert home.run(encode_text.run).done == 513
+    assert max(sizes) > 64 and len(sizes) > 2
+    assert not any(behind)
+
+
+def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
+    """The pipeline cuts there as well, and the other encoder reads the whole caption."""
+    home = project("kandinsky5-image-t2i")
+    for number, words in enumerate((3, 70, 100, 200)):
+        home.image(f"{number}.png", (64, 64), "cat " * words, number)
+    home.run(discover.run)
+    home.run(bucket.run)
+    report = home.run(encode_text.run)
+    counts = sorted(row.info["clip_tokens"] for _, row in rows_of(home, "text"))
+    longer = sum(count > 77 for count in counts)
+    assert counts[0] == 2 and 2 <= longer <= 3
+    assert report.details["remarks"] == [{"items": longer, "of": 5, "remark": CLIP_TRUNCATED_REMARK}]
+    assert report.truncated == []
+    assert CLIP_TRUNCATED_REMARK in report.summary()
+    other = project("sana")
+    other.image("0.png", (64, 64), "cat " * 100)
+    for program in (discover.run, bucket.run):
+        other.run(program)
+    assert "remarks" not in other.run(encode_text.run).details
+
+
+def test_a_text_is_encoded_once_for_all_datasets_and_resolutions_that_share_it(project) -> None:
+    """The same files at two resolutions, and other files with the same captions as regularisation data."""
+    home = project("kandinsky5-image-t2i")
+    (photos,) = home.settings["datasets"]
+    home.settings["datasets"] = [
+        photos,
+        photos | {"id": "large", "resolution": 96},
+        photos | {"id": "others", "instance_data_dir": "others", "is_regularisation_data": True},
+    ]
+    captions = ["a cat", "a dog", "a cat"]
+    for number, caption in enumerate(captions):
+        home.image(f"{number}.png", (64, 64), caption, number)
+        home.image(f"../others/{number}.png", (64, 64), f"{caption}\na tree", 10 + number)
+    for program in (discover.run, bucket.run, encode_text.run, encode_latents.run):
+        report = home.run(program)
+    assert report.done == 9
+    ids = [row.id for _, row in rows_of(home, "text")]
+    assert len(ids) == len(set(ids)) == 4  # cat, dog, tree, and the null prompt
+    latents = [size for size, _ in rows_of(home, "latents")]
+    assert {size: latents.count(size) for size in latents} == {"64x64@1": 6, "96x96@1": 3}
+
+    joined = home.run(index.run)
+    assert (joined.exit_code, joined.details["samples"], joined.details["texts"]) == (0, 9, 4)

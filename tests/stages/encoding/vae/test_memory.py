@@ -1,0 +1,204 @@
+"""Levers that lower memory: what equals the plain result, what does not, and that they are in force."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as diffusers_hunyuan
+from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+from schemas.catalogue import FAMILIES
+from stages import encode_latents
+from stages.encoding.vae import base, chunked, hunyuan_video
+from stages.encoding.vae.base import MemoryOptions
+
+CPU = torch.device("cpu")
+LIMIT = 1e-5
+HunyuanVideo = diffusers_hunyuan.AutoencoderKLHunyuanVideo
+CausalConv = diffusers_hunyuan.HunyuanVideoCausalConv3d
+# autoencoder -> (checkpoint, diffusers' class, family)
+KINDS = {
+    "flux": ("kandinsky5-image-t2i", AutoencoderKL, FAMILIES["kandinsky5-image"]),
+    "hunyuan_video": ("kandinsky5-video-t2v", HunyuanVideo, FAMILIES["kandinsky5-video"]),
+    "dc_ae": ("sana", AutoencoderDC, FAMILIES["sana"]),
+}
+
+
+def clip(frames: int, height: int = 64, width: int = 96, batch: int = 1) -> torch.Tensor:
+    """pixels_BCTHW that vary over space and time."""
+    coarse = torch.rand(batch, 3, max(2, frames // 3), 6, 9, generator=torch.Generator().manual_seed(frames)) * 2 - 1
+    return F.interpolate(coarse, (frames, height, width), mode="trilinear").contiguous()
+
+
+@pytest.fixture(scope="module")
+def opened(tiny):
+    """opened(name, **levers) -> our autoencoder in float32."""
+    torch.set_num_threads(1)
+
+    def make(name: str, **levers):
+        kind = KINDS[name][0]
+        module = importlib.import_module(f"stages.encoding.vae.{name}")
+        return module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, MemoryOptions(**levers))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(opened):
+    """T -> the plain encoder's moments of clip(T)."""
+    encoder = opened("hunyuan_video")
+    return {frames: encoder.encode(clip(frames), [0], "moments") for frames in (1, 5, 17, 29)}
+
+
+@pytest.mark.parametrize("frames_at_once", [1, 2, 3, 17])
+def test_chunked_frames_give_the_plain_result(opened, plain, frames_at_once, record_property) -> None:
+    """One frame, one window and several, chunks that do and do not divide them."""
+    encoder = opened("hunyuan_video", chunk_frames=frames_at_once)
+    for count, wanted in plain.items():
+        found = encoder.encode(clip(count), [0], "moments")
+        gap = (found - wanted).abs().max().item()
+        record_property(f"largest_difference_{count}_frames", gap)
+        assert found.shape == wanted.shape and gap <= LIMIT
+
+
+def test_chunked_frames_of_a_batch_and_decoded(opened) -> None:
+    plain, encoder = opened("hunyuan_video"), opened("hunyuan_video", chunk_frames=2)
+    pixels = torch.cat([clip(9), clip(9).flip(3)])
+    wanted, kept = plain.encode(pixels, [1, 2], "sample"), pixels.clone()
+    found = encoder.encode(pixels, [1, 2], "sample")
+    assert (found - wanted).abs().max() <= LIMIT
+    assert torch.equal(pixels, kept), "nothing is written over the input"
+    assert torch.equal(found, encoder.encode(pixels, [1, 2], "sample"))
+    assert (encoder.decode(wanted).int() - plain.decode(wanted).int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("stride", [(1, 1, 1), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize(("size", "channels"), [(3, (4, 4)), (3, (4, 6)), (1, (4, 6))])
+def test_a_convolution_in_chunks(stride, size, channels) -> None:
+    """Every length against every chunk, over its input where that is allowed."""
+    torch.manual_seed(0)
+    conv = CausalConv(*channels, size, stride).eval()
+    with torch.no_grad():
+        for length in range(1, 10):
+            x = torch.randn(2, channels[0], length, 6, 8)
+            wanted = conv(x)
+            for frames in (1, 2, 3, 4, 12):
+                for over in (False, True):
+                    given = x.clone()
+                    found = chunked.chunked_conv(conv, given, frames, over)
+                    assert (found - wanted).abs().max() <= LIMIT and found.shape == wanted.shape
+                    assert over or torch.equal(given, x)
+
+
+def test_attention_frame_by_frame_is_the_masked_one(opened) -> None:
+    attention = opened("hunyuan_video")._vae.encoder.mid_block.attentions[0]
+    for frames, each in ((1, 12), (4, 6), (5, 1)):
+        x = torch.randn(2, frames * each, attention.to_q.in_features, generator=torch.Generator().manual_seed(frames))
+        mask = diffusers_hunyuan.prepare_causal_attention_mask(frames, each, x.dtype, x.device, batch_size=2)
+        with torch.no_grad():
+            wanted, found = attention(x, attention_mask=mask), chunked.frame_causal_attention(attention, x, frames)
+        assert (found - wanted).abs().max() <= LIMIT
+        if frames > 1:
+            assert (found - attention(x)).abs().max() > 1e-4, "without the mask it is another function"
+
+
+@pytest.fixture(scope="module")
+def exact(opened):
+    """Moments in float32 of clip(5, 32, 48)."""
+    return opened("hunyuan_video").encode(clip(5, 32, 48), [0], "moments")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_chunked_frames_in_half_precision(tiny, exact, dtype, record_property) -> None:
+    """They are as near to the plain result of the same precision as that is to float32, at every number."""
+
+    def encoded(**levers) -> torch.Tensor:
+        encoder = hunyuan_video.Autoencoder(
+            str(tiny(KINDS["hunyuan_video"][0])), None, dtype, CPU, MemoryOptions(**levers)
+        )
+        assert {parameter.dtype for parameter in encoder._vae.parameters()} == {dtype}
+        return encoder.encode(clip(5, 32, 48), [0], "moments").float()
+
+    wanted, found = encoded(), encoded(chunk_frames=2)
+    rounding, gap = (wanted - exact).abs().max().item(), (found - wanted).abs().max().item()
+    record_property("largest_difference", gap)
+    assert 0 < rounding < 100 * torch.finfo(dtype).eps and gap <= rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 2)])
+def test_a_convolution_in_chunks_in_half_precision(stride, dtype) -> None:
+    """Rounded once, where the sums of two kernels may differ by the last bit."""
+    torch.manual_seed(0)
+    conv = CausalConv(8, 8, 3, stride).eval().to(dtype)
+    x = torch.randn(1, 8, 7, 6, 8, dtype=dtype)
+    with torch.no_grad():
+        wanted = conv(x)
+        for frames in (1, 2, 3):
+            found = chunked.chunked_conv(conv, x.clone(), frames, over=True)
+            torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+
+
+def test_no_mask_is_built_and_no_convolution_sees_the_whole_clip(opened, monkeypatch) -> None:
+    encoder = opened("hunyuan_video", chunk_frames=2)
+    lengths = []
+    for module in encoder._vae.encoder.modules():
+        if isinstance(module, CausalConv):
+            module.conv.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[2]))
+    monkeypatch.setattr(diffusers_hunyuan, "prepare_causal_attention_mask", lambda *_: pytest.fail("a mask is built"))
+    encoder.encode(clip(17), [0], "mode")
+    assert max(lengths) <= 2 * 2 + 1, "two frames of a strided convolution read five"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_slicing_is_encoding_one_by_one(opened, name) -> None:
+    frames = 5 if name == "hunyuan_video" else 1
+    pixels = torch.cat([clip(frames), clip(frames).flip(3)])
+    plain, sliced = opened(name), opened(name, slicing=True)
+    alone = torch.cat([plain.encode(pixels[i : i + 1], [i], "sample") for i in range(2)])
+    assert torch.equal(sliced.encode(pixels, [0, 1], "sample"), alone) and sliced.settings() == plain.settings()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened, name, record_property) -> None:
+    """Another result than without; the difference is recorded. A picture no larger than a tile has none."""
+    kind, reference, family = KINDS[name]
+    side, stride = family.tile
+    assert stride % family.spatial_stride == 0 and side % family.spatial_stride == 0
+    plain, tiled = opened(name), opened(name, tile=side, tile_stride=stride)
+    assert tiled.settings() == {**family.latent_settings, "tiling": True, "tile": side, "tile_stride": stride}
+    frames = 5 if name == "hunyuan_video" else 1
+    small, large = clip(frames, 64, 96), clip(frames, side // 2, side + stride // 2)
+    assert torch.equal(plain.encode(small, [0], "mode"), tiled.encode(small, [0], "mode"))
+    untiled, found = plain.encode(large, [0], "mode"), tiled.encode(large, [0], "mode")
+    vae = reference.from_pretrained(tiny(kind) / "vae").eval()
+    if name == "flux":
+        vae.enable_tiling()
+        vae.tile_sample_min_size, vae.tile_latent_min_size = side, side // 8
+    else:
+        vae.enable_tiling(side, side, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
+    with torch.no_grad():
+        encoded = vae.encode(large if frames > 1 else large[:, :, 0])
+    wanted = (encoded.latent if name == "dc_ae" else encoded.latent_dist.mode()) * vae.config.scaling_factor
+    assert (found - wanted.reshape(found.shape)).abs().max() <= LIMIT
+    gap = ((found - untiled).abs().mean() / untiled.std()).item()
+    record_property("mean_difference_in_deviations", gap)
+    assert found.shape == untiled.shape and 1e-3 < gap < 1.0
+
+
+def test_levers_are_in_the_caches_name_and_in_force(project) -> None:
+    """As the stage loads it; slicing changes no value and is no part of the name."""
+    home = project("kandinsky5-video-t2v")
+    plain = encode_latents.STAGE.parts(home.config())
+    assert encode_latents.STAGE.parts(home.config("latents.slicing=true")) == plain
+    config = home.config("latents.tiling=true", "latents.chunk_frames=3", "latents.slicing=true")
+    levers = {"tiling": True, "tile": 256, "tile_stride": 192, "chunk_frames": 3}
+    assert encode_latents.STAGE.parts(config)["settings"] == {**plain["settings"], **levers}
+    loaded = base.load_autoencoder(config, CPU)
+    assert loaded.settings() == encode_latents.STAGE.parts(config)["settings"] and loaded._vae.use_slicing
+    image = project("kandinsky5-image-t2i")
+    name = encode_latents.STAGE.fingerprint
+    assert name(image.config("latents.chunk_frames=3")) == name(image.config()), "of no effect on images"
+    assert name(image.config("latents.tiling=true")) != name(image.config())

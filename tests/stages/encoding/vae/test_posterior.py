@@ -1,0 +1,182 @@
+"""What is stored of a posterior: a sample, its mean, or its moments; and numbers that are not finite."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+from schemas.config.pipeline import Config
+from stages import encode_latents
+from stages.encoding import model_loading
+from stages.encoding.vae import base, dc_ae, flux, hunyuan_video
+
+CPU = torch.device("cpu")
+KINDS = {"kandinsky5-image-t2i": (flux, 1), "kandinsky5-video-t2v": (hunyuan_video, 5), "sana": (dc_ae, 1)}
+
+
+@pytest.fixture(scope="module")
+def encoders(tiny):
+    """kind -> (autoencoder, pixels_BCTHW of two clips)."""
+    torch.set_num_threads(1)
+    found = {}
+    for kind, (module, frames) in KINDS.items():
+        coarse = torch.rand(2, 3, frames, 6, 6, generator=torch.Generator().manual_seed(2)) * 2 - 1
+        pixels = torch.nn.functional.interpolate(coarse, (frames, 64, 64), mode="trilinear")
+        found[kind] = module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU), pixels
+    return found
+
+
+def noise(seed: int, shape) -> torch.Tensor:
+    return torch.randn((1, *shape), generator=torch.Generator().manual_seed(seed))[0]
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v"])
+def test_a_sample_is_its_moments_and_the_seeds_noise(encoders, kind) -> None:
+    encoder, pixels = encoders[kind]
+    moments = encoder.encode(pixels, [3, 4], "moments")
+    mean, logvar = moments.chunk(2, dim=1)
+    assert moments.shape[1] == 32 and torch.allclose(mean, encoder.encode(pixels, [3, 4], "mode"), atol=1e-6)
+    sampled = encoder.encode(pixels, [3, 4], "sample")
+    for i, seed in enumerate((3, 4)):
+        mine = mean[i] + (logvar[i] / 2).exp() * noise(seed, _drawn(kind, mean[i])).reshape(mean[i].shape)
+        assert (mine - sampled[i]).abs().max() <= 2e-6 and (mine - mean[i]).abs().max() > 0.1
+    assert torch.equal(moments, encoder.encode(pixels, [5, 6], "moments")), "no seed is used"
+    assert (moments[1:] - encoder.encode(pixels[1:], [4], "moments")).abs().max() <= 1e-5, "alone as in a batch"
+
+
+def _drawn(kind: str, latent_CTHW: torch.Tensor) -> tuple[int, ...]:
+    """The shape in which diffusers draws: an image VAE knows no time."""
+    return tuple(latent_CTHW.shape) if "video" in kind else tuple(latent_CTHW[:, 0].shape)
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v"])
+def test_samples_of_many_seeds_are_distributed_as_the_moments_say(encoders, kind) -> None:
+    """600 seeds: every number's mean and deviation within 5.5 standard errors."""
+    encoder, pixels = encoders[kind]
+    mean, logvar = encoder.encode(pixels[:1], [0], "moments").chunk(2, dim=1)
+    vae, count = encoder._vae, 600
+    with torch.no_grad():
+        parameters = vae.encode(pixels[:1] if "video" in kind else pixels[:1, :, 0]).latent_dist.parameters
+    scale = vae.config.scaling_factor
+    scaled = base.Normaliser(scale)
+    draws = base.latents_from_posterior(parameters.expand(count, *parameters.shape[1:]), range(count), "sample", scaled)
+    if count_frames := mean.ndim - draws.ndim:
+        draws = draws.unsqueeze(2)
+        assert count_frames == 1
+    deviation = (logvar / 2).exp()[0]
+    assert ((draws.mean(0) - mean[0]).abs() / deviation).max() < 5.5 / count**0.5
+    assert (draws.std(0) / deviation - 1).abs().max() < 5.5 / (2 * count) ** 0.5
+    assert torch.equal(
+        draws[11:12].cpu(), base.latents_from_posterior(parameters, [11], "sample", scaled).reshape(draws[11:12].shape)
+    )
+    assert torch.equal(draws[11], encoder.encode(pixels[:1], [11], "sample")[0])
+
+
+def test_log_variances_are_clamped_as_diffusers_does() -> None:
+    parameters = torch.cat([torch.zeros(1, 4, 2, 2), torch.tensor([-99.0, -1.0, 3.0, 99.0]).view(1, 4, 1, 1)
+                            .expand(1, 4, 2, 2)], dim=1)  # fmt: skip
+    logvar = base.posterior_moments(parameters, base.Normaliser(0.5))[0, 4:, 0, 0] - 2 * math.log(0.5)
+    assert torch.allclose(logvar, torch.tensor([-30.0, -1.0, 3.0, 20.0]))
+    assert torch.allclose((logvar / 2).exp(), DiagonalGaussianDistribution(parameters).std[0, :, 0, 0])
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.016), (torch.float16, 0.004)])
+def test_half_precision_moments_keep_the_deviation(dtype, limit) -> None:
+    """At log-variances from -9 to 1, where published autoencoders' lie: rounding changes deviations this little."""
+    logvar = torch.linspace(-9, 1, 4000).reshape(1, 4, 20, 50)
+    parameters = torch.cat([torch.zeros_like(logvar), logvar], dim=1)
+    scaled = base.Normaliser(0.4)
+    exact, stored = (
+        base.posterior_moments(given, scaled)[:, 4:].float() for given in (parameters, parameters.to(dtype))
+    )
+    raw = base.posterior_moments(parameters.to(dtype).float(), scaled)[:, 4:]
+    assert ((stored - raw) / 2).exp().sub(1).abs().max() <= limit, "one rounding on top of the autoencoder's own"
+    assert ((stored - exact) / 2).exp().sub(1).abs().max() <= 2 * limit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_are_decoded_as_their_mean(encoders, kind) -> None:
+    encoder, pixels = encoders[kind]
+    moments, mode = (encoder.encode(pixels, [0, 1], posterior) for posterior in ("moments", "mode"))
+    assert torch.equal(encoder.decode(moments), encoder.decode(mode))
+    assert (moments.shape == mode.shape) == (kind == "sana"), "DC-AE has no posterior"
+
+
+def test_the_posterior_is_part_of_the_caches_name_where_there_is_one(project) -> None:
+    def names(kind: str) -> list[str]:
+        home = project(kind)
+        return [
+            encode_latents.STAGE.fingerprint(home.config(f"latents.posterior={posterior}"))
+            for posterior in ("sample", "mode", "moments")
+        ]
+
+    assert len(set(names("kandinsky5-image-t2i"))) == 3 and len(set(names("sana"))) == 1
+
+
+def finite(latents: torch.Tensor) -> list[bool]:
+    """Of each sample, as the worker asks before it stores one."""
+    return [model_loading.to_array(sample).finite() for sample in latents]
+
+
+def test_samples_that_are_not_finite_are_told() -> None:
+    latents = torch.zeros(4, 2, 1, 3, 3)
+    latents[1, 0, 0, 1, 1], latents[3, 1, 0, 2, 0] = math.nan, -math.inf
+    assert finite(latents) == [True, False, True, False]
+    assert finite(latents.bfloat16()) == [True, False, True, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_sample_that_is_not_finite_spoils_no_other(encoders, kind) -> None:
+    encoder, pixels = encoders[kind]
+    broken = pixels.clone()
+    broken[0, 0, 0, 5, 5] = math.nan
+    for posterior in ("sample", "moments"):
+        assert finite(encoder.encode(broken, [0, 1], posterior)) == [False, True]
+
+
+@pytest.mark.parametrize(("dtype", "mean", "largest"), [(torch.bfloat16, 0.06, 0.6), (torch.float16, 0.03, 0.6)])
+def test_dc_ae_in_half_precision(tiny, encoders, dtype, mean, largest) -> None:
+    """It works, off by these shares of the latents' deviation (its linear attention is float32 anyway)."""
+    encoder, pixels = encoders["sana"]
+    half = dc_ae.Autoencoder(str(tiny("sana")), None, dtype, CPU)
+    exact, found = (one.encode(pixels, [0, 1], "mode") for one in (encoder, half))
+    gap = (found.float() - exact).abs() / exact.std()
+    assert found.dtype == dtype and 1e-4 < gap.mean() < mean and gap.max() < largest
+
+
+def test_sana_encodes_in_float32_unless_told_otherwise() -> None:
+    def precision(family: str, **latents) -> str:
+        datasets = [{"id": "a", "instance_data_dir": "b"}]
+        made = {"root": "r", "model": {"family": family}, "datasets": datasets, "latents": latents}
+        config = Config.model_validate(made)
+        assert Config.model_validate(config.model_dump(by_alias=True)) == config
+        return config.latents.precision or config.model.precision
+
+    assert precision("sana") == "float32" and precision("kandinsky5-image") == "bfloat16"
+    assert precision("sana", precision="bfloat16") == "bfloat16"
+
+
+def test_other_numbers_of_frames_are_a_mistake_of_ours(encoders) -> None:
+    """The plan gives 4 n + 1 frames, and one for a first frame."""
+    encoder, pixels = encoders["kandinsky5-video-t2v"]
+    for frames in (2, 3, 4):
+        with pytest.raises(AssertionError, match="frames"):
+            encoder.encode(pixels[:, :, :frames], [0, 1], "mode")
+    assert encoder.encode(pixels[:, :, :1], [0, 1], "mode").shape[2] == 1
+    assert encoder.encode(pixels, [0, 1], "mode").shape[2] == 2
+
+
+def test_the_first_frame_alone_is_not_the_clips_first_latent_frame(encoders) -> None:
+    """Group norms and attention see the whole clip: a condition is encoded by itself, as at inference."""
+    encoder, pixels = encoders["kandinsky5-video-t2v"]
+    alone, clip = (encoder.encode(pixels[:, :, :count], [0, 1], "mode") for count in (1, 5))
+    assert np.isfinite(alone.numpy()).all() and (alone - clip[:, :, :1]).abs().max() > 1e-3
+
+
+def test_levers_are_what_the_configuration_says() -> None:
+    family = SimpleNamespace(latent_settings={"tiling": False}, tile=(256, 192), video=True)
+    given = SimpleNamespace(slicing=True, settings=lambda _: {"tiling": True, "tile": 256, "tile_stride": 192})
+    assert base.MemoryOptions.of(given, family) == base.MemoryOptions(slicing=True, tile=256, tile_stride=192)

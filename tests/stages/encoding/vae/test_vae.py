@@ -1,0 +1,223 @@
+"""Stored latents against the installed autoencoders and pipelines, for the same pixels and seeds."""
+
+import importlib
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
+from diffusers.video_processor import VideoProcessor
+from PIL import Image
+
+from cache.weights import WeightsError
+from schemas.catalogue import FAMILIES
+from stages.media.pixels import normalise_pixels
+
+CPU = torch.device("cpu")
+# name -> (kind of checkpoint, diffusers' class, stride in space, frames to try)
+AUTOENCODERS = {
+    "flux": ("kandinsky5-image-i2i", AutoencoderKL, 8, (1,)),
+    "hunyuan_video": ("kandinsky5-video-i2v", AutoencoderKLHunyuanVideo, 8, (1, 5, 17, 21)),
+    "dc_ae": ("sana", AutoencoderDC, 32, (1,)),
+}
+LIMIT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny):
+    """name -> (ours, diffusers' own), in float32."""
+    torch.set_num_threads(1)
+    diffusers.utils.logging.set_verbosity_error()
+    pairs = {}
+    for name, (kind, reference, *_) in AUTOENCODERS.items():
+        module = importlib.import_module(f"stages.encoding.vae.{name}")
+        ours = module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU)
+        pairs[name] = ours, reference.from_pretrained(tiny(kind) / "vae").eval()
+    return pairs
+
+
+def frames(count: int = 1, seed: int = 0, width: int = 96, height: int = 64) -> np.ndarray:
+    """uint8 (T, H, W, 3): coarse coloured forms that drift, with grain."""
+    random = np.random.default_rng(seed)
+    coarse = random.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    picture = np.asarray(Image.fromarray(coarse).resize((width, height)))
+    moving = np.stack([np.roll(picture, 3 * step, axis=1) for step in range(count)])
+    return np.clip(moving.astype(int) + random.integers(-8, 9, moving.shape), 0, 255).astype(np.uint8)
+
+
+def pixels(*clips: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.stack([normalise_pixels(clip) for clip in clips]))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+@torch.no_grad()
+def reference_latents(name, vae, pixels_BCTHW, seed) -> torch.Tensor:
+    """latents_BCTHW by the autoencoder itself."""
+    if name == "hunyuan_video":
+        return vae.encode(pixels_BCTHW).latent_dist.sample(generator(seed)) * vae.config.scaling_factor
+    encoded = vae.encode(pixels_BCTHW[:, :, 0])
+    z = encoded.latent if name == "dc_ae" else encoded.latent_dist.sample(generator(seed))
+    return z.unsqueeze(2) * vae.config.scaling_factor
+
+
+@pytest.mark.parametrize("name", AUTOENCODERS)
+def test_latents_equal_diffusers(loaded, name, record_property):
+    ours, vae = loaded[name]
+    stride, counts = AUTOENCODERS[name][2:]
+    for count in counts:
+        gap = 0.0
+        for index, seed in enumerate((3, 2**62 + 5)):
+            inputs = pixels(frames(count, index))
+            latents = ours.encode(inputs, [seed], "sample")
+            assert latents.shape[2:] == ((count + 3) // 4, 64 // stride, 96 // stride)
+            gap = max(gap, (latents - reference_latents(name, vae, inputs, seed)).abs().max().item())
+        record_property(f"largest_difference_{count}_frames", gap)
+        print(f"{name}, {count} frames: largest difference {gap:.2e} of deviation {latents.std():.2f}")
+        assert gap <= LIMIT
+
+
+@pytest.mark.parametrize("name", AUTOENCODERS)
+def test_latents_do_not_depend_on_what_they_are_batched_with(loaded, name, record_property):
+    ours, _ = loaded[name]
+    clips = [frames(AUTOENCODERS[name][3][-1], seed) for seed in range(2)]
+    together = ours.encode(pixels(*clips), [11, 12], "sample")
+    alone = ours.encode(pixels(clips[1]), [12], "sample")
+    # Kernels round otherwise at another batch size: float32's rounding, relative to the largest value.
+    gap = ((together[1] - alone[0]).abs().max() / alone.abs().max()).item()
+    record_property("largest_relative_difference", gap)
+    print(f"{name}, in a batch and alone: largest relative difference {gap:.2e}")
+    assert gap <= LIMIT
+    assert torch.equal(alone, ours.encode(pixels(clips[1]), [12], "sample"))
+
+
+@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
+def test_seeds_and_posterior(loaded, name):
+    ours, vae = loaded[name]
+    clip = frames()
+    first, second = (ours.encode(pixels(clip), [seed], "sample") for seed in (1, 2))
+    assert (first - second).abs().max() > 1e-3
+    mode = ours.encode(pixels(clip), [1], "mode")
+    inputs = pixels(clip) if name == "hunyuan_video" else pixels(clip)[:, :, 0]
+    with torch.no_grad():
+        mean = vae.encode(inputs).latent_dist.mode() * vae.config.scaling_factor
+    assert (mode - mean.reshape(mode.shape)).abs().max() <= LIMIT
+
+
+def test_flux_is_scaled_and_not_shifted(loaded):
+    ours, vae = loaded["flux"]
+    assert vae.config.shift_factor, "without a shift in the checkpoint nothing is shown"
+    z = ours.encode(pixels(frames()), [0], "mode") / vae.config.scaling_factor
+    with torch.no_grad():
+        assert torch.allclose(z[:, :, 0], vae.encode(pixels(frames())[:, :, 0]).latent_dist.mean, atol=1e-5)
+
+
+def prepared(pipe, vae, image: Image.Image, seed: int, **options) -> torch.Tensor:
+    """What the pipeline's prepare_latents makes of an image, BTHWC.
+
+    It draws its starting noise from the same generator first; starting the generator anew when the encoder is
+    reached makes the posterior's draw that of a generator with this seed.
+    """
+    random = generator(seed)
+    handle = vae.encoder.register_forward_pre_hook(lambda *_: random.manual_seed(seed) and None)
+    try:
+        width, height = image.size
+        shared = {
+            "width": width,
+            "height": height,
+            "dtype": torch.float32,
+            "device": CPU,
+            "generator": random,
+        }
+        return pipe.prepare_latents(image, 1, 16, **shared, **options)
+    finally:
+        handle.remove()
+
+
+def test_i2i_source_equals_the_pipelines(loaded, tiny, record_property):
+    ours, vae = loaded["flux"]
+    pipe = diffusers.Kandinsky5I2IPipeline(*[None] * 7)
+    pipe.vae = vae
+    clip = frames()
+    latents_BTHWC = prepared(pipe, vae, Image.fromarray(clip[0]), 5)
+    stored = ours.encode(pixels(clip), [5], "sample")
+    gap = (latents_BTHWC[..., 16:32].permute(0, 4, 1, 2, 3) - stored).abs().max().item()
+    record_property("largest_difference", gap)
+    print(f"i2i source: largest difference {gap:.2e}")
+    assert latents_BTHWC.shape == (1, 1, 8, 12, 33) and gap <= LIMIT
+
+
+def test_i2v_first_frame_equals_the_pipelines(loaded, tiny, record_property):
+    ours, vae = loaded["hunyuan_video"]
+    pipe = diffusers.Kandinsky5I2VPipeline(*[None] * 7)
+    pipe.vae = vae
+    pipe.transformer = Kandinsky5Transformer3DModel.from_pretrained(tiny("kandinsky5-video-i2v") / "transformer")
+    clip = frames(9)
+    latents_BTHWC = prepared(pipe, vae, Image.fromarray(clip[0]), 5, num_frames=9)
+    stored = ours.encode(pixels(clip[:1]), [5], "sample")
+    gap = (latents_BTHWC[:, :1, ..., :16].permute(0, 4, 1, 2, 3) - stored).abs().max().item()
+    record_property("largest_difference", gap)
+    print(f"i2v first frame: largest difference {gap:.2e}")
+    assert latents_BTHWC.shape[1] == 3 and gap <= LIMIT
+
+
+@pytest.mark.parametrize("name", AUTOENCODERS)
+def test_decoded_pictures_equal_the_pipelines(loaded, name):
+    ours, vae = loaded[name]
+    clips = [frames(AUTOENCODERS[name][3][-1], seed) for seed in range(2)]
+    latents = ours.encode(pixels(*clips), [0, 1], "mode")
+    decoded = ours.decode(latents)
+    assert decoded.dtype == torch.uint8 and decoded.shape == np.stack(clips).shape
+    z = latents / vae.config.scaling_factor
+    with torch.no_grad():
+        if name == "hunyuan_video":
+            videos = VideoProcessor(8).postprocess_video(vae.decode(z).sample, output_type="pil")
+        else:
+            images = vae.decode(z[:, :, 0]).sample
+            videos = [[image] for image in VaeImageProcessor().postprocess(images, output_type="pil")]
+    assert np.array_equal(decoded.numpy(), np.stack([np.stack([*map(np.asarray, video)]) for video in videos]))
+
+
+def test_settings_name_what_else_determines_the_latents(loaded):
+    assert loaded["flux"][0].settings() == {"tiling": False}
+    assert loaded["dc_ae"][0].settings() == {"tiling": False}
+    windows = {"tiling": False, "framewise": True, "window": 16, "stride": 12}
+    assert loaded["hunyuan_video"][0].settings() == windows
+    for family in FAMILIES.values():
+        assert loaded[family.autoencoder][0].settings() == family.latent_settings
+
+
+def test_more_than_17_frames_are_encoded_in_windows(loaded):
+    """The setting that is recorded is not without effect."""
+    ours, vae = loaded["hunyuan_video"]
+    latents = ours.encode(pixels(frames(21)), [0], "mode")
+    vae.use_framewise_encoding = False
+    try:
+        with torch.no_grad():
+            whole = vae.encode(pixels(frames(21))).latent_dist.mode() * vae.config.scaling_factor
+    finally:
+        vae.use_framewise_encoding = True
+    assert (latents - whole).abs().max() > 1e-3
+
+
+def test_bfloat16_stays_bfloat16(tiny):
+    from stages.encoding.vae.flux import Autoencoder
+
+    autoencoder = Autoencoder(str(tiny("kandinsky5-image-i2i")), None, torch.bfloat16, CPU)
+    latents = autoencoder.encode(pixels(frames()), [0], "sample")
+    assert latents.dtype == torch.bfloat16 and autoencoder.decode(latents.float()).dtype == torch.uint8
+
+
+def test_a_missing_vae_is_named(tmp_path):
+    from stages.encoding.vae.dc_ae import Autoencoder
+
+    (tmp_path / "text_encoder").mkdir()
+    with pytest.raises(WeightsError, match=r"lacks vae; it holds text_encoder"):
+        Autoencoder(str(tmp_path), None, torch.float32, CPU)

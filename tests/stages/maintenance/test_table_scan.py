@@ -1,0 +1,158 @@
+"""Damage to a table is found by verify and by whoever reads it, and mended by the command that is printed."""
+
+from pathlib import Path
+
+import pytest
+
+from cache import plans, rejects
+from cache.damage import DamageError
+from cache.opening import open_set
+from cache.store import Store
+from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
+from stages.maintenance import table_scan
+
+FAMILY, TASK = "kandinsky5-image", "t2i"
+
+
+@pytest.fixture
+def indexed(encoded, built):
+    """Three pictures, and one more in a plan of its own, which needs the first; a set of them."""
+    return built(encoded, one_more)
+
+
+def one_more(home) -> None:
+    home.image("new.png", (64, 64), "a new one", 40)
+    for program in (discover, bucket, encode_text, encode_latents, index):
+        home.run(program.run)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+HOW = {
+    "flipped": flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "empty": lambda path: path.write_bytes(b""),
+    "gone": lambda path: path.unlink(),
+}
+
+
+def files(home, top: str) -> dict[str, bytes]:
+    folder = home.root / top
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("file", ["index.arrow", "texts.arrow", "shards.arrow", "set.json", "the pointer"])
+def test_index_writes_a_damaged_set_again(indexed, file, how) -> None:
+    before = files(indexed, "sets")
+    name = f"current-{FAMILY}-{TASK}.json" if file == "the pointer" else next(n for n in before if n.endswith(file))
+    HOW[how](indexed.root / "sets" / name)
+    foreseen = indexed.run(index.run, dry_run=True)
+    assert foreseen.exit_code == 0 and foreseen.remaining == (0 if file == "the pointer" else 4)
+    report = indexed.run(index.run)
+    assert (report.exit_code, report.done, report.skipped) == ((0, 0, 4) if file == "the pointer" else (0, 4, 0))
+    assert files(indexed, "sets") == before
+    assert indexed.run(index.run).skipped == 4
+    assert len(open_set(Store(indexed.root), "current", FAMILY, TASK)) == 4
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("file", ["samples.arrow", "texts.arrow", "units.arrow", "active.arrow", "plan.json"])
+def test_bucket_plans_again_what_a_damaged_plan_held(indexed, file, number) -> None:
+    """Nothing is encoded again: units are called by their members, and so their shards are found."""
+    name = plans.list_plans(Store(indexed.root))[number]
+    flip(indexed.root / "plans" / name / file)
+    with pytest.raises(DamageError) as caught:
+        indexed.run(bucket.run, dry_run=True)
+    assert name in str(caught.value) and "latentpress bucket" in caught.value.next_step
+    report = indexed.run(bucket.run)
+    assert report.exit_code == 0 and f"damaged/plans/{name}.1" in indexed.said
+    assert set(files(indexed, f"damaged/plans/{name}.1")) >= {file, "plan.json"}
+    for program in (encode_text, encode_latents):
+        assert indexed.run(program.run, dry_run=True).remaining == 0
+    assert indexed.run(index.run).exit_code == 0
+    assert indexed.run(verify.run).exit_code == 0
+    assert "(unchanged)" in indexed.run(bucket.run).details["generation"]
+
+
+def test_a_plan_that_others_are_made_of_is_planned_again_for_each_configuration(indexed) -> None:
+    """The second plan needs the first one; so does that of another configuration, which has nothing of its own."""
+    other = "datasets.photos.repeats=3"
+    indexed.run(bucket.run, other)
+    first = plans.list_plans(Store(indexed.root))[0]
+    flip(indexed.root / "plans" / first / "units.arrow")
+    for change in ((), (other,)):
+        indexed.run(bucket.run, *change)
+        for program in (encode_text, encode_latents):
+            assert indexed.run(program.run, *change, dry_run=True).remaining == 0
+        assert indexed.run(index.run, *change).exit_code == 0
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty"])
+def test_discover_reads_the_media_again(indexed, how) -> None:
+    table = indexed.root / "media/photos/media.arrow"
+    before = table.read_bytes()
+    HOW[how](table)
+    for program in (bucket.run, status.run):
+        with pytest.raises(DamageError) as caught:
+            indexed.run(program)
+        assert str(table) in str(caught.value) and "latentpress discover" in caught.value.next_step
+    report = indexed.run(discover.run)
+    assert report.exit_code == 0 and "is read again" in indexed.said
+    assert table.read_bytes() == before
+
+
+def test_a_stage_does_a_unit_again_whose_list_is_damaged(indexed) -> None:
+    folder = f"encode-text/{encode_text.STAGE.fingerprint(indexed.config())}"
+    store, unit = Store(indexed.root), next(iter(indexed.shards("text"))).split("/")[-1].removesuffix(".arrow")
+    rejects.write_rejects(store, folder, unit, [rejects.make_reject("encode-text", "0" * 32, "x", "odd", "it is odd")])
+    flip(indexed.root / f"rejects/{folder}/{unit}.arrow")
+    report = indexed.run(verify.run)
+    assert report.exit_code == 4 and report.next_steps == ["latentpress encode-text"]
+    assert indexed.run(encode_text.run, dry_run=True).remaining
+    assert indexed.run(encode_text.run).exit_code == 0 and "its unit is done again" in indexed.said
+    assert indexed.run(verify.run).exit_code == 0
+
+
+TABLES = ["media", "samples", "texts", "units", "active", "plan", "index", "shards", "set", "current"]
+
+
+def one(home, what: str) -> Path:
+    return min(path for top in ("media", "plans", "sets") for path in (home.root / top).rglob(f"{what}*.*"))
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+@pytest.mark.parametrize("what", TABLES)
+def test_verify_finds_damage_and_repairs_it(indexed, what, how) -> None:
+    path = one(indexed, what)
+    HOW[how](path)
+    rel = path.relative_to(indexed.root).as_posix()
+    report = indexed.run(verify.run)
+    assert report.exit_code == 4 and rel in [row["path"] for row in report.damage]
+    program = {"media": "discover", "plans": "bucket", "sets": "index"}[rel.split("/")[0]]
+    assert f"latentpress {program}" in report.next_steps
+    report = indexed.run(verify.run, repair=True)
+    if what == "media":
+        assert report.exit_code == 4 and report.next_steps == ["latentpress discover"]
+        return
+    assert report.exit_code == 0 and report.details["damaged_tables"] == [rel]
+    assert indexed.run(verify.run).exit_code == 0
+    assert indexed.run(index.run).exit_code == 0
+
+
+def test_all_tables_of_a_root_are_looked_at(indexed) -> None:
+    count, bad = table_scan.find_damaged_tables(Store(indexed.root))
+    looked = [name for top in ("media", "plans", "sets", "rejects") for name in files(indexed, top)]
+    assert count == len(looked) and not bad
+
+
+def test_gc_removes_nothing_while_a_plan_is_damaged(indexed) -> None:
+    flip(one(indexed, "units"))
+    before = files(indexed, "latents")
+    with pytest.raises(DamageError):
+        indexed.run(gc.run, yes=True, keep_days=0)
+    assert files(indexed, "latents") == before

@@ -1,0 +1,217 @@
+"""What training saves loads with the pipelines' own loaders and gives the output that training had."""
+
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.transformers import transformer_kandinsky as stock
+from safetensors import safe_open
+
+from schemas.catalogue import FAMILIES
+from trainer.batch import Batch
+from trainer.families import kandinsky5, sana
+from trainer.setup import adapters
+
+KINDS = {
+    "kandinsky5-image-t2i": (kandinsky5, "t2i"),
+    "kandinsky5-image-i2i": (kandinsky5, "i2i"),
+    "kandinsky5-video-t2v": (kandinsky5, "t2v"),
+    "kandinsky5-video-i2v": (kandinsky5, "i2v"),
+    "sana": (sana, "t2i"),
+}
+COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_batch(kind: str) -> Batch:
+    channels, frames = (32, 1) if kind == "sana" else (16, 3 if "video" in kind else 1)
+    text, mask = random(2, 6, 64, seed=1), torch.ones(2, 6, dtype=torch.bool)
+    condition = random(2, channels, 1, 4, 4, seed=4) if kind.endswith(("i2i", "i2v")) else None
+    latents = random(2, channels, frames, 4, 4, seed=2)
+    return Batch(latents, condition, text, mask, random(2, 32, seed=3), ["a", "b"], "32x32@1")
+
+
+def output(kind: str, model) -> torch.Tensor:
+    """The velocity of a fixed batch; `model` may be a pipeline's own transformer, which takes no mask."""
+    family, task = KINDS[kind]
+    batch, sigma = make_batch(kind), torch.tensor([0.3, 0.8])
+    arguments = family.model_inputs(model, batch.latents_BCTHW, sigma, batch, task)
+    if type(model) is stock.Kandinsky5Transformer3DModel:
+        assert arguments.pop("text_mask_BL") is None
+    with torch.no_grad():
+        return model(**arguments, return_dict=False)[0]
+
+
+def pipeline_class(kind: str):
+    family, _, task = kind.rpartition("-")
+    return getattr(diffusers, FAMILIES[family or kind].pipelines[task if family else "t2i"])
+
+
+def pipeline(kind: str, folder: Path):
+    """The real pipeline around the real transformer, without encoders, autoencoder and scheduler."""
+    name = json.loads((folder / "transformer" / "config.json").read_text())["_class_name"]
+    transformer = getattr(diffusers, name).from_pretrained(folder / "transformer")
+    parts = COMPONENTS if kind != "sana" else ("vae", "text_encoder", "tokenizer", "scheduler")
+    return pipeline_class(kind)(transformer=transformer, **dict.fromkeys(parts))
+
+
+def trained(kind: str, folder: Path, **options):
+    """A model with a LoRA that has moved away from its start."""
+    family, _ = KINDS[kind]
+    model = family.load(str(folder))
+    torch.manual_seed(0)
+    adapters.add_lora(model, family.lora_targets(model), **{"rank": 4, **options})
+    for i, (name, parameter) in enumerate(adapters.trainable_parameters(model).items()):
+        if "lora_B" in name:
+            parameter.data = random(*parameter.shape, seed=i) * 0.1
+    return model.eval()
+
+
+OPTIONS = {
+    "plain": {},
+    "alpha": {"rank": 4, "alpha": 2.5},
+    "dropout": {"rank": 3, "alpha": 6, "dropout": 0.5},
+}
+PATTERNS = {
+    "kandinsky5-image-t2i": {"cross_attention.to_query": 2, r"visual_transformer_blocks\.1\..*": 7},
+    "sana": {"ff.conv_inverted": 2, r"transformer_blocks\.1\.attn1\..*": 7},
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_a_lora_loads_in_the_pipeline_and_gives_the_same_output(tiny, tmp_path, kind, options):
+    check(kind, tiny(kind), tmp_path, OPTIONS[options])
+
+
+@pytest.mark.parametrize("kind", list(PATTERNS))
+def test_rank_and_alpha_patterns_load_as_well(tiny, tmp_path, kind):
+    ranks = PATTERNS[kind]
+    alphas = dict.fromkeys(ranks, 11.0)
+    model = check(kind, tiny(kind), tmp_path, {"alpha": 8, "rank_pattern": ranks, "alpha_pattern": alphas})
+    found = {p.shape[0] for name, p in adapters.trainable_parameters(model).items() if "lora_A" in name}
+    assert found == {2, 4, 7}
+
+
+def check(kind, folder, tmp_path, options):
+    model = trained(kind, folder, **options)
+    adapters.save_lora(model, tmp_path, kind)
+    pipe = pipeline(kind, folder)
+    before = output(kind, pipe.transformer)
+    pipe.load_lora_weights(tmp_path)
+    ours, theirs = output(kind, model), output(kind, pipe.transformer)
+    assert (ours - before).abs().max() > 1e-2
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+    return model
+
+
+def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
+    kind = "kandinsky5-video-t2v"
+    model = trained(kind, tiny(kind), alpha=2)
+    path = adapters.save_lora(model, tmp_path / "ours", kind, {"step": "12"})
+    config = model.peft_config["default"].to_dict()
+    layers = adapters.get_peft_model_state_dict(model)
+    pipeline_class(kind).save_lora_weights(
+        tmp_path / "theirs", transformer_lora_layers=layers, transformer_lora_adapter_metadata=config
+    )
+    assert [file.name for file in tmp_path.glob("ours/*")] == [file.name for file in tmp_path.glob("theirs/*")]
+    with safe_open(path, "pt") as ours, safe_open(tmp_path / "theirs" / path.name, "pt") as theirs:
+        assert sorted(ours.keys()) == sorted(theirs.keys())
+        header, stock_header = ours.metadata(), theirs.metadata()
+    assert header["latentpress.family"] == kind and header["latentpress.step"] == "12"
+    made, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
+    # Theirs are peft's suffixes, which mean the same modules in this model; ours are the modules.
+    assert made.pop("transformer.target_modules") == sorted(kandinsky5.lora_targets(model))
+    assert wanted.pop("transformer.target_modules")
+    assert made == wanted
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", "sana"])
+def test_a_full_model_loads_with_from_pretrained(tiny, tmp_path, kind):
+    family, _ = KINDS[kind]
+    model = family.load(str(tiny(kind)), dtype=torch.bfloat16)
+    adapters.unfreeze_all(model)
+    assert {p.dtype for p in adapters.trainable_parameters(model).values()} == {torch.float32}
+    assert len(adapters.trainable_parameters(model)) == len(list(model.parameters()))
+    for i, parameter in enumerate(model.parameters()):
+        parameter.data += random(*parameter.shape, seed=i) * 0.01
+    adapters.save_full(model, tmp_path / "transformer")
+    loaded = pipeline(kind, tmp_path).transformer
+    assert not type(loaded).__module__.startswith("trainer")
+    assert torch.equal(output(kind, loaded), output(kind, model.eval()))
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
+def test_adapters_are_float32_and_everything_else_is_frozen_in_its_dtype(tiny, kind):
+    family, _ = KINDS[kind]
+    model = family.load(str(tiny(kind)), dtype=torch.bfloat16)
+    before = {name: p.dtype for name, p in model.named_parameters()}
+    adapters.add_lora(model, family.lora_targets(model), 4)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name)
+        wanted = torch.float32 if "lora_" in name else before[name.replace(".base_layer", "")]
+        assert parameter.dtype == wanted, name
+    assert torch.isfinite(output(kind, model)).all()
+
+
+def test_a_new_lora_changes_nothing_and_depends_on_the_seed_alone(tiny):
+    kind = "kandinsky5-image-t2i"
+    model = kandinsky5.load(str(tiny(kind)))
+    before = output(kind, model)
+    torch.manual_seed(3)
+    adapters.add_lora(model, kandinsky5.lora_targets(model), 4)
+    assert torch.equal(output(kind, model), before)
+    again = kandinsky5.load(str(tiny(kind)))
+    torch.manual_seed(3)
+    adapters.add_lora(again, kandinsky5.lora_targets(again), 4)
+    for one, other in zip(*(adapters.trainable_parameters(m).values() for m in (model, again)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_default_targets_are_the_attention_and_feed_forward_layers_of_every_block(tiny):
+    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")))
+    targets = kandinsky5.lora_targets(model)
+    text, visual = len(model.text_transformer_blocks), len(model.visual_transformer_blocks)
+    assert len(targets) == text * (4 + 2) + visual * (2 * 4 + 2)
+    assert "visual_transformer_blocks.0.cross_attention.out_layer" in targets
+    assert not any("modulation" in name or name.startswith("out_layer") for name in targets)
+    layers = len(sana.load(str(tiny("sana"))).transformer_blocks)
+    assert len(sana.lora_targets(sana.load(str(tiny("sana"))))) == layers * (2 * 4 + 2)
+
+
+def test_patterns_choose_whole_paths_that_can_be_wrapped(tiny):
+    model = sana.load(str(tiny("sana")))
+    assert adapters.choose_targets(model, [r".*\.attn2\.to_q"]) == [
+        f"transformer_blocks.{i}.attn2.to_q" for i in range(len(model.transformer_blocks))
+    ]
+    assert not any("conv_depth" in name for name in adapters.choose_targets(model, [".*"]))
+    with pytest.raises(ValueError, match="'to_q' matches no module"):
+        adapters.choose_targets(model, [r".*\.to_k", "to_q"])
+    with pytest.raises(ValueError, match="at least one target"):
+        adapters.add_lora(model, [], 4)
+
+
+def test_chosen_targets_may_be_anywhere_in_the_model(tiny, tmp_path):
+    kind = "kandinsky5-image-t2i"
+    model = kandinsky5.load(str(tiny(kind)))
+    targets = adapters.choose_targets(model, ["visual_embeddings.in_layer", "out_layer.out_layer"])
+    adapters.add_lora(model, targets, 2)
+    assert adapters.list_adapted_modules(model) == targets
+    assert kandinsky5.compute_dtype(model) == torch.float32
+    adapters.save_lora(model, tmp_path, kind)
+    pipe = pipeline(kind, tiny(kind))
+    pipe.load_lora_weights(tmp_path)
+    assert torch.equal(output(kind, pipe.transformer), output(kind, model))

@@ -1,0 +1,164 @@
+"""What a run was made on, and whether it is finished: answered from files, without torch.
+
+A checkpoint's state.json holds the terms that a continuation must share; see `trainer/resume.py`.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from cache.exported_set import source_fingerprints
+from cache.files import replacing
+from cache.json_checks import check_object, parse_json
+from cache.schedule import BatchSchedule
+from cache.shard import canonical_json
+from cache.trainset import TrainSet
+from schemas.config.pipeline import Config
+from schemas.errors import USAGE, LatentpressError
+from trainer.resume import ResumeError, check_signature, newest_checkpoint
+
+
+class PrecisionError(LatentpressError):
+    """A precision that training does not have."""
+
+    exit_code = USAGE
+
+
+def resume_signature(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[str, Any]:
+    """The terms of a run that its configuration and training set determine; those of the transformer join them once it
+    is loaded."""
+    return {
+        "data": data_signature(data),
+        "family": config.model.family,
+        "task": config.model.task,
+        "seed": plan.seed,
+        "global batch": plan.global_batch,
+        "caption_dropout": config.train.caption_dropout,
+        "shift": train_shift(config),
+        "adapter": config.train.adapter.model_dump(mode="json"),
+    }
+
+
+HASH_ROWS = 1 << 18  # rows that are looked at together
+HASHED_STRINGS = ("sample_id", "bucket", "dataset")
+HASHED_NUMBERS = ("repeats", "weight", "regularisation")
+
+
+def data_signature(data: TrainSet) -> dict[str, Any]:
+    """What of a set changes training. digest: of its rows to train on, in order, and of the caches that they come from.
+    Validation prompts, held-out samples, and where shards lie have no part in it."""
+    index, texts = data.tables["index"].slice(0, len(data)), data.tables["texts"].column("text_id")
+    null, captions = data.meta["null_text"], 0
+    digest = xxhash.xxh3_128(
+        canonical_json({kind: source_fingerprints(data).get(kind) for kind in ("latents", "text")})
+    )
+    for start in range(0, len(data), HASH_ROWS):
+        rows = index.slice(start, HASH_ROWS)
+        numbers, own = pc.list_flatten(rows.column("texts")), rows.column("null_text")
+        own = own if null is None else pc.fill_null(own, null)
+        captions += len(numbers)
+        for column in (*(rows.column(name) for name in HASHED_STRINGS), texts.take(numbers), texts.take(own)):
+            _hash_strings(digest, column)
+        for column in (*(rows.column(name) for name in HASHED_NUMBERS), pc.list_value_length(rows.column("texts"))):
+            digest.update(column.to_numpy().astype("<f8").tobytes())
+    return {"digest": digest.hexdigest(), "set": data.id, "samples": len(data), "captions": captions}
+
+
+def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
+    """Of each value its length (-1 for null), then the values."""
+    values = column.cast(pa.large_binary()).combine_chunks()
+    digest.update(np.asarray(pc.fill_null(pc.binary_length(values), -1)).astype("<i8").tobytes())
+    _, ends, raw = values.buffers()
+    first, last = np.frombuffer(ends, np.int64)[[values.offset, values.offset + len(values)]]
+    if last > first:
+        digest.update(memoryview(raw)[first:last])
+
+
+def train_shift(config: Config) -> float:
+    """The training shift of sigma: as configured, else the flavour's."""
+    return config.train.shift or config.model.flavour_spec.shift
+
+
+def train_precision(config: Config) -> str:
+    """In which the transformer computes: train.precision, else model.precision."""
+    name = config.train.precision or config.model.precision
+    if name == "float16":
+        raise PrecisionError(
+            "training has no float16, which model.precision names: it needs loss scaling",
+            "Set train.precision to bfloat16 or float32.",
+        )
+    return name
+
+
+def describe_regularisation(data: TrainSet) -> str | None:
+    """What is to be said of regularisation data in the set."""
+    count = data.regularisation
+    if not count:
+        return None
+    return f"{count} samples are regularisation data; this release trains on them as on any other"
+
+
+def result_folder(config: Config) -> Path:
+    """The folder of what the run saves at its end: adapter/ for a LoRA, model/transformer/ for a full-rank run."""
+    folder = run_folder(config)
+    return folder / "model" / "transformer" if config.train.adapter.type == "full" else folder / "adapter"
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.output) / config.train.run
+
+
+def find_resume_state(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[str, Any] | None:
+    """state.json of the checkpoint that the run would go on from; None where it would begin. ResumeError where it may
+    not go on, CheckpointDamage where no checkpoint is whole."""
+    folder = run_folder(config)
+    found, _ = newest_checkpoint(folder / "checkpoints")
+    if found is None:
+        return None
+    if not config.train.resume:
+        raise ResumeError(
+            f"{folder} has a checkpoint at step {found.step} and train.resume is false",
+            "Choose another train.run, remove that folder, or set train.resume to true.",
+        )
+    check_signature(found, resume_signature(config, data, plan))
+    return found.state
+
+
+def write_config(config: Config, data: TrainSet) -> None:
+    """<run>/config.yaml: every setting as resolved, with the set's id in place of "current"; a path or URL stays. Where
+    a set was named that other settings made, those that were not in force are named at the top."""
+    from ruamel.yaml import YAML
+
+    values = config.model_dump(mode="json", by_alias=True)
+    if "/" not in config.train.set:
+        values["train"]["set"] = data.id
+    lines = [f"# Not in force, as set {data.id} was named: {row}\n" for row in data.recipe_differences]
+    with replacing(run_folder(config) / "config.yaml") as temporary, temporary.open("w") as file:
+        file.writelines(lines)
+        YAML(typ="safe").dump(values, file)
+
+
+def record_result(config: Config, step: int) -> None:
+    """Record, once the result is saved whole, after how many steps it was."""
+    with replacing(_result_note(config)) as temporary:
+        temporary.write_text(json.dumps({"step": step, "result": str(result_folder(config))}))
+
+
+def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
+    """Whether the run, whose newest checkpoint has this state, has done its steps and their result is saved."""
+    if state is None or state["step"] < config.train.steps or not result_folder(config).is_dir():
+        return False
+    try:
+        return check_object(parse_json(_result_note(config).read_bytes()), "the whole").get("step") == state["step"]
+    except (FileNotFoundError, IsADirectoryError, ValueError):  # it is saved anew
+        return False
+
+
+def _result_note(config: Config) -> Path:
+    return run_folder(config) / "result.json"
