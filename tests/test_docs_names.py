@@ -1,0 +1,69 @@
+"""README, CONTRIBUTING and docs/ name only files, names, options and keys that exist."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = ("schemas", "cache", "stages", "trainer")
+FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs")
+#: Of libraries, of the system, or in an example.
+FOREIGN = {"fixed_size_binary", "CUDA_VISIBLE_DEVICES", "TMPDIR", "IMG_0012", "IMG", "latent_BCTHW"}
+#: Files of Python itself that the documents speak of.
+OF_PYTHON = {"runpy.py", "pkgutil.py", "sitecustomize.py", "usercustomize.py"}
+
+
+@cache
+def sources() -> str:
+    """Everything that can define a name: code, templates, settings."""
+    suffixes = {".py", ".toml", ".yaml", ".html", ".json"}
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    paths += [ROOT / name for name in ("Makefile", "pyproject.toml", "pipeline.yaml", "constraints.txt")]
+    return "\n".join(path.read_text(errors="replace") for path in paths)
+
+
+@cache
+def words() -> frozenset[str]:
+    """Those of the sources, and the names of their files."""
+    stems = {path.stem for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    return frozenset(re.findall(r"[A-Za-z_]\w*", sources())) | stems
+
+
+def quoted(document: Path) -> list[str]:
+    """What stands in backticks, in a line or in a block."""
+    text = document.read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_exist(document: Path) -> None:
+    named = {name for text in quoted(document) for name in re.findall(r"[\w./-]+\.py\b|[\w./-]+/(?=\s|$)", text)}
+    ours = {name for name in named if name.split("/")[0] in FOLDERS and "example" not in name}
+    assert [name for name in sorted(ours) if not (ROOT / name).exists()] == []
+    bare = {name for name in named if "/" not in name and name not in OF_PYTHON and "example" not in name}
+    there = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    assert bare - there == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_names_exist(document: Path) -> None:
+    """Identifiers that no prose has: with an underscore, a capital inside, or arguments."""
+    found = set()
+    for text in quoted(document):
+        name = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", text)
+        if name and (re.search(r"_|[a-z][A-Z]|[A-Z]{3}", name[1]) or name[2]):
+            found |= {part for part in name[1].split(".") if "example" not in part and "Example" not in part}
+    assert sorted(found - words() - FOREIGN) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_options_exist(document: Path) -> None:
+    given = {option for text in quoted(document) for option in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", text)}
+    known = words()
+    assert [
+        option for option in sorted(given) if option.replace("-", "_") not in known and f"--{option}" not in sources()
+    ] == []
