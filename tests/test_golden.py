@@ -66,6 +66,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_generations_of_changed_settings(tmp_path: Path, name: str) -> None:
     """Each is a generation of its own, which holds what earlier ones lack; settings that shape no plan make none."""
@@ -118,6 +119,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.slow
 def test_fingerprints(planned: Home) -> None:
     """Of text, latents and vision caches, over a spread of settings; last with weights named by their content."""
     for file, data in WEIGHTS.items():

@@ -42,6 +42,7 @@ for program, module in programs.items():
 """
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     done = python("-c", HELP, json.dumps([HEAVY, {name: module_of(name) for name in PROGRAMS}]), cwd=tmp_path)
     assert done.stdout.splitlines() == [f"{name} 0" for name in PROGRAMS], done.stderr
@@ -51,6 +52,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         assert text.splitlines()[-1] == "[]", f"{program} --help imports something heavy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_wrong_use_ends_with_2(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

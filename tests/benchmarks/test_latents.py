@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from diffusers import AutoencoderKL
 
 from benchmarks import latents
@@ -30,6 +31,7 @@ def test_both_sides_encode_every_picture_in_the_same_batches(tmp_path: Path, mon
     assert sum(len(open_reader(store, shard)) for shard in find_done_units(store, cache).values()) == 3
 
 
+@pytest.mark.slow
 def test_the_stage_beside_ready_tensors(capsys) -> None:
     """The form for a GPU, on a CPU: less what only CUDA tells."""
     latents.main(["--device", "cpu", "--images", "3", "--side", "64", "--repeat", "1"])

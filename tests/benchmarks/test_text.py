@@ -10,6 +10,7 @@ from schemas.catalogue import FAMILIES
 from stages.encoding.text.kandinsky5 import Encoder
 
 
+@pytest.mark.slow
 def test_both_ways_are_timed(tiny, capsys) -> None:
     model = str(tiny("kandinsky5-video-t2v"))
     text.main(["--model", model, "--captions", "10", "--longest", "30", "--repeat", "1", "--budget", "64", "--look"])

@@ -53,6 +53,7 @@ def test_shuffled_is_a_permutation(size: int, key: int) -> None:
     assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
 
 
+@pytest.mark.slow
 def test_small_permutations_are_all_reached_and_fair() -> None:
     seen = Counter(tuple(permute(np.arange(4), 4, key).tolist()) for key in range(4800))
     assert len(seen) == 24
@@ -78,6 +79,7 @@ def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoc
         assert len(batch.rows) == size and batch.epoch == epoch
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(spans(), st.integers(0, 2**40), st.integers(1, 4))
 def test_over_the_epochs_every_row_is_drawn_its_share(plan_spans, seed, epochs) -> None:

@@ -135,6 +135,7 @@ def test_a_repository_is_named_by_its_commit(home):
     assert OTHER in result and COMMIT not in result
 
 
+@pytest.mark.slow
 def test_a_repository_is_resolved_from_the_cache(home):
     for revision, commit in ((None, COMMIT), ("main", COMMIT), (OTHER, OTHER)):
         result, error = offline(home, "resolve", "someone/something", revision, ["vae"])

@@ -72,6 +72,7 @@ def _state(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+@pytest.mark.slow
 def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> None:
     before = _state(media)
     demo_media.write_media(media)

@@ -49,6 +49,7 @@ def test_the_seed_alone_decides_the_bytes(models: Path, tmp_path: Path, kind: st
     assert len(weights) >= 3 and all(other[name] != again[name] for name in weights)
 
 
+@pytest.mark.slow
 def test_every_process_makes_the_same_tokenizers() -> None:
     script = (
         "import hashlib; from examples.tiny_tokenizers import TOKENIZERS\n"
@@ -130,6 +131,7 @@ def test_gemma_tokenizer_begins_and_merges_at_the_caption(models: Path) -> None:
 # --- numbers ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v", "sana"])
 def test_latents_of_photographs_are_of_order_one_and_differ(models: Path, kind: str) -> None:
     vae = _load(models, kind, "vae")
@@ -228,6 +230,7 @@ def test_output_is_of_order_half_and_depends_on_every_input(models: Path, kind: 
             assert (_forward(model, kind, changed) - output).abs().mean() > 0.02, f"{name} hardly matters"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
 def test_a_small_lora_learns(models: Path, kind: str) -> None:
     peft = pytest.importorskip("peft")
@@ -317,6 +320,7 @@ def _pipeline(models: Path, kind: str) -> Any:
     return pipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in PIPELINES if not kind.endswith("nabla")])
 def test_the_real_pipeline_generates(models: Path, kind: str) -> None:
     pipe = _pipeline(models, kind)

@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_document_is_refused_with_its_line(tmp_path, name) -> None:
     text, expected = CASES[name]
@@ -124,6 +125,7 @@ anything = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(keys_of(Config)), anything, max_size=6), st.data())
 def test_any_value_at_any_key_is_read_or_refused_with_its_place(tmp_path_factory, changes, data) -> None:

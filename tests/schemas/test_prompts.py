@@ -36,6 +36,7 @@ PLAIN = st.text(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(TEXTS | PLAIN | st.none(), max_size=12))
 def test_a_column_is_cleaned_as_its_texts_are(texts):

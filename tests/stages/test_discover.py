@@ -370,6 +370,7 @@ discover.run(load_config(Path(sys.argv[1]), ()), Options(), Console())
 """
 
 
+@pytest.mark.slow
 def test_a_kill_costs_what_was_read_last(project) -> None:
     home = project()
     for number in range(12):

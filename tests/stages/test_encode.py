@@ -94,6 +94,7 @@ def test_texts_longer_than_the_limit_are_counted_and_listed(photos, format: str)
     assert sorted(joined.truncated, key=str) == sorted(report.truncated, key=str)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["arrow", "webdataset"])
 def test_three_parts_give_the_same_shards_as_one_run(photos, format: str) -> None:
     one = f"cache.format={format}"

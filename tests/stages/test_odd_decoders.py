@@ -59,6 +59,7 @@ def struck(name: str, number: int, action: Callable[[], Report]) -> Report:
         assert hit, "nobody read the file"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_decoder_that_dies_or_hangs_costs_its_item_and_a_retry_mends_it(project) -> None:
     home = project("kandinsky5-video-t2v", cache={"unit_mib": 1})

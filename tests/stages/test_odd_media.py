@@ -263,6 +263,7 @@ def test_reports_are_json_whatever_the_names(images: Outcome, program: str) -> N
     assert found["exit_code"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_name_reaches_the_terminal_as_control_characters(images: Outcome, program: str) -> None:
     images.home.config()
@@ -271,12 +272,14 @@ def test_no_name_reaches_the_terminal_as_control_characters(images: Outcome, pro
         assert not strange and not re.search(r"^(?:name|line)\.png|^\S*0;title", text, re.MULTILINE), (strange, text)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_knows_ascii_alone_is_no_reason_to_crash(images: Outcome) -> None:
     images.home.config()
     output, _ = called(images.home, "discover", encoding="ascii:strict")
     assert "\\u202e" in output and output.isascii()
 
 
+@pytest.mark.slow
 def test_an_error_that_lists_names_is_readable(images: Outcome) -> None:
     images.home.config()
     output, errors = called(images.home, "discover", "--set", "stages.max_reject_fraction=0", "--json", expected=3)
@@ -318,6 +321,7 @@ NOT_DECORD = {
 }
 
 
+@pytest.mark.slow
 def test_decord_gives_the_same_frames_or_a_reject(videos: Outcome) -> None:
     pytest.importorskip("decord")
     found = through(videos.home, "latents.decoder=decord")

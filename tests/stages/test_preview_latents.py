@@ -129,6 +129,7 @@ def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> No
     assert sorted(path.name for path in home.folder.glob("*page*")) == ["page-1.png", "page.html"]
 
 
+@pytest.mark.slow
 def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     video = {"dataset_type": "video", "video": {"num_frames": 17, "frame_rate": 12.0, "clip": "middle"}}
     home = project("kandinsky5-video-i2v", **settings(resolution=48, **video))

@@ -140,6 +140,7 @@ def losses(path: Path) -> list[float]:
     return [row["loss"] for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
 
 
+@pytest.mark.slow
 def test_a_failing_stage_stops_the_run_with_its_message(home: Project) -> None:
     for path in home.media.iterdir():
         path.unlink()

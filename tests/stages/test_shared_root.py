@@ -70,6 +70,7 @@ def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, t
     assert caught.value.exit_code == USAGE
 
 
+@pytest.mark.slow
 def test_a_changed_configuration_has_no_set_until_it_is_made(photos) -> None:
     first = made(photos)
     changes = ["datasets.photos.prepend=new", "text.max_length=64", "datasets.photos.resolution=96"]

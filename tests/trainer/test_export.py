@@ -86,6 +86,7 @@ def quiet() -> Console:
     return Console(stderr=open(os.devnull, "w"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("three", [("t2i", "arrow")], indirect=True)
 def test_losses_are_the_same(three: list[Config]) -> None:
     losses = []

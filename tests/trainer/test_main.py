@@ -199,6 +199,7 @@ def stop_at(config, step: int, number: signal.Signals) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
 def test_stopped_it_says_what_is_lost_and_nothing_is_overwritten(
     make_config, make_set, tmp_path, capsys, number, code

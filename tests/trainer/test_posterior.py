@@ -109,6 +109,7 @@ def test_every_step_draws_anew_and_ranks_draw_alike(make_config, moments_set, ki
     assert twice and all((latents[0] - latents[1]).abs().max() > 0.1 for latents in twice)
 
 
+@pytest.mark.slow
 def test_training_on_moments_goes_on_as_if_never_stopped(make_config, moments_set) -> None:
     """Steps, eval loss and a validation latent, whole and in two parts: the same to the last bit."""
     torch.set_num_threads(1)

@@ -81,6 +81,7 @@ def trained_weights(config) -> dict[str, torch.Tensor]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", "i2v", "sana"])
 def test_accumulation_equals_one_large_batch(make_config, make_set, kind) -> None:
     """The same loss within 1e-5 and the same gradient norm within 1e-4, however the global batch is cut."""
@@ -109,6 +110,7 @@ def test_gradient_checkpointing_changes_no_loss(make_config, make_set, kind) -> 
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
 def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> None:
     found = []
@@ -209,6 +211,7 @@ def kill_at(config, step: int) -> None:
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it ended before it was killed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_and_resumed_gives_the_same_losses(make_config, make_set) -> None:
     """Bit for bit, with dropout in the adapter and of captions, killed twice."""
@@ -309,6 +312,7 @@ def scalars(config) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
     """In metrics.jsonl and in TensorBoard alike, though steps after the checkpoint had been told before."""
@@ -377,6 +381,7 @@ def test_fewer_steps_than_were_done_change_nothing_and_are_said(make_config, mak
     assert "has done 3 steps, more than train.steps (2)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_base_weights_are_refused(make_config, make_set, tmp_path) -> None:
     """Those of another checkpoint of the same shape; a copy of the same, elsewhere and in bfloat16, is none."""
     from examples.tiny_models import build
@@ -427,6 +432,7 @@ def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path
     assert step.startswith("latentpress verify ") and "--repair" in step and "encode-latents" in step
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, make_set, monkeypatch) -> None:
     config = make_config("t2i", steps=8, max_bad_steps=2)
     make_set(config)

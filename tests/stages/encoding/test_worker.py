@@ -58,6 +58,7 @@ def test_batches_are_filled_to_the_budget_of_pixels(planned, batches) -> None:
     assert recorded(planned) == [4 * PIXELS + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [
@@ -93,6 +94,7 @@ def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, ba
     assert planned.shards("latents") == with_room
 
 
+@pytest.mark.slow
 def test_where_one_sample_does_not_fit_the_message_names_the_options(planned, monkeypatch) -> None:
     def never(*_):
         raise torch.OutOfMemoryError("Tried to allocate 20 GiB")

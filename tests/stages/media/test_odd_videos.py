@@ -183,6 +183,7 @@ def test_keyframes_of_every_kind_lead_both_decoders_to_the_same_frames(tmp_path,
         assert numbers(path, times, decord_backend) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [video, decord_backend])
 def test_a_clip_deep_in_a_long_video_is_found_by_both(tmp_path, backend):
     if backend is decord_backend:

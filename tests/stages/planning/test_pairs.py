@@ -43,6 +43,7 @@ def window(geometry: dict[str, Any]) -> np.ndarray:
     return np.array([left, top, left + size.width / geometry["resize_w"], top + size.height / geometry["resize_h"]])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.tuples(st.integers(64, 4000), st.integers(64, 4000)),

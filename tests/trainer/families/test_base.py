@@ -49,6 +49,7 @@ def other_signature(text: str) -> str:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -110,6 +110,7 @@ def test_model_input_equals_prepare_latents(tiny, task):
     assert torch.equal(made, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", VIDEO)
 @pytest.mark.parametrize("size", [(512, 768), (512, 512), (480, 848), (384, 688), (720, 1280), (256, 256)])
 def test_scale_factor_equals_the_pipelines(tiny, task, size):

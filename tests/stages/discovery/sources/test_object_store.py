@@ -151,6 +151,7 @@ def _size_in_child(blob: RemoteFile) -> int:
     return len(read_all(blob))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_another_process_opens_it_too(s3, method: str) -> None:
     s3.pipe_file("media/a.jpg", b"12345")

@@ -241,6 +241,7 @@ def test_extras_are_what_can_be_compared() -> None:
     assert dict(ignored) == {"column that is neither text nor number": 3}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30),

@@ -108,6 +108,7 @@ def test_captions_that_merge_with_the_instruction(edited):
     assert (encoder.stats.shared, encoder.stats.whole) == (3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("negative", [False, True])
 def test_bfloat16_is_as_near_as_the_pipelines(edited, near, negative):
     """A batch, with a caption that merges with the instruction, against the pipeline's own float32 and bfloat16."""

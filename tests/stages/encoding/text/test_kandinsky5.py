@@ -136,6 +136,7 @@ def test_captions_that_merge_with_the_template(loaded, edited, kind):
     assert (encoder.stats.shared, encoder.stats.whole) == (3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("i2v")])  # t2v's template
 def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
     """A batch, with a caption that merges with the template, against the pipeline's own float32 and bfloat16."""

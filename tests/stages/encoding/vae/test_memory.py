@@ -52,6 +52,7 @@ def plain(opened):
     return {frames: encoder.encode(clip(frames), [0], "moments") for frames in (1, 5, 17, 29)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frames_at_once", [1, 2, 3, 17])
 def test_chunked_frames_give_the_plain_result(opened, plain, frames_at_once, record_property) -> None:
     """One frame, one window and several, chunks that do and do not divide them."""
@@ -161,6 +162,7 @@ def test_slicing_is_encoding_one_by_one(opened, name) -> None:
     assert torch.equal(sliced.encode(pixels, [0, 1], "sample"), alone) and sliced.settings() == plain.settings()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened, name, record_property) -> None:
     """Another result than without; the difference is recorded. A picture no larger than a tile has none."""

@@ -68,6 +68,7 @@ def reference_latents(name, vae, pixels_BCTHW, seed) -> torch.Tensor:
     return z.unsqueeze(2) * vae.config.scaling_factor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AUTOENCODERS)
 def test_latents_equal_diffusers(loaded, name, record_property):
     ours, vae = loaded[name]

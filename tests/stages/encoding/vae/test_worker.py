@@ -64,6 +64,7 @@ def differences(home, row: ShardRow, files: list[Path], conditions: list[Path]) 
     return latent, least("condition", "condition", [pixels(path)[:, :, :1] for path in conditions])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["t2i", "i2i", "t2v", "i2v"])
 def test_shards_hold_what_diffusers_encodes(project, task, record_property) -> None:
     """Drawn from the posterior, seeded by the sample and by what is encoded of it; i2v's first frame alone."""
