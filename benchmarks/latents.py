@@ -154,7 +154,7 @@ def benchmark_on_device(one: Path, all_: Path, repeat: int) -> None:
     device = model_loading.select_device(config.stages.encode_latents)
     vae = base.load_autoencoder(config, device)._vae
     batches = batch_shapes(all_)
-    clips, frames = config.model.spec.video, sum(members * frames for members, frames, _, _ in batches)
+    clips, frames = config.model.family_spec.video, sum(members * frames for members, frames, _, _ in batches)
     ready = [torch.rand(b, 3, t, h, w, device=device, dtype=vae.dtype) * 2 - 1 for b, t, h, w in batches]
     ready = ready if clips else [batch[:, :, 0] for batch in ready]
 

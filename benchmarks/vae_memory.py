@@ -50,13 +50,15 @@ class Case:
     name: str
     shape: tuple[int, int, int]
     dtype: str
-    levers: MemoryOptions
+    memory_options: MemoryOptions
     overrides: tuple[tuple[str, Any], ...] = ()
 
     @property
     def label(self) -> str:
-        words = [f"chunk_frames {self.levers.chunk_frames}"] if self.levers.chunk_frames else []
-        words += [f"tiling {self.levers.tile}/{self.levers.tile_stride}"] if self.levers.tile else []
+        words = [f"chunk_frames {self.memory_options.chunk_frames}"] if self.memory_options.chunk_frames else []
+        words += (
+            [f"tiling {self.memory_options.tile}/{self.memory_options.tile_stride}"] if self.memory_options.tile else []
+        )
         return " + ".join(words) or "plain"
 
     def pixels(self, device: str) -> torch.Tensor:
@@ -102,7 +104,7 @@ class MemoryMeter(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         self.live = self.peak = 0
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.sizes:
@@ -118,7 +120,7 @@ class MemoryMeter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self.hold(leaf)
+                self.add(leaf)
         return out
 
 
@@ -131,10 +133,10 @@ def compute_peak(case: Case) -> int:
             vae = make_untrained(MODEL_NAMES[case.name], "true", **dict(case.overrides)).eval()
     finally:
         torch.set_default_dtype(kept)
-    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.levers)
+    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.memory_options)
     meter = MemoryMeter()
     for parameter in vae.parameters():
-        meter.hold(parameter)
+        meter.add(parameter)
     with meter, FlashAttentionMode():
         case.encode(vae, case.pixels("meta"))
     return meter.peak
@@ -153,7 +155,7 @@ def _measure_cpu(case: Case) -> tuple[int, float]:
     torch.set_num_threads(1)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, overrides=dict(case.overrides))
-    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.levers)
+    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.memory_options)
     begin = time.perf_counter()
     case.encode(vae, case.pixels("cpu"))
     seconds = time.perf_counter() - begin
@@ -163,7 +165,7 @@ def _measure_cpu(case: Case) -> tuple[int, float]:
 def measure_cuda(case: Case) -> tuple[int, float]:
     """(bytes of torch.cuda.max_memory_allocated, seconds of the second run), in this process."""
     vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, device="cuda")
-    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.levers)
+    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.memory_options)
     torch.cuda.reset_peak_memory_stats()
     seconds = 0.0
     for _ in range(2):

@@ -140,10 +140,10 @@ def make_encoded_project(folder: Path, items: int, unit_mib: float) -> Path:
     plan = current_plan(store, config)
     one = Array.from_numpy(np.ones((1, 1, 1, 1), np.uint16), "bfloat16")
     for stage in stage_registry.required_stages(config):
-        work = stage.work(store, config, plan)
+        work = stage.state(store, config, plan)
         libraries = {"libraries": {"torch": "2.13.0", "diffusers": "0.42.1"}}
         store.publish_bytes(
-            f"{stage.kind}/{work.fingerprint}/provenance.json", json.dumps(stage.parts(config)).encode()
+            f"{stage.kind}/{work.fingerprint}/provenance.json", json.dumps(stage.fingerprint_inputs(config)).encode()
         )
         for unit in work.units:
             ids = list(unit.members)

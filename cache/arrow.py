@@ -172,21 +172,23 @@ class ShardReader(BaseShardReader):
     """Reads `rel`. Opening reads the end of the file only; a row costs one read."""
 
     def _open(self) -> None:
-        self._frames = self.attempt(lambda: arrow_ipc.read_batch_index(self.file), "it is not a whole Arrow file")
+        self._frames = self.read_or_damage(
+            lambda: arrow_ipc.read_batch_index(self.file), "it is not a whole Arrow file"
+        )
         schema = self._frames.schema
         metadata = schema.metadata or {}
         described = metadata.get(DESCRIPTION_KEY, b"")
         if xxhash.xxh3_128_hexdigest(described).encode() != metadata.get(DESCRIPTION_CHECKSUM_KEY):
             raise DamageError(self.path, "its description is missing or changed")
-        value = self.attempt(lambda: json_checks.parse_json(described), "its description is no JSON")
+        value = self.read_or_damage(lambda: json_checks.parse_json(described), "its description is no JSON")
         self.meta = parse_description(value, self.path)
-        self.columns = self.attempt(lambda: _parse_columns(schema), "its columns are not those of a shard")
-        if len(self._frames.places) != len(self.meta.ids):
-            count = len(self._frames.places)
+        self.columns = self.read_or_damage(lambda: _parse_columns(schema), "its columns are not those of a shard")
+        if len(self._frames.ranges) != len(self.meta.ids):
+            count = len(self._frames.ranges)
             raise DamageError(self.path, f"it has {count} rows and says that it has {len(self.meta.ids)}")
 
     def _row(self, i: int) -> tuple[ShardRow, bytes, str]:
-        batch = arrow_ipc.read_batch(self.file, self._frames.places[i], self._frames.schema)
+        batch = arrow_ipc.read_batch(self.file, self._frames.ranges[i], self._frames.schema)
         if batch.num_rows != 1:
             raise ValueError(f"{batch.num_rows} rows in one batch")
         tensors = {}
@@ -206,7 +208,7 @@ class ShardReader(BaseShardReader):
         self.file.seek(0)
         if self.file.read(len(arrow_ipc.FILE_START)) != arrow_ipc.FILE_START:
             raise DamageError(self.path, "it does not start as an Arrow file")
-        schema = self.attempt(lambda: pa.ipc.read_schema(self.file), "the schema at its start can't be read")
+        schema = self.read_or_damage(lambda: pa.ipc.read_schema(self.file), "the schema at its start can't be read")
         if not schema.equals(self._frames.schema, check_metadata=True):
             raise DamageError(self.path, "the schemas at its start and end differ")
 

@@ -31,7 +31,7 @@ class BatchIndex:
     """The schema of a file, and of each batch the offset and length of its message."""
 
     schema: pa.Schema
-    places: list[tuple[int, int]]
+    ranges: list[tuple[int, int]]
 
 
 def find_footer(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:

@@ -41,7 +41,7 @@ def check_task(model: Model) -> None:
         found = {str(read_object(folder / MODEL_INDEX).get("_class_name"))}
     else:
         return
-    wanted = model.spec.pipelines[model.task]
+    wanted = model.family_spec.pipelines[model.task]
     made_for = [
         f"{family.name} {task}"
         for family in FAMILIES.values()
@@ -66,7 +66,7 @@ def check_transformer(model: Model) -> None:
 
     Of a repository that small file is fetched.
     """
-    for part in model.spec.components:
+    for part in model.family_spec.components:
         check_component(model, part)
         config = read_component_config(model.source, model.revision, part)
         _check_attention(model, config)
@@ -74,7 +74,7 @@ def check_transformer(model: Model) -> None:
 
 
 def _require_task_of(model: Model, part: str, config: dict[str, Any]) -> None:
-    for key, wanted in model.spec.transformer_config[model.task].items():
+    for key, wanted in model.family_spec.transformer_config[model.task].items():
         found = config.get(key, False if isinstance(wanted, bool) else wanted)
         if found != wanted:
             raise CheckpointMismatch(
@@ -88,7 +88,7 @@ def check_autoencoder(model: Model) -> None:
     """OtherCheckpoint where the autoencoder gives latents that the family's transformer can't read."""
     check_component(model, "vae")
     config = read_component_config(model.source, model.revision, "vae")
-    for key, wanted in model.spec.autoencoder_config.items():
+    for key, wanted in model.family_spec.autoencoder_config.items():
         found = config.get(key, wanted)
         found = len(found) if isinstance(found, list) else found
         if found != wanted:
@@ -108,7 +108,7 @@ def check_autoencoder(model: Model) -> None:
 def check_component(model: Model, part: str) -> None:
     """OtherCheckpoint where the part holds another kind of model than the family's."""
     config = read_component_config(model.source, model.revision, part)
-    found, wanted = config.get("_class_name") or config.get("model_type"), model.spec.models[part]
+    found, wanted = config.get("_class_name") or config.get("model_type"), model.family_spec.model_classes[part]
     if found != wanted:
         raise CheckpointMismatch(
             f"{model.source}: {part} is a {found}, and {model.family} has a {wanted} there",
@@ -123,12 +123,12 @@ def bucket_side_multiple(model: Model) -> int:
     other checkpoint's own config is asked. Raises CheckpointMismatch where it is for another family or task.
     """
     check_task(model)
-    sparse, part = model.spec.sparse, model.spec.components[0]
+    sparse, part = model.family_spec.sparse, model.family_spec.components[0]
     if sparse is None:
-        return model.spec.side_multiple
+        return model.family_spec.side_multiple
     known = find_published(model.source) if local_folder(model.source) is None else []
     asked = known[0][1].sparse if known else sparse.asked(read_component_config(model.source, model.revision, part))
-    return sparse.side_multiple if asked else model.spec.side_multiple
+    return sparse.side_multiple if asked else model.family_spec.side_multiple
 
 
 def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
 
     The other way round nothing is wrong: what is planned for sparse attention suits full attention.
     """
-    multiple, sparse = bucket_side_multiple(model), model.spec.sparse
+    multiple, sparse = bucket_side_multiple(model), model.family_spec.sparse
     if sparse is not None and sparse.asked(transformer_config) and multiple != sparse.side_multiple:
         raise CheckpointMismatch(
             f"{model.source}: transformer/config.json asks for {sparse.name} attention, which needs sides in multiples "
@@ -154,9 +154,9 @@ def pin_revision(model: Model, memo: Store) -> Model:
         return model
     commit = current_commit(model.source, model.revision, memo)
     found = model.model_copy(update={"revision": commit})
-    if model.spec.sparse is not None and find_published(model.source):
+    if model.family_spec.sparse is not None and find_published(model.source):
         try:
-            config = read_component_config(model.source, commit, model.spec.components[0])
+            config = read_component_config(model.source, commit, model.family_spec.components[0])
         except WeightsError:  # offline, and only other parts are here: the trainer compares
             return found
         _check_attention(found, config)

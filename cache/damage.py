@@ -44,7 +44,7 @@ class DamageError(LatentpressError):
         super().__init__(f"{where}: {reason}", f"to rebuild it: {rebuild_advice(path)}")
 
     def document(self) -> dict[str, Any]:
-        return super().document() | {name: getattr(self, name) for name in ("path", "reason", "row", "id")}
+        return super().to_dict() | {name: getattr(self, name) for name in ("path", "reason", "row", "id")}
 
     def __reduce__(self) -> tuple:
         return (DamageError, (self.path, self.reason, self.row, self.id))

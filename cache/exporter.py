@@ -87,7 +87,7 @@ def estimate_row_size(data: TrainSet, group: RowGroup) -> RowSize:
     """The mean of some rows of a group, evenly spaced: all rows of a bucket have latents of one size."""
     _, _, first, last = group
     count = min(SIZE_SAMPLE_ROWS, last - first)
-    every = [data.parts(first + (2 * i + 1) * (last - first) // (2 * count)) for i in range(count)]
+    every = [data.part_rows(first + (2 * i + 1) * (last - first) // (2 * count)) for i in range(count)]
     whole = [sum(row_bytes(row) for row in parts.values()) for parts in every]
     text = [sum(row_bytes(row) for name, row in parts.items() if kind_of(name) == "text") for parts in every]
     return RowSize(sum(whole) / count, sum(text) / count)
@@ -101,11 +101,11 @@ class Exporter:
     """One set, and where and how it is written. captions: with the words of each text."""
 
     def __init__(self, data: TrainSet, target: Store, form: str, limit_mib: float, captions: bool) -> None:
-        self.data, self.target, self.form = data, target, form
+        self.data, self.target, self.format = data, target, form
         self._words = load_captions(data) if captions else None
         self.groups = data.groups
         self.sizes = [estimate_row_size(data, group) for group in self.groups]
-        self.pieces = divide_groups(self.groups, self.sizes, limit_mib * MIB)
+        self.shards = divide_groups(self.groups, self.sizes, limit_mib * MIB)
         index = data.tables["index"]
         most = pc.max(pc.list_value_length(index.column("texts"))).as_py()
         null = data.meta["null_text"] is not None or index.column("null_text").null_count < index.num_rows
@@ -146,7 +146,7 @@ class Exporter:
     @property
     def missing_shards(self) -> list[ExportShard]:
         """The pieces of which there is no shard yet."""
-        return [piece for piece in self.pieces if piece.unit not in self._there]
+        return [piece for piece in self.shards if piece.unit not in self._there]
 
     def is_complete(self, piece: ExportShard) -> bool:
         """Whether the shard of `piece` is there and holds its rows, every byte as it was written. Reads all of it."""
@@ -164,7 +164,7 @@ class Exporter:
         """Publish the shard of `piece`; bytes of its tensors. DamageError where a row that it takes is damaged."""
         ids = self._ids(piece)
         rows = (
-            pack_row(id, self.data.parts(number), self._facts(number))
+            pack_row(id, self.data.part_rows(number), self._facts(number))
             for id, number in zip(ids, range(piece.start, piece.stop), strict=True)
         )
         return self._publish(SAMPLES_KIND, piece.unit, piece.bucket, ids, self._parts, rows)
@@ -174,7 +174,7 @@ class Exporter:
         prompts = self.record["validation"]
         if not prompts:
             return
-        found = [self.data.prompt(number) for number in range(len(prompts))]
+        found = [self.data.prompt_rows(number) for number in range(len(prompts))]
         keys = ("name", "prompt", "negative_prompt", "bucket")
         ids = [prompt_id(number) for number in range(len(prompts))]
         facts = [{key: prompt[key] for key in keys} | self._named for prompt in prompts]
@@ -190,7 +190,7 @@ class Exporter:
         provenance |= {"set": self.data.id, "made_with": self.record["export"]["made_with"]}
         meta = ShardMeta(kind, self.name, unit, bucket, ids, [], provenance)
         names, size = part_columns(self._columns, parts), 0
-        with shard_io.open_writer(self.target, f"{kind}/{self.name}/{unit}", meta, names, self.form) as out:
+        with shard_io.open_writer(self.target, f"{kind}/{self.name}/{unit}", meta, names, self.format) as out:
             for row in rows:
                 out.add(row)
                 size += row_bytes(row)
@@ -212,10 +212,10 @@ class Exporter:
 
     def publish(self) -> None:
         """The tables, then set.json, then the pointer to it."""
-        suffix = SUFFIXES[self.form]
-        paths = [f"{SAMPLES_KIND}/{self.name}/{piece.unit}{suffix}" for piece in self.pieces]
+        suffix = SUFFIXES[self.format]
+        paths = [f"{SAMPLES_KIND}/{self.name}/{piece.unit}{suffix}" for piece in self.shards]
         paths += [f"{PROMPTS_KIND}/{self.name}/000000{suffix}"] if self.record["validation"] else []
-        counts = [piece.stop - piece.start for piece in self.pieces]
+        counts = [piece.stop - piece.start for piece in self.shards]
         places = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
         texts = self.data.tables["texts"].column("text_id")
         nowhere = pa.nulls(len(texts), pa.int32())

@@ -46,7 +46,7 @@ class StoreError(LatentpressError):
         self.path, self.reason = path, reason
 
     def document(self) -> dict[str, Any]:
-        return super().document() | {"path": self.path, "reason": self.reason}
+        return super().to_dict() | {"path": self.path, "reason": self.reason}
 
     def __reduce__(self) -> tuple:
         return (StoreError, (self.path, self.reason, self.next_step))

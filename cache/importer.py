@@ -52,8 +52,8 @@ class Importer:
         self.record: dict[str, Any] = {**plain, "validation": [dict(prompt) for prompt in plain["validation"]]}
         codes = np.asarray(self.index.column("sample_id").combine_chunks().dictionary_encode().indices)
         self._first = np.unique(codes, return_index=True)[1][codes]  # (n,) the first row of the same sample
-        self.parts = self._divide()
-        placed = {number for part in self.parts for number in part.numbers()}
+        self.shards = self._divide()
+        placed = {number for part in self.shards for number in part.numbers()}
         self.prompts = self._of_prompts(placed)
 
     # -- what goes where -------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Importer:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def is_there(self) -> bool:
+    def is_present(self) -> bool:
         """Whether the target holds this set, and not by an earlier import. TargetError where it holds it otherwise."""
         rel = f"sets/{self.data.id}/set.json"
         if not self.target.exists(rel):
@@ -211,12 +211,12 @@ class Importer:
         # (2, n) shard and row of each sample, by kind, and (2, m) of each text
         own = {kind: np.full((2, len(self.index)), -1, np.int64) for kind in self.of_samples}
         text = np.full((2, len(self.data.tables["texts"])), -1, np.int64)
-        for part in self.parts:
+        for part in self.shards:
             for kind, places in own.items() if part.samples else ():
                 places[0, part.samples] = place(kind, self._path(kind, part.unit))
                 places[1, part.samples] = np.arange(len(part.samples))
         of_prompts = (self._unit("prompts"), [number for _, _, number in self.prompts])
-        for unit, numbers in (*((part.unit, part.numbers()) for part in self.parts), of_prompts):
+        for unit, numbers in (*((part.unit, part.numbers()) for part in self.shards), of_prompts):
             if numbers:
                 text[0, numbers] = place("text", self._path("text", unit))
                 text[1, numbers] = np.arange(len(numbers))

@@ -30,7 +30,7 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
         raise SetError(f"{printable(repr(set_id))} is no name that a training set has", "Correct train.set.")
     rel = f"sets/{set_id}/set.json"
     if not store.exists(rel):
-        known = sorted({name.split("/")[0] for name in store.names("sets") if name.endswith("/set.json")})
+        known = sorted({name.split("/")[0] for name in store.list_names("sets") if name.endswith("/set.json")})
         raise SetError(
             f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(known) or 'none'}",
             "Correct train.set, or run `latentpress index`.",
@@ -73,7 +73,7 @@ def newest_set(store: Store, family: str, task: str) -> str:
     if not store.exists(rel):
         others = sorted(
             name.removeprefix("current-").removesuffix(".json")
-            for name in store.names("sets")
+            for name in store.list_names("sets")
             if name.startswith("current-") and not CONFIG_POINTER_PATTERN.fullmatch(f"sets/{name}")
         )
         raise SetNotFound(

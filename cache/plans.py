@@ -107,11 +107,11 @@ class Plan:
         return RowLookup(self.text_table, "text_id")
 
     @cached_property
-    def places(self) -> RowLookup:
+    def active_rows(self) -> RowLookup:
         """sample_id -> row of schemas.tables.ACTIVE_SCHEMA: where the sample's files lie as of this plan."""
         return RowLookup(self.active, "sample_id")
 
-    def own(self, what: str) -> pa.Table:
+    def own_table(self, what: str) -> pa.Table:
         """Its own "samples", "texts", "units" or "active", without those of earlier generations."""
         return read_plan_table(self.store, self.name, what)
 
@@ -135,7 +135,7 @@ class Plan:
 
 def list_plans(store: Store) -> list[str]:
     """Published generations, oldest first."""
-    listed = (name for name in store.names("plans") if is_project_file(f"plans/{name}"))
+    listed = (name for name in store.list_names("plans") if is_project_file(f"plans/{name}"))
     return sorted(name.split("/")[0] for name in listed if name.endswith("/plan.json"))
 
 
@@ -165,14 +165,14 @@ def find_damage(store: Store, name: str) -> DamageError | None:
 
 def quarantine(store: Store, name: str) -> str:
     """Move a generation, the file that makes it exist first, to damaged/plans/; where it lies then."""
-    taken, number = {kept.partition("/")[0] for kept in store.names("damaged/plans")}, 1
+    taken, number = {kept.partition("/")[0] for kept in store.list_names("damaged/plans")}, 1
     while f"{name}.{number}" in taken:
         number += 1
     kept = f"damaged/plans/{name}.{number}"
-    for file in sorted(store.names(f"plans/{name}"), key=lambda file: file != "plan.json"):
+    for file in sorted(store.list_names(f"plans/{name}"), key=lambda file: file != "plan.json"):
         if is_project_file(f"plans/{name}/{file}"):
             store.move(f"plans/{name}/{file}", f"{kept}/{file}")
-    store.prune(f"plans/{name}")
+    store.remove_empty_folders(f"plans/{name}")
     return kept
 
 

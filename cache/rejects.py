@@ -59,7 +59,7 @@ def read_list(store: Store, stage: str, name: str) -> pa.Table:
 def read_stage(store: Store, stage: str, damaged: dict[str, DamageError] | None = None) -> dict[str, list[dict]]:
     """name -> rows, of everything that `stage` set aside. damaged: takes the lists that are; else they are errors."""
     found = {}
-    for file in store.names(f"rejects/{stage}"):
+    for file in store.list_names(f"rejects/{stage}"):
         if file.endswith(".arrow"):
             name = file.removesuffix(".arrow")
             try:

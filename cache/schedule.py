@@ -69,7 +69,7 @@ class GlobalBatch:
     rows: Ints
     passes: Ints
 
-    def share(self, rank: int, world: int) -> tuple[Ints, "GlobalBatch"]:
+    def for_rank(self, rank: int, world: int) -> tuple[Ints, "GlobalBatch"]:
         """This rank's positions and the batch cut to them; ranks get contiguous, equal, disjoint parts."""
         size = len(self.rows)
         assert size % world == 0 and 0 <= rank < world, f"{size} samples do not divide over {world} ranks"
@@ -118,7 +118,7 @@ class BatchSchedule:
         self._until = np.cumsum(self._batches)
 
     @property
-    def samples(self) -> int:
+    def draws_per_epoch(self) -> int:
         """Draws of one epoch, repeats and weights counted, fill not."""
         return sum(walk.draws for walk in self._walks)
 
@@ -155,7 +155,7 @@ class BatchSchedule:
         places = np.arange(first, first + self.global_batch, dtype=np.int64)
         again, position = places // walk.draws, places % walk.draws
         key = derive_seed(f"{self.seed}/{epoch}/{walk.bucket}", "samples")
-        rows, passes, most = walk.take(epoch, permute(position, walk.draws, key))
+        rows, passes, most = walk.rows_of(epoch, permute(position, walk.draws, key))
         return GlobalBatch(step, epoch, walk.bucket, rows, passes + again * most)
 
 
@@ -170,7 +170,7 @@ class _DrawTable:
         self.ends = np.cumsum(self.each)
         self.draws = int(self.ends[-1])
 
-    def take(self, epoch: int, draw: Ints) -> tuple[Ints, Ints, Ints]:
+    def rows_of(self, epoch: int, draw: Ints) -> tuple[Ints, Ints, Ints]:
         """(row, its passes before, the most passes that an epoch gives a row of its span) of each draw of an epoch."""
         span = np.searchsorted(self.ends, draw, side="right")
         count, each = self.counts[span], self.each[span]

@@ -115,7 +115,7 @@ def _points_to(store: Store, rel: str, name: str) -> bool:
 def local_weights(model: Model, memo: Store) -> dict[str, JsonDict]:
     """kind -> what names the weights of its encoder, where the checkpoint has them here. Of a repository nothing is
     fetched; where its commit is not known, it is left out."""
-    parts = {"text": model.spec.text_components, "latents": model.spec.latent_components}
+    parts = {"text": model.family_spec.text_components, "latents": model.family_spec.latent_components}
     found = dict[str, JsonDict]()
     if local_folder(model.source) is not None:
         for kind, folders in parts.items():
@@ -140,7 +140,7 @@ def _pointer_prefix(made: Mapping[str, Any]) -> str:
 def _find_configured_sets(store: Store, mine: JsonDict, weights: Mapping[str, JsonDict]) -> dict[str, str]:
     """Pointer -> id of the sets that a recipe makes with these weights, as far as they are known."""
     found = {}
-    for rel in (f"sets/{name}" for name in store.names("sets")):
+    for rel in (f"sets/{name}" for name in store.list_names("sets")):
         if rel.startswith(_pointer_prefix(mine)) and CONFIG_POINTER_PATTERN.fullmatch(rel):
             name = read_pointer(store, rel)
             there = store.exists(_set_json_path(name))

@@ -125,7 +125,7 @@ class BaseShardReader(ABC):
             raise DamageError(self.path, f"it has {len(self)} rows", i)
         id = self.meta.ids[i]
         self._check_length()
-        return self.attempt(lambda: self._checked(i, id, verify), "it can't be read", i, id)
+        return self.read_or_damage(lambda: self._checked(i, id, verify), "it can't be read", i, id)
 
     def _checked(self, i: int, id: str, verify: bool) -> ShardRow:
         row, info, checksum = self._row(i)
@@ -162,7 +162,7 @@ class BaseShardReader(ABC):
             except ValueError as error:
                 raise DamageError(self.path, str(error), i, row.id) from error
 
-    def attempt(self, read: Callable[[], T], reason: str, row: int | None = None, id: str | None = None) -> T:
+    def read_or_damage(self, read: Callable[[], T], reason: str, row: int | None = None, id: str | None = None) -> T:
         """`read()`, with what it raises on bytes that are not what they should be turned into DamageError. A disk
         or a network that fails is no damage: StoreError."""
         with explained(self.path):
@@ -203,7 +203,7 @@ def unit_name(name: str) -> str:
 
 def find_done_units(store: Store, prefix: str) -> dict[str, str]:
     """Unit -> path of its shard, for every finished unit in folder `prefix`; one listing."""
-    names = [name for name in store.names(prefix) if "/" not in name]
+    names = [name for name in store.list_names(prefix) if "/" not in name]
     done = {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
     return done | {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
 

@@ -81,14 +81,14 @@ class Store:
             self.fs.invalidate_cache()
             return self.fs.exists(self.path(rel))
 
-    def names(self, prefix: str = "") -> list[str]:
+    def list_names(self, prefix: str = "") -> list[str]:
         """Files under folder `prefix` at any depth, relative to it, sorted; [] where there is no such folder.
         Temporaries are left out. One listing."""
         with explained(self.path(prefix)):
             found = self._local_names(prefix) if self.root is not None else self._remote_names(prefix)
         return sorted(name for name in found if not is_unfinished(name.rpartition("/")[2]))
 
-    def entries(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
+    def list_files(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
         """What `names` gives, with sizes and times; one listing. temporaries: what stores are writing, instead."""
         with explained(self.path(prefix)):
             local = self.local(prefix)
@@ -289,7 +289,7 @@ class Store:
             elif self.exists(rel):
                 self.fs.rm_file(self.path(rel))
 
-    def prune(self, prefix: str) -> None:
+    def remove_empty_folders(self, prefix: str) -> None:
         """Remove the folders at and below `prefix` that hold nothing; an object store has none."""
         top = self.local(prefix)
         if top is not None and prefix:

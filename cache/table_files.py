@@ -75,7 +75,7 @@ def read_table(file: pa.NativeFile) -> tuple[pa.Table, str]:
                 f"a column {json_checks.printable(field.name)} of type {json_checks.printable(field.type)}"
             )
     table = pa.Table.from_batches(
-        [arrow_ipc.read_batch(file, place, frames.schema) for place in frames.places], frames.schema
+        [arrow_ipc.read_batch(file, place, frames.schema) for place in frames.ranges], frames.schema
     )
     metadata = {key: value for key, value in (frames.schema.metadata or {}).items() if key != CHECKSUM_KEY}
     return table.replace_schema_metadata(metadata or None), found

@@ -72,6 +72,6 @@ def find_tensor_problem(
             return f"{one} is {array.shape[-1]} wide, and the transformer reads {widths[one]}"
         if array.dtype not in INFINITY_BITS:
             return f"{one} is {array.dtype}, and should be of floating point"
-        if not array.finite():
+        if not array.is_finite():
             return f"{one} has numbers that are NaN or infinite"
     return ""

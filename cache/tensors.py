@@ -82,7 +82,7 @@ class Array:
         view = memoryview(self.data)
         return view.cast("B") if view.nbytes else memoryview(b"")
 
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether no number is NaN or infinite: an exponent of ones alone is one or the other."""
         if self.dtype not in INFINITY_BITS or not self.nbytes:
             return True

@@ -161,7 +161,7 @@ class TrainSet:
     def sample(self, row: int, caption: int = 0, dropped: bool = False) -> Sample:
         """Row `row` with its caption number `caption`, or with the null prompt where it is `dropped`."""
         text = "null" if dropped else f"text{caption}"
-        parts = self.parts(row, (SAMPLE, *self.kinds, text))
+        parts = self.part_rows(row, (SAMPLE, *self.kinds, text))
         self._check(parts, self._index.column("bucket")[row].as_py(), partial(self._place, row))
         tensors = dict(parts[SAMPLE].tensors)
         for kind in self.kinds:
@@ -186,7 +186,7 @@ class TrainSet:
         """The validation prompts of the configuration that the set was made with, everything read and checked."""
         prompts = []
         for number, entry in enumerate(self.meta["validation"]):
-            parts = self.prompt(number)
+            parts = self.prompt_rows(number)
             self._check(parts, entry["bucket"], partial(self._prompt_place, number))
             condition = parts["condition"].tensors["latent"] if "condition" in parts else None
             names = (entry["name"], entry["prompt"], entry["negative_prompt"], entry["bucket"])
@@ -200,7 +200,7 @@ class TrainSet:
         texts = [f"text{i}" for i in range(len(entry["texts"]))]
         return [SAMPLE, *self.kinds, *texts, *(["null"] if self._null(entry) is not None else [])]
 
-    def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, ShardRow]:
+    def part_rows(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, ShardRow]:
         """Rows of shards, checksums verified, that belong to row `row`: those in `names`, by default all of them.
         verify: check again what an export says of each part of a row; in a root each is a row of its own."""
         names = self.part_names(row) if names is None else names
@@ -219,7 +219,7 @@ class TrainSet:
         kind = "" if name == SAMPLE else f"{name}_"
         return entry[f"{kind}shard"], entry[f"{kind}row"]
 
-    def prompt(self, number: int, verify: bool = False) -> dict[str, ShardRow]:
+    def prompt_rows(self, number: int, verify: bool = False) -> dict[str, ShardRow]:
         """The rows of validation prompt `number`: "text", "negative" and, where it has an image, "condition"."""
         entry = self.meta["validation"][number]
         ids: dict[str, str | None] = {name: self.text_id(entry[name]) for name in ("text", "negative")}

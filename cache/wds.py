@@ -253,9 +253,11 @@ class ShardReader(BaseShardReader):
             data = self.store.read_bytes(name)
         except FileNotFoundError as error:
             raise DamageError(self.path, f"its description {name} is missing") from error
-        sidecar = self.attempt(lambda: parse_with_checksum(data), f"its description {name} is changed")
+        sidecar = self.read_or_damage(lambda: parse_with_checksum(data), f"its description {name} is changed")
         self.meta = parse_description(sidecar, self.path)
-        self._entries, self._hash = self.attempt(lambda: _parse_entries(sidecar), f"its description {name} is wrong")
+        self._entries, self._hash = self.read_or_damage(
+            lambda: _parse_entries(sidecar), f"its description {name} is wrong"
+        )
         if [entry.id for entry in self._entries] != self.meta.ids:
             raise DamageError(self.path, f"its description {name} names other rows than it places")
         if self._size != sidecar["size"]:
@@ -278,12 +280,12 @@ class ShardReader(BaseShardReader):
 
     def _check_file(self) -> None:
         """The whole file, headers and padding included, which random access never looks at, but tar does."""
-        if self.attempt(lambda: _hash_file(self.file), "it can't be read") != self._hash:
+        if self.read_or_damage(lambda: _hash_file(self.file), "it can't be read") != self._hash:
             raise DamageError(self.path, "the checksum of the whole file does not match")
         for i, entry in enumerate(self._entries):
             for place, suffix in ((entry.tensors, "safetensors"), (entry.info, "json")):
                 wrong = partial(self._check_header, place, f"{entry.id}.{suffix}")
-                self.attempt(wrong, "the header of one of its members is wrong", i, entry.id)
+                self.read_or_damage(wrong, "the header of one of its members is wrong", i, entry.id)
 
     def _check_header(self, place: tuple[int, int], name: str) -> None:
         """ValueError where another reader would take the member for another: a link, another name, another size."""

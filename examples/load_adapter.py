@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def pipeline_name(config: Config) -> str:
-    return config.model.spec.pipelines[config.model.task]
+    return config.model.family_spec.pipelines[config.model.task]
 
 
 def missing_components(config: Config) -> dict[str, Any]:
     """Parts to hand to from_pretrained because it can't make them here."""
-    if config.model.spec.models["text_encoder"] != "qwen2_5_vl" or find_spec("torchvision") is not None:
+    if config.model.family_spec.model_classes["text_encoder"] != "qwen2_5_vl" or find_spec("torchvision") is not None:
         return {}
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -104,7 +104,7 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
     if torch.cuda.is_available():
         pipeline.enable_model_cpu_offload()
     given: dict[str, Any] = {"prompt": arguments.prompt, "generator": torch.Generator().manual_seed(arguments.seed)}
-    given["num_inference_steps"] = arguments.steps or config.validation.steps or config.model.spec.steps
+    given["num_inference_steps"] = arguments.steps or config.validation.steps or config.model.family_spec.steps
     if arguments.image:
         given["image"] = Image.open(arguments.image).convert("RGB")
     if size := arguments.size or config.validation.size:
@@ -124,7 +124,7 @@ def size_arguments(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any
         pipeline.resolutions = [(size.width, size.height)]  # it would take the nearest of its own
     if "use_resolution_binning" in signature(pipeline.__call__).parameters:
         given["use_resolution_binning"] = False
-    if config.model.spec.video:
+    if config.model.family_spec.video:
         given["num_frames"] = size.frames
     return given
 
@@ -133,7 +133,7 @@ def size_arguments(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any
 def check_output_changes(config: Config) -> None:
     """Mean absolute difference of the transformer's output before and after loading what was trained."""
     torch.manual_seed(0)
-    pipeline = base_pipeline(config, **dict.fromkeys(config.model.spec.text_components))
+    pipeline = base_pipeline(config, **dict.fromkeys(config.model.family_spec.text_components))
     inputs = example_inputs(pipeline.transformer)
     before = run_transformer(pipeline.transformer, inputs)
     load_trained(pipeline, config)

@@ -140,7 +140,7 @@ class CheckpointKind:
     """What one checkpoint is made of. `parts` maps a pipeline's component to a row of SHAPES."""
 
     pipeline: str | None
-    parts: dict[str, str]
+    components: dict[str, str]
     transformer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
 
@@ -312,7 +312,7 @@ def make_model(
 
 
 def _write_tokenizers(kind: CheckpointKind, out: Path, wanted: Callable[[str], bool]) -> None:
-    for component, part in kind.parts.items():
+    for component, part in kind.components.items():
         name = component.replace("text_encoder", "tokenizer")
         if part not in TOKENIZERS or not wanted(name):
             continue
@@ -337,7 +337,7 @@ def _model_index(kind: CheckpointKind) -> dict[str, Any]:
     import diffusers
 
     index: dict[str, Any] = {"_class_name": kind.pipeline, "_diffusers_version": diffusers.__version__}
-    index |= {component: list(CLASSES[part][:2]) for component, part in kind.parts.items()}
+    index |= {component: list(CLASSES[part][:2]) for component, part in kind.components.items()}
     sana = "flow_shift" in kind.scheduler
     index["tokenizer"] = ["transformers", "GemmaTokenizer" if sana else "Qwen2VLProcessor"]
     if not sana:
@@ -365,7 +365,7 @@ def build(
         if value not in valid:
             raise ValueError(f"{value!r} is unknown; choose one of {', '.join(valid)}")
     spec, out = KINDS[kind], Path(out)
-    names = {*spec.parts, *(name.replace("text_encoder", "tokenizer") for name in spec.parts), "scheduler"}
+    names = {*spec.components, *(name.replace("text_encoder", "tokenizer") for name in spec.components), "scheduler"}
     if unknown := set(only or ()) - names:
         raise ValueError(f"no component {sorted(unknown)} in {kind}; choose of {', '.join(sorted(names - {''}))}")
     out.mkdir(parents=True, exist_ok=True)
@@ -373,7 +373,7 @@ def build(
     def wanted(name: str) -> bool:
         return not only or name in only
 
-    for component, part in spec.parts.items():
+    for component, part in spec.components.items():
         if wanted(component):
             overrides = spec.transformer if component == "transformer" else None
             model = make_model(part, size, seed=seed, dtype=dtype, device=device, overrides=overrides)

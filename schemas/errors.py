@@ -30,6 +30,6 @@ class LatentpressError(Exception):
     def __str__(self) -> str:
         return f"{self.message}\n{self.next_step}" if self.next_step else self.message
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The error as it stands under "error" in a JSON report; subclasses add their attributes."""
         return {"type": type(self).__name__, "message": self.message, "next_step": self.next_step}

@@ -137,7 +137,7 @@ class Family:
 
     name: str
     flavours: dict[str, Flavour]
-    default: str
+    default_flavour: str
     text_encoder: str
     autoencoder: str
     transformer: str
@@ -149,7 +149,7 @@ class Family:
     text_width: int
     text_components: tuple[str, ...]
     latent_components: tuple[str, ...]
-    models: dict[str, str]
+    model_classes: dict[str, str]
     transformer_config: dict[Task, dict[str, int | bool]]
     autoencoder_config: dict[str, int]
     text_widths: dict[str, str]

@@ -81,10 +81,10 @@ def dataset_settings(dataset: Dataset) -> Settings:
     """A dataset's part of it. Places are named as the configuration names them. Those of companions may differ from
     machine to machine, so of them it counts whether there are any."""
     return dataset.model_dump(exclude=set(MACHINE_OPTIONS), mode="json") | {
-        "instance_data_dir": dataset.written("instance_data_dir"),
+        "instance_data_dir": dataset.portable_path("instance_data_dir"),
         "source": dataset.resolved_source,
         "caption_strategy": dataset.resolved_caption_strategy,
-        "caption_file": dataset.written("caption_file"),
+        "caption_file": dataset.portable_path("caption_file"),
         "conditioning_data": dataset.conditioning_data is not None,
         "mask_data": dataset.mask_data is not None,
     }
@@ -103,7 +103,7 @@ QUANTIZATION_NAMES = {"nf4-bnb": "nf4-bnb: matrices of the language model's bloc
 def text_settings(config: Config) -> Settings:
     """What, beyond the texts and the encoder's weights, determines the bytes of a shard of embeddings. Settings that
     say the same have one name."""
-    model, family, template = config.model, config.model.spec, config.model.template
+    model, family, template = config.model, config.model.family_spec, config.model.template
     precision, quantization = config.text.precision or model.precision, config.text.quantization
     if quantization == "bf16" and precision == "bfloat16":
         quantization = "no_change"
@@ -126,7 +126,7 @@ def text_settings(config: Config) -> Settings:
 
 def latents_settings(config: Config) -> Settings:
     """What, beyond the samples and the autoencoder's weights, determines the bytes of a shard of latents."""
-    model, family = config.model, config.model.spec
+    model, family = config.model, config.model.family_spec
     what = {
         "stage": "encode-latents",
         "version": LATENTS_VERSION,
@@ -150,7 +150,7 @@ def latents_settings(config: Config) -> Settings:
 
 def vision_settings(config: Config) -> Settings:
     """What, beyond the samples and the vision model's weights, determines the bytes of a shard of vision features."""
-    vision, family = config.vision, config.model.spec
+    vision, family = config.vision, config.model.family_spec
     return {
         "stage": "encode-vision",
         "version": VISION_VERSION,

@@ -57,7 +57,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report.details = _report_details(config, plan, new_samples, new_texts)
     report.details |= {"changes": summary.diff_active(_latest_active(store, info), plan.active) or "none"}
     _print_warnings(config, plan, report.details["buckets"], multiple, console)
-    _report_excluded(report, plan.out)
+    _report_excluded(report, plan.rejects)
     if options.dry_run:
         report.remaining = new_samples.num_rows + new_texts.num_rows
         report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.remaining
@@ -68,8 +68,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
         store, key=key, samples=new_samples, texts=new_texts, units=made, active=plan.active, info=info
     )
     list_name = f"{config.model.family}-{config.model.task}"
-    rejects.write_rejects(store, "bucket", list_name, plan.out)
-    report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.out.num_rows else ""
+    rejects.write_rejects(store, "bucket", list_name, plan.rejects)
+    report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.rejects.num_rows else ""
     report.done = new_samples.num_rows + new_texts.num_rows
     report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.done
     report.details["new_units"] = {kind: _count_equal(made, "kind", kind) for kind in ("latents", "text")}
@@ -106,10 +106,10 @@ def _require_training_samples(plan: DraftPlan) -> None:
     if _count_equal(plan.active, "role", "train"):
         return
     items = sum(notes.items for notes in plan.notes.values())
-    reasons = ", ".join(f"{row['items']} {row['rule']}" for row in summary.count_excluded(plan.out))
+    reasons = ", ".join(f"{row['items']} {row['rule']}" for row in summary.count_excluded(plan.rejects))
     if not items:
         why = "no media was found in any dataset"
-    elif plan.out.num_rows:
+    elif plan.rejects.num_rows:
         why = f"of {items} items none is left: {reasons}"
     else:
         why = "everything is held out for evaluation"
@@ -143,7 +143,7 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
     trained = trained.filter(pc.not_equal(trained.column("role"), VALIDATION))
     details: TableRow = {
         "buckets": summary.bucket_table(config, plan.active, trained, plan.cuts),
-        "excluded": summary.count_excluded(plan.out) or "nothing",
+        "excluded": summary.count_excluded(plan.rejects) or "nothing",
         "datasets": summary.dataset_table(config, plan),
         "texts": plan.texts.num_rows,
         "disk": [

@@ -23,8 +23,10 @@ def run(config: Config, options: Options, console: Console) -> Report:
     check_folder(folder)
     report = Report(program="decode", dry_run=options.dry_run)
     files = sorted((folder / "validation").glob("*/*.safetensors"))
-    mine = [file for file in options.shard.of(files) if not _is_decoded(file, output_path(folder, config, file))]
-    report.skipped = len(options.shard.of(files)) - len(mine)
+    mine = [
+        file for file in options.partition.select(files) if not _is_decoded(file, output_path(folder, config, file))
+    ]
+    report.skipped = len(options.partition.select(files)) - len(mine)
     if options.dry_run:
         report.remaining = len(mine)
         return report
@@ -48,7 +50,7 @@ def _is_decoded(file: Path, decoded: Path) -> bool:
 
 def output_path(folder: Path, config: Config, file: Path) -> Path:
     """Where a latent's picture or video goes."""
-    return folder / "samples" / file.parent.name / (file.stem + OUTPUT_SUFFIXES[config.model.spec.video])
+    return folder / "samples" / file.parent.name / (file.stem + OUTPUT_SUFFIXES[config.model.family_spec.video])
 
 
 def _decode_all(

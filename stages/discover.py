@@ -82,7 +82,7 @@ class _DatasetDiscovery:
     accept_removed: bool
     rehash: bool
     unsaved: list[pa.Table] = field(default_factory=list)  # rows that were read and are in no file of a name yet
-    aside: list[pa.Table] = field(default_factory=list)
+    rejects: list[pa.Table] = field(default_factory=list)
 
     def run(self, report: Report) -> None:
         self.settings = DiscoverySettings.of(self.dataset)
@@ -101,7 +101,7 @@ class _DatasetDiscovery:
         self._require_media(source)  # before everything is read, and with what only reading tells
         read, media, failed = self._read_all(todo)
         self._require_media(source)
-        aside = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *self.aside])
+        aside = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *self.rejects])
         rejects.write_rejects(self.store, "discover", self.dataset.id, aside)
         self._check_limit(aside)
         table, news = self._publish()
@@ -129,7 +129,7 @@ class _DatasetDiscovery:
     def _splits(self, source: Source) -> Iterator[ListingDiff]:
         with self.console.progress(None, f"list {self.dataset.id}", "files") as progress:
             for chunk in self._scan(source):
-                self.listed.add(chunk)
+                self.listed.count(chunk)
                 yield listing_diff.diff_listing(chunk, self.known, self.dataset)
                 progress.advance(len(chunk))
 
@@ -142,9 +142,9 @@ class _DatasetDiscovery:
             raise LatentpressError(f"datasets.{self.dataset.id}: {error.message}", error.next_step) from error
 
     def _require_media(self, source: Source) -> None:
-        fraction, missing = self.config.stages.max_reject_fraction, count_missing(self.aside)
+        fraction, missing = self.config.stages.max_reject_fraction, count_missing(self.rejects)
         try:
-            self.listed.require(missing, fraction, self.accept_removed, source.ignored)
+            self.listed.require_media(missing, fraction, self.accept_removed, source.ignored)
         except LatentpressError:
             self._save()
             raise
@@ -156,7 +156,7 @@ class _DatasetDiscovery:
             self.kept_known[part.unchanged_rows] = True
             self.rows.add(part.kept)
             todo.add(part.todo)
-            self.aside += [part.rejects] if len(part.rejects) else []
+            self.rejects += [part.rejects] if len(part.rejects) else []
         return todo
 
     def _report_dry_run(self, source: Source, report: Report) -> None:
@@ -169,7 +169,7 @@ class _DatasetDiscovery:
             again += sum(_sum_values(pc.is_in(rows["path"], value_set=listed)) for rows in (part.todo, part.rejects))
             if len(part.todo):
                 size += _sum_values(part.todo.filter(part.todo["read media"])["size"])
-            self.aside += [part.rejects]
+            self.rejects += [part.rejects]
         self._require_media(source)
         new = problems + unread - again
         report.remaining += new
@@ -207,7 +207,7 @@ class _DatasetDiscovery:
             try:
                 for part, results in _read_items(isolated, todo.tables(), progress):
                     media += _sum_values(part["read media"])
-                    failed += self._take(part, results)
+                    failed += self._collect_results(part, results)
                     if time.monotonic() - saved > SAVE_EVERY_S or sum(map(len, self.unsaved)) > SAVE_EVERY_ROWS:
                         self._save()
                         saved = time.monotonic()
@@ -216,7 +216,7 @@ class _DatasetDiscovery:
                 raise
         return todo.rows, media, failed
 
-    def _take(self, part: pa.Table, results: list[Any]) -> int:
+    def _collect_results(self, part: pa.Table, results: list[Any]) -> int:
         """Rows of a listing and what was read of each; how many media of them were set aside."""
         good = [isinstance(result, dict) for result in results]
         if any(good):
@@ -227,7 +227,7 @@ class _DatasetDiscovery:
         bad = part.filter(pa.array([not fine for fine in good]))
         errors = [result for result in results if not isinstance(result, dict)]
         rows_aside = [self._reject(path, error) for path, error in zip(bad["path"].to_pylist(), errors, strict=True)]
-        self.aside.append(pa.Table.from_pylist(rows_aside, schema=REJECTS_SCHEMA))
+        self.rejects.append(pa.Table.from_pylist(rows_aside, schema=REJECTS_SCHEMA))
         return _sum_values(bad["read media"])
 
     def _add(self, listed: pa.Table, table: pa.Table) -> None:
@@ -269,7 +269,7 @@ class _DatasetDiscovery:
     def _publish(self) -> tuple[pa.Table, dict[str, int]]:
         """Put the table together, in place of the last one where it says otherwise; and what is new in it."""
         self.unsaved.clear()
-        counts, whole, keep = self._whole()
+        counts, whole, keep = self._assemble_table()
         before, partial_names = self.before, media_table.partial_table_paths(self.store, self.dataset.id)
         self.before = self.known = None  # no longer needed, and as large as the table
         new = before is None or self.rows.rows or not keep.all() or len(keep) != len(before)
@@ -280,7 +280,7 @@ class _DatasetDiscovery:
             self.store.remove(name)
         return read_media_table(self.store, self.dataset.id) if written or before is None else before, counts
 
-    def _whole(self) -> tuple[dict[str, int], pa.Table, np.ndarray]:
+    def _assemble_table(self) -> tuple[dict[str, int], pa.Table, np.ndarray]:
         """What is new, all rows that may be in the table, and which of them are, (n,) bool."""
         rows = self.rows.tables()
         if self.known is None:

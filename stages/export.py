@@ -47,14 +47,14 @@ def run(
     exporter = Exporter(data, Store(place), form or config.cache.format, shard_mib, with_captions)
     exporter.check_target()
     report = Report(program="export", dry_run=options.dry_run)
-    report.details = {"set": f"sets/{data.id}", "to": place, "shards": len(exporter.pieces)} | _estimate_sizes(exporter)
+    report.details = {"set": f"sets/{data.id}", "to": place, "shards": len(exporter.shards)} | _estimate_sizes(exporter)
     if options.dry_run:
         report.remaining = sum(piece.stop - piece.start for piece in exporter.missing_shards)
-        report.skipped = sum(piece.stop - piece.start for piece in exporter.pieces) - report.remaining
+        report.skipped = sum(piece.stop - piece.start for piece in exporter.shards) - report.remaining
         return report
     written, total = 0, len(data.tables["index"])
     with console.progress(total, "export", "samples") as progress:
-        for piece in exporter.pieces:
+        for piece in exporter.shards:
             count = piece.stop - piece.start
             if exporter.is_complete(piece):
                 report.skipped += count

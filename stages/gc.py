@@ -49,18 +49,18 @@ class UnusedItem:
     """Something to remove as a whole: its folder or file, what it is, and its files."""
 
     path: str
-    what: str
+    description: str
     entries: list[Entry] = field(default_factory=list)
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         return sum(entry.size for entry in self.entries)
 
     def row(self, now: float) -> TableRow:
         newest = max(entry.modified for entry in self.entries)
         days = max(0, int((now - newest) / DAY_S))
-        mib = round(self.bytes / MIB, 2)
-        return {"mib": mib, "days_old": days, "files": len(self.entries), "path": self.path, "what": self.what}
+        mib = round(self.total_bytes / MIB, 2)
+        return {"mib": mib, "days_old": days, "files": len(self.entries), "path": self.path, "what": self.description}
 
 
 def run(
@@ -82,7 +82,7 @@ def run(
     configs = [config, *(_load_config_of_root(path, store) for path in also or ())]
     now = time.time()
     listed = find_unused(store, configs, now - keep_days * DAY_S)
-    items, found = listed.items, sum(item.bytes for item in listed.items)
+    items, found = listed.items, sum(item.total_bytes for item in listed.items)
     report = Report(program="gc", dry_run=options.dry_run)
     report.details = {
         "unused": [item.row(now) for item in items] or f"nothing, of what was written more than {keep_days:g} days ago",
@@ -106,7 +106,7 @@ def run(
         if item.entries:
             console.log(f"removing {item.path}")
             _remove_item(store, item, listed.folders)
-    report.details["removed_mib"] = round(sum(item.bytes for item in items) / MIB, 2)
+    report.details["removed_mib"] = round(sum(item.total_bytes for item in items) / MIB, 2)
     return report
 
 
@@ -135,14 +135,14 @@ def find_unused(store: Store, configs: Sequence[Config], since: float) -> Unused
     """What nothing uses and was last written before `since`. A file is looked at where its whole name is one that this
     project gives; everything else is a person's. LatentpressError where one of the configurations has no plan.
     """
-    every = store.entries()
+    every = store.list_files()
     entries = [entry for entry in every if is_project_file(entry.name)]
     used = find_roots(store, configs, entries, since)
     items = _UnusedFinder(store, used, entries).items()
-    stale = [entry for entry in store.entries(temporaries=True) if entry.modified < time.time() - STALE]
+    stale = [entry for entry in store.list_files(temporaries=True) if entry.modified < time.time() - STALE]
     items += [UnusedItem("", "files that killed processes left half written", stale)] if stale else []
-    items.sort(key=lambda item: (-item.bytes, item.path))
-    kept = sum(entry.size for entry in entries) - sum(item.bytes for item in items if item.path)
+    items.sort(key=lambda item: (-item.total_bytes, item.path))
+    kept = sum(entry.size for entry in entries) - sum(item.total_bytes for item in items if item.path)
     return UnusedFiles(
         items, kept, [entry for entry in every if not is_project_file(entry.name)], _active_folders(used)
     )
@@ -273,7 +273,7 @@ def _remove_item(store: Store, item: UnusedItem, written_to: set[str]) -> None:
         else {item.path}
     )
     for folder in folders - written_to:
-        store.prune(folder)
+        store.remove_empty_folders(folder)
 
 
 def _sorted_for_removal(entries: Iterable[Entry]) -> list[Entry]:

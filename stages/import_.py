@@ -34,14 +34,14 @@ def run(
         raise SetError(f"{source} is no export but a root of its own, with set {data.id}", step)
     importer = Importer(data, Store(config.root), config.cache.format)
     report = Report(program="import", dry_run=options.dry_run)
-    report.details = {"set": f"sets/{data.id}", "from": source, "samples": len(data), "shards": len(importer.parts)}
-    total, there = data.tables["index"].num_rows, importer.is_there()
+    report.details = {"set": f"sets/{data.id}", "from": source, "samples": len(data), "shards": len(importer.shards)}
+    total, there = data.tables["index"].num_rows, importer.is_present()
     if there or options.dry_run:
         report.skipped, report.remaining = (total, 0) if there else (0, total)
         return report
     written = 0
     with console.progress(total, "import", "samples") as progress:
-        for part in importer.parts:
+        for part in importer.shards:
             if importer.is_complete(part):
                 report.skipped += len(part.rows)
             else:

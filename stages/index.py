@@ -53,8 +53,10 @@ def run(
     plan = current_plan(store, config)
     report = Report(program="index", dry_run=options.dry_run)
     kinds = {stage.kind: stage for stage in stage_registry.required_stages(config)}
-    works = {kind: stage.work(store, config, plan) for kind, stage in kinds.items()}
-    encoded = {kind: find_encoded(ReaderPool(store), _shard_paths(work), work.wanted) for kind, work in works.items()}
+    works = {kind: stage.state(store, config, plan) for kind, stage in kinds.items()}
+    encoded = {
+        kind: find_encoded(ReaderPool(store), _shard_paths(work), work.wanted_ids) for kind, work in works.items()
+    }
     aside = _list_set_aside(plan, encoded)
     stopped = _stopped_stages(store, config, works)
     if stopped or any(len(each.missing) for each in encoded.values()):
@@ -73,7 +75,7 @@ def run(
         "generation": plan.name,
         "recipe": build_recipe(config, bucket_side_multiple(config.model)),
         "fingerprints": {kind: work.fingerprint for kind, work in works.items()},
-        "provenance": {kind: stage.parts(config) for kind, stage in kinds.items()},
+        "provenance": {kind: stage.fingerprint_inputs(config) for kind, stage in kinds.items()},
         "null_text": joined.null_text,
         "validation": joined.validation,
     }
@@ -132,7 +134,7 @@ def _list_set_aside(plan: Plan, encoded: Mapping[str, EncodedMembers]) -> list[T
     found: dict[str, TableRow] = {}
     for kind in sorted(encoded, key=lambda kind: kind == "text"):
         for name, aside in encoded[kind].set_aside.items():
-            path = _text_label(plan, name) if kind == "text" else plan.places[name]["path"]
+            path = _text_label(plan, name) if kind == "text" else plan.active_rows[name]["path"]
             found.setdefault(name, {"item": name, "path": path, "reason": aside.reason, "message": aside.message})
     return list(found.values())
 

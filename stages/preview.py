@@ -107,7 +107,7 @@ def _show_latents(
     report.details["page"] = str(page)
     if options.dry_run:
         report.remaining = total
-        report.details["buckets"] = [cached.line(name, len(rows)) for name, rows in chosen.items()]
+        report.details["buckets"] = [cached.bucket_row(name, len(rows)) for name, rows in chosen.items()]
         return report
     _require_torch()
     _require_media(sheet, chosen)

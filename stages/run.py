@@ -113,7 +113,7 @@ class StageFailed(LatentpressError):
         self.exit_code = error.get("exit_code", document.get("exit_code", INCOMPLETE))  # type: ignore[misc]
 
     def document(self) -> dict:
-        return super().document() | self._forwarded_error
+        return super().to_dict() | self._forwarded_error
 
 
 class _StageProcesses:

@@ -62,7 +62,7 @@ def run(
 def build_report(config: Config, options: Options) -> Report:
     """How things stand now."""
     store = Store(config.root)
-    listed = {top: store.entries(top) for top in LISTED_FOLDERS}
+    listed = {top: store.list_files(top) for top in LISTED_FOLDERS}
     report = Report(program="status", dry_run=options.dry_run)
     rows = [_discover_row(store, config, _mib(listed["media"]))]
     report.remaining = rows[0]["remaining"]
@@ -76,7 +76,7 @@ def build_report(config: Config, options: Options) -> Report:
         return report
     rows.append(_bucket_row(store, config, plan, _mib(listed["plans"])))
     try:
-        works = [(stage, stage.work(store, config, plan)) for stage in stage_registry.required_stages(config)]
+        works = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except WeightsError as error:
         report.details = {"stages": rows, "checkpoint": str(error)}
         report.next_steps = [error.next_step]
@@ -134,12 +134,12 @@ def _bucket_row(store: Store, config: Config, plan: Plan, mib: float) -> TableRo
 def _stage_row(stage: EncodingStage, work: StageState, listed: Sequence[Entry]) -> TableRow:
     todo = {unit.unit_id for unit in work.todo}
     remaining = sum(work.counts[unit] for unit in todo)
-    aside = sum(len(rows) for unit, rows in work.lists.items() if unit not in todo)
+    aside = sum(len(rows) for unit, rows in work.rejects_by_unit.items() if unit not in todo)
     entries = [entry for entry in listed if entry.name.startswith(f"{work.fingerprint}/")]
     row = {
         "stage": stage.name,
-        "what": "texts" if stage.of == "text" else "samples",
-        "done": len(work.wanted) - remaining - aside,
+        "what": "texts" if stage.member_kind == "text" else "samples",
+        "done": len(work.wanted_ids) - remaining - aside,
         "remaining": remaining,
         "set_aside": aside,
         "mib": _mib(entries),

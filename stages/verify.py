@@ -220,7 +220,7 @@ def _stage_states(store: Store, config: Config, console: Console) -> list[tuple[
     """What this configuration needs of each encoding stage; nothing where it has no plan, or its weights are absent."""
     try:
         plan = current_plan(store, config)
-        return [(stage, stage.work(store, config, plan)) for stage in stage_registry.required_stages(config)]
+        return [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except LatentpressError as error:
         console.warn(f"nothing can be encoded again: {error.message}")
         return []
@@ -251,7 +251,7 @@ def _restrict_to_units(stage: EncodingStage, units: set[str]) -> EncodingStage:
 
     class Only(type(stage)):  # type: ignore[misc]
         def work(self, *args: Any, **options: Any) -> StageState:
-            work = super().work(*args, **options)
+            work = super().state(*args, **options)
             return replace(work, units=[unit for unit in work.units if unit.unit_id in units])
 
     return Only(**vars(stage))

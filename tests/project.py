@@ -69,7 +69,9 @@ class Project:
         """Call a program's `run` as the command line would; the report is returned."""
         own = {key: options.pop(key) for key in [*options] if key not in Options.__dataclass_fields__}
         index, total = shard.split("/")
-        given = Options(self.folder / "pipeline.yaml", overrides, shard=Partition(int(index), int(total)), **options)
+        given = Options(
+            self.folder / "pipeline.yaml", overrides, partition=Partition(int(index), int(total)), **options
+        )
         with io.StringIO() as messages:
             try:
                 report = program(self.config(*overrides), given, Console(stderr=messages), **own)

@@ -29,7 +29,7 @@ class UsageError(LatentpressError):
 
 
 def run(config: Config, options: Options, console: Console) -> Report:
-    if options.shard.total > 1:
+    if options.partition.total > 1:
         raise UsageError(
             "training is one job and can't be divided with --shard",
             "For several GPUs: torchrun --standalone --nproc-per-node N --no-python latentpress train",

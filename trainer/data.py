@@ -34,7 +34,7 @@ class MicroBatch:
 
     batch: Batch
     noise_BCTHW: torch.Tensor
-    normal_B: torch.Tensor
+    sigma_normal_B: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StepBatches:
     step: int
     epoch: int
     bucket: str
-    parts: list[MicroBatch]
+    micro_batches: list[MicroBatch]
 
 
 def to_tensor(array: Array) -> torch.Tensor:
@@ -101,7 +101,7 @@ class BatchLoader:
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
-        positions, share = self.plan.batch(number).share(self.rank, self.world)
+        positions, share = self.plan.batch(number).for_rank(self.rank, self.world)
         seed, parts = self.plan.seed, []
         captions = choose_captions(seed, share.rows, share.passes, self.data.caption_counts(share.rows))
         dropped = draw_caption_dropout(seed, number, positions, self.caption_dropout)

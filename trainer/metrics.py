@@ -28,7 +28,7 @@ class StepTimer:
     def __init__(self, first: int, last: int, global_batch: int):
         self._first, self._last, self._batch, self._began = first, last, global_batch, time.monotonic()
 
-    def tick(self, done: int) -> dict[str, float]:
+    def rates(self, done: int) -> dict[str, float]:
         seconds = (time.monotonic() - self._began) / max(1, done - self._first)
         return {"samples_per_s": self._batch / seconds, "seconds_left": seconds * (self._last - done)}
 

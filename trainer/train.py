@@ -72,15 +72,15 @@ class TrainState:
     console: Console
     accelerator: Accelerator
     folder: Path
-    feed: BatchLoader
+    loader: BatchLoader
     family: FamilyModule
     model: Any  # the family's transformer, a diffusers ModelMixin
     denoiser: torch.nn.Module
     trainable: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
-    bad: BadStepCounter
-    base: str  # a fingerprint of the weights that training starts from
-    terms: dict[str, Any]  # as `trainer.run_state.resume_signature` gives them
+    bad_steps: BadStepCounter
+    base_fingerprint: str  # a fingerprint of the weights that training starts from
+    signature: dict[str, Any]  # as `trainer.run_state.resume_signature` gives them
 
     @property
     def skip_frames(self) -> int:
@@ -88,11 +88,11 @@ class TrainState:
         return self.family.clean_frames(self.config.model.task)
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
     def log(self, message: str) -> None:
-        if self.main:
+        if self.is_main:
             self.console.log(message)
 
 
@@ -112,12 +112,12 @@ def train_loop(run: TrainState) -> dict[str, Any]:
     with metrics.open_metrics_log(run.accelerator, run.folder, first, config.train.steps, run.log) as record:
         if first == 0:
             validate(run, record, 0)
-        clock = metrics.StepTimer(first, config.train.steps, run.feed.plan.global_batch)
-        for data_of_step in run.feed.steps(first, config.train.steps):
+        clock = metrics.StepTimer(first, config.train.steps, run.loader.plan.global_batch)
+        for data_of_step in run.loader.steps(first, config.train.steps):
             numbers = train_step(run, data_of_step)
             done = data_of_step.step + 1
             shown = is_due(done, config.train.log_every, config.train.steps)
-            record({"step": done, **numbers, **clock.tick(done)}, shown=shown)
+            record({"step": done, **numbers, **clock.rates(done)}, shown=shown)
             if is_due(done, config.validation.every, config.train.steps):
                 validate(run, record, done)
             if is_due(done, config.train.checkpoint_every, config.train.steps):
@@ -140,7 +140,7 @@ def prepare_training(config: Config, data: TrainSet, plan: BatchSchedule, consol
     ranks = accelerator.num_processes
     assert plan.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
     feed = BatchLoader(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)
-    family = module_of(config.model.spec)
+    family = module_of(config.model.family_spec)
     half = train_precision(config) == "bfloat16"
     full = settings.adapter.type == "full"
     # Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
@@ -151,7 +151,7 @@ def prepare_training(config: Config, data: TrainSet, plan: BatchSchedule, consol
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     try:
         model = family.load(config.model.source, config.model.revision, dtype, accelerator.device)
-        data.text_widths = {name: model.config[key] for name, key in config.model.spec.text_widths.items()}
+        data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
         base = fingerprint_model(model)
         trainable = make_trainable(model, family, config)
     except torch.OutOfMemoryError:
@@ -181,12 +181,12 @@ def prepare_training(config: Config, data: TrainSet, plan: BatchSchedule, consol
 
 def log_setup(run: TrainState) -> None:
     """Say what the loss and the eval loss will be of."""
-    note = describe_regularisation(run.feed.data)
-    if note and run.main:
+    note = describe_regularisation(run.loader.data)
+    if note and run.is_main:
         run.console.warn(note)
     settings = run.config.validation
     if settings.eval_samples and settings.eval_sigmas:
-        rows, on = run.feed.data.choose_eval_rows(settings.eval_samples)
+        rows, on = run.loader.data.choose_eval_rows(settings.eval_samples)
         run.log(f"eval loss on {len(rows)} {on}")
 
 
@@ -234,13 +234,13 @@ def full_signature(run: TrainState) -> dict[str, Any]:
     """What a checkpoint and its continuation must have in common."""
     shape = {key: value for key, value in run.model.config.items() if not key.startswith("_")}
     transformer = hash_json(json.loads(json.dumps(shape)))
-    return {**run.terms, "transformer": transformer, "base weights": run.base}
+    return {**run.signature, "transformer": transformer, "base weights": run.base_fingerprint}
 
 
 def resume_run(run: TrainState) -> int:
     """Go on from the newest checkpoint that is whole, if there is one; the number of steps done. Writes config.yaml."""
     folder = run.folder / "checkpoints"
-    if run.main:
+    if run.is_main:
         found, damaged = resume.newest_checkpoint(folder, verify=True)
         for one in damaged:
             assert found is not None
@@ -254,10 +254,10 @@ def resume_run(run: TrainState) -> int:
     if found is not None:
         resume.check_signature(found, full_signature(run))
         checkpoint.restore(found, run.trainable, run.optimizer)
-        run.bad.steps, run.bad.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
+        run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
         run.log(f"going on from {found.path}, {found.step} steps done")
-    if run.main:
-        write_config(run.config, run.feed.data)
+    if run.is_main:
+        write_config(run.config, run.loader.data)
     run.accelerator.wait_for_everyone()
     return found.step if found is not None else 0
 
@@ -276,15 +276,15 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     set_learning_rate(run.optimizer, rate)
     run.denoiser.train()
     total, share = torch.zeros((), device=run.accelerator.device), config.batch_size * config.accumulate
-    for number, part in enumerate(data.parts):
-        more = number + 1 < len(data.parts)
+    for number, part in enumerate(data.micro_batches):
+        more = number + 1 < len(data.micro_batches)
         with run.accelerator.no_sync(run.denoiser) if more else nullcontext():
             loss = compute_loss(run, part).sum() / share
             loss.backward()
         total += loss.detach()
     value = float(run.accelerator.reduce(total, "mean"))
     norm = clip_gradients(run.trainable.values(), config.optimizer.max_grad_norm)
-    taken = run.bad.finite(step, value, norm)
+    taken = run.bad_steps.check(step, value, norm)
     if taken:
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
@@ -296,7 +296,7 @@ def compute_loss(run: TrainState, part: MicroBatch) -> torch.Tensor:
     """(B,) flow-matching loss of each sample of one forward pass."""
     batch = part.batch.to(run.accelerator.device, torch.float32)
     x0, noise = batch.latents_BCTHW, part.noise_BCTHW.to(run.accelerator.device)
-    sigma_B = flow.sigma_from_normal(part.normal_B.to(x0.device), train_shift(run.config))
+    sigma_B = flow.sigma_from_normal(part.sigma_normal_B.to(x0.device), train_shift(run.config))
     predicted = run.denoiser(flow.interpolate(x0, noise, sigma_B), sigma_B, batch)
     return flow.loss_per_sample(predicted, flow.velocity(x0, noise), run.skip_frames)
 
@@ -311,15 +311,17 @@ def is_due(done: int, every: int, last: int) -> bool:
 def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
     """Eval loss on the fixed grid, and the validation prompts denoised, after `done` steps."""
     settings, predict = run.config.validation, run.accelerator.unwrap_model(run.denoiser)
-    if run.main:
+    if run.is_main:
         predict.eval()
-        grid = validation.EvalGrid(settings.eval_samples, settings.eval_sigmas, settings.seed, run.feed.batch_size)
+        grid = validation.EvalGrid(settings.eval_samples, settings.eval_sigmas, settings.seed, run.loader.batch_size)
         if grid.samples and grid.sigmas:
-            found = validation.compute_eval_loss(predict, run.feed.data, grid, run.accelerator.device, run.skip_frames)
+            found = validation.compute_eval_loss(
+                predict, run.loader.data, grid, run.accelerator.device, run.skip_frames
+            )
             record({"step": done, "eval_loss": found.mean, "eval_by_sigma": found.by_sigma, "eval_on": found.on})
         folder = run.folder / "validation" / f"step-{done:06d}"
         count = validation.write_validation_latents(
-            run.model, run.family, run.config, run.feed.data, folder, predict.autocast
+            run.model, run.family, run.config, run.loader.data, folder, predict.autocast
         )
         if count:
             run.log(f"step {done}: {count} validation latents in {folder}")
@@ -328,11 +330,11 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
 
 def save_checkpoint(run: TrainState, done: int) -> None:
     """Write a checkpoint and remove the oldest ones."""
-    if run.main:
-        plan, folder = run.feed.plan, run.folder / "checkpoints"
+    if run.is_main:
+        plan, folder = run.loader.plan, run.folder / "checkpoints"
         epoch, batch = divmod(done, plan.batches_per_epoch)
         extra = {"epoch": epoch, "batch": batch, "random": {"seed": plan.seed, "step": done}}
-        extra |= {"bad steps": run.bad.steps, "bad total": run.bad.total}
+        extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total}
         path = checkpoint.save(folder, done, run.trainable, run.optimizer, full_signature(run), extra)
         checkpoint.prune(folder, run.config.train.keep_checkpoints)
         run.log(f"step {done}: checkpoint {path}")
@@ -345,11 +347,11 @@ def save_result(run: TrainState, done: int) -> Path:
     It is noted last.
     """
     config, path = run.config, result_folder(run.config)
-    if run.main:
+    if run.is_main:
         if config.train.adapter.type == "full":
             adapters.save_full(run.model, path)
         else:
-            notes = {"set": run.feed.data.id, "steps": str(done), "flavour": config.model.flavour_spec.name}
+            notes = {"set": run.loader.data.id, "steps": str(done), "flavour": config.model.flavour_spec.name}
             adapters.save_lora(run.model, path, config.model.family, notes)
         record_result(config, done)
     run.accelerator.wait_for_everyone()
@@ -367,5 +369,5 @@ def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, 
     result["eval_loss"] = {"first": evals[0]["eval_loss"], "last": evals[-1]["eval_loss"]} if evals else {}
     if evals:
         result["eval_loss"]["on"] = evals[-1].get("eval_on", "training samples")
-    result["non_finite_steps"] = run.bad.total
+    result["non_finite_steps"] = run.bad_steps.total
     return result

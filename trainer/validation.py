@@ -125,7 +125,7 @@ def _denoise_prompt(
     device: torch.device,
 ) -> torch.Tensor:
     """The prompt's latent (C, T, h, w), float32 on the CPU; the same noise at every step of every run."""
-    spec = config.model.spec
+    spec = config.model.family_spec
     shape = (spec.latent_channels, *_latent_shape(config, prompt))
     noise_BCTHW = seeded_noise(f"{config.validation.seed}/{prompt.name}", "validation", shape)[None]
     given = {"latent": Array.from_numpy(np.zeros(shape, np.float32))}
@@ -152,11 +152,11 @@ def _denoise_prompt(
 def guidance_scale(config: Config) -> float:
     """As configured, else the family's. 0 is a choice of its own."""
     given = config.validation.guidance
-    return config.model.spec.guidance if given is None else given
+    return config.model.family_spec.guidance if given is None else given
 
 
 def _latent_shape(config: Config, prompt: ValidationPrompt) -> tuple[int, int, int]:
-    spec = config.model.spec
+    spec = config.model.family_spec
     return Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
 
 
@@ -171,6 +171,6 @@ def _latent_metadata(config: Config, prompt: ValidationPrompt, set_id: str) -> d
         "bucket": prompt.bucket,
         "set": set_id,
         "seed": config.validation.seed,
-        "steps": config.validation.steps or config.model.spec.steps,
+        "steps": config.validation.steps or config.model.family_spec.steps,
         "guidance": guidance_scale(config),
     }

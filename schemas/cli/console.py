@@ -176,7 +176,7 @@ class Console:
             self.log(f"{description}: {progress.state(unit)}, after {took}")
 
     @contextmanager
-    def live(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:
+    def live_display(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:
         """A context's `show(lines, text)`. On a terminal `text` is drawn in place of the last one, and is gone at the
         end; elsewhere the values of `lines` are printed whose keys were not there the last time."""
         if self._rich.is_terminal and not self._rich.is_dumb_terminal:
@@ -196,18 +196,18 @@ class Console:
 
         yield show
 
-    def finish(self, report: Report) -> int:
+    def print_report(self, report: Report) -> int:
         """Print the report and give the exit code."""
         print(report.json() if self.json else report.summary(), file=self.stdout, flush=True)
         return report.exit_code
 
-    def fail(self, name: str, error: LatentpressError) -> int:
+    def print_error(self, name: str, error: LatentpressError) -> int:
         """Print the error and its next step, with --json as a document too, and give its exit code."""
         self.error(error.message)
         if error.next_step:
             self.log(error.next_step)
         if self.json:
-            document = {"program": name, "error": error.document(), "exit_code": error.exit_code}
+            document = {"program": name, "error": error.to_dict(), "exit_code": error.exit_code}
             print(json.dumps(to_json_values(document), indent=2, ensure_ascii=False), file=self.stdout, flush=True)
         return error.exit_code
 
@@ -261,21 +261,23 @@ def run_program(
     """Load the configuration, run, print the report or the error, and give the exit code."""
     from schemas.config.loading import load_config
 
-    console = Console(json=options.json, completed=options.completed)
+    console = Console(json=options.json, completed=options.add_given_options)
     try:
         config = load_config(options.config, options.overrides)
         report = run(config, options, console, **(own or {}))
-        steps, said = [options.completed(step) for step in report.next_steps], report.details
-        details = {key: options.completed(text) if isinstance(text, str) else text for key, text in said.items()}
-        return console.finish(replace(report, dry_run=options.dry_run, next_steps=steps, details=details))
+        steps, said = [options.add_given_options(step) for step in report.next_steps], report.details
+        details = {
+            key: options.add_given_options(text) if isinstance(text, str) else text for key, text in said.items()
+        }
+        return console.print_report(replace(report, dry_run=options.dry_run, next_steps=steps, details=details))
     except LatentpressError as error:
-        error.next_step = options.completed(error.next_step)
-        return console.fail(name, error)
+        error.next_step = options.add_given_options(error.next_step)
+        return console.print_error(name, error)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if not extra or missing in OUR_PACKAGES:
             raise
         step = f"Install what this program needs: pip install -e '.[{extra}]'"
-        return console.fail(name, LatentpressError(f"{name} needs the library {missing!r}: not found", step))
+        return console.print_error(name, LatentpressError(f"{name} needs the library {missing!r}: not found", step))
     except KeyboardInterrupt:
-        return console.fail(name, Interrupted(f"{name} was interrupted", RERUN_HINT))
+        return console.print_error(name, Interrupted(f"{name} was interrupted", RERUN_HINT))

@@ -26,7 +26,7 @@ class Partition(NamedTuple):
     number: int = 0
     total: int = 1
 
-    def of(self, items: Sequence[T]) -> list[T]:
+    def select(self, items: Sequence[T]) -> list[T]:
         """Every total-th item, from `number` on: the parts are disjoint and together they are everything."""
         return list(items[self.number :: self.total])
 
@@ -99,7 +99,7 @@ class Options:
     overrides: tuple[str, ...] = ()
     dry_run: bool = False
     json: bool = False
-    shard: Partition = NOT_PARTITIONED
+    partition: Partition = NOT_PARTITIONED
     device: str | None = None
     workers: int | None = None
 
@@ -109,7 +109,7 @@ class Options:
         update = {key: value for key, value in given.items() if value is not None}
         return config.stages.resources(stage).model_copy(update=update)
 
-    def completed(self, text: str) -> str:
+    def add_given_options(self, text: str) -> str:
         """A command "latentpress PROGRAM ...", or a text with such commands between backticks or at its end, with the
         configuration and overrides that this one was given. What has been given some stays."""
         given = ["--config", str(self.config)] if self.config != Options.config else []
@@ -124,6 +124,6 @@ class Options:
         out = ["--config", str(self.config)]
         out += [word for override in self.overrides for word in ("--set", override)]
         out += [flag for flag, on in (("--dry-run", self.dry_run), ("--json", self.json)) if on]
-        out += ["--shard", str(self.shard)] if self.shard.total > 1 else []
+        out += ["--shard", str(self.partition)] if self.partition.total > 1 else []
         out += ["--device", self.device] if self.device else []
         return out + (["--workers", str(self.workers)] if self.workers else [])

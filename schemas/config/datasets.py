@@ -181,7 +181,7 @@ class Dataset(Section):
 
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    def written(self, key: str) -> str | None:
+    def portable_path(self, key: str) -> str | None:
         """A place by the name that it has on every machine: relative to the configuration's folder where it is written
         so, or lies below it. `schemas/config/loading.py` notes it; without a file it is the place itself."""
         return self._written.get(key, getattr(self, key))

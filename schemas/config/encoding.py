@@ -45,12 +45,12 @@ class Model(Section):
         return flavour
 
     @property
-    def spec(self) -> Family:
+    def family_spec(self) -> Family:
         return FAMILIES[self.family]
 
     @property
     def flavour_spec(self) -> Flavour:
-        return get_flavour(self.family, self.flavour or self.spec.default)
+        return get_flavour(self.family, self.flavour or self.family_spec.default_flavour)
 
     @property
     def task(self) -> Task:
@@ -59,11 +59,11 @@ class Model(Section):
     @property
     def condition(self) -> Condition | None:
         """What the task gives the model beside the text, if anything."""
-        return self.spec.conditions.get(self.task)
+        return self.family_spec.conditions.get(self.task)
 
     @property
     def template(self) -> Template:
-        return self.spec.templates[self.task]
+        return self.family_spec.templates[self.task]
 
     @property
     def source(self) -> str:
@@ -188,7 +188,7 @@ class Encoding(Resources):
     )
 
     @property
-    def reading(self) -> int:
+    def readers_per_worker(self) -> int:
         """Processes that decode for each that encodes."""
         return self.readers or max(1, min(MOST_READERS, (cores() - 1) // self.workers))
 

@@ -40,7 +40,7 @@ class ConfigError(LatentpressError, ValueError):
         self.errors = list(errors)
 
     def document(self) -> dict[str, Any]:
-        return {**super().document(), "errors": self.errors}
+        return {**super().to_dict(), "errors": self.errors}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

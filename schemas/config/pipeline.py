@@ -49,8 +49,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _precise(self) -> "Config":
         """latents.precision, where it is not given and the family's autoencoder has one of its own."""
-        if self.latents.precision is None and self.model.spec.latent_precision is not None:
-            precise = self.latents.model_copy(update={"precision": self.model.spec.latent_precision})
+        if self.latents.precision is None and self.model.family_spec.latent_precision is not None:
+            precise = self.latents.model_copy(update={"precision": self.model.family_spec.latent_precision})
             object.__setattr__(self, "latents", precise)  # sections are frozen once they are whole
         return self
 
@@ -87,7 +87,7 @@ class Config(Section):
             if problem := self._resolution(dataset):
                 yield ("datasets", i, "resolution"), problem
             video = dataset.dataset_type == "video"
-            if video and not self.model.spec.video:
+            if video and not self.model.family_spec.video:
                 yield (
                     ("datasets", i, "dataset_type"),
                     f"'video' cannot train {self.model.family}; valid: image",
@@ -109,7 +109,7 @@ class Config(Section):
 
     def _resolution(self, dataset: Dataset) -> str | None:
         """What is wrong with a dataset's resolution, or None."""
-        resolution, kind = dataset.resolution or self.model.spec.resolution, dataset.resolution_type
+        resolution, kind = dataset.resolution or self.model.family_spec.resolution, dataset.resolution_type
         area = target_area(resolution, kind)
         if area > MAX_BUCKET_PIXELS:
             meaning = {"area": "megapixels", "pixel": "the shorter edge", "pixel_area": "the edge of a square"}[kind]
@@ -118,7 +118,7 @@ class Config(Section):
                 f"at most {MAX_BUCKET_PIXELS / 1e6:.0f}"
             )
         try:
-            resolution_buckets(resolution, kind, self.model.spec.side_multiple, max_aspect=dataset.max_aspect)
+            resolution_buckets(resolution, kind, self.model.family_spec.side_multiple, max_aspect=dataset.max_aspect)
         except ValueError as error:
             return str(error)
         return None
@@ -138,7 +138,7 @@ class Config(Section):
     def _size(self) -> Iterator[Problem]:
         if self.validation.size is None:
             return
-        here, spec = ("validation", "size"), self.model.spec
+        here, spec = ("validation", "size"), self.model.family_spec
         size, _, frames = self.validation.size.partition("@")
         if any(int(side) % spec.side_multiple for side in size.split("x")):
             yield here, f"sides of {size!r} must be multiples of {spec.side_multiple} for {spec.name}"

@@ -84,7 +84,7 @@ FAMILIES = {
         name="kandinsky5-image",
         flavours=_flavours("t2i", {"t2i-lite-sft": "T2I-Lite-sft", "t2i-lite-pretrain": "T2I-Lite-pretrain"})
         | _flavours("i2i", {"i2i-lite-sft": "I2I-Lite-sft", "i2i-lite-pretrain": "I2I-Lite-pretrain"}),
-        default="t2i-lite-sft",
+        default_flavour="t2i-lite-sft",
         text_encoder="kandinsky5",
         autoencoder="flux",
         transformer="kandinsky5",
@@ -96,7 +96,7 @@ FAMILIES = {
         text_width=3584,
         text_components=_QWEN_CLIP,
         latent_components=("vae",),
-        models={**_QWEN_MODELS, "vae": "AutoencoderKL"},
+        model_classes={**_QWEN_MODELS, "vae": "AutoencoderKL"},
         transformer_config={
             "t2i": {"in_visual_dim": 16, "visual_cond": False},
             "i2i": {"in_visual_dim": 16, "visual_cond": True},
@@ -127,7 +127,7 @@ FAMILIES = {
             },
         )
         | _flavours("i2v", {"i2v-lite-5s": "I2V-Lite-5s", "i2v-pro-sft-5s": "I2V-Pro-sft-5s"}),
-        default="t2v-lite-sft-5s",
+        default_flavour="t2v-lite-sft-5s",
         text_encoder="kandinsky5",
         autoencoder="hunyuan_video",
         transformer="kandinsky5",
@@ -139,7 +139,7 @@ FAMILIES = {
         text_width=3584,
         text_components=_QWEN_CLIP,
         latent_components=("vae",),
-        models={**_QWEN_MODELS, "vae": "AutoencoderKLHunyuanVideo"},
+        model_classes={**_QWEN_MODELS, "vae": "AutoencoderKLHunyuanVideo"},
         transformer_config={"t2v": {"in_visual_dim": 16}, "i2v": {"in_visual_dim": 16}},
         autoencoder_config={
             "latent_channels": 16,

@@ -54,7 +54,7 @@ FAMILIES = {
                 "sana-600m-512px": ("Efficient-Large-Model/Sana_600M_512px_diffusers", 4.0),
             }
         ),
-        default="sana-1.6b-1024px",
+        default_flavour="sana-1.6b-1024px",
         text_encoder="gemma",
         autoencoder="dc_ae",
         transformer="sana",
@@ -66,7 +66,7 @@ FAMILIES = {
         text_width=2304,
         text_components=("text_encoder", "tokenizer"),
         latent_components=("vae",),
-        models={"transformer": "SanaTransformer2DModel", "text_encoder": "gemma2", "vae": "AutoencoderDC"},
+        model_classes={"transformer": "SanaTransformer2DModel", "text_encoder": "gemma2", "vae": "AutoencoderDC"},
         transformer_config={"t2i": {"in_channels": 32}},
         autoencoder_config={"latent_channels": 32, "encoder_block_out_channels": 6},
         text_widths={"embeds": "caption_channels"},

@@ -53,7 +53,7 @@ class MediaLocations:
             place = self._images.get(name, {"dataset": text["image_dataset"], "source_path": text["image_path"]})
             return [RequiredFile(place["dataset"], "source", place["source_path"], text["image_id"])]
         sample = self._plan.samples[name]
-        place = self._plan.places.get(name, sample)
+        place = self._plan.active_rows.get(name, sample)
         dataset = place["dataset"]
         found = [RequiredFile(dataset, "media", place["path"], sample["media_id"])]
         if sample["condition"] == "source" and kind == "latents":
@@ -78,10 +78,10 @@ class MediaLocations:
 
     def _opened(self, need: RequiredFile) -> MediaPath:
         if need.role == "media":
-            return self.media(need.dataset, need.path)
+            return self.open_media(need.dataset, need.path)
         return self.open_companion(need.dataset, need.role, need.path)
 
-    def whole(self, kind: str, name: str) -> bool:
+    def all_present(self, kind: str, name: str) -> bool:
         """Whether all files of a member of this kind ("text", "latents") are there as they were planned."""
         try:
             for path, content in self.text_files(name) if kind == "text" else self.sample_files(name):
@@ -90,7 +90,7 @@ class MediaLocations:
             return False
         return True
 
-    def media(self, dataset: str, path: str) -> MediaPath:
+    def open_media(self, dataset: str, path: str) -> MediaPath:
         """A sample's media, to be opened."""
         return self._validation_image(path) if dataset == VALIDATION else self._source(dataset).open(path)
 

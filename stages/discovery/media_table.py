@@ -139,7 +139,7 @@ def load_known_rows(
 
 def partial_table_paths(store: Store, dataset: str) -> list[str]:
     folder = f"media/{dataset}/partial"
-    return [f"{folder}/{name}" for name in store.names(folder)]
+    return [f"{folder}/{name}" for name in store.list_names(folder)]
 
 
 def save_partial_table(store: Store, dataset: str, tables: list[pa.Table], settings: DiscoverySettings) -> None:

@@ -36,13 +36,13 @@ class RemovalCheck:
     before: pa.Table | None
     now: Counter[str] = field(default_factory=Counter)
 
-    def add(self, chunk: pa.Table) -> None:
+    def count(self, chunk: pa.Table) -> None:
         """Rows of a listing."""
         self.now["media"] += len(chunk)
         for role in ("source", "mask"):
             self.now[role] += len(chunk) - chunk[role].null_count
 
-    def require(self, missing: int, fraction: float, accept_removed: bool, left_alone: Counter[str]) -> None:
+    def require_media(self, missing: int, fraction: float, accept_removed: bool, left_alone: Counter[str]) -> None:
         """Raise MissingMediaError where most is gone. missing: how many of the listed items are not there; fraction: of
         them that may be, where that is more than half (max_reject_fraction)."""
         listed = self.now["media"]

@@ -25,7 +25,7 @@ class ReadRequest:
     sample: dict[str, Any] | None
     image_geometry: dict[str, Any] | None
     decoder: str = "pyav"
-    masked: bool = False
+    has_mask: bool = False
 
 
 class MemberPixels(NamedTuple):
@@ -47,7 +47,7 @@ def read_member(wanted: ReadRequest) -> MemberPixels:
             frames = read_sample_frames(wanted.files[0][0], wanted.sample, wanted.decoder)
         if wanted.image_geometry is not None:
             image = read_cropped_image(wanted.files[0 if wanted.sample is None else 1][0], wanted.image_geometry)
-        if wanted.masked:
+        if wanted.has_mask:
             mask = _read_mask(wanted)
         return MemberPixels(frames, image, mask)
     except OSError as error:

@@ -68,7 +68,7 @@ class Prefetcher:
             yield name, _result_or_error(item)
         self._units.popleft()
 
-    def again(self, unit: Unit) -> Iterator[tuple[str, Any | MediaError]]:
+    def reread(self, unit: Unit) -> Iterator[tuple[str, Any | MediaError]]:
         """The same members once more, with nothing read ahead."""
         for name in unit.members:
             yield name, _result_or_error(self._begin(name))

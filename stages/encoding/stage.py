@@ -50,7 +50,7 @@ class UsageError(LatentpressError):
 
 def refuse_partition(options: Options, program: str) -> None:
     """Only the encoding stages and decode can be divided: the others are one small job."""
-    if options.shard.total > 1:
+    if options.partition.total > 1:
         raise UsageError(
             f"{program} is one job and can't be divided with --shard",
             f"run `latentpress {program}` once; --shard is for the encoding stages",
@@ -64,23 +64,25 @@ class EncodingStage:
 
     name: str
     kind: str  # the folder of its shards: text | latents | vision
-    parts: Callable[[Config], dict[str, Any]]
-    load: Callable[[Job], Worker]
-    units: str = ""  # the kind of units that it makes shards of, where that is another: text | latents
-    size: Callable[[Config, Unit], int] = lambda config, unit: unit.estimated_bytes  # of a unit's shard, in bytes
+    fingerprint_inputs: Callable[[Config], dict[str, Any]]
+    load_worker: Callable[[Job], Worker]
+    unit_kind: str = ""  # the kind of units that it makes shards of, where that is another: text | latents
+    estimate_bytes: Callable[[Config, Unit], int] = lambda config, unit: (
+        unit.estimated_bytes
+    )  # of a unit's shard, in bytes
 
     @property
-    def of(self) -> str:
+    def member_kind(self) -> str:
         """What its members are: "text" or "latents"."""
-        return self.units or self.kind
+        return self.unit_kind or self.kind
 
     def fingerprint(self, config: Config) -> str:
-        return compute_fingerprint(self.parts(config))
+        return compute_fingerprint(self.fingerprint_inputs(config))
 
-    def work(self, store: Store, config: Config, plan: Plan, retry: bool = False) -> "StageState":
+    def state(self, store: Store, config: Config, plan: Plan, retry: bool = False) -> "StageState":
         """Compare the plan's units with the shards there are. retry: try again everything that was set aside."""
         name = self.fingerprint(config)
-        wanted = plan.active_text_ids if self.of == "text" else plan.active_sample_ids
+        wanted = plan.active_text_ids if self.member_kind == "text" else plan.active_sample_ids
         done = find_done_units(store, f"{self.kind}/{name}")
         damaged: dict[str, DamageError] = {}
         lists = _rows_of_items(rejects.read_stage(store, reject_folder(self.name, name), damaged), wanted)
@@ -88,9 +90,9 @@ class EncodingStage:
         again = {
             unit
             for unit, rows in lists.items()
-            if any(retry or (row["retry"] and places.whole(self.of, row["item"])) for row in rows)
+            if any(retry or (row["retry"] and places.all_present(self.member_kind, row["item"])) for row in rows)
         }
-        units = plan.units(self.of)
+        units = plan.units(self.member_kind)
         held = pa.array([name for unit in units for name in unit.members], pa.string())
         lost = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=held)).as_py() or 0)
         if lost:
@@ -119,16 +121,16 @@ class EncodingStage:
         plan = current_plan(store, config)
         if not options.dry_run:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
-        work = self.work(store, config, plan, retry_set_aside)
-        mine = work.remaining_units(options.shard)
-        for damage in work.damaged.values():
+        work = self.state(store, config, plan, retry_set_aside)
+        mine = work.remaining_units(options.partition)
+        for damage in work.damaged_lists.values():
             console.warn(f"{damage.message}; its unit is done again")
         before = len(work.units) - len(work.todo)
         report = Report(program=self.name, skipped=_count_members(work.units) - _count_members(work.todo))
         report.details = {
             "cache": f"{self.kind}/{work.fingerprint}",
             "units": f"{len(work.units)}, {before} done before, {len(mine)} in this run",
-            "to_encode_mib": round(sum(self.size(config, unit) for unit in mine) / 2**20, 2),
+            "to_encode_mib": round(sum(self.estimate_bytes(config, unit) for unit in mine) / 2**20, 2),
         }
         topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks", "regularisation"), "vision": ("vision",)}
         for text in find_unused_features(config, *topics.get(self.kind, ())):
@@ -148,9 +150,9 @@ class EncodingStage:
             job = Job(config, work.plan.name, work.fingerprint, resources, probed_members=watched)
             with stopping.stop_on_signals():
                 _run_units(store, self, job, work.plan, mine, limit, console, report)
-            work = self.work(store, config, work.plan)
+            work = self.state(store, config, work.plan)
             if stopping.reason:
-                _report_interruption(report, self.name, stopping.reason, work.remaining_units(options.shard))
+                _report_interruption(report, self.name, stopping.reason, work.remaining_units(options.partition))
         _report_set_aside(store, self, work, report)
         return report
 
@@ -162,12 +164,12 @@ class StageState:
     plan: Plan
     fingerprint: str
     units: list[Unit]
-    wanted: pa.Array  # ids of members that the plan holds active
+    wanted_ids: pa.Array  # ids of members that the plan holds active
     counts: dict[str, int]  # unit id -> how many of its members are wanted
     done: dict[str, str]  # unit id -> shard path
-    again: set[str]  # units whose shard lacks a wanted member that may work now
-    lists: dict[str, list[dict]]  # unit id -> what was set aside of it and is wanted
-    damaged: dict[str, DamageError] = field(default_factory=dict)  # unit id -> what is wrong with that list
+    retry_units: set[str]  # units whose shard lacks a wanted member that may work now
+    rejects_by_unit: dict[str, list[dict]]  # unit id -> what was set aside of it and is wanted
+    damaged_lists: dict[str, DamageError] = field(default_factory=dict)  # unit id -> what is wrong with that list
 
     @property
     def todo(self) -> list[Unit]:
@@ -175,17 +177,21 @@ class StageState:
 
     def remaining_units(self, shard: Partition) -> list[Unit]:
         """What remains of one part. Parts are cut from all units, so they stay the same while others finish."""
-        return [unit for unit in shard.of(self.units) if unit.unit_id not in self.done or unit.unit_id in self.again]
+        return [
+            unit
+            for unit in shard.select(self.units)
+            if unit.unit_id not in self.done or unit.unit_id in self.retry_units
+        ]
 
     def wanted_members(self, units: Sequence[Unit]) -> pa.Array:
         """Ids of the wanted members of some units."""
         members = pa.array([name for unit in units for name in unit.members], pa.string())
-        return members.filter(pc.is_in(members, value_set=self.wanted))
+        return members.filter(pc.is_in(members, value_set=self.wanted_ids))
 
     @property
     def set_aside(self) -> list[dict]:
         """Wanted members that were set aside, from this run and from earlier ones."""
-        return [row for rows in self.lists.values() for row in rows]
+        return [row for rows in self.rejects_by_unit.values() for row in rows]
 
 
 def _report_interruption(report: Report, name: str, reason: str, left: Sequence[Unit]) -> None:
@@ -247,24 +253,24 @@ def _run_units(
 ) -> None:
     members = {unit.unit_id: unit.members for unit in units}
     written, remarks = 0, Counter[str]()
-    what = "texts" if stage.of == "text" else "samples"
+    what = "texts" if stage.member_kind == "text" else "samples"
     with console.progress(_count_members(units), stage.name, what) as progress:
-        for outcome in run_units(stage.load, job, iter(units), progress.advance, console.warn):
-            if outcome.shard is None:
-                report.failed.append({"item": outcome.unit, "reason": "failed", "message": outcome.error})
-                report.remaining += len(members[outcome.unit])
+        for outcome in run_units(stage.load_worker, job, iter(units), progress.advance, console.warn):
+            if outcome.shard_path is None:
+                report.failed.append({"item": outcome.unit_id, "reason": "failed", "message": outcome.error})
+                report.remaining += len(members[outcome.unit_id])
                 continue
             rejects.write_rejects(
-                store, reject_folder(stage.name, job.fingerprint), outcome.unit, list(outcome.set_aside)
+                store, reject_folder(stage.name, job.fingerprint), outcome.unit_id, list(outcome.set_aside)
             )
             report.truncated += format_truncated(plan, outcome.truncated)
             remarks.update(outcome.remarks)
             if outcome.fitting_batch:
-                console.warn(f"unit {outcome.unit}: out of memory; {outcome.fitting_batch}")
+                console.warn(f"unit {outcome.unit_id}: out of memory; {outcome.fitting_batch}")
                 report.details["units_in_smaller_batches"] = report.details.get("units_in_smaller_batches", 0) + 1
             report.done += outcome.encoded
             written += outcome.bytes
-            limit.count(outcome.unit, outcome.set_aside)
+            limit.add_unit(outcome.unit_id, outcome.set_aside)
     report.details["written_mib"] = round(written / 2**20, 2)
     if remarks:
         rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
@@ -280,18 +286,20 @@ class RejectLimit:
     """
 
     def __init__(self, stage: EncodingStage, store: Store, config: Config, work: StageState) -> None:
-        self._stage, self._wanted = stage, work.wanted
+        self._stage, self._wanted = stage, work.wanted_ids
         self._folder = store.path(f"rejects/{reject_folder(stage.name, work.fingerprint)}")
         self._fraction = config.stages.max_reject_fraction
         self._tried = self._aside = 0
         self._counts = work.counts
-        settled = [unit.unit_id for unit in work.units if unit.unit_id in work.done and unit.unit_id not in work.again]
+        settled = [
+            unit.unit_id for unit in work.units if unit.unit_id in work.done and unit.unit_id not in work.retry_units
+        ]
         self._tried += sum(work.counts[unit] for unit in settled)
-        aside = _without_missing(row for unit in settled for row in work.lists.get(unit, []))
+        aside = _without_missing(row for unit in settled for row in work.rejects_by_unit.get(unit, []))
         self._aside += len(aside)
         self._check(aside)
 
-    def count(self, unit: str, set_aside: Sequence[dict]) -> None:
+    def add_unit(self, unit: str, set_aside: Sequence[dict]) -> None:
         """A unit that was just done."""
         aside = _without_missing(_rows_of_items({unit: list(set_aside)}, self._wanted).get(unit, []))
         self._tried += self._counts[unit]
@@ -300,7 +308,7 @@ class RejectLimit:
 
     def _check(self, aside: Sequence[dict]) -> None:
         if aside and self._aside > self._fraction * max(self._tried, MIN_REJECT_BASE):
-            what = "texts" if self._stage.of == "text" else "samples"
+            what = "texts" if self._stage.member_kind == "text" else "samples"
             raise LatentpressError(
                 f"{self._stage.name} stopped: {self._aside} of {self._tried} {what} were set aside, more than "
                 f"stages.max_reject_fraction = {self._fraction} of them (of {MIN_REJECT_BASE}, where they are "
@@ -328,7 +336,7 @@ def _report_set_aside(store: Store, stage: EncodingStage, work: StageState, repo
 def _write_provenance(store: Store, stage: EncodingStage, fingerprint: str, config: Config) -> None:
     """provenance.json: in words, what the fingerprint stands for. A damaged one is written again."""
     rel = f"{stage.kind}/{fingerprint}/provenance.json"
-    record = {"fingerprint": fingerprint, **stage.parts(config)}
+    record = {"fingerprint": fingerprint, **stage.fingerprint_inputs(config)}
     data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()
     if not store.exists(rel) or store.read_bytes(rel) != data:
         store.publish_bytes(rel, data)

@@ -21,12 +21,12 @@ from stages.engines.jobs import Job, Worker
 
 def text_parts(config: Config) -> dict[str, Any]:
     """Everything beyond the texts that determines a shard's bytes."""
-    return text_settings(config) | {"weights": _weights(config, config.model.spec.text_components)}
+    return text_settings(config) | {"weights": _weights(config, config.model.family_spec.text_components)}
 
 
 def latents_parts(config: Config) -> dict[str, Any]:
     """Everything beyond the samples that determines a shard's bytes."""
-    return latents_settings(config) | {"weights": _weights(config, config.model.spec.latent_components)}
+    return latents_settings(config) | {"weights": _weights(config, config.model.family_spec.latent_components)}
 
 
 def _weights(config: Config, parts: tuple[str, ...]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def vision_parts(config: Config) -> dict[str, Any]:
 
 def vision_size(config: Config, unit: Unit) -> int:
     """Bytes of a unit's shard of vision features, about: bfloat16 features on the grid of its bucket."""
-    vision, family, bucket = config.vision, config.model.spec, Bucket.parse(unit.bucket)
+    vision, family, bucket = config.vision, config.model.family_spec, Bucket.parse(unit.bucket)
     assert vision.source is not None
     frames, _, _ = bucket.latent_shape(family.side_multiple, family.temporal_stride)
     rows, columns = grids.stored_grid(bucket, vision.pixels, family.side_multiple)
@@ -77,7 +77,9 @@ def load_vision(job: Job) -> Worker:
 
 TEXT = EncodingStage("encode-text", "text", text_parts, load_text)
 LATENTS = EncodingStage("encode-latents", "latents", latents_parts, load_latents)
-VISION = EncodingStage("encode-vision", "vision", vision_parts, load_vision, units="latents", size=vision_size)
+VISION = EncodingStage(
+    "encode-vision", "vision", vision_parts, load_vision, unit_kind="latents", estimate_bytes=vision_size
+)
 
 STAGES: tuple[EncodingStage, ...] = (TEXT, LATENTS, VISION)
 SHARD_KINDS = tuple(stage.kind for stage in STAGES)  # the folders of their shards

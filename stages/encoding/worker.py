@@ -41,20 +41,20 @@ class UnitWorker(ABC):
     section: str  # of the configuration
     tensors: tuple[str, ...]
     precision: str
-    limited_by: str  # the option of that section which says what a batch may cost
+    batch_limit_option: str  # the option of that section which says what a batch may cost
     advice = "use a larger card or --device cpu"  # where not even one member fits into memory
 
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config
-        self.batch_limit: int = getattr(getattr(self.config, self.section), self.limited_by)
+        self.batch_limit: int = getattr(getattr(self.config, self.section), self.batch_limit_option)
         self.store = Store(job.config.root)
         self.plan = plans.load_plan(self.store, job.generation)
         self.places = MediaLocations(self.config, self.plan)
-        self.device = model_loading.select_device(job.resources, job.process)
+        self.device = model_loading.select_device(job.resources, job.process_index)
         self.provenance = model_loading.runtime_provenance(job.resources, self.device)
 
     @abstractmethod
-    def wanted(self, name: str) -> ReadRequest | None:
+    def read_request(self, name: str) -> ReadRequest | None:
         """What is read of files for the member `name`; None for nothing. MediaError: it is set aside."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class UnitWorker(ABC):
 
     def _ahead(self, take: NextUnit) -> Prefetcher:
         return Prefetcher(
-            take, wanted=self.wanted, prepare=self.prepare, depth=self._depth, processes=lambda: self._processes
+            take, wanted=self.read_request, prepare=self.prepare, depth=self._depth, processes=lambda: self._processes
         )
 
     @cached_property
@@ -128,7 +128,7 @@ class UnitWorker(ABC):
         limits = self.config.stages
         return SandboxPool(
             member_reader.make_member_reader,
-            workers=self.job.resources.reading,
+            workers=self.job.resources.readers_per_worker,
             timeout_s=limits.item_timeout_s,
             memory_mib=limits.item_memory_mib,
         )
@@ -167,7 +167,7 @@ class UnitWorker(ABC):
             limit = max(1, min(limit, shard.cost) // 2)
             advance(-counted)
             counted = 0
-            read = lambda: ahead.again(unit)  # noqa: E731
+            read = lambda: ahead.reread(unit)  # noqa: E731
 
     def _require_media(self, unit: Unit) -> None:
         """Stop rather than publish a shard without members whose files are missing, where most files are."""
@@ -230,7 +230,7 @@ class _UnitShard:
 
     def add(self, row: ShardRow) -> None:
         """Take a row; one with NaN or infinities goes aside."""
-        bad = [name for name, array in row.tensors.items() if not array.finite()]
+        bad = [name for name, array in row.tensors.items() if not array.is_finite()]
         if bad:
             what = f"the encoder gave NaN or infinite numbers ({', '.join(bad)}) at precision {self._worker.precision}"
             message = f"{row.id}: {what}. Choose {self._worker.section}.precision: float32"
@@ -270,7 +270,9 @@ class _UnitShard:
             self.drop()
         truncated, usual, smaller = tuple(self._meta.truncated), worker.batch_limit, ""
         if self.limit < usual:
-            smaller = f"it fits with {worker.section}.{worker.limited_by}: {self.limit}, which saves trying {usual}"
+            smaller = (
+                f"it fits with {worker.section}.{worker.batch_limit_option}: {self.limit}, which saves trying {usual}"
+            )
         aside, remarks = tuple(self._aside), dict(self._remarks)
         return UnitResult(unit, path, self._encoded, self._bytes, aside, truncated, smaller, remarks=remarks)
 

@@ -19,7 +19,7 @@ class Job:
     generation: str
     fingerprint: str
     resources: Encoding
-    process: int = 0
+    process_index: int = 0
     probed_members: tuple[str, ...] = ()
 
 
@@ -30,8 +30,8 @@ class UnitResult:
     smaller: where memory ran out, the size of batches that fitted. remarks: how many members each of them is true of.
     """
 
-    unit: str
-    shard: str | None
+    unit_id: str
+    shard_path: str | None
     encoded: int = 0
     bytes: int = 0
     set_aside: tuple[dict, ...] = ()

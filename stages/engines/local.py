@@ -76,7 +76,7 @@ class _WorkerPool:
         """Hand out units while there is a place for one; what is heard of processes that turn out to be dead."""
         while True:
             unit = self._next or (self._suspects.popleft() if self._suspects else next(units, None))
-            pipe = self._place(unit) if unit is not None else None
+            pipe = self._pick_process(unit) if unit is not None else None
             if unit is None or pipe is None:
                 self._next = unit
                 return
@@ -89,7 +89,7 @@ class _WorkerPool:
             self._given[pipe].append(unit)
             self._next = None
 
-    def _place(self, unit: Unit) -> Connection | None:
+    def _pick_process(self, unit: Unit) -> Connection | None:
         """The process that has least to do; a suspect goes to one that has nothing, and is not joined by others."""
         idle = next((pipe for pipe, given in self._given.items() if not given), None)
         if idle is not None:

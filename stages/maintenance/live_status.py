@@ -39,7 +39,7 @@ def refresh_until_done(look: Callable[[], Report], console: Console, every: floa
     """
     report = Report(program="status")
     try:
-        with console.live() as show:
+        with console.live_display() as show:
             while True:
                 started = time.monotonic()
                 report = look()

@@ -36,7 +36,7 @@ def _all_rejects(store: Store, config: Config) -> Iterator[TableRow]:
     except LatentpressError:
         return  # nothing is encoded for a plan that is not there
     for stage in stage_registry.required_stages(config):
-        yield from stage.work(store, config, plan).set_aside
+        yield from stage.state(store, config, plan).set_aside
 
 
 def _format_row(row: TableRow) -> TableRow:

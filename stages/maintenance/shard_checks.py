@@ -94,7 +94,7 @@ class ExpectedShards:
         (row,) = self._units.slice(self._places[name], 1).to_pylist()
         return Unit(**{key: row[key] for key in UNITS_SCHEMA.names} | {"members": tuple(row["members"])})
 
-    def made(self, cache: str) -> CacheSpec:
+    def cache_spec(self, cache: str) -> CacheSpec:
         """Of the cache `<kind>/<fingerprint>`. A provenance.json that can't be read says nothing."""
         if cache not in self._made:
             try:
@@ -107,7 +107,7 @@ class ExpectedShards:
 def check_shard(store: Store, rel: str, expected: ExpectedShards) -> list[DamageError]:
     """Everything that is wrong with the shard at `rel`; nothing where it was removed meanwhile."""
     cache, _, name = rel.rpartition("/")
-    tensors = TensorChecker(expected.made(cache))
+    tensors = TensorChecker(expected.cache_spec(cache))
 
     def whole(meta: ShardMeta) -> Iterator[str]:
         tensors.bucket = meta.bucket
@@ -148,7 +148,7 @@ class TensorChecker:
             plain = name.rpartition(".")[2]  # an export's rows hold several texts: text0.embeds, text1.embeds, ...
             if problem := self._shape(plain, array.shape) or self._consistency_problem(plain, array.dtype, array.shape):
                 raise ValueError(f"{name} {problem}")
-            if not array.finite():
+            if not array.is_finite():
                 raise ValueError(f"{name} has numbers that are NaN or infinite")
 
     def _shape(self, name: str, shape: tuple[int, ...]) -> str:
@@ -180,7 +180,7 @@ def list_shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
     """Path -> bytes of every shard under the root; a tar's bytes include its description's."""
     found: dict[str, int] = {}
     for kind in kinds:
-        sizes = {f"{kind}/{entry.name}": entry.size for entry in store.entries(kind)}
+        sizes = {f"{kind}/{entry.name}": entry.size for entry in store.list_files(kind)}
         for rel, size in sizes.items():
             if is_shard(rel):  # a folder called text/ may hold a person's files too
                 found[rel] = size + sizes.get(rel.removesuffix(shard.TAR_SUFFIX) + shard.SIDECAR_SUFFIX, 0)
@@ -220,14 +220,14 @@ def current_set_ids(store: Store, but: Container[str] = ()) -> list[str]:
 
 def set_pointers(store: Store) -> list[str]:
     """The files that name the set in use of each family and task."""
-    named = (f"sets/{name}" for name in store.names("sets") if name.startswith("current-"))
+    named = (f"sets/{name}" for name in store.list_names("sets") if name.startswith("current-"))
     return [rel for rel in named if is_project_file(rel)]
 
 
 def move_to_damaged(store: Store, rel: str) -> str:
     """Move a shard, the file that says "done" first, to damaged/<kind>/<fingerprint>/; where it lies then."""
     stem, suffix = shard.unit_name(rel), Path(rel).suffix
-    taken, number = set(store.names("damaged")), 1
+    taken, number = set(store.list_names("damaged")), 1
     while (kept := f"{stem}.{number}") + suffix in taken or kept + shard.SIDECAR_SUFFIX in taken:
         number += 1
     store.move(rel, f"damaged/{kept}{suffix}")

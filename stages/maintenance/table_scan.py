@@ -37,7 +37,7 @@ def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
 
 def _table_paths(store: Store, top: str) -> list[str]:
     """Of tables and the JSON files that make them exist; then what such a file says is there and is not."""
-    names = [f"{top}/{name}" for name in store.names(top) if is_project_file(f"{top}/{name}")]
+    names = [f"{top}/{name}" for name in store.list_names(top) if is_project_file(f"{top}/{name}")]
     folders = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
     wanted = {"plans": plans.PLAN_TABLES, "sets": TABLE_CHECKS}.get(top, ())
     making = [name for name in names if top in ("plans", "sets") and name.count("/") == 2]

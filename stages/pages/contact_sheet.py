@@ -109,7 +109,7 @@ def _result_block(one: SampleResult) -> SheetBlock:
     if one.damage:
         block.write(f"can't be decoded: {one.damage.message}", PROBLEM_COLOUR)
     for caption in one.captions[:MAX_CAPTIONS]:
-        block.write(f"({caption.said}) {caption.text}", MUTED_COLOUR if caption.whole else PROBLEM_COLOUR)
+        block.write(f"({caption.token_summary}) {caption.text}", MUTED_COLOUR if caption.whole else PROBLEM_COLOUR)
     return block
 
 

@@ -41,7 +41,7 @@ class EncodedCaption:
         return self.tokens is not None and not self.truncated
 
     @property
-    def said(self) -> str:
+    def token_summary(self) -> str:
         """Its tokens in words."""
         if self.problem:
             return self.problem
@@ -92,7 +92,7 @@ class EncodedPlan:
     sheet: PlanTable
     folder: str
     encoded: np.ndarray
-    aside: np.ndarray
+    set_aside: np.ndarray
     latents: StageShards
     texts: StageShards
 
@@ -110,9 +110,9 @@ class EncodedPlan:
     @property
     def missing(self) -> int:
         """Samples that no shard has yet; those that were set aside are none of them."""
-        return int((~self.encoded & ~self.aside).sum())
+        return int((~self.encoded & ~self.set_aside).sum())
 
-    def line(self, bucket: str, shown: int) -> TableRow:
+    def bucket_row(self, bucket: str, shown: int) -> TableRow:
         """A bucket's line of the table."""
         mine = pc.equal(self.sheet.active.column("bucket"), bucket).to_numpy()
         return {"bucket": bucket, "samples": int(mine.sum()), "encoded": int(self.encoded[mine].sum()), "shown": shown}
@@ -133,4 +133,4 @@ class EncodedPlan:
 
 
 def _stage_state(stage: EncodingStage, sheet: PlanTable) -> StageState:
-    return stage.work(sheet.store, sheet.config, sheet.plan)
+    return stage.state(sheet.store, sheet.config, sheet.plan)

@@ -53,22 +53,22 @@ class PageItem:
     """One sample: its rows of ACTIVE_SCHEMA (place) and SAMPLES_SCHEMA, the item's size as shown in
     pixels (None where it is not known), the shares cut off and stretched by, and what was seen or why nothing was."""
 
-    place: TableRow
+    active_row: TableRow
     sample: TableRow
     size: tuple[int, int] | None
     cropped_share: float
     stretched: float
     captions: tuple[str, ...] = ()
     more_captions: int = 0
-    look: PreviewPictures | None = None
+    preview: PreviewPictures | None = None
     problem: str = ""
 
     @property
     def path(self) -> str:
-        return self.place["path"]
+        return self.active_row["path"]
 
     @property
-    def cut(self) -> tuple[float, float, float, float]:
+    def crop_box(self) -> tuple[float, float, float, float]:
         """Left, top, width and height of what is kept, as shares of the whole picture."""
         geometry = self.sample["geometry"]
         bucket, across, down = Bucket.parse(geometry["bucket"]), geometry["resize_w"], geometry["resize_h"]
@@ -77,14 +77,14 @@ class PageItem:
     @property
     def outline(self) -> str:
         """What is kept of the whole picture, as an SVG path."""
-        assert self.look is not None
-        sides = (self.look.whole.width, self.look.whole.height) * 2
-        x, y, width, height = (share * side for share, side in zip(self.cut, sides, strict=True))
+        assert self.preview is not None
+        sides = (self.preview.whole.width, self.preview.whole.height) * 2
+        x, y, width, height = (share * side for share, side in zip(self.crop_box, sides, strict=True))
         return f"M{x:.2f} {y:.2f}h{width:.2f}v{height:.2f}h-{width:.2f}z"
 
     @property
     def whole_caption(self) -> str:
-        lost = 1 - self.cut[2] * self.cut[3]
+        lost = 1 - self.crop_box[2] * self.crop_box[3]
         return f"whole picture, {lost:.1%} cut off" if lost else "whole picture, nothing cut off"
 
     @property
@@ -95,7 +95,7 @@ class PageItem:
     @property
     def marks(self) -> list[str]:
         """What is particular about it, a few words each."""
-        place, cut = self.place, self.sample["geometry"]
+        place, cut = self.active_row, self.sample["geometry"]
         enlarged = self.size and (cut["resize_w"] > self.size[0] or cut["resize_h"] > self.size[1])
         found = {
             "held out": place["role"] == "eval",
@@ -121,9 +121,9 @@ def _item_facts(item: PageItem) -> Iterator[str]:
         frames = f"{bucket.frames} frames at {sample['rate']:g} per second"
         yield f"{frames}, from {times[0]:.2f} to {times[-1]:.2f} s"
     if sample["condition"] == "source":
-        yield f"source: {item.place['source_path']}"
+        yield f"source: {item.active_row['source_path']}"
     if sample["mask_id"]:
-        yield f"mask: {item.place['mask_path']}"
+        yield f"mask: {item.active_row['mask_path']}"
 
 
 @dataclass(frozen=True)

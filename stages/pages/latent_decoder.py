@@ -18,7 +18,7 @@ class LatentDecoder:
     """Loads the autoencoder once. Decodes one sample at a time, in the pieces that diffusers' defaults make of it."""
 
     def __init__(self, config: Config, resources: Resources) -> None:
-        self._family = config.model.spec
+        self._family = config.model.family_spec
         self.given = 1 if config.model.condition is None else config.model.condition.frames  # of a condition
         self._autoencoder = base.load_autoencoder(config, model_loading.select_device(resources))
 

@@ -29,7 +29,7 @@ def render_plan_page(
     sheet: PlanTable, chosen: dict[str, list[int]], options: Options, report: Report, progress: Progress
 ) -> Iterator[bytes]:
     """The page in pieces: some items of each bucket, read one at a time; what can't be shown is added to `report`."""
-    config, lines = sheet.config, {line["bucket"]: line for line in sheet.lines()}
+    config, lines = sheet.config, {line["bucket"]: line for line in sheet.bucket_rows()}
     opener, workers = SampleOpener(sheet), options.resources(config, "preview").workers
     timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
 
@@ -96,7 +96,7 @@ def _page_items(
         found: PreviewPictures | WorkerFailure | MediaError = (
             next(looks)[1] if isinstance(one.task, PreviewTask) else one.task
         )
-        place = one.place
+        place = one.active_row
         if isinstance(found, WorkerFailure):
             found = found.error(place["path"])
         if isinstance(found, PreviewPictures):

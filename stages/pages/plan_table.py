@@ -80,7 +80,7 @@ class PlanTable:
             found[name] = least.column("row_min").to_pylist()
         return found
 
-    def lines(self) -> list[TableRow]:
+    def bucket_rows(self) -> list[TableRow]:
         """The table of buckets as `latentpress bucket` prints it, from what the plan and discover's tables say."""
         coded = self.active.column("bucket").combine_chunks().dictionary_encode()
         names, code = coded.dictionary.to_pylist(), np.asarray(coded.indices)

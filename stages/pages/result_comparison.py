@@ -45,7 +45,7 @@ def compare_samples(
         for one in opened:
             read = next(reads)[1] if isinstance(one.task, PreviewTask) else one.task
             if isinstance(read, WorkerFailure):
-                read = read.error(one.place["path"])
+                read = read.error(one.active_row["path"])
             found.append(_compare_sample(cached, decoder, one, read, size))
             progress.advance(1)
     return [one for bucket in chosen for one in sorted((r for r in found if r.bucket == bucket), key=_sort_key)]
@@ -73,9 +73,9 @@ def _frame_count(sample: TableRow) -> int:
 def _compare_sample(
     cached: EncodedPlan, decoder: LatentDecoder, one: OpenedSample, read: OriginalPixels | MediaError, size: int
 ) -> SampleResult:
-    item, captions = make_page_item(cached.sheet, one), tuple(cached.captions(one.place["texts"]))
+    item, captions = make_page_item(cached.sheet, one), tuple(cached.captions(one.active_row["texts"]))
     original, unread = (None, read) if isinstance(read, MediaError) else (read, None)
-    [stored] = cached.latents.read([one.place["sample_id"]]).values()
+    [stored] = cached.latents.read([one.active_row["sample_id"]]).values()
     if isinstance(stored, LatentpressError):
         return SampleResult(item, captions, None, unread, stored)
     try:

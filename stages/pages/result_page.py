@@ -34,15 +34,15 @@ class SampleResult:
 
     @property
     def name(self) -> str:
-        return f"{self.item.place['dataset']}/{self.item.path}"
+        return f"{self.item.active_row['dataset']}/{self.item.path}"
 
     @property
     def bucket(self) -> str:
-        return self.item.place["bucket"]
+        return self.item.active_row["bucket"]
 
     @property
     def sample_id(self) -> str:
-        return self.item.place["sample_id"]
+        return self.item.active_row["sample_id"]
 
     @property
     def mse(self) -> float | None:
@@ -66,7 +66,7 @@ def bucket_rows(cached: EncodedPlan, found: Sequence[SampleResult], buckets: Seq
         mine = [one for one in found if one.bucket == bucket]
         values = [one.psnr for one in mine if one.psnr is not None]
         mean = sum(values) / len(values) if values else math.nan
-        row = cached.line(bucket, len(mine)) | {"mean_psnr_db": round(mean, 2)}
+        row = cached.bucket_row(bucket, len(mine)) | {"mean_psnr_db": round(mean, 2)}
         table.append(row | {"lowest_psnr_db": round(min(values, default=math.nan), 2)})
     return table
 
@@ -91,9 +91,9 @@ def render_result_page(
 
 
 def _page_facts(cached: EncodedPlan) -> Iterator[str]:
-    config, aside = cached.sheet.config, int(cached.aside.sum())
+    config, aside = cached.sheet.config, int(cached.set_aside.sum())
     model = config.model
-    drawn = f", {POSTERIOR_LABELS[config.latents.posterior]}" if model.spec.posterior else ""
+    drawn = f", {POSTERIOR_LABELS[config.latents.posterior]}" if model.family_spec.posterior else ""
     yield f"{model.family}, {model.task}, {model.flavour_spec.name}; {cached.folder}{drawn}"
     known = f"{int(cached.encoded.sum())} of {len(cached.encoded)} samples are encoded"
     known += f", {aside} were set aside" if aside else ""

@@ -125,7 +125,7 @@ class OpenedSample:
     """A row of a sheet with its rows of ACTIVE_SCHEMA and SAMPLES_SCHEMA, and what to read, or why that can't be."""
 
     row: int
-    place: TableRow
+    active_row: TableRow
     sample: TableRow
     task: PreviewTask | MediaError
 
@@ -134,7 +134,7 @@ def make_page_item(sheet: PlanTable, one: OpenedSample) -> PageItem:
     """What the plan says of it, for its card."""
     known = sheet.width[one.row] > 0
     return PageItem(
-        place=one.place,
+        active_row=one.active_row,
         sample=one.sample,
         size=(int(sheet.width[one.row]), int(sheet.height[one.row])) if known else None,
         cropped_share=float(sheet.cropped_share[one.row]),
@@ -163,7 +163,7 @@ class SampleOpener:
 
     def _task(self, row: int, place: TableRow, sample: TableRow) -> PreviewTask:
         dataset, source, mask = place["dataset"], None, None
-        media = self._places.media(dataset, place["path"]), sample["media_id"]
+        media = self._places.open_media(dataset, place["path"]), sample["media_id"]
         if sample["condition"] == "source":
             source = self._places.open_companion(dataset, "source", place["source_path"]), sample["source_id"]
         if sample["mask_id"]:

@@ -30,7 +30,7 @@ class CandidateItems:
 
     def __init__(self, dataset: str, table: pa.Table) -> None:
         self.dataset, self.table = dataset, table
-        self.out: list[pa.Table] = []
+        self.rejects: list[pa.Table] = []
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -62,6 +62,6 @@ class CandidateItems:
                 "message": message_column(path, ": ", message(gone)),
                 "retry": pa.repeat(False, len(gone)),
             }
-            self.out.append(pa.table(columns, schema=REJECTS_SCHEMA))
+            self.rejects.append(pa.table(columns, schema=REJECTS_SCHEMA))
             self.table = self.table.filter(pa.array(stay))
         return stay

@@ -81,7 +81,7 @@ def bucket_sizes(model: Model, dataset: Dataset, side_multiple: int) -> BucketSi
             )
         return sizes
     try:
-        resolution = dataset.resolution or model.spec.resolution
+        resolution = dataset.resolution or model.family_spec.resolution
         return resolution_buckets(resolution, dataset.resolution_type, side_multiple, max_aspect=dataset.max_aspect)
     except ValueError as error:
         raise LatentpressError(f"{here}.resolution: {error}", "raise it") from error

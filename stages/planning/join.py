@@ -94,7 +94,7 @@ class EncodedMembers:
     is -1 where it lies nowhere: it was set aside or is missing.
     """
 
-    wanted: IdLookup
+    wanted_ids: IdLookup
     paths: list[str]
     shard: IntArray
     row: IntArray
@@ -104,7 +104,7 @@ class EncodedMembers:
 
     def find(self, names: pa.Array | pa.ChunkedArray) -> IntArray:
         """(m,) places of `names` among what is wanted; -1 for null. The plan wants all of them."""
-        found = self.wanted.find(names)
+        found = self.wanted_ids.find(names)
         assert np.count_nonzero(found < 0) == names.null_count, "the plan names what it does not want"
         return found
 
@@ -181,7 +181,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     of_samples = {kind: first[kind] + samples[kind].shard[at] for kind, at in held.items()}
     further = [of_samples[kind] for kind in samples if kind != "latents"]
     shard = _Renumbering(len(files), [of_samples["latents"], shown, of_texts, *further])
-    words = [texts.wanted.ids.take(pa.array(number.used)), shard.of(of_texts), texts.row[number.used]]
+    words = [texts.wanted_ids.ids.take(pa.array(number.used)), shard.of(of_texts), texts.row[number.used]]
     found = {kind: (shard.of(of_samples[kind]), samples[kind].row[at]) for kind, at in held.items()}
     tables = {
         "index": _index_table(rows, number, found),

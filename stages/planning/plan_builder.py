@@ -49,7 +49,7 @@ class DraftPlan:
     samples: pa.Table
     texts: pa.Table
     active: pa.Table
-    out: pa.Table
+    rejects: pa.Table
     notes: dict[str, DatasetNotes]
     null_text: str | None
     validation: list[TableRow] = field(default_factory=list)
@@ -101,7 +101,7 @@ def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int
         samples=drop_duplicate_ids(pa.concat_tables([part.made.table for part in planned]), "sample_id"),
         texts=drop_duplicate_ids(pa.concat_tables([null_rows, *(part.texts for part in planned)]), "text_id"),
         active=pa.concat_tables(active),
-        out=pa.concat_tables([REJECTS_SCHEMA.empty_table(), *(table for part in planned for table in part.out)]),
+        rejects=pa.concat_tables([REJECTS_SCHEMA.empty_table(), *(table for part in planned for table in part.out)]),
         notes={dataset.id: part.notes for dataset, part in zip(used, planned, strict=True)},
         null_text=null_text,
     )
@@ -145,7 +145,7 @@ def _held_out_media_ids(used: list[Dataset], media: Mapping[str, pa.Table]) -> p
 def _plan_dataset(
     config: Config, dataset: Dataset, table: pa.Table, side_multiple: int, held: pa.Array
 ) -> _DatasetPlan:
-    family, task = config.model.spec, config.model.task
+    family, task = config.model.family_spec, config.model.task
     _check_caption_filter(dataset)
     items = CandidateItems(dataset.id, table.append_column("row", pa.array(np.arange(table.num_rows))))
     _drop_filtered(dataset, items)
@@ -173,7 +173,7 @@ def _plan_dataset(
         aspect_differs=_describe_aspect_mismatches(items, cuts),
         buckets=_crop_statistics(cuts, made),
     )
-    return _DatasetPlan(made, rows, lists, null_text, items.out, notes)
+    return _DatasetPlan(made, rows, lists, null_text, items.rejects, notes)
 
 
 def _describe_aspect_mismatches(items: CandidateItems, cuts: crop_selection.SelectedCrops) -> pa.Array:

@@ -22,7 +22,7 @@ SCALE_CLASS = "scale_class"  # the column of families with a scale window
 def bucket_table(config: Config, active: pa.Table, samples: pa.Table, cuts: Iterable[TableRow]) -> list[TableRow]:
     """One row a bucket of the training set. cuts: what cutting does to the samples of a bucket, by bucket and dataset:
     "bucket", "samples", the largest "distortion", the largest and the mean share "lost"."""
-    family = config.model.spec
+    family = config.model.family_spec
     drawn = {bucket.name: bucket for bucket in epoch_schedule(active, 1).buckets}
     worst = _worst_crops(cuts)
     each = _mean_bytes(config, samples)
@@ -107,7 +107,7 @@ def count_excluded(out: pa.Table) -> list[TableRow]:
 
 def estimate_disk_mib(config: Config, samples: pa.Table, texts: pa.Table) -> tuple[float, float]:
     """MiB of latents and of text embeddings that these rows will take, both estimated."""
-    text = text_tensor_bytes(config.model.spec, texts, config.text.precision or config.model.precision)
+    text = text_tensor_bytes(config.model.family_spec, texts, config.text.precision or config.model.precision)
     return int(sample_tensor_bytes(config, samples).sum()) / 2**20, int(text.sum()) / 2**20
 
 
@@ -164,7 +164,7 @@ def dataset_table(config: Config, plan: DraftPlan) -> list[TableRow]:
         row["duplicates"] = notes.duplicates
         if config.model.condition is not None and config.model.condition.kind == "source":
             row["sources_of_other_aspect"] = len(notes.aspect_differs)
-        if config.model.spec.video:
+        if config.model.family_spec.video:
             row["rounded_down"], row["repeating_frames"] = notes.rounded, notes.repeating
         table.append(row)
     return table
@@ -177,7 +177,7 @@ def scale_name(factors: Sequence[float]) -> str:
 
 def scale_warning(config: Config, buckets: list[TableRow], multiple: int) -> str | None:
     """What to say where a flavour made for one scale class gets buckets of the other; None where it does not."""
-    window = config.model.spec.scale_window
+    window = config.model.family_spec.scale_window
     if window is None or not config.model.flavour_spec.in_window:
         return None
     inside = scale_name(window.inside)
@@ -200,7 +200,7 @@ def _fitting_resolution(
     shape is too wide for it, with the max_aspect that cuts them."""
     if dataset.buckets == "family":
         return None
-    asked = dataset.resolution or config.model.spec.resolution
+    asked = dataset.resolution or config.model.family_spec.resolution
     kind = dataset.resolution_type
     shapes = [Bucket.parse(name) for name in outside]
     width, height = (np.array([getattr(shape, side) for shape in shapes]) for side in ("width", "height"))

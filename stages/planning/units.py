@@ -26,7 +26,7 @@ def sample_tensor_bytes(config: Config, samples: pa.Table) -> np.ndarray:
 def _tensor_bytes(config: Config, bucket: str) -> tuple[int, int, int]:
     """Bytes of the latents, of a condition, and of a mask as large as the latents. With its moments
     stored, latents and condition alike have twice the channels."""
-    family = config.model.spec
+    family = config.model.family_spec
     frames, height, width = Bucket.parse(bucket).latent_shape(family.spatial_stride, family.temporal_stride)
     moments = family.posterior and config.latents.posterior == "moments"
     cell = height * width * _DTYPE_BYTES[config.latents.precision or config.model.precision]
@@ -70,7 +70,7 @@ def text_units(config: Config, texts: pa.Table) -> pa.Table:
     first, then the image: its texts follow each other, in one unit where they fit, so that it is read and passes the
     vision model once."""
     precision = config.text.precision or config.model.precision
-    sizes = text_tensor_bytes(config.model.spec, texts, precision)
+    sizes = text_tensor_bytes(config.model.family_spec, texts, precision)
     ids = texts.column("text_id").combine_chunks()
     buckets = _image_buckets(texts).combine_chunks().dictionary_encode()
     bucket = np.argsort(np.argsort(buckets.dictionary.to_pylist()))[np.asarray(buckets.indices)]

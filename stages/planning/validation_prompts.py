@@ -33,7 +33,7 @@ def add_validation_prompts(
 ) -> None:
     """Plan the validation prompts. `look` opens a prompt's image, or with "video" its clip.
     LatentpressError: it can't."""
-    family, template = config.model.spec, config.model.template
+    family, template = config.model.family_spec, config.model.template
     bucket = validation_bucket(config, multiple) if config.validation.prompts else None
     for prompt in config.validation.prompts:
         assert bucket is not None
@@ -68,7 +68,7 @@ def add_validation_prompts(
 
 def validation_bucket(config: Config, multiple: int) -> Bucket:
     """validation.size, checked against the model's strides."""
-    family = config.model.spec
+    family = config.model.family_spec
     if config.validation.size is None:
         edge = max(multiple, round(family.resolution / multiple) * multiple)
         return Bucket(edge, edge, family.frames)

@@ -27,7 +27,7 @@ def test_both_sides_encode_every_picture_in_the_same_batches(tmp_path: Path, mon
     latents.run_stage(path)
     assert sorted(shapes) == alone and sum(shape[0] for shape in alone) == 3
     store = Store(tmp_path / "all" / "work")
-    (cache,) = {f"latents/{name.split('/')[0]}" for name in store.names("latents")}
+    (cache,) = {f"latents/{name.split('/')[0]}" for name in store.list_names("latents")}
     assert sum(len(open_reader(store, shard)) for shard in find_done_units(store, cache).values()) == 3
 
 

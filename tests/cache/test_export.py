@@ -149,7 +149,7 @@ def opened(store: Store) -> TrainSet:
 def export(source: Store, target: Store, form: str = "arrow", mib: float = 0.001, captions: bool = False) -> Exporter:
     exporter = Exporter(opened(source), target, form, mib, captions)
     exporter.check_target()
-    for piece in exporter.pieces:
+    for piece in exporter.shards:
         if not exporter.is_complete(piece):
             exporter.write(piece)
     exporter.write_prompts()
@@ -161,7 +161,7 @@ def import_(source: Store, target: Store, form: str = "arrow") -> Importer:
     data = opened(source)
     assert isinstance(data, ExportedSet)
     importer = Importer(data, target, form)
-    for part in importer.parts:
+    for part in importer.shards:
         if not importer.is_complete(part):
             importer.write(part)
     importer.publish(importer.write_prompts())
@@ -178,8 +178,8 @@ def content(store: Store) -> list[Any]:
     for row, entry in enumerate(index):
         samples += [data.sample(row, caption) for caption in range(len(entry["texts"]))]
         samples.append(data.sample(row, dropped=True))
-    parts = [data.parts(row) for row in range(len(index))]
-    parts += [data.prompt(number) for number in range(2)]
+    parts = [data.part_rows(row) for row in range(len(index))]
+    parts += [data.prompt_rows(number) for number in range(2)]
     sums = [
         {name: (row.id, row_checksum(row.id, canonical_json(row.info), row.tensors)) for name, row in p.items()}
         for p in parts
@@ -189,7 +189,7 @@ def content(store: Store) -> list[Any]:
 
 
 def files(store: Store) -> dict[str, bytes]:
-    return {name: store.read_bytes(name) for name in store.names()}
+    return {name: store.read_bytes(name) for name in store.list_names()}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -213,15 +213,15 @@ def test_there_and_back_bit_by_bit(source: Store, tmp_path: Path, form: str, vis
         export(origin, again, form)
         assert files(again) == files(exported)
     for store in (exported, back):
-        paths = [name for name in store.names() if is_shard(name)]
-        assert [name for name in store.names() if not is_project_file(name)] == []
+        paths = [name for name in store.list_names() if is_shard(name)]
+        assert [name for name in store.list_names() if not is_project_file(name)] == []
         assert len(paths) >= 6 and not [damage for path in paths for damage in shard_io.verify(store, path)]
 
 
 def test_one_bucket_and_role_a_shard(source: Store, tmp_path: Path) -> None:
     exporter = export(source, target := Store(tmp_path / "export"))
-    shards = [shard_io.open_reader(target, name) for name in target.names() if name.startswith("samples/")]
-    assert len(shards) == len(exporter.pieces) > 3
+    shards = [shard_io.open_reader(target, name) for name in target.list_names() if name.startswith("samples/")]
+    assert len(shards) == len(exporter.shards) > 3
     for one in shards:
         infos = [one.read(i).info for i in range(len(one))]
         assert {info["bucket"] for info in infos} == {one.meta.bucket} and len({info["role"] for info in infos}) == 1
@@ -240,7 +240,7 @@ def test_webdataset_alone_reads_it(source: Store, tmp_path: Path) -> None:
     data = opened(source)
     assert len(found) == data.tables["index"].num_rows
     for row, sample in enumerate(found):
-        parts, info = data.parts(row), sample["json"]
+        parts, info = data.part_rows(row), sample["json"]
         tensors = {name: bytes(value["data"]) for name, value in deserialize(sample["safetensors"])}
         assert tensors.pop("latent") == parts["sample"].tensors["latent"].raw()
         assert tensors["text0.embeds"] == parts["text0"].tensors["embeds"].raw()
@@ -256,7 +256,7 @@ def test_datasets_alone_reads_it(source: Store, tmp_path: Path) -> None:
     data = opened(source)
     assert len(found) == data.tables["index"].num_rows
     for number, row in enumerate(found):
-        parts = data.parts(number)
+        parts = data.part_rows(number)
         assert row["latent"] == bytes(parts["sample"].tensors["latent"].raw())
         assert tuple(row["latent_shape"]) == parts["sample"].tensors["latent"].shape
         assert row["text0.embeds"] == bytes(parts["text0"].tensors["embeds"].raw())
@@ -291,7 +291,7 @@ def test_a_killed_export_goes_on_and_is_no_set_before(source: Store, tmp_path: P
     target = Store(tmp_path / "export")
     whole = export(source, Store(tmp_path / "whole"))
     exporter = Exporter(opened(source), target, "arrow", 0.001, False)
-    first, second, *_ = exporter.pieces
+    first, second, *_ = exporter.shards
     exporter.write(first)
     exporter.write(second)
     with pytest.raises(SetError, match="no training set"):
@@ -301,8 +301,8 @@ def test_a_killed_export_goes_on_and_is_no_set_before(source: Store, tmp_path: P
     raw[raw.index(b'"parts"')] ^= 1  # in a row's info
     path.write_bytes(raw)
     again = Exporter(opened(source), target, "arrow", 0.001, False)
-    assert [again.is_complete(piece) for piece in again.pieces] == [True, *[False] * (len(whole.pieces) - 1)]
-    assert len(again.missing_shards) == len(whole.pieces) - 2
+    assert [again.is_complete(piece) for piece in again.shards] == [True, *[False] * (len(whole.shards) - 1)]
+    assert len(again.missing_shards) == len(whole.shards) - 2
     export(source, target)
     assert files(target) == files(Store(tmp_path / "whole"))
 
@@ -316,8 +316,8 @@ def test_a_set_is_published_once(source: Store, tmp_path: Path) -> None:
     with pytest.raises(TargetError):
         export(source, source)
     with pytest.raises(TargetError, match="root"):
-        Importer(opened(target), target, "arrow").is_there()
-    assert Importer(opened(target), source, "arrow").is_there()
+        Importer(opened(target), target, "arrow").is_present()
+    assert Importer(opened(target), source, "arrow").is_present()
 
 
 def test_an_interrupted_import_goes_on(source: Store, tmp_path: Path) -> None:
@@ -325,12 +325,12 @@ def test_an_interrupted_import_goes_on(source: Store, tmp_path: Path) -> None:
     import_(exported, whole := Store(tmp_path / "whole"))
     half = Store(tmp_path / "half")
     importer = Importer(opened(exported), half, "arrow")
-    for part in importer.parts[:3]:
+    for part in importer.shards[:3]:
         importer.write(part)
-    assert not importer.is_there()
+    assert not importer.is_present()
     import_(exported, half)
     assert files(half) == files(whole)
-    assert not Importer(opened(exported), half, "arrow").is_there()  # made by an import: it is checked again
+    assert not Importer(opened(exported), half, "arrow").is_present()  # made by an import: it is checked again
 
 
 def test_on_an_object_store(source: Store, tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_another_description_in_the_target_is_not_taken_for_this_set(
     target = Store(tmp_path / "target")
     target.publish_bytes("sets/0123456789abcdef/set.json", json.dumps(there).encode())
     with pytest.raises((TargetError, DamageError), match="0123456789abcdef"):
-        Importer(opened(exported), target, "arrow").is_there()
+        Importer(opened(exported), target, "arrow").is_present()
 
 
 def test_what_is_said_of_a_cache_does_not_rename_it(exported: Store, tmp_path: Path) -> None:
@@ -570,7 +570,7 @@ def test_rows_that_are_no_exports_are_refused(info: dict, tensors: dict) -> None
 @pytest.mark.parametrize("parts", [None, [], 7, "sample", {"sample": None}, {"sample": []}])
 def test_a_row_that_is_no_exports_is_named(exported: Store, parts: Any) -> None:
     """Its own checksum is right: nothing but what it says is wrong."""
-    path = min(exported.names("samples"))
+    path = min(exported.list_names("samples"))
     with shard_io.open_reader(exported, f"samples/{path}") as there:
         meta, rows = there.meta, [there.read(i) for i in range(len(there))]
         columns = read_columns(exported, f"samples/{path}")
@@ -588,8 +588,8 @@ def test_a_row_of_another_sample_is_not_taken(exported: Store, source: Store, tm
     path = next(Path(exported.url).glob("samples/*/000000.arrow"))
     data = opened(source)
     exporter = Exporter(data, Store(tmp_path / "other"), "arrow", 0.001, False)
-    exporter.data.parts = lambda row: TrainSet.parts(data, row + 1)  # type: ignore[method-assign]
-    exporter.write(exporter.pieces[0])
+    exporter.data.part_rows = lambda row: TrainSet.part_rows(data, row + 1)  # type: ignore[method-assign]
+    exporter.write(exporter.shards[0])
     shutil.copy(next((tmp_path / "other").glob("samples/*/000000.arrow")), path)
     with pytest.raises(DamageError, match="its sample is"):
         opened(exported).sample(0)

@@ -73,7 +73,7 @@ def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoc
         wanted.update({span.start + i: (1 + span.repeats) * int(span.weight) for i in range(span.count)})
     surplus = drawn - wanted
     assert not wanted - drawn
-    assert surplus.total() == sum(plan.fill_counts.values()) == len(batches) * size - plan.samples
+    assert surplus.total() == sum(plan.fill_counts.values()) == len(batches) * size - plan.draws_per_epoch
     for batch in batches:
         assert set(batch.rows.tolist()) <= rows_of(batch.bucket, plan_spans)
         assert len(batch.rows) == size and batch.epoch == epoch
@@ -129,7 +129,7 @@ def test_weights_in_words() -> None:
 @given(spans(), st.integers(0, 99), st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 40))
 def test_ranks_share_one_global_batch(plan_spans, seed, world, step) -> None:
     whole = BatchSchedule(plan_spans, seed, 12).batch(step)
-    parts = [BatchSchedule(plan_spans, seed, 12).batch(step).share(rank, world) for rank in range(world)]
+    parts = [BatchSchedule(plan_spans, seed, 12).batch(step).for_rank(rank, world) for rank in range(world)]
     assert {len(part.rows) for _, part in parts} == {12 // world}
     assert np.concatenate([positions for positions, _ in parts]).tolist() == list(range(12))
     assert np.concatenate([part.rows for _, part in parts]).tolist() == whole.rows.tolist()
@@ -241,7 +241,7 @@ def test_a_billion_samples_cost_nothing() -> None:
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
     assert all(len(set(batch.rows.tolist())) > 250 for batch in steps)
-    assert plan.samples == 1001 * 10**9 + 3 * 10**8 + 10**6
+    assert plan.draws_per_epoch == 1001 * 10**9 + 3 * 10**8 + 10**6
 
 
 def test_many_datasets_in_one_bucket() -> None:
@@ -250,6 +250,6 @@ def test_many_datasets_in_one_bucket() -> None:
     plan = BatchSchedule(members, 0, 64)
     drawn = Counter(int(row) // 100 % 12 for step in range(400) for row in plan.batch(step).rows)
     shares = np.array([members[i].draws for i in range(12)])
-    assert plan.samples == shares.sum() * (10_000 // 12) + sum(span.draws for span in members[9996:])
+    assert plan.draws_per_epoch == shares.sum() * (10_000 // 12) + sum(span.draws for span in members[9996:])
     found = np.array([drawn[i] for i in range(12)])
     assert np.abs(found / found.sum() - shares / shares.sum()).max() < 0.01

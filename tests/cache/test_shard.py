@@ -102,8 +102,8 @@ def test_any_tensors_come_back(tmp_path, format, data):
 def test_bytes_depend_on_the_rows_alone(tmp_path, format):
     one, two = Store(tmp_path / "one"), Store(tmp_path / "two")
     rels = [write(store, format=format) for store in (one, two)]
-    names = one.names("")
-    assert names == two.names("")
+    names = one.list_names("")
+    assert names == two.list_names("")
     assert all(one.read_bytes(name) == two.read_bytes(name) for name in names)
     assert rels[0] == rels[1]
 

@@ -80,7 +80,7 @@ def test_what_is_being_written_is_not_listed(tmp_path):
         file.write(b"half")
         file.flush()
         assert Path(file.name).parent == tmp_path / "a", "a rename must not cross file systems"
-        assert store.names("") == [] and not store.exists("a/b")
+        assert store.list_names("") == [] and not store.exists("a/b")
     assert store.read_bytes("a/b") == b"half"
 
 
@@ -101,7 +101,7 @@ def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
         module.Store({str(tmp_path)!r}).publish_bytes("a/kept", b"new")
     """
     assert run(code).returncode == -9
-    assert store.names("") == ["a/kept"] and store.read_bytes("a/kept") == b"old"
+    assert store.list_names("") == ["a/kept"] and store.read_bytes("a/kept") == b"old"
     assert len(os.listdir(tmp_path / "a")) == 2
     assert store.remove_stale_temps(older_than_s=3600) == []
     assert len(store.remove_stale_temps(older_than_s=-1)) == 1

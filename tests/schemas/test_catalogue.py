@@ -98,7 +98,7 @@ def test_prefixes_have_as_many_tokens_as_are_cropped(tiny):
 
 def test_what_is_stored_and_loaded_is_named():
     for family in FAMILIES.values():
-        assert family.default in family.flavours
+        assert family.default_flavour in family.flavours
         assert all(flavour.name == name for name, flavour in family.flavours.items())
         assert {"text_encoder", "tokenizer"} <= set(family.text_components) and family.latent_components == ("vae",)
 
@@ -106,9 +106,9 @@ def test_what_is_stored_and_loaded_is_named():
 def test_the_parts_are_those_that_the_encoders_load():
     from stages.encoding.text import gemma, kandinsky5
 
-    assert FAMILIES["sana"].text_components == gemma.Encoder.parts
+    assert FAMILIES["sana"].text_components == gemma.Encoder.components
     assert {FAMILIES[name].text_components for name in ("kandinsky5-image", "kandinsky5-video")} == {
-        kandinsky5.Encoder.parts
+        kandinsky5.Encoder.components
     }
 
 

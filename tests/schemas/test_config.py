@@ -39,7 +39,7 @@ def dataset(id="photos", **changes):
 def test_the_defaults_are_a_whole_configuration():
     config = Config.model_validate(data())
     assert config.stages.order == STAGE_ORDER
-    assert config.model.flavour_spec.name == FAMILIES["sana"].default
+    assert config.model.flavour_spec.name == FAMILIES["sana"].default_flavour
     assert config.model.source == config.model.flavour_spec.repo
     assert config.stages.resources("encode-text").workers == 1
     assert config.stages.resources("bucket").device == "auto"

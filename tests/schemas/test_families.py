@@ -84,11 +84,11 @@ def test_a_pipeline_is_named_once():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_agree_with_each_other(name):
     family = FAMILIES[name]
-    assert family.name == name and family.default in family.flavours
+    assert family.name == name and family.default_flavour in family.flavours
     tasks = {flavour.task for flavour in family.flavours.values()}
     assert tasks == set(family.templates) == set(family.pipelines) == set(family.transformer_config)
     assert set(family.conditions) <= tasks
-    assert {*family.components, "text_encoder", "vae"} <= set(family.models)
+    assert {*family.components, "text_encoder", "vae"} <= set(family.model_classes)
     for condition in family.conditions.values():
         assert (condition.frames - 1) % family.temporal_stride == 0, "the autoencoder can't encode so many frames"
         assert condition.frames == 1 or condition.kind == "first-frame"

@@ -113,7 +113,7 @@ def test_estimated_latents_are_what_is_written(photos):
     report = plan(photos)
     photos.run(encode_latents.run)
     store = Store(photos.root)
-    paths = [f"latents/{name}" for name in store.names("latents") if name.endswith(".arrow")]
+    paths = [f"latents/{name}" for name in store.list_names("latents") if name.endswith(".arrow")]
     total = 0
     for path in paths:
         with open_reader(store, path) as shard:

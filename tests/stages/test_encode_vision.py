@@ -175,7 +175,7 @@ def test_the_weights_of_a_repository_are_those_of_the_commit_that_names_the_cach
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     home.settings["vision"]["model"] = "someone/dino-that-moves"
-    assert encode_vision.STAGE.parts(home.config())["weights"] == {
+    assert encode_vision.STAGE.fingerprint_inputs(home.config())["weights"] == {
         "repo": "someone/dino-that-moves",
         "commit": commits[0],
     }
@@ -224,7 +224,8 @@ def test_what_is_to_come_is_what_is_written(make) -> None:
     prepare(home)
     config = home.config()
     to_come = [
-        encode_vision.STAGE.size(config, unit) for unit in current_plan(Store(home.root), config).units("latents")
+        encode_vision.STAGE.estimate_bytes(config, unit)
+        for unit in current_plan(Store(home.root), config).units("latents")
     ]
     home.run(encode_vision.run)
     assert sum(to_come) == sum(row.tensors["vision"].nbytes for row in rows(home)) > 0

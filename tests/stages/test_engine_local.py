@@ -64,7 +64,7 @@ def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
     counted: list[int] = []
     names = [f"u{number}" for number in range(6)]
     outcomes = list(run_units(Echo, job(tmp_path, workers), iter(units(*names)), counted.append))
-    assert sorted(outcome.unit for outcome in outcomes) == names
+    assert sorted(outcome.unit_id for outcome in outcomes) == names
     assert sum(counted) == 12
     processes = {(tmp_path / name).read_text() for name in names}
     assert len(processes) <= workers
@@ -74,7 +74,7 @@ def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
 class Numbered(Echo):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        (self.folder / f"process-{job.process}-{os.getpid()}").touch()
+        (self.folder / f"process-{job.process_index}-{os.getpid()}").touch()
 
 
 @pytest.mark.usefixtures("forked")
@@ -82,11 +82,11 @@ def test_a_process_that_dies_takes_its_unit_alone_which_is_tried_again(tmp_path:
     """By a new one, which takes the number of the dead."""
     names, said = ("u0", "die-once", "u1", "u2", "u3"), []
     found = run_units(Numbered, job(tmp_path, 2), iter(units(*names)), lambda n: None, said.append)
-    outcomes = {outcome.unit: outcome for outcome in found}
+    outcomes = {outcome.unit_id: outcome for outcome in found}
     assert set(outcomes) == set(names)
     (warning,) = said
     assert "exit code -9" in warning and "die-once" in warning
-    assert all(outcome.shard for outcome in outcomes.values())
+    assert all(outcome.shard_path for outcome in outcomes.values())
     numbers = [path.name.split("-")[1] for path in tmp_path.glob("process-*")]
     assert len(numbers) == 3 and set(numbers) == {"0", "1"}
 
@@ -94,10 +94,10 @@ def test_a_process_that_dies_takes_its_unit_alone_which_is_tried_again(tmp_path:
 @pytest.mark.usefixtures("forked")
 def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(tmp_path: Path) -> None:
     names = ("u0", "die-always", "u1", "u2")
-    outcomes = {o.unit: o for o in run_units(Echo, job(tmp_path, 2), iter(units(*names)), lambda n: None)}
-    assert outcomes["die-always"].shard is None
+    outcomes = {o.unit_id: o for o in run_units(Echo, job(tmp_path, 2), iter(units(*names)), lambda n: None)}
+    assert outcomes["die-always"].shard_path is None
     assert "died 2 times" in outcomes["die-always"].error
-    assert all(outcomes[name].shard for name in ("u0", "u1", "u2"))
+    assert all(outcomes[name].shard_path for name in ("u0", "u1", "u2"))
 
 
 class LastWords(Echo):
@@ -123,7 +123,7 @@ def test_a_process_that_has_died_with_nothing_to_do_is_noticed_and_no_unit_blame
         yield second
 
     outcomes = list(run_units(LastWords, job(tmp_path, 2), after_a_death(), lambda n: None, said.append))
-    assert sorted(outcome.unit for outcome in outcomes if outcome.shard) == ["u0", "u1"]
+    assert sorted(outcome.unit_id for outcome in outcomes if outcome.shard_path) == ["u0", "u1"]
     assert said and all("units it had, which are tried alone: none" in line for line in said)
 
 
@@ -149,7 +149,7 @@ def test_a_process_that_dies_while_it_loads_is_started_again_and_no_unit_is_blam
     names, said = [f"u{number}" for number in range(6)], []
     load = partial(dies_loading, times=2)  # both of the first, or one and its successor
     outcomes = list(run_units(load, job(tmp_path, 2), iter(units(*names)), lambda n: None, said.append))
-    assert sorted(outcome.unit for outcome in outcomes if outcome.shard) == names
+    assert sorted(outcome.unit_id for outcome in outcomes if outcome.shard_path) == names
     assert len(said) == 2 and all("while it loaded its model (exit code -9)" in line for line in said)
 
 

@@ -60,7 +60,7 @@ def test_from_media_to_an_export_and_back(project, capsys) -> None:
     for one in (data, back):
         assert [one.sample(i) for i in range(5)] == [home_set.sample(i) for i in range(5)]
         assert one.validation == home_set.validation and one.spans == home_set.spans
-    assert {name.split("/")[0] for name in Store(home.folder / "other").names()} == {"latents", "text", "sets"}
+    assert {name.split("/")[0] for name in Store(home.folder / "other").list_names()} == {"latents", "text", "sets"}
     assert list(Path(home.folder / "other").glob("latents/*/*.tar"))
 
     code, sound = command(home, capsys, verify, "root=other")

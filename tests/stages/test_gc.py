@@ -32,7 +32,7 @@ def index_three(home) -> None:
 
 
 def files(home) -> set[str]:
-    return {entry.name for entry in Store(home.root).entries()}
+    return {entry.name for entry in Store(home.root).list_files()}
 
 
 def paths(report) -> list[str]:
@@ -190,7 +190,7 @@ def test_leftovers(indexed) -> None:
     assert {"notes/mine.txt", "rejects/discover/photos.arrow"} <= left
     assert not any(name.startswith(("damaged", "media/gone", "rejects/encode")) for name in left)
     assert not list(indexed.root.rglob("*.tmp")) and not (indexed.root / "damaged").joinpath("text").exists()
-    assert find_roots(store, [config], store.entries(), time.time()).datasets == {"photos", "validation"}
+    assert find_roots(store, [config], store.list_files(), time.time()).datasets == {"photos", "validation"}
 
 
 OTHERS = (

@@ -351,7 +351,7 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
     ]
     for kind, folder in (("text", text), ("latents", latents)):
         shard(store, kind, kind, members[kind], folder=folder)
-    assert work.run(index.run, dry_run=True).remaining == 3 and not store.names("sets")
+    assert work.run(index.run, dry_run=True).remaining == 3 and not store.list_names("sets")
     report = work.run(index.run)
     assert (report.done, report.remaining, report.details["samples"], report.details["held_out"]) == (3, 0, 2, 1)
     data = open_set(store, "current", config.model.family, config.model.task)

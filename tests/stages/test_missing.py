@@ -268,7 +268,7 @@ def test_a_disk_that_goes_while_the_stage_runs(project, built, left: str) -> Non
         home.media.rename(home.folder / "elsewhere")
         if left == "empty":
             home.media.mkdir()
-        return encode_latents.STAGE.load(job)
+        return encode_latents.STAGE.load_worker(job)
 
     with pytest.raises(LatentpressError, match=r"datasets\.photos\.instance_data_dir.*4 of 4 files"):
         home.run(replace(encode_latents.STAGE, load=go_and_load).run)

@@ -212,7 +212,7 @@ def test_a_bucket_has_the_line_that_bucket_prints(project) -> None:
     table = planned(home).details["buckets"]
     config = home.config()
     sheet = PlanTable.of(Store(config.root), config, current_plan(Store(config.root), config))
-    assert len(table) > 1 and sheet.lines() == table
+    assert len(table) > 1 and sheet.bucket_rows() == table
     _, page = show(home, items=20)
     for row in table:
         assert all(heading(key) in page.text for key in row)

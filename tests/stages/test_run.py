@@ -171,5 +171,5 @@ def test_every_program_reports_in_snake_case(home: Project, monkeypatch: pytest.
                 assert (document["program"] == program and document["details"]) or program == "decode"
             except LatentpressError as error:
                 assert program == "encode-vision", error  # which this configuration does not want
-                document = error.document()
+                document = error.to_dict()
             assert list(odd_keys(document)) == [], program

@@ -64,7 +64,7 @@ class Shards:
     @staticmethod
     def files(store: Store) -> dict[str, bytes]:
         """Everything that is listed."""
-        return {name: store.read_bytes(name) for name in store.names("")}
+        return {name: store.read_bytes(name) for name in store.list_names("")}
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ class Stage:
         """All that is listed of it."""
         store = Store(self.home.root)
         tops = (f"{self.kind}/", f"rejects/{self.program.STAGE.name}/")
-        return {name: store.read_bytes(name) for name in store.names("") if name.startswith(tops)}
+        return {name: store.read_bytes(name) for name in store.list_names("") if name.startswith(tops)}
 
     def forget(self) -> None:
         for top in (self.kind, "rejects"):

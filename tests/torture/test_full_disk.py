@@ -90,7 +90,7 @@ def test_killed_at_every_step(tmp_path, shards, format, before, steps, forked, o
 
         ended = forked(work)
         assert ended in (0, signal.SIGKILL)
-        assert not any(name.endswith(".tmp") for name in store.names(""))
+        assert not any(name.endswith(".tmp") for name in store.list_names(""))
         check(store, shards, format, expected)
         store.remove_stale_temps(older_than_s=-1)
         assert temporaries(store.root) == []

@@ -147,7 +147,7 @@ def test_again_and_again(latents, start, often) -> None:
 
 def tables(home: Project) -> dict[str, bytes]:
     store = Store(home.root)
-    return {name: store.read_bytes(name) for name in store.names("")}
+    return {name: store.read_bytes(name) for name in store.list_names("")}
 
 
 @pytest.mark.parametrize("program", [discover, bucket])

@@ -208,7 +208,7 @@ def encode(home: Project) -> None:
 
 def everything(root: Path) -> dict[str, bytes]:
     store = Store(root)
-    return {name: store.read_bytes(name) for name in store.names("")}
+    return {name: store.read_bytes(name) for name in store.list_names("")}
 
 
 def usable(root: Path, home: Project, expected: dict[str, bytes]) -> bool:

@@ -225,7 +225,7 @@ def test_a_unit_for_a_worker_that_has_died_meanwhile(tmp_path, workers, monkeypa
     monkeypatch.setattr(local, "wait", late)
     held = iter([*units[:2], None, *units[2:]])  # None: no more until a unit is done, so that there is room for more
     outcomes = list(pool.run(held))  # type: ignore[arg-type]
-    assert sorted(outcome.unit for outcome in outcomes) == names and all(outcome.shard for outcome in outcomes)
+    assert sorted(outcome.unit_id for outcome in outcomes) == names and all(outcome.shard_path for outcome in outcomes)
 
 
 class Orphan:

@@ -160,7 +160,7 @@ KINDS = {
 
 def latent(rng: np.random.Generator, config: Config, bucket: str) -> np.ndarray:
     """A random latent (C, T, h, w) of a bucket "WxH" or "WxH@F"."""
-    spec, (size, _, frames) = config.model.spec, bucket.partition("@")
+    spec, (size, _, frames) = config.model.family_spec, bucket.partition("@")
     width, height = (int(side) // spec.spatial_stride for side in size.split("x"))
     length = 1 + (int(frames or 1) - 1) // spec.temporal_stride
     return rng.normal(size=(spec.latent_channels, length, height, width)).astype(np.float32)

@@ -227,13 +227,13 @@ def test_clipping_scales_to_the_norm() -> None:
 
 def test_bad_steps_are_counted_and_end_the_run() -> None:
     bad = BadStepCounter(2)
-    assert bad.finite(0, 1.0, 1.0)
-    assert not bad.finite(1, float("nan"), 1.0)
-    assert not bad.finite(2, 1.0, float("inf"))
-    assert not bad.finite(150, float("nan"), 1.0), "those of long ago are forgiven"
+    assert bad.check(0, 1.0, 1.0)
+    assert not bad.check(1, float("nan"), 1.0)
+    assert not bad.check(2, 1.0, float("inf"))
+    assert not bad.check(150, float("nan"), 1.0), "those of long ago are forgiven"
     assert bad.total == 3
-    bad.finite(151, float("nan"), 1.0)
+    bad.check(151, float("nan"), 1.0)
     with pytest.raises(DivergedError, match=r"3 of the last 100.*max_bad_steps is 2"):
-        bad.finite(152, float("nan"), 1.0)
+        bad.check(152, float("nan"), 1.0)
     with pytest.raises(DivergedError, match=r"learning rate|train\.optimizer\.lr"):
-        BadStepCounter(0).finite(0, float("nan"), 1.0)
+        BadStepCounter(0).check(0, float("nan"), 1.0)

@@ -51,7 +51,7 @@ def test_batches_hold_what_the_shards_hold(make_config, make_set, made, kind, fo
     ordered = sorted(items, key=lambda item: item.bucket)
     seen = set()
     for step in range(6):
-        for part in feed(config).step(step).parts:
+        for part in feed(config).step(step).micro_batches:
             batch = part.batch
             assert part.noise_BCTHW.shape == batch.latents_BCTHW.shape
             for i, id in enumerate(batch.ids):
@@ -73,7 +73,7 @@ def test_batches_hold_what_the_shards_hold(make_config, make_set, made, kind, fo
 def test_bfloat16_sets_are_read(make_config, make_set) -> None:
     config = make_config("t2i")
     make_set(config, dtype="bfloat16")
-    batch = feed(config).step(0).parts[0].batch
+    batch = feed(config).step(0).micro_batches[0].batch
     assert batch.latents_BCTHW.dtype == torch.float32
     assert torch.equal(batch.latents_BCTHW, batch.latents_BCTHW.bfloat16().float())
 
@@ -82,7 +82,7 @@ def test_dropped_captions_are_the_null_prompt(make_config, make_set, made) -> No
     config = make_config("t2i")
     items, null, prompts = made.mixed_items(config)
     make_set(config, items, null, prompts)
-    batch = feed(config, dropout=1.0).step(0).parts[0].batch
+    batch = feed(config, dropout=1.0).step(0).micro_batches[0].batch
     assert np.array_equal(batch.text_BLD.numpy(), np.stack([null["embeds"]] * 2))
     assert np.array_equal(batch.pooled_BD.numpy(), np.stack([null["pooled"]] * 2))
 
@@ -95,7 +95,7 @@ def test_alternative_captions_take_turns(make_config, make_set, made) -> None:
     ordered, seen = sorted(items, key=lambda item: item.bucket), set()
     passes = feed(config, 4, 4).plan.batches_per_epoch * 2
     for step in range(passes):
-        (part,) = feed(config, 4, 4).step(step).parts
+        (part,) = feed(config, 4, 4).step(step).micro_batches
         for id, text_LD, mask_L in zip(part.batch.ids, part.batch.text_BLD, part.batch.text_mask_BL, strict=True):
             number = int(id.removeprefix("set1-sample"))
             texts = [caption["embeds"] for caption in ordered[number].texts]
@@ -117,7 +117,9 @@ def test_weights_are_followed_and_held_out_samples_never_drawn(make_config, make
     ]
     make_set(config, items, null, prompts)
     reader = feed(config, 1, 1)
-    drawn = Counter(reader.step(step).parts[0].batch.ids[0] for step in range(2 * reader.plan.batches_per_epoch))
+    drawn = Counter(
+        reader.step(step).micro_batches[0].batch.ids[0] for step in range(2 * reader.plan.batches_per_epoch)
+    )
     ordered = sorted(items, key=lambda item: item.place)
     assert drawn == {f"set1-sample{i}": int(2 * item.weight) for i, item in enumerate(ordered) if item.role == "train"}
     assert len(reader.data) == 8 and len(reader.data.eval_rows) == 4
@@ -135,8 +137,8 @@ def test_ranks_and_micro_batches_cut_the_same_global_batch(make_config, make_set
         )
 
     for step in range(3):
-        whole = flat(feed(config, 4, dropout=0.3).step(step).parts)
-        ranks = [feed(config, 1, dropout=0.3, rank=rank, world=2).step(step).parts for rank in (0, 1)]
+        whole = flat(feed(config, 4, dropout=0.3).step(step).micro_batches)
+        ranks = [feed(config, 1, dropout=0.3, rank=rank, world=2).step(step).micro_batches for rank in (0, 1)]
         ids, noise, normal = flat([part for parts in ranks for part in parts])
         assert [len(parts) for parts in ranks] == [2, 2]
         assert ids == whole[0] and torch.equal(noise, whole[1]) and torch.equal(normal, whole[2])
@@ -197,5 +199,5 @@ def test_a_flipped_byte_stops_the_feed_before_the_batch(make_config, make_set) -
         path.write_bytes(raw)
     with pytest.raises(DamageError, match="latents-") as caught:
         for data in feed(config).steps(0, 9):
-            assert all(torch.isfinite(part.batch.latents_BCTHW).all() for part in data.parts)
+            assert all(torch.isfinite(part.batch.latents_BCTHW).all() for part in data.micro_batches)
     assert caught.value.row is not None

@@ -26,7 +26,7 @@ def found(config: Config) -> TrainSet:
 
 def export(config: Config, target: Path, form: str) -> None:
     exporter = Exporter(found(config), Store(target), form, 0.01, False)
-    for piece in exporter.pieces:
+    for piece in exporter.shards:
         exporter.write(piece)
     exporter.write_prompts()
     exporter.publish()
@@ -34,7 +34,7 @@ def export(config: Config, target: Path, form: str) -> None:
 
 def import_(config: Config, target: Path) -> None:
     importer = Importer(found(config), Store(target), "arrow")
-    for part in importer.parts:
+    for part in importer.shards:
         importer.write(part)
     importer.publish(importer.write_prompts())
 
@@ -62,8 +62,8 @@ def three(make_config, make_set, tmp_path: Path, request) -> list[Config]:
 def flat(feed: BatchLoader, step: int) -> list:
     data = feed.step(step)
     values: list = [data.step, data.epoch, data.bucket]
-    for part in data.parts:
-        for value in (*vars(part.batch).values(), part.noise_BCTHW, part.normal_B):
+    for part in data.micro_batches:
+        for value in (*vars(part.batch).values(), part.noise_BCTHW, part.sigma_normal_B):
             values.append((value.dtype, value.shape, value.tolist()) if isinstance(value, torch.Tensor) else value)
     return values
 

@@ -38,7 +38,7 @@ def picture(rng: np.random.Generator, channels: int, size: int, frames: int = 1)
 def captioned(made, config: Config, bucket: str, size: int, shift: int = 0) -> tuple:
     """Eight samples, each with a picture and a caption of its own; the captions moved on by `shift` samples."""
     rng, pooled = np.random.default_rng(11), config.model.family != "sana"
-    pictures = [picture(rng, config.model.spec.latent_channels, size) for _ in range(8)]
+    pictures = [picture(rng, config.model.family_spec.latent_channels, size) for _ in range(8)]
     texts = [made.caption(rng, 3 + i % 4, pooled) for i in range(8)]
     items = [made.Item(bucket, pictures[i], [texts[(i + shift) % 8]]) for i in range(8)]
     return items, made.caption(rng, 2, pooled), ()

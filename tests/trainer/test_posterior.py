@@ -57,7 +57,7 @@ def drawn(config, steps: int, **options) -> list[dict]:
     found = []
     for step in range(steps):
         found.append({})
-        for part in feed.step(step).parts:
+        for part in feed.step(step).micro_batches:
             conditions = part.batch.condition_BCTHW
             for i, name in enumerate(part.batch.ids):
                 found[-1][name] = part.batch.latents_BCTHW[i], None if conditions is None else conditions[i]

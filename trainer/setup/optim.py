@@ -56,7 +56,7 @@ class BadStepCounter:
     steps: list[int] = field(default_factory=list)
     total: int = 0
 
-    def finite(self, step: int, loss: float, norm: float) -> bool:
+    def check(self, step: int, loss: float, norm: float) -> bool:
         """Whether the step may be taken. Counts it otherwise, and raises DivergedError past the limit."""
         if math.isfinite(loss) and math.isfinite(norm):
             return True

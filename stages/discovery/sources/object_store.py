@@ -99,7 +99,7 @@ class StoreChecksum:
     value: str
     md5: str | None = None
     is_certain: bool = False
-    local: bool = False
+    scoped_to_url: bool = False
 
 
 def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
@@ -118,10 +118,12 @@ def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
     tag = str(info.get("ETag") or info.get("etag") or "")
     if tag and not tag.startswith("W/"):
         tag = tag.strip('"')
-        return StoreChecksum("etag", tag, tag if s3 and re.fullmatch(r"[0-9a-f]{32}", tag) else None, local=not s3)
+        return StoreChecksum(
+            "etag", tag, tag if s3 and re.fullmatch(r"[0-9a-f]{32}", tag) else None, scoped_to_url=not s3
+        )
     for key in ("generation", "checksum", "crc32c"):
         if info.get(key):
-            return StoreChecksum(key, str(info[key]), local=True)
+            return StoreChecksum(key, str(info[key]), scoped_to_url=True)
     return None
 
 
@@ -187,7 +189,7 @@ class RemoteFile(Blob):
         if stated is None:
             problem = "has no checksum in its store"
             raise MediaError("no-checksum", self.name, problem, "set `identity: content` for this dataset")
-        where = strip_secrets(self.url) if stated.local else ""
+        where = strip_secrets(self.url) if stated.scoped_to_url else ""
         return hash_bytes(*(part.encode() for part in (stated.kind, stated.value, str(self.size()), where)))
 
     def verify(self) -> None:

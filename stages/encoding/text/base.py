@@ -48,7 +48,7 @@ class TextEncoder(ABC):
     Each family's `Encoder` names its parts of the checkpoint and says in `_load` how its language model is run.
     """
 
-    parts: tuple[str, ...]  # folders of the checkpoint
+    components: tuple[str, ...]  # folders of the checkpoint
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class TextEncoder(ABC):
 
         Raises WeightsError where a part is missing, OptionError for an option that can't be had.
         """
-        folder = fetch_components(source, revision, self.parts)
+        folder = fetch_components(source, revision, self.components)
         self.source, self.template, self.max_length = source, template, max_length
         self.dtype, self.device = dtype, device
         self.unquantized: list[str] = []  # matrices that nf4-bnb left as they are
@@ -107,7 +107,7 @@ def load_text_encoder(config: Config, where: torch.device) -> Any:
     """The family's text encoder, from the file under stages/encoding/text/ that the catalogue names."""
     model_loading.disable_progress_bars()
     model = config.model
-    module = importlib.import_module(f"stages.encoding.text.{model.spec.text_encoder}")
+    module = importlib.import_module(f"stages.encoding.text.{model.family_spec.text_encoder}")
     dtype = getattr(torch, config.text.precision or model.precision)
     length = config.text.max_length or model.template.max_length
     text = config.text

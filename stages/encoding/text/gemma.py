@@ -45,7 +45,7 @@ class Encoder(TextEncoder):
         if not kept or (not request.negative and len(kept) < self._instruction):
             problem = f"it has {len(kept)} tokens, and the instruction before it {self._instruction}"
             raise request_error("no-tokens", request, problem, "take the tokenizer of the checkpoint's own repository")
-        return GemmaPrompt(kept, self._reader.known(kept), len(ids), request.negative)
+        return GemmaPrompt(kept, self._reader.shared_length(kept), len(ids), request.negative)
 
     def encode(self, batch: Sequence[GemmaPrompt]) -> list[TextResult]:
         """One forward pass; another one for prompts without the instruction."""

@@ -85,7 +85,7 @@ class Encoder(TextEncoder):
         if len(tokens.ids) <= self.crop:
             problem = f"it has {len(tokens.ids)} tokens with its template, of which the first {self.crop} are cut off"
             raise request_error("no-tokens", request, problem, "take the tokenizer of the checkpoint's own repository")
-        shared = self._reader.known(tokens.ids)
+        shared = self._reader.shared_length(tokens.ids)
         picture, positions = self._picture(request, tokens.ids, shared)
         # As the pipeline cuts: a caption's first tokens, then the end that every caption has.
         cut = clip_ids if len(clip_ids) <= CLIP_MAX_TOKENS else clip_ids[: CLIP_MAX_TOKENS - 1] + clip_ids[-1:]

@@ -111,7 +111,7 @@ class PrefixCachedModel:
         if prefix:
             self._cache, self.prefix_LD = self._record()
 
-    def known(self, ids: list[int]) -> int:
+    def shared_length(self, ids: list[int]) -> int:
         """How many tokens of `ids` need not be computed: the prefix's, or none."""
         length = len(self._prefix)
         return length if len(ids) > length and ids[:length] == self._prefix else 0

@@ -48,7 +48,7 @@ SCALED = Normalisation()  # by the scaling_factor alone
 
 def load_autoencoder(config: Config, where: torch.device) -> Any:
     """The family's autoencoder, from the file under stages/encoding/vae/ that the catalogue names."""
-    family = config.model.spec
+    family = config.model.family_spec
     module = importlib.import_module(f"stages.encoding.vae.{family.autoencoder}")
     dtype = getattr(torch, config.latents.precision or config.model.precision)
     levers = MemoryOptions.of(config.latents, family)

@@ -40,7 +40,7 @@ class LatentsWorker(UnitWorker):
         self._autoencoder = base.load_autoencoder(self.config, self.device)
         self.provenance["slicing"] = self.config.latents.slicing
         self._dtype = getattr(torch, self.precision)
-        self._stride = self.config.model.spec.temporal_stride
+        self._stride = self.config.model.family_spec.temporal_stride
 
     def member_bytes(self, unit: Unit) -> int:
         bucket = Bucket.parse(unit.bucket)

@@ -31,9 +31,9 @@ class VisionWorker(UnitWorker):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.precision = "bfloat16"  # as stored
-        self._family, self._size = self.config.model.spec, self.config.vision.pixels
+        self._family, self._size = self.config.model.family_spec, self.config.vision.pixels
         # Making a clip small takes longer than DINOv2 on a GPU: 0.3 s of one core for 61 frames of 768x512.
-        self._threads = ThreadPoolExecutor(job.resources.reading, "resize")
+        self._threads = ThreadPoolExecutor(job.resources.readers_per_worker, "resize")
         dtype = getattr(torch, self.config.vision.precision or self.config.model.precision)
         model_loading.disable_progress_bars()
         self._encoder = Encoder(self._weights(), dtype, self.device)

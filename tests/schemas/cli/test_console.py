@@ -109,7 +109,7 @@ def test_command_line_goes_over_the_configured_resources(here):
 
 @given(st.lists(st.integers(), max_size=30), st.integers(1, 7))
 def test_the_parts_are_disjoint_and_together_everything(items, total):
-    parts = [parse_partition(f"{i}/{total}").of(items) for i in range(total)]
+    parts = [parse_partition(f"{i}/{total}").select(items) for i in range(total)]
     assert sorted(item for part in parts for item in part) == sorted(items)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -368,8 +368,8 @@ def test_commands_in_texts_get_the_options_that_were_given(tmp_path) -> None:
         f"latentpress index {given}": f"latentpress index {given}",
         "a latentpress of mine": "a latentpress of mine",
     }
-    assert {text: options.completed(text) for text in cases} == cases
-    assert Options().completed("run `latentpress index`") == "run `latentpress index`"
+    assert {text: options.add_given_options(text) for text in cases} == cases
+    assert Options().add_given_options("run `latentpress index`") == "run `latentpress index`"
 
 
 def test_a_summary_has_headings_and_a_wide_row_is_shown_line_by_line() -> None:

@@ -69,7 +69,7 @@ def ids(plan: DraftPlan) -> dict[str, dict]:
 
 
 def reasons(plan: DraftPlan) -> dict[str, str]:
-    return {row["path"]: row["reason"] for row in plan.out.to_pylist()}
+    return {row["path"]: row["reason"] for row in plan.rejects.to_pylist()}
 
 
 def captions(plan: DraftPlan) -> list[list[str]]:
@@ -341,7 +341,7 @@ def test_a_video_of_nearly_the_rate_repeats_nothing():
     assert reasons(at_24(23.0, max_repeated_frames=0.0)) == {"001.jpg": "repeats-frames"}
     # 60 frames are no clip of 61, though they last 61 twenty-fourths of a second.
     short = at_24(FILM * 0.9965, duration=60 / (FILM * 0.9965), bucket_strategy="aspect_ratio")
-    assert reasons(short) == {"001.jpg": "too-short"} and "is 60 frames" in short.out["message"][0].as_py()
+    assert reasons(short) == {"001.jpg": "too-short"} and "is 60 frames" in short.rejects["message"][0].as_py()
 
 
 def test_frame_interval_and_the_stride_hold_together():

@@ -12,7 +12,7 @@ FAMILIES = {
     "example": Family(
         name="example",
         flavours={"tiny": Flavour("tiny", "example/tiny", "i2v", shift=2.0)},
-        default="tiny",
+        default_flavour="tiny",
         text_encoder="example",
         autoencoder="example",
         transformer="example",
@@ -26,7 +26,7 @@ FAMILIES = {
         text_components=("text_encoder", "tokenizer"),
         latent_components=("vae",),
         components=("transformer", "transformer_2"),
-        models={
+        model_classes={
             "transformer": "WanTransformer3DModel",
             "transformer_2": "WanTransformer3DModel",
             "text_encoder": "gemma2",

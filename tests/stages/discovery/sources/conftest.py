@@ -258,7 +258,7 @@ class Home:
             console = Console(stdout=screen, stderr=screen)
             with redirect_stdout(screen):
                 report = program.run(load_config(path, ()), Options(path, (), **options), console)
-                console.finish(report)
+                console.print_report(report)
             self.said += screen.getvalue() + report.json()
             found.append(report)
         return found

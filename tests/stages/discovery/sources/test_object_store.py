@@ -63,7 +63,7 @@ MD5 = hashlib.md5(b"x").hexdigest()
 def test_checksum(info: dict, s3: bool, kind: str, md5: str | None, sure: bool, local: bool) -> None:
     found = best_checksum(info, s3)
     assert found is not None
-    assert (found.kind, found.md5, found.is_certain, found.local) == (kind, md5, sure, local)
+    assert (found.kind, found.md5, found.is_certain, found.scoped_to_url) == (kind, md5, sure, local)
 
 
 @pytest.mark.parametrize("info", [{}, {"size": 3}, {"ETag": 'W/"abc"'}, {"ETag": ""}])

@@ -193,13 +193,13 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
 def test_levers_are_in_the_caches_name_and_in_force(project) -> None:
     """As the stage loads it; slicing changes no value and is no part of the name."""
     home = project("kandinsky5-video-t2v")
-    plain = encode_latents.STAGE.parts(home.config())
-    assert encode_latents.STAGE.parts(home.config("latents.slicing=true")) == plain
+    plain = encode_latents.STAGE.fingerprint_inputs(home.config())
+    assert encode_latents.STAGE.fingerprint_inputs(home.config("latents.slicing=true")) == plain
     config = home.config("latents.tiling=true", "latents.chunk_frames=3", "latents.slicing=true")
     levers = {"tiling": True, "tile": 256, "tile_stride": 192, "chunk_frames": 3}
-    assert encode_latents.STAGE.parts(config)["settings"] == {**plain["settings"], **levers}
+    assert encode_latents.STAGE.fingerprint_inputs(config)["settings"] == {**plain["settings"], **levers}
     loaded = base.load_autoencoder(config, CPU)
-    assert loaded.settings() == encode_latents.STAGE.parts(config)["settings"] and loaded._vae.use_slicing
+    assert loaded.settings() == encode_latents.STAGE.fingerprint_inputs(config)["settings"] and loaded._vae.use_slicing
     image = project("kandinsky5-image-t2i")
     name = encode_latents.STAGE.fingerprint
     assert name(image.config("latents.chunk_frames=3")) == name(image.config()), "of no effect on images"

@@ -118,7 +118,7 @@ def test_the_posterior_is_part_of_the_caches_name_where_there_is_one(project) ->
 
 def finite(latents: torch.Tensor) -> list[bool]:
     """Of each sample, as the worker asks before it stores one."""
-    return [model_loading.to_array(sample).finite() for sample in latents]
+    return [model_loading.to_array(sample).is_finite() for sample in latents]
 
 
 def test_samples_that_are_not_finite_are_told() -> None:

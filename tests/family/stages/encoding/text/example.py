@@ -23,7 +23,7 @@ class Encoder(TextEncoder):
         with self._lock:
             ids = self._ids(render_prompt(request.text, self.template, negative=request.negative))
         kept = ids[: self._crop + self.max_length]
-        return PreparedPrompt(kept, self._reader.known(kept), len(ids))
+        return PreparedPrompt(kept, self._reader.shared_length(kept), len(ids))
 
     def encode(self, batch: Sequence[PreparedPrompt]) -> list[TextResult]:
         results = []
