@@ -43,7 +43,7 @@ class DamageError(LatentpressError):
         where = what if row is None else f"{what}, row {row}, id {id}"
         super().__init__(f"{where}: {reason}", f"to rebuild it: {rebuild_advice(path)}")
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {name: getattr(self, name) for name in ("path", "reason", "row", "id")}
 
     def __reduce__(self) -> tuple:

@@ -126,11 +126,11 @@ class ExportedSet(TrainSet):
             path = store.path(f"sets/{set_id}/shards.arrow")
             raise DamageError(path, "its last shard is not that of the validation prompts")
 
-    def parts(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, ShardRow]:
+    def part_rows(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, ShardRow]:
         ids = {name: self.part_id(row, name) for name in (self.part_names(row) if names is None else names)}
         return self._unpack(self._place(row), row_id(row, ids.get(SAMPLE) or self.part_id(row, SAMPLE)), ids, verify)
 
-    def prompt(self, number: int, verify: bool = False) -> dict[str, ShardRow]:
+    def prompt_rows(self, number: int, verify: bool = False) -> dict[str, ShardRow]:
         entry = self.meta["validation"][number]
         ids = {name: self.text_id(entry[name]) for name in ("text", "negative")}
         return self._unpack(self._prompt_place(number), prompt_id(number), ids, verify)

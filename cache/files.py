@@ -45,7 +45,7 @@ class StoreError(LatentpressError):
         super().__init__(f"{path}: {reason}", next_step)
         self.path, self.reason = path, reason
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"path": self.path, "reason": self.reason}
 
     def __reduce__(self) -> tuple:

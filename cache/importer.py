@@ -149,7 +149,7 @@ class Importer:
         ids, first = self._ids(part), set(part.samples)
         rows: dict[str, list[ShardRow]] = {kind: [] for kind in ids}
         for number in part.rows:
-            parts = self.data.parts(number, verify=True)
+            parts = self.data.part_rows(number, verify=True)
             for kind, name in self.of_samples.items() if number in first else ():
                 rows[kind].append(parts[name])
             rows["text"] += [parts[name] for _, name in part.texts.get(number, [])]

@@ -112,7 +112,7 @@ class StageFailed(LatentpressError):
         self._forwarded_error = {"message": f"{stage}: {message}", "next_step": error.get("next_step", "")}
         self.exit_code = error.get("exit_code", document.get("exit_code", INCOMPLETE))  # type: ignore[misc]
 
-    def document(self) -> dict:
+    def to_dict(self) -> dict:
         return super().to_dict() | self._forwarded_error
 
 

@@ -75,7 +75,7 @@ class Project:
         with io.StringIO() as messages:
             try:
                 report = program(self.config(*overrides), given, Console(stderr=messages), **own)
-                assert list(odd_keys(report.document())) == []
+                assert list(odd_keys(report.to_dict())) == []
                 return report
             finally:
                 self.said = messages.getvalue()

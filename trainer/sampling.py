@@ -71,7 +71,7 @@ def denoise(
     """
     device = batch.text_BLD.device
     dtype = family.sampling_dtype(getattr(model, "module", model))
-    x = family.start(noise_BCTHW.to(device, dtype), batch, task)
+    x = family.initial_latents(noise_BCTHW.to(device, dtype), batch, task)
     given = family.clean_frames(task)
     scheduler.set_timesteps(steps, device=device)
     with eval_mode(model):
@@ -85,4 +85,4 @@ def denoise(
                 velocity = away + guidance * (velocity - away)
             stepped = scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
             x = torch.cat([x[:, :, :given], stepped], 2)
-    return family.finish(x, task)
+    return family.postprocess_latents(x, task)

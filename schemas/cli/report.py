@@ -47,12 +47,12 @@ class Report:
             return DAMAGE
         return INCOMPLETE if self.failed or (self.remaining and not self.dry_run) else OK
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values; numbers that JSON has no word for (NaN) become null."""
         return to_json_values({**vars(self), "exit_code": self.exit_code})
 
     def json(self) -> str:
-        return json.dumps(self.document(), indent=2, ensure_ascii=False, allow_nan=False)
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
 
     def summary(self) -> str:
         """The report for a reader: counts, details, what needs attention, what to do next."""

@@ -39,7 +39,7 @@ class ConfigError(LatentpressError, ValueError):
         super().__init__("\n".join(errors), next_step)
         self.errors = list(errors)
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "errors": self.errors}
 
 

@@ -107,7 +107,7 @@ class _WorkerPool:
     def _start(self) -> Connection:
         ours, theirs = self._context.Pipe()
         number = min({*range(self._job.resources.workers)} - {*self._numbers.values()})
-        job = replace(self._job, process=number)
+        job = replace(self._job, process_index=number)
         process = self._context.Process(target=_worker_main, args=(self._load, job, theirs))
         process.start()
         theirs.close()

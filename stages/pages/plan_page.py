@@ -110,6 +110,6 @@ def _page_items(
             make_page_item(sheet, one),
             captions=tuple(sheet.plan.texts[name]["text"] for name in texts[:MAX_CAPTIONS]),
             more_captions=max(0, len(texts) - MAX_CAPTIONS),
-            look=found if isinstance(found, PreviewPictures) else None,
+            preview=found if isinstance(found, PreviewPictures) else None,
             problem="" if isinstance(found, PreviewPictures) else f"can't be shown ({found.reason}): {found}",
         )

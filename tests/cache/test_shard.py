@@ -228,7 +228,7 @@ def test_damage_says_where_and_what_to_do(tmp_path, format):
     assert f"{tmp_path / rel}, row 2, id id2: its checksum does not match" in text
     assert "latentpress verify --repair" in text
     assert "encode-latents" in text
-    assert (damage.exit_code, damage.document()["row"]) == (4, 2)
+    assert (damage.exit_code, damage.to_dict()["row"]) == (4, 2)
     assert str(pickle.loads(pickle.dumps(damage))) == text, "it crosses from a worker process"
     assert 2 in [found.row for found in shard_io.verify(store, rel)]
 

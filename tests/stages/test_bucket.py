@@ -105,7 +105,7 @@ def test_the_plan_a_person_reads(photos):
     (rule,) = report.details["excluded"]
     assert (rule["rule"], rule["items"]) == ("too-small", 2) and rule["example"].startswith("0.png: is 96x64")
     assert "too-small" in report.summary() and "64x64@1" in report.summary()
-    json.dumps(report.document(), allow_nan=False)
+    json.dumps(report.to_dict(), allow_nan=False)
 
 
 def test_estimated_latents_are_what_is_written(photos):

@@ -195,7 +195,7 @@ def test_what_is_no_file_or_has_no_utf8_name_is_set_aside(project) -> None:
         "pipe.png": "unreadable",
         "strange\\udcff.png": "name-not-utf8",
     }
-    assert report.document()["exit_code"] == 0
+    assert report.to_dict()["exit_code"] == 0
     assert [row["path"] for row in rows_of(home)] == ["good.png"]
 
 

@@ -146,7 +146,7 @@ def item(word: str, **own: Any) -> PageItem:
 
 def plan_page(word: str) -> Page:
     looks = [PreviewPictures((DOT,), times, DOT, source=DOT, masked=(DOT,)) for times in ((), (0.5,))]
-    items = [item(word, problem=word), *(item(word, look=look) for look in looks)]
+    items = [item(word, problem=word), *(item(word, preview=look) for look in looks)]
     line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word]}
     own = {"title": word, "facts": [word], "buckets": [line], "exclusions": [(word, word, [line]), (word, word, [])]}
     pieces = list(render_template("plan.html", sections=[BucketSection(word, line, word, items)], **own))

@@ -46,7 +46,7 @@ def show(home, *overrides: str, **own: Any) -> tuple[Report, Any]:
     """The report with the numbers of every sample, and the page."""
     out = home.folder / "page.html"
     report = home.run(partial(preview.run, out=out, **own), *overrides, json=True)
-    json.dumps(report.document(), allow_nan=False)
+    json.dumps(report.to_dict(), allow_nan=False)
     return report, Page(out.read_text(encoding="utf-8"))
 
 
@@ -174,7 +174,7 @@ def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstr
         assert f"no original to compare with ({reason})" in page.article(name)
         assert len(page.pictures(f"reconstruction: {name}")) == 1 and not page.pictures(f"original: {name}")
     assert "not encoded yet" in page.article("0.png")  # its caption
-    assert {row["item"]: row["psnr_db"] for row in report.document()["details"]["samples"]}["photos/1.png"] is None
+    assert {row["item"]: row["psnr_db"] for row in report.to_dict()["details"]["samples"]}["photos/1.png"] is None
 
 
 def test_moments_are_decoded_from_their_mean(project) -> None:

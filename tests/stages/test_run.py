@@ -152,7 +152,7 @@ def test_a_failing_stage_stops_the_run_with_its_message(home: Project) -> None:
 
 def test_reports_of_all_programs_have_the_same_keys() -> None:
     assert {"program", "done", "skipped", "remaining", "set_aside", "failed", "damage", "next_steps"} <= set(
-        Report("x").document()
+        Report("x").to_dict()
     )
 
 
@@ -167,7 +167,7 @@ def test_every_program_reports_in_snake_case(home: Project, monkeypatch: pytest.
         for dry_run in (True, False):
             options = Options(path, dry_run=dry_run, json=True)
             try:
-                document = called(load_config(path), options, Console(json=True), **own.get(program, {})).document()
+                document = called(load_config(path), options, Console(json=True), **own.get(program, {})).to_dict()
                 assert (document["program"] == program and document["details"]) or program == "decode"
             except LatentpressError as error:
                 assert program == "encode-vision", error  # which this configuration does not want

@@ -57,7 +57,7 @@ def test_sound_shards_pass(encoded) -> None:
     report = encoded.run(verify.run)
     assert report.exit_code == 0
     assert report.done == len(encoded.shards("text")) + len(encoded.shards("latents"))
-    assert encoded.run(verify.run, workers=3).document() == report.document()
+    assert encoded.run(verify.run, workers=3).to_dict() == report.to_dict()
 
 
 def test_a_dry_run_reads_nothing(encoded) -> None:

@@ -152,7 +152,7 @@ def _sound_error(damage: DamageError, store: Store, rel: str) -> None:
     text = str(damage)
     assert store.path(rel) in text and "latentpress" in text and len(text) < 2000
     assert all(letter.isprintable() or letter == "\n" for letter in text) and text.count("\n") == 1
-    json.dumps(damage.document(), ensure_ascii=False).encode()
+    json.dumps(damage.to_dict(), ensure_ascii=False).encode()
 
 
 def _sound_meta(meta: ShardMeta) -> None:

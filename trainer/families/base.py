@@ -41,10 +41,10 @@ class FamilyModule(Protocol):
     def sampling_dtype(self, model: Any) -> torch.dtype:
         """In which the pipeline keeps latents between denoising steps."""
 
-    def start(self, noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+    def initial_latents(self, noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
         """What denoising starts from."""
 
-    def finish(self, latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
+    def postprocess_latents(self, latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
         """What the pipeline does to latents after denoising."""
 
     def lora_targets(self, model: Any) -> list[str]:

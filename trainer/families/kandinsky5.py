@@ -126,7 +126,7 @@ def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch:
     return model(**arguments, return_dict=False).movedim(-1, 1)  # BTHWC -> BCTHW
 
 
-def start(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     """What denoising starts from: i2v has its clean first frame."""
     if task != "i2v":
         return noise_BCTHW
@@ -134,7 +134,7 @@ def start(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     return torch.cat([batch.condition_BCTHW.to(noise_BCTHW.dtype), noise_BCTHW[:, :, 1:]], 2)
 
 
-def finish(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
+def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
     """What the pipelines do to latents after denoising: for i2v, `normalize_first_frame`.
 
     It moves the mean and deviation of the first four latent frames towards those of the next five, within

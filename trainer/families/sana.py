@@ -76,12 +76,12 @@ def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch:
     return model(**arguments, return_dict=False)[0][:, :, None]  # BCHW -> BCTHW
 
 
-def start(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     """What denoising starts from: the noise."""
     return noise_BCTHW
 
 
-def finish(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
+def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
     """What the pipeline does to latents after denoising: nothing."""
     return latents_BCTHW
 

@@ -28,7 +28,7 @@ class GemmaPrompt(PreparedPrompt):
 class Encoder(TextEncoder):
     """Gemma-2."""
 
-    parts = ("text_encoder", "tokenizer")
+    components = ("text_encoder", "tokenizer")
 
     def _load(self, folder: Path) -> PrefixCachedModel:
         gemma = self._language_model(Gemma2Model, folder)

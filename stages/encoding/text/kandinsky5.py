@@ -46,7 +46,7 @@ class KandinskyPrompt(PreparedImagePrompt):
 class Encoder(TextEncoder):
     """Qwen2.5-VL and CLIP. max_length: tokens kept after the template's prefix."""
 
-    parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
     def _load(self, folder: Path) -> PrefixCachedModel:
         assert self.template.crop is not None, f"{self.template.name} names no prefix length"

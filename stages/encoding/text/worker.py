@@ -25,7 +25,7 @@ class TextWorker(UnitWorker):
     """Members are tokenised requests."""
 
     stage, kind, section, tensors = "encode-text", "text", "text", ("embeds", "pooled")
-    limited_by = "batch_tokens"
+    batch_limit_option = "batch_tokens"
     advice = "set text.offload: blocks or text.quantization, use a larger card, or --device cpu"
 
     def __init__(self, job: Job) -> None:
@@ -49,7 +49,7 @@ class TextWorker(UnitWorker):
         tokens = 8 + len(text["text"]) // 4
         return max(super().prefetch_count(unit), PREFETCHED_BATCHES * self.batch_limit // tokens)
 
-    def wanted(self, name: str) -> ReadRequest | None:
+    def read_request(self, name: str) -> ReadRequest | None:
         """The image inside an i2i prompt, cut as its sample's source is."""
         text = self.plan.texts[name]
         if not text["image_id"]:

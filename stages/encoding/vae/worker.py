@@ -31,7 +31,7 @@ class LatentsWorker(UnitWorker):
     """Latents, those of the condition, and masks on the grid of latents: 1 is trained, 0 is not."""
 
     stage, kind, section, tensors = "encode-latents", "latents", "latents", ("latent", "condition", "mask")
-    limited_by = "batch_pixels"
+    batch_limit_option = "batch_pixels"
     advice = "set latents.chunk_frames or latents.tiling, lower the resolution or frames, or use --device cpu"
 
     def __init__(self, job: Job) -> None:
@@ -46,7 +46,7 @@ class LatentsWorker(UnitWorker):
         bucket = Bucket.parse(unit.bucket)
         return 3 * bucket.width * bucket.height * (bucket.frames + 1)
 
-    def wanted(self, name: str) -> ReadRequest:
+    def read_request(self, name: str) -> ReadRequest:
         sample = self.plan.samples[name]
         beside = sample["source_geometry"] if sample["condition"] == "source" else None
         files, masked = tuple(self.places.sample_files(name)), bool(sample["mask_id"])

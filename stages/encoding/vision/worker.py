@@ -25,7 +25,7 @@ class VisionWorker(UnitWorker):
     """Members are uint8 frames_FHWC at the size that DINOv2 sees, F = 1 for an image."""
 
     stage, kind, section, tensors = "encode-vision", "vision", "vision", ("vision",)
-    limited_by = "batch_size"
+    batch_limit_option = "batch_size"
     advice = "lower vision.batch_size (frames of one pass) or vision.size, or use --device cpu"
 
     def __init__(self, job: Job) -> None:
@@ -50,7 +50,7 @@ class VisionWorker(UnitWorker):
         bucket = Bucket.parse(unit.bucket)
         return 3 * bucket.width * bucket.height * bucket.frames
 
-    def wanted(self, name: str) -> ReadRequest:
+    def read_request(self, name: str) -> ReadRequest:
         """The sample's own frames alone, not the source image or first frame that its latents are conditioned on."""
         files = tuple(self.places.sample_files(name)[:1])
         return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)

@@ -379,4 +379,4 @@ def test_a_summary_has_headings_and_a_wide_row_is_shown_line_by_line() -> None:
     lines = report.summary().splitlines()[1:]
     assert lines[:3] == ["  buckets:", "    cut off % max  PSNR dB", "                3      2.5"]
     assert lines[3:6] == ["  datasets:", "    photos:", "      part 0 MiB: 0"] and len(lines) == 5 + MOST_COLUMNS
-    assert report.document()["details"]["datasets"] == [wide]
+    assert report.to_dict()["details"]["datasets"] == [wide]

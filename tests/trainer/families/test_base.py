@@ -54,7 +54,10 @@ def other_signature(text: str) -> str:
     ("change", "said"),
     [
         (lambda text: text, ""),
-        (without("finish"), '"FamilyModule" protocol member "finish"|Incompatible types in assignment'),
+        (
+            without("postprocess_latents"),
+            '"FamilyModule" protocol member "postprocess_latents"|Incompatible types in assignment',
+        ),
         (other_signature, "Incompatible types in assignment"),
     ],
     ids=["whole", "a function less", "another signature"],

@@ -166,8 +166,8 @@ def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property
 
 def test_i2v_without_later_frames_to_compare_with_keeps_its_latents():
     latents = random(1, 16, 4, 4, 4)
-    assert torch.equal(kandinsky5.finish(latents, "i2v"), latents)
-    assert not torch.equal(kandinsky5.finish(random(1, 16, 5, 4, 4), "i2v"), random(1, 16, 5, 4, 4))
+    assert torch.equal(kandinsky5.postprocess_latents(latents, "i2v"), latents)
+    assert not torch.equal(kandinsky5.postprocess_latents(random(1, 16, 5, 4, 4), "i2v"), random(1, 16, 5, 4, 4))
 
 
 def run(model, batch, task="t2v", sigma=0.6) -> torch.Tensor:

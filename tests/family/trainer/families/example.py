@@ -39,7 +39,7 @@ def sampling_dtype(model: Any) -> torch.dtype:
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     assert bool(batch.text_mask_BL.all()), "this transformer masks no text: train with batches of one"
     inputs = {
-        "hidden_states": start(noisy_BCTHW, batch, task),
+        "hidden_states": initial_latents(noisy_BCTHW, batch, task),
         "timestep": (1000 * sigma_B).float(),
         "encoder_hidden_states": batch.text_BLD,
     }
@@ -47,13 +47,13 @@ def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch:
     return torch.where((sigma_B >= BOUNDARY).view(-1, 1, 1, 1, 1), high, low)
 
 
-def start(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     assert batch.condition_BCTHW is not None
     given = batch.condition_BCTHW.to(noise_BCTHW.dtype)
     return torch.cat([given, noise_BCTHW[:, :, given.shape[2] :]], 2)
 
 
-def finish(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
+def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
     return latents_BCTHW
 
 

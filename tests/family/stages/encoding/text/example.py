@@ -12,7 +12,7 @@ from stages.encoding.text.request import PreparedPrompt, TextRequest, TextResult
 
 
 class Encoder(TextEncoder):
-    parts = ("text_encoder", "tokenizer")
+    components = ("text_encoder", "tokenizer")
 
     def _load(self, folder: Path) -> PrefixCachedModel:
         assert self.template.crop is not None
