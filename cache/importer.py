@@ -181,7 +181,7 @@ class Importer:
 
     def write_prompts(self) -> dict[int, tuple[str, int]]:
         """Publish what only validation prompts have; prompt -> path and row of its image's latent."""
-        every = [self.data.prompt(at, verify=True) for at in range(len(self.record["validation"]))]
+        every = [self.data.prompt_rows(at, verify=True) for at in range(len(self.record["validation"]))]
         texts = [every[at][name] for at, name, _ in self.prompts]
         self._publish("text", self._unit("prompts"), "", [row.id for row in texts], texts)
         buckets: dict[str, dict[str, ShardRow]] = {}  # an image is one frame of the size of what is to be made of it
