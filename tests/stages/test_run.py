@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,8 @@ STAGES = {
 def latentpress(home: Project, *arguments: str) -> tuple[int, Report, dict, str]:
     """Exit code, the report, its JSON, and the log."""
     command = [sys.executable, "-m", "stages.cli", *arguments, "--json"]
-    done = subprocess.run(command, cwd=home.folder, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # ATEN_CPU_CAPABILITY is that of the losses compared below
+    done = subprocess.run(command, cwd=home.folder, capture_output=True, text=True, env=environment)
     assert done.stdout, done.stderr
     document = json.loads(done.stdout)
     assert list(odd_keys(document)) == []
