@@ -1,4 +1,4 @@
-"""What discover reads of one item, in a process of its own: headers, content for its id, captions, companions."""
+"""What discover reads of one item, in a sandbox process: headers, content for its id, captions, companions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +9,10 @@ from stages.media.errors import unreadable_error
 from stages.media.files import media_size
 from stages.media.probe import probe_companion, probe_media
 
-COMPANION_ROLES = ("source", "mask")
-COMPANION_COLUMNS = ("id", "kind", "width", "height")
-
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """An item and what is to be read of it. captions_at, source, mask: paths, None where there is nothing to read."""
+    """What to read of an item. captions_at, source, mask: paths, None if there is nothing to read."""
 
     path: str
     kind: str
@@ -27,13 +24,13 @@ class ReadTask:
 
 
 class ItemReader:
-    """Reads items of one dataset. Raises MediaError for what can't be used."""
+    """Reads items of one dataset. Raises MediaError for an item that can't be used."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset, self._source = dataset, open_source(dataset)
 
     def __call__(self, task: ReadTask) -> dict[str, Any]:
-        """Columns of schemas.tables.MEDIA_SCHEMA by name: those that were to be read."""
+        """Columns of schemas.tables.MEDIA_SCHEMA by name: those that the task asks for."""
         try:
             return self._read(task)
         except OSError as error:
@@ -41,20 +38,17 @@ class ItemReader:
 
     def _read(self, task: ReadTask) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if task.captions_at is not None:  # first, since nothing else matters where there are none
+        if task.captions_at is not None:  # first: an item without captions is set aside
             found["captions"] = self._source.read_captions(task.captions_at)
         if task.media:
             media = self._source.open(task.path)
             found["size"] = media_size(media)
             scenes = self._dataset.video.scenes
             found |= probe_media(media, task.kind, animations=self._dataset.animations, scenes=scenes)
-        for role, path in zip(COMPANION_ROLES, (task.source, task.mask), strict=True):
+        for role, path, kind in (("source", task.source, "image"), ("mask", task.mask, task.mask_kind)):
             if path is not None:
-                found |= self._companion(role, path, task.mask_kind if role == "mask" else "image")
+                companion = self._source.open_companion(role, path)
+                media_size(companion)
+                columns = probe_companion(companion, kind or "image")
+                found |= {f"{role}_{name}": columns[name] for name in ("id", "kind", "width", "height")}
         return found
-
-    def _companion(self, role: str, path: str, kind: str | None) -> dict[str, Any]:
-        companion = self._source.open_companion(role, path)
-        media_size(companion)
-        columns = probe_companion(companion, kind or "image")
-        return {f"{role}_{name}": columns[name] for name in COMPANION_COLUMNS}

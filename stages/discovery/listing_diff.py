@@ -1,7 +1,7 @@
-"""A listing against the rows that are known: what is as it was, what must be read anew, and rows put together.
+"""Compares a listing with the known rows: which rows are unchanged, what must be read, and how both become new rows.
 
-Columns in, columns out: no loop over items. A row is kept as far as its versions are the known ones; what was read
-anew takes the place of the rest.
+All operations are on columns, without a loop over items. Of a known row, the columns whose version is unchanged are
+kept; the others are replaced by what was read.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 
 from schemas.config.datasets import Dataset
 from schemas.tables import EXTRA_PREFIX, MEDIA_SCHEMA, REJECTS_SCHEMA
+from stages.discovery.sources.columns import hash_texts, to_mask
 
-#: Columns of MEDIA_SCHEMA by what must be read to know them.
+#: Columns of MEDIA_SCHEMA by what must be read for them.
 COLUMN_GROUPS = {
     "media": ("media_id", "kind", "width", "height", "frames", "rate", "duration", "constant_rate", "scenes"),
     "captions": ("captions",),
@@ -25,9 +25,7 @@ COLUMN_GROUPS = {
 }
 _LISTED_COLUMNS = ("path", "version", "captions_version", "source", "source_version", "mask", "mask_version")
 _COMPARED_COLUMNS = [*_LISTED_COLUMNS, "size", "kind", "scenes", "source_id", "mask_id"]
-_READ_SCHEMA = pa.schema(
-    [MEDIA_SCHEMA.field("size"), *(MEDIA_SCHEMA.field(name) for names in COLUMN_GROUPS.values() for name in names)]
-)
+_READ_COLUMNS = ["size", *(name for names in COLUMN_GROUPS.values() for name in names)]
 SLICE_ROWS = 65536  # rows that are copied at a time
 _KNOWN_ROW = "row in the known table"
 
@@ -51,41 +49,36 @@ class RandomAccessTable:
             for batch, start, first, last in zip(self._batches, self._starts[:-1], cuts[:-1], cuts[1:], strict=True)
             if first < last
         ]
-        schema, at = self.table.schema, pa.array(back, mask=rows < 0)
-
-        def column(name: str) -> pa.Array:
-            found = pa.chunked_array([batch[name].take(here) for batch, here in parts], schema.field(name).type)
-            return found.combine_chunks().take(at)
-
-        return pa.table({name: column(name) for name in names}, pa.schema([schema.field(name) for name in names]))
+        schema = pa.schema([self.table.schema.field(name) for name in names])
+        sorted_columns = (
+            pa.chunked_array([batch[field.name].take(indices) for batch, indices in parts], field.type)
+            for field in schema
+        )
+        positions = pa.array(back, mask=rows < 0)
+        return pa.table([column.combine_chunks().take(positions) for column in sorted_columns], schema=schema)
 
 
 class KnownRows(RandomAccessTable):
-    """A media table and where each path stands in it: 16 bytes a row, whatever the order of what is looked up. Of
-    several rows of a path the last one counts."""
+    """A media table whose rows are found by path, in 16 bytes a row. Of several rows of a path the last one counts."""
 
     def __init__(self, table: pa.Table) -> None:
         super().__init__(table)
-        heads = np.concatenate([np.empty(0, np.uint64), *map(_hash_paths, iter_slices(table["path"]))])
-        self._order = np.argsort(heads, kind="stable")
-        self._heads = heads[self._order]
+        hashes = hash_texts(table["path"])
+        self._order = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._order]
 
     def find(self, paths: pa.ChunkedArray, names: list[str]) -> tuple[np.ndarray, pa.Table]:
-        """(n,) int64: the row of each path, -1 where it has none; and columns at those rows."""
+        """(n,) int64: the row of each path, -1 if there is none; and columns at those rows."""
         if not len(self.table):
             return np.full(len(paths), -1, np.int64), null_columns(len(paths), names)
-        rows = self._order[(np.searchsorted(self._heads, _hash_paths(paths), side="right") - 1).clip(min=0)]
+        rows = self._order[(np.searchsorted(self._hashes, hash_texts(paths), side="right") - 1).clip(min=0)]
         found = self.take(rows, list(dict.fromkeys([*names, "path"])))
-        # Equal hashes of different paths, if that ever happens, cost a file that is read again.
-        there = equal_mask(found["path"], paths)
-        if there.all():
+        # If different paths ever have equal hashes, one of the files is read again.
+        matches = equal_mask(found["path"], paths)
+        if matches.all():
             return rows, found
-        rows = np.where(there, rows, -1)
+        rows = np.where(matches, rows, -1)
         return rows, self.take(rows, names)
-
-
-def _hash_paths(paths: pa.ChunkedArray) -> np.ndarray:
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, paths.cast(pa.binary()).to_pylist()), np.uint64, len(paths))
 
 
 def iter_slices(column: Any) -> Iterator[Any]:
@@ -94,9 +87,9 @@ def iter_slices(column: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ListingDiff:
-    """A chunk of a listing, taken apart. same: numbers of rows of the known table that stay as they are. kept: rows of
-    the media table. todo: rows of the listing, with what must be read of each, for `assemble`. rejects: rows of
-    schemas.tables.REJECTS_SCHEMA."""
+    """A chunk of a listing in four parts. unchanged_rows: row numbers in the known table. kept: new rows of the media
+    table for which nothing must be read. todo: rows of the listing, with what must be read of each, for
+    `assemble_rows`. rejects: rows of schemas.tables.REJECTS_SCHEMA."""
 
     unchanged_rows: np.ndarray
     kept: pa.Table
@@ -105,29 +98,27 @@ class ListingDiff:
 
 
 def diff_listing(listing: pa.Table, known: KnownRows | None, dataset: Dataset) -> ListingDiff:
-    """What of a listing is as known, what must be read, and what is set aside unread."""
     listing = listing.combine_chunks()
-    whole = pc.is_null(listing["problem"])
-    rejects = rejects_of_listing(listing.filter(pc.invert(whole)), dataset.id)
-    listing = listing if not len(rejects) else listing.filter(whole)
-    rows, before = _find_known(known, listing["path"])
+    usable = pc.is_null(listing["problem"])
+    rejects = rejects_of_listing(listing.filter(pc.invert(usable)), dataset.id)
+    listing = listing if not len(rejects) else listing.filter(usable)
+    if known is None:
+        rows, before = np.full(len(listing), -1, np.int64), null_columns(len(listing), _COMPARED_COLUMNS)
+    else:
+        rows, before = known.find(listing["path"], _COMPARED_COLUMNS)
     needs = _required_reads(listing, before, dataset)
     todo = needs["media"] | needs["captions"] | needs["source"] | needs["mask"]
     same = ~todo & _matches_known(listing, known, before)
     if same.all():
         return ListingDiff(rows, MEDIA_SCHEMA.empty_table(), listing.slice(0, 0), rejects)
-    asked = _add_read_flags(listing, rows, needs)
-    rest = asked.filter(pa.array(~todo & ~same))
+    listing = listing.drop_columns(["problem", "advice"]).append_column(_KNOWN_ROW, pa.array(rows))
+    for group, need in needs.items():
+        listing = listing.append_column(f"read {group}", pa.array(need))
+    rest = listing.filter(pa.array(~todo & ~same))
     kept = assemble_rows(rest, [], known)
     if equals_known(kept, rest, known):
         kept, same = kept.slice(0, 0), ~todo
-    return ListingDiff(rows[same], kept, asked.filter(pa.array(todo)), rejects)
-
-
-def _find_known(known: KnownRows | None, paths: pa.ChunkedArray) -> tuple[np.ndarray, pa.Table]:
-    if known is None:
-        return np.full(len(paths), -1, np.int64), null_columns(len(paths), _COMPARED_COLUMNS)
-    return known.find(paths, _COMPARED_COLUMNS)
+    return ListingDiff(rows[same], kept, listing.filter(pa.array(todo)), rejects)
 
 
 def known_row_numbers(listing: pa.Table) -> np.ndarray:
@@ -136,8 +127,8 @@ def known_row_numbers(listing: pa.Table) -> np.ndarray:
 
 
 def equals_known(table: pa.Table, listing: pa.Table, known: KnownRows | None) -> bool:
-    """Whether rows of the media table say just what the known rows of the same paths do. listing: as for
-    `assemble`, which made them."""
+    """Whether rows of the media table equal the known rows of the same paths. listing: from which `assemble_rows` made
+    them."""
     rows = known_row_numbers(listing)
     if known is None or (rows < 0).any() or not table.schema.equals(known.table.schema):
         return False
@@ -145,17 +136,25 @@ def equals_known(table: pa.Table, listing: pa.Table, known: KnownRows | None) ->
 
 
 def null_columns(count: int, names: list[str]) -> pa.Table:
-    """Columns of MEDIA_SCHEMA that are null throughout."""
+    """Columns of MEDIA_SCHEMA that are all null."""
     return pa.table({name: pa.nulls(count, MEDIA_SCHEMA.field(name).type) for name in names})
 
 
+def equal_mask(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
+    return to_mask(pc.equal(left, right))
+
+
+def _valid_mask(column: pa.ChunkedArray) -> np.ndarray:
+    return to_mask(pc.is_valid(column))
+
+
 def _matches_known(listing: pa.Table, known: KnownRows | None, before: pa.Table) -> np.ndarray:
-    """(n,) bool: whether the known row, where nothing must be read, says everything that the listing does."""
+    """(n,) bool: whether the known row, if nothing must be read, has everything that the listing has."""
     if known is None or known.table.schema.names != MEDIA_SCHEMA.names or _extra_columns(listing):
         return np.zeros(len(listing), bool)
-    same = _to_bool(pc.is_valid(listing["captions_at"])) & _to_bool(pc.is_null(listing["captions"]))
+    same = _valid_mask(listing["captions_at"]) & ~_valid_mask(listing["captions"])
     for role in ("source", "mask"):
-        same &= _to_bool(pc.is_valid(listing[role])) == _to_bool(pc.is_valid(before[role]))
+        same &= _valid_mask(listing[role]) == _valid_mask(before[role])
     return same
 
 
@@ -166,63 +165,41 @@ def _extra_columns(table: pa.Table) -> list[str]:
 def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> dict[str, np.ndarray]:
     """(n,) bool for each of COLUMN_GROUPS: whether it must be read."""
     same = equal_mask(listing["version"], before["version"])
-    same &= _to_bool(pc.is_null(listing["size"])) | equal_mask(listing["size"], before["size"])
-    moving = _to_bool(pc.equal(before["kind"], "video"))
-    asked = equal_mask(listing["kind"], before["kind"])
-    same &= asked | moving if dataset.animations == "video" else asked
+    same &= ~_valid_mask(listing["size"]) | equal_mask(listing["size"], before["size"])
+    was_video = to_mask(pc.equal(before["kind"], "video"))
+    same_kind = equal_mask(listing["kind"], before["kind"])
+    same &= same_kind | was_video if dataset.animations == "video" else same_kind
     if dataset.video.scenes:
-        same &= ~moving | _to_bool(pc.is_valid(before["scenes"]))
-    told = _to_bool(pc.is_valid(listing["captions"]))
-    read = equal_mask(listing["captions_version"], before["captions_version"])
-    needs = {"media": ~same, "captions": ~told & ~read & _to_bool(pc.is_valid(listing["captions_at"]))}
+        same &= ~was_video | _valid_mask(before["scenes"])
+    captions = _valid_mask(listing["captions_at"]) & ~_valid_mask(listing["captions"])
+    captions &= ~equal_mask(listing["captions_version"], before["captions_version"])
+    needs = {"media": ~same, "captions": captions}
     for role in ("source", "mask"):
-        there = _to_bool(pc.is_valid(listing[role]))
-        kept = equal_mask(listing[role], before[role]) & _to_bool(pc.is_valid(before[f"{role}_id"]))
-        needs[role] = there & ~(kept & equal_mask(listing[f"{role}_version"], before[f"{role}_version"]))
+        same = equal_mask(listing[role], before[role]) & _valid_mask(before[f"{role}_id"])
+        same &= equal_mask(listing[f"{role}_version"], before[f"{role}_version"])
+        needs[role] = _valid_mask(listing[role]) & ~same
     return needs
-
-
-def equal_mask(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
-    return _to_bool(pc.equal(left, right))
-
-
-def _to_bool(values: pa.ChunkedArray) -> np.ndarray:
-    """(n,) bool; null is no."""
-    return pc.fill_null(values, False).to_numpy()
-
-
-def _add_read_flags(listing: pa.Table, rows: np.ndarray, needs: dict[str, np.ndarray]) -> pa.Table:
-    listing = listing.drop_columns(["problem", "advice"]).append_column(_KNOWN_ROW, pa.array(rows))
-    for group, need in needs.items():
-        listing = listing.append_column(f"read {group}", pa.array(need[: len(rows)]))
-    return listing
 
 
 def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: KnownRows | None) -> pa.Table:
     """Rows of the media table from rows of `ListingDiff.todo` and what was read of each, if anything."""
-    before = (
-        known.take(known_row_numbers(listing), MEDIA_SCHEMA.names)
-        if known
-        else null_columns(len(listing), MEDIA_SCHEMA.names)
-    )
-    rows = results or [{}] * len(listing)
-    read = pa.table(
-        {field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in _READ_SCHEMA}
-        if results
-        else {field.name: pa.nulls(len(listing), field.type) for field in _READ_SCHEMA}
-    )
+    names = MEDIA_SCHEMA.names
+    before = known.take(known_row_numbers(listing), names) if known else null_columns(len(listing), names)
+    read = null_columns(len(listing), _READ_COLUMNS)
+    if results:
+        read = pa.table(
+            {name: pa.array([row.get(name) for row in results], read.field(name).type) for name in _READ_COLUMNS}
+        )
     columns: dict[str, Any] = {name: listing[name] for name in _LISTED_COLUMNS}
-    for group, names in COLUMN_GROUPS.items():
-        anew = listing[f"read {group}"]
-        columns |= {name: pc.if_else(anew, read[name], before[name]) for name in names}
+    for group, members in COLUMN_GROUPS.items():
+        columns |= {name: pc.if_else(listing[f"read {group}"], read[name], before[name]) for name in members}
     size = pc.if_else(listing["read media"], read["size"], before["size"])
     columns["size"] = pc.coalesce(listing["size"], size)
     columns["captions"] = pc.coalesce(listing["captions"], columns["captions"])
-    for role in ("source", "mask"):  # a companion that has gone leaves nothing behind
+    for role in ("source", "mask"):  # a companion that was removed leaves nothing behind
         for name in COLUMN_GROUPS[role]:
-            null = pa.scalar(None, MEDIA_SCHEMA.field(name).type)
-            columns[name] = pc.if_else(pc.is_valid(listing[role]), columns[name], null)
-    table = pa.table({name: columns[name] for name in MEDIA_SCHEMA.names}, schema=MEDIA_SCHEMA)
+            columns[name] = pc.if_else(pc.is_valid(listing[role]), columns[name], None)
+    table = pa.table({name: columns[name] for name in names}, schema=MEDIA_SCHEMA)
     for name in _extra_columns(listing):
         table = table.append_column(listing.schema.field(name), listing[name])
     return table
@@ -230,16 +207,16 @@ def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: Known
 
 def rejects_of_listing(listing: pa.Table, dataset: str) -> pa.Table:
     """Rows of REJECTS_SCHEMA from those of a listing with a problem, "reason: what is wrong"."""
-    found = pc.extract_regex(listing["problem"], r"(?s)^(?P<reason>[^:]*): (?P<what>.*)$")
-    reason, what = (pc.struct_field(found, index) for index in (0, 1))
-    path, advice = listing["path"], listing["advice"]
-    message = pc.binary_join_element_wise(path, ": ", what, "; ", advice, "")
+    parts = pc.extract_regex(listing["problem"], r"(?s)^(?P<reason>[^:]*): (?P<problem>.*)$")
+    path = listing["path"]
     columns = {
         "stage": pa.repeat("discover", len(listing)),
         "item": pc.binary_join_element_wise(f"{dataset}/", path, ""),
         "path": path,
-        "reason": reason,
-        "message": message,
+        "reason": pc.struct_field(parts, "reason"),
+        "message": pc.binary_join_element_wise(
+            path, ": ", pc.struct_field(parts, "problem"), "; ", listing["advice"], ""
+        ),
         "retry": pa.repeat(False, len(listing)),
     }
     return pa.table({name: columns[name] for name in REJECTS_SCHEMA.names}, schema=REJECTS_SCHEMA)

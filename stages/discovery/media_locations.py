@@ -1,4 +1,4 @@
-"""Where the files of a plan's members lie on this machine. Needs no media library, so that any program may ask."""
+"""Where the files of a plan's members are on this machine. Needs no media library, so any program may use it."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from stages.discovery.sources.base import Source, open_source
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath, require_unchanged
 
-#: A file and the content it was planned with.
+#: A file and the media id it was planned with.
 PlannedFile = tuple[MediaPath, str]
 
 
 class RequiredFile(NamedTuple):
-    """A file that a member is made of. role: "media", "source" or "mask"; content: its media id as planned."""
+    """A file that a member is made from. role: "media", "source" or "mask"; content: its media id as planned."""
 
     dataset: str
     role: str
@@ -29,20 +29,20 @@ class RequiredFile(NamedTuple):
 
 
 class MediaLocations:
-    """The files of samples and of the images inside prompts, where they lie as of this plan."""
+    """The files of samples and of the images inside prompts, at their paths as of this plan."""
 
     def __init__(self, config: Config, plan: Plan) -> None:
         self._config, self._plan = config, plan
         self._sources: dict[str, Source] = {}
 
     def sample_files(self, name: str) -> list[PlannedFile]:
-        """The media, for i2i the source image, and the mask where there is one. MediaError: the configuration no longer
-        has it."""
-        return [(self._opened(need), need.content) for need in self.required_files("latents", name)]
+        """The media, for i2i the source image, and the mask if there is one. Raises MediaError if the configuration no
+        longer has it."""
+        return [(self._open(file), file.content) for file in self.required_files("latents", name)]
 
     def text_files(self, name: str) -> list[PlannedFile]:
         """The image inside an i2i prompt; nothing for other prompts."""
-        return [(self._opened(need), need.content) for need in self.required_files("text", name)]
+        return [(self._open(file), file.content) for file in self.required_files("text", name)]
 
     def required_files(self, kind: str, name: str) -> list[RequiredFile]:
         """The files of a member of this kind ("text", "latents", "vision"); of vision the media alone."""
@@ -50,36 +50,31 @@ class MediaLocations:
             text = self._plan.texts[name]
             if not text["image_id"]:
                 return []
-            place = self._images.get(name, {"dataset": text["image_dataset"], "source_path": text["image_path"]})
-            return [RequiredFile(place["dataset"], "source", place["source_path"], text["image_id"])]
+            row = self._images.get(name, {"dataset": text["image_dataset"], "source_path": text["image_path"]})
+            return [RequiredFile(row["dataset"], "source", row["source_path"], text["image_id"])]
         sample = self._plan.samples[name]
-        place = self._plan.active_rows.get(name, sample)
-        dataset = place["dataset"]
-        found = [RequiredFile(dataset, "media", place["path"], sample["media_id"])]
+        row = self._plan.active_rows.get(name, sample)
+        dataset = row["dataset"]
+        found = [RequiredFile(dataset, "media", row["path"], sample["media_id"])]
         if sample["condition"] == "source" and kind == "latents":
-            found.append(RequiredFile(dataset, "source", place["source_path"], sample["source_id"]))
+            found.append(RequiredFile(dataset, "source", row["source_path"], sample["source_id"]))
         if sample["mask_id"] and kind == "latents":
-            found.append(RequiredFile(dataset, "mask", place["mask_path"], sample["mask_id"]))
+            found.append(RequiredFile(dataset, "mask", row["mask_path"], sample["mask_id"]))
         return found
 
-    def backing_file(self, need: RequiredFile) -> MediaPath:
-        """What must be there for a file to be there: the file, or the archive that it lies in. MediaError: it is not
-        there. LatentpressError: nor is its whole place."""
-        if need.dataset == VALIDATION:
-            return self._validation_image(need.path)
-        role = "" if need.role == "media" else need.role
-        return self._source(need.dataset).backing_file(role, need.path)
+    def backing_file(self, file: RequiredFile) -> MediaPath:
+        """The file itself, or the archive that holds it. Raises MediaError if it is not there, LatentpressError if its
+        whole place is not."""
+        if file.dataset == VALIDATION:
+            return self._validation_image(file.path)
+        role = "" if file.role == "media" else file.role
+        return self._source(file.dataset).backing_file(role, file.path)
 
     def location_option(self, dataset: str, role: str) -> tuple[str, str]:
-        """The same as `location`, of a dataset by its id, or of the validation prompts' images."""
+        """`location_option` of a dataset by its id, or of the validation prompts' images."""
         if dataset == VALIDATION:
             return "validation.prompts", ""
-        return location_option(_find_dataset(self._config, dataset), role)
-
-    def _opened(self, need: RequiredFile) -> MediaPath:
-        if need.role == "media":
-            return self.open_media(need.dataset, need.path)
-        return self.open_companion(need.dataset, need.role, need.path)
+        return location_option(self._dataset(dataset), role)
 
     def all_present(self, kind: str, name: str) -> bool:
         """Whether all files of a member of this kind ("text", "latents") are there as they were planned."""
@@ -100,6 +95,11 @@ class MediaLocations:
             return self._validation_image(path)
         return self._source(dataset).open_companion(role, path)
 
+    def _open(self, file: RequiredFile) -> MediaPath:
+        if file.role == "media":
+            return self.open_media(file.dataset, file.path)
+        return self.open_companion(file.dataset, file.role, file.path)
+
     def _validation_image(self, name: str) -> MediaPath:
         prompt = next((prompt for prompt in self._config.validation.prompts if prompt.name == name), None)
         if prompt is None or prompt.image is None:
@@ -108,36 +108,31 @@ class MediaLocations:
 
     def _source(self, dataset: str) -> Source:
         if dataset not in self._sources:
-            self._sources[dataset] = open_source(_find_dataset(self._config, dataset))
+            self._sources[dataset] = open_source(self._dataset(dataset))
         return self._sources[dataset]
+
+    def _dataset(self, name: str) -> Dataset:
+        datasets = {dataset.id: dataset for dataset in self._config.datasets}
+        if name not in datasets:
+            problem = f"is no dataset of this configuration ({', '.join(datasets)})"
+            raise MediaError("missing", name, problem, "run `latentpress bucket`")
+        return datasets[name]
 
     @cached_property
     def _images(self) -> RowLookup:
-        """text_id -> dataset and source_path of a sample whose source image stands in that text."""
+        """text_id -> dataset and source_path of a sample whose source image is in that text."""
         active = self._plan.active.select(["dataset", "source_path", "texts", "null_text"])
         active = active.filter(pc.greater(pc.fill_null(pc.utf8_length(active["source_path"]), 0), 0)).combine_chunks()
         owners = active.select(["dataset", "source_path"])
         captions = owners.take(pc.list_parent_indices(active["texts"]))
-        both = pa.concat_tables(
-            [
-                captions.append_column("text_id", pc.list_flatten(active["texts"])),
-                owners.append_column("text_id", active["null_text"]),
-            ]
-        )
+        captions = captions.append_column("text_id", pc.list_flatten(active["texts"]))
+        both = pa.concat_tables([captions, owners.append_column("text_id", active["null_text"])])
         return RowLookup(both.filter(pc.is_valid(both["text_id"])), "text_id")
 
 
 def location_option(dataset: Dataset, role: str) -> tuple[str, str]:
-    """The option that says where a dataset's files of a role lie on this machine, and what it says."""
+    """The option that gives the place of a dataset's files of a role on this machine, and its value."""
     option = {"source": "conditioning_data", "mask": "mask_data"}.get(role, "")
     if not option or not getattr(dataset, option):
         option = "media_root" if dataset.media_root else "instance_data_dir"
     return f"datasets.{dataset.id}.{option}", getattr(dataset, option)
-
-
-def _find_dataset(config: Config, name: str) -> Dataset:
-    found = next((dataset for dataset in config.datasets if dataset.id == name), None)
-    if found is None:
-        known = ", ".join(dataset.id for dataset in config.datasets)
-        raise MediaError("missing", name, f"is no dataset of this configuration ({known})", "run `latentpress bucket`")
-    return found

@@ -1,7 +1,7 @@
-"""The media table of a dataset: where it lies, what shaped it, how it is written, and what is new in it.
+"""The media table of a dataset: its file, the settings it was made with, how it is written, and what changed in it.
 
-Beside the table, `partial/` holds rows that an unfinished discovery has read: they are known rows to the next
-discovery and nothing to anyone else.
+`partial/` next to the table holds rows that an unfinished discovery has read. Only the next discovery uses them, as
+known rows.
 """
 
 import json
@@ -29,23 +29,21 @@ from stages.discovery.listing_diff import SLICE_ROWS, KnownRows, RandomAccessTab
 
 NO_CHANGES = {"new": 0, "removed": 0, "changed": 0, "captions_changed": 0}
 _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
-_LOCATION_OPTIONS = (
-    "instance_data_dir",
-    "source",
-    "split",
-    "media_column",
-)  # another file may have the same path, size and time
+#: If one of these changes, another file may have the same path, size and time.
+_LOCATION_OPTIONS = ("instance_data_dir", "source", "split", "media_column")
+_VERSIONS = ("version", "captions_version", "source_version", "mask_version")
 _VERSION_KEY, _SETTINGS_KEY = b"tables_version", b"discovered_with"
 
 
 @dataclass(frozen=True)
 class DiscoverySettings:
-    """What shaped a table, beyond the media: where it differs, the columns that depend on it are read anew."""
+    """The settings that determine a table, besides the media. If one changes, the columns that depend on it are read
+    again."""
 
     captions: str
     identity: str
     animations: str
-    options: dict[str, Any]  # all that shaped it
+    options: dict[str, Any]  # all of them
 
     @classmethod
     def of(cls, dataset: Dataset) -> "DiscoverySettings":
@@ -53,7 +51,7 @@ class DiscoverySettings:
         return cls(captions, dataset.identity, dataset.animations, discovery_settings(dataset))
 
 
-# -- files ----------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def media_table_path(dataset: str) -> str:
@@ -61,7 +59,7 @@ def media_table_path(dataset: str) -> str:
 
 
 def read_media_table(store: Store, dataset: str) -> pa.Table:
-    """The whole media table of a dataset: MEDIA_SCHEMA and its extra columns, sorted by path."""
+    """The media table of a dataset: MEDIA_SCHEMA and its extra columns, sorted by path."""
     step = "run `latentpress discover`"
     try:
         table = store.read_table(media_table_path(dataset), check_media_table)
@@ -73,12 +71,12 @@ def read_media_table(store: Store, dataset: str) -> pa.Table:
 
 
 def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
-    """The media table of a dataset as it is configured; LatentpressError where it was discovered otherwise."""
-    table, mine = read_media_table(store, dataset.id), discovery_settings(dataset)
-    made = json.loads((table.schema.metadata or {}).get(_SETTINGS_KEY, b"{}")).get("options", {})
+    """The media table of a dataset as it is configured; LatentpressError if it was discovered with other settings."""
+    table = read_media_table(store, dataset.id)
+    made = _settings_of(table).get("options", {})
     differ = [
         f"{name} was {made.get(name)!r} and is {value!r}"
-        for name, value in mine.items()
+        for name, value in discovery_settings(dataset).items()
         if made.get(name, ...) != value
     ]
     if differ:
@@ -91,50 +89,59 @@ def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
 
 
 def check_media_table(table: pa.Table) -> None:
-    """ValueError where the values of a media table can't be right. That of another version is not looked at."""
+    """ValueError if the values of a media table can't be right. A table of another version is not checked."""
     if _is_current_version(table):
         table_checks.check_media(table)
-        if not isinstance(json.loads((table.schema.metadata or {}).get(_SETTINGS_KEY, b"{}")), dict):
-            raise ValueError("what it was made with is no object")
+        if not isinstance(_settings_of(table), dict):
+            raise ValueError("the settings it was made with are no object")
 
 
 def _is_current_version(table: pa.Table) -> bool:
     return (table.schema.metadata or {}).get(_VERSION_KEY) == str(TABLES_VERSION).encode()
 
 
+def _settings_of(table: pa.Table) -> Any:
+    return json.loads((table.schema.metadata or {}).get(_SETTINGS_KEY, b"{}"))
+
+
 def find_media_table(store: Store, dataset: str) -> pa.Table | None:
-    """The media table as it is; None where there is none of this version."""
+    """The media table as it is; None if there is none of this version."""
     try:
-        table = store.read_table(media_table_path(dataset), check_media_table)
+        return _read_current(store, media_table_path(dataset))
     except FileNotFoundError:
         return None
+
+
+def _read_current(store: Store, rel: str) -> pa.Table | None:
+    table = store.read_table(rel, check_media_table)
     return table if _is_current_version(table) else None
 
 
 def load_known_rows(
     store: Store,
     dataset: str,
-    whole: pa.Table | None,
     settings: DiscoverySettings,
-    damaged: Callable[[DamageError], object],
+    on_damage: Callable[[DamageError], object],
     rehash: bool = False,
-) -> KnownRows | None:
-    """All rows that are known, first those of the whole table, without what other settings made of them. damaged: told
-    of each piece that is, whose rows are not known then. rehash: without any version, so that all is read again."""
-    found = [whole] if whole is not None else []
+) -> tuple[pa.Table | None, KnownRows | None]:
+    """The last media table, and the known rows: first those of the table, then those of an unfinished discovery,
+    without versions of what other settings would change. on_damage: called for each damaged file, whose rows are then
+    not known. rehash: without any version, so that everything is read again."""
+    before, tables = None, []
+    try:
+        before = find_media_table(store, dataset)
+    except DamageError as damage:
+        on_damage(damage)
     for name in partial_table_paths(store, dataset):
         try:
-            table = store.read_table(name, check_media_table)
+            tables.append(_read_current(store, name))
         except DamageError as damage:
-            damaged(damage)
-            continue
-        found += [table] if _is_current_version(table) else []
+            on_damage(damage)
+    found = [_drop_stale_versions(table, settings) for table in (before, *tables) if table is not None]
     if not found:
-        return None
-    known = concat_media([_drop_stale_versions(table, settings) for table in found])  # newer rows come last
-    for name in ("version", "captions_version", "source_version", "mask_version") if rehash else ():
-        known = _null_where_not(known, name, None)
-    return KnownRows(known)
+        return None, None
+    known = concat_media(found)  # newer rows come last
+    return before, KnownRows(_drop_versions(known, _VERSIONS) if rehash else known)
 
 
 def partial_table_paths(store: Store, dataset: str) -> list[str]:
@@ -143,16 +150,14 @@ def partial_table_paths(store: Store, dataset: str) -> list[str]:
 
 
 def save_partial_table(store: Store, dataset: str, tables: list[pa.Table], settings: DiscoverySettings) -> None:
-    """Keep rows that were read, until the table is whole."""
-    number = len(partial_table_paths(store, dataset))
-    store.write_table(
-        f"media/{dataset}/partial/{number:06d}.arrow", with_table_metadata(concat_media(tables), settings)
-    )
+    """Keep rows that were read, until the table is complete."""
+    rel = f"media/{dataset}/partial/{len(partial_table_paths(store, dataset)):06d}.arrow"
+    store.write_table(rel, with_table_metadata(concat_media(tables), settings))
 
 
 def with_table_metadata(table: pa.Table, settings: DiscoverySettings) -> pa.Table:
-    shaped = json.dumps(asdict(settings), sort_keys=True)
-    return table.replace_schema_metadata({_VERSION_KEY: str(TABLES_VERSION).encode(), _SETTINGS_KEY: shaped.encode()})
+    made_with = json.dumps(asdict(settings), sort_keys=True).encode()
+    return table.replace_schema_metadata({_VERSION_KEY: str(TABLES_VERSION).encode(), _SETTINGS_KEY: made_with})
 
 
 def was_made_with(table: pa.Table, settings: DiscoverySettings) -> bool:
@@ -161,31 +166,30 @@ def was_made_with(table: pa.Table, settings: DiscoverySettings) -> bool:
 
 
 def _drop_stale_versions(table: pa.Table, settings: DiscoverySettings) -> pa.Table:
-    """`table` without the versions of what other settings would have made otherwise."""
-    before = json.loads((table.schema.metadata or {}).get(_SETTINGS_KEY, b"{}"))
+    """`table` without the versions of what it would hold otherwise with these settings."""
+    before = _settings_of(table)
     table = table.replace_schema_metadata(None)
     options = before.get("options", {})
     if any(options.get(name, settings.options[name]) != settings.options[name] for name in _LOCATION_OPTIONS):
-        for name in ("version", "captions_version", "source_version", "mask_version"):
-            table = _null_where_not(table, name, None)
-        return table
+        return _drop_versions(table, _VERSIONS)
     if before.get("captions") != settings.captions:
-        table = _null_where_not(table, "captions_version", None)
+        table = _drop_versions(table, ["captions_version"])
     if before.get("identity") != settings.identity:
-        return _null_where_not(table, "version", None)
+        return _drop_versions(table, ["version"])
     if before.get("animations") != settings.animations:
-        return _null_where_not(table, "version", pc.match_substring_regex(table["path"], _NEVER_ANIMATED))
+        return _drop_versions(table, ["version"], pc.match_substring_regex(table["path"], _NEVER_ANIMATED))
     return table
 
 
-def _null_where_not(table: pa.Table, name: str, keep: Any) -> pa.Table:
-    """`table` with nulls in a column, but where `keep`."""
-    nothing = pa.scalar(None, pa.string())
-    column = pc.if_else(keep, table[name], nothing) if keep is not None else pa.nulls(len(table), pa.string())
-    return table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
+def _drop_versions(table: pa.Table, names: Iterable[str], keep: pa.ChunkedArray | None = None) -> pa.Table:
+    """`table` with nulls in columns `names`, except in the rows to keep, (n,) bool."""
+    for name in names:
+        column = pa.nulls(len(table), pa.string()) if keep is None else pc.if_else(keep, table[name], None)
+        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
+    return table
 
 
-# -- whole tables ---------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------------------------
 
 
 def concat_media(tables: list[pa.Table]) -> pa.Table:
@@ -199,15 +203,15 @@ def concat_permissive(tables: list[pa.Table]) -> pa.Table:
 
 
 def release_arrow_memory() -> None:
-    """Give memory that Arrow keeps for its next table back to the system: several times a slice, else."""
+    """Return memory that Arrow keeps for its next table to the system; it would be several times a slice."""
     pa.default_memory_pool().release_unused()
 
 
 class SpillBuffer:
-    """Rows that wait for their use, all but the last of them in files that have no name and end with the program."""
+    """Rows kept for later, all but the last of them in unlinked temporary files, which end with the program."""
 
     def __init__(self, store: Store, rel: str) -> None:
-        """rel: what they are for; the files are where its own temporary would be."""
+        """rel: the file they are for; the temporary files are on the same disk."""
         self._store, self._rel = store, rel
         self._pending: list[pa.Table] = []
         self._room = SLICE_ROWS
@@ -227,8 +231,8 @@ class SpillBuffer:
             self._pending, self._room = [], SLICE_ROWS
 
     def tables(self) -> list[pa.Table]:
-        """All rows, in order; those in files are memory-mapped. Nothing is added afterwards."""
-        if self._files and self._pending:  # which may be slices of what else should go
+        """All rows, in order; those in files are memory-mapped. Nothing can be added afterwards."""
+        if self._files and self._pending:  # may be slices that keep larger tables in memory
             self._write(concat_permissive(self._pending))
             self._pending = []
         self._close()
@@ -240,7 +244,7 @@ class SpillBuffer:
             if self._writer is None or table.schema != self._schema:
                 self._close()
                 writing = self._store.open_temp(self._rel)
-                self._files.append((writing, open(writing.name, "rb")))  # noqa: SIM115 (ends with these rows)
+                self._files.append((writing, open(writing.name, "rb")))  # noqa: SIM115 (closed with these rows)
                 os.unlink(writing.name)
                 self._schema = table.schema
                 self._writer = pa.ipc.new_file(writing, table.schema)
@@ -258,10 +262,9 @@ class SpillBuffer:
 def write_media_table(
     store: Store, dataset: str, before: pa.Table | None, table: pa.Table, keep: np.ndarray, settings: DiscoverySettings
 ) -> bool:
-    """Put the rows to keep, (n,) bool, as the media table, sorted, in place of `before`, the last one; False where
-    that says the same and stays.
+    """Write the rows to keep, (n,) bool, sorted, as the media table; False if it would equal the last one, `before`.
 
-    In slices, so that no second copy of it stands in memory; the bytes are a function of the rows alone.
+    In slices, so that memory holds no second copy. The bytes are a function of the rows alone.
     """
     release_arrow_memory()
     order = pc.sort_indices(table["path"]).to_numpy().astype(np.int64)
@@ -274,8 +277,8 @@ def write_media_table(
             yield rows.take(part.to_numpy(), schema.names).cast(schema)
             release_arrow_memory()
 
-    alike = before is not None and len(before) == len(order) and before.schema.equals(schema, check_metadata=True)
-    if alike and all(map(pa.Table.equals, sorted_slices(), iter_slices(before))):
+    comparable = before is not None and len(before) == len(order) and before.schema.equals(schema, check_metadata=True)
+    if comparable and all(map(pa.Table.equals, sorted_slices(), iter_slices(before))):
         return False
     with store.create_table(media_table_path(dataset), schema) as writer:
         for piece in sorted_slices():
@@ -284,8 +287,8 @@ def write_media_table(
 
 
 def count_changes(before: KnownRows | None, same: int, others: Iterable[pa.Table]) -> dict[str, int]:
-    """How many items came, went, have other content, have other captions. same: rows of the table that are rows of
-    `before`; others: the other rows of it."""
+    """How many items are new, are removed, have other content, have other captions. same: how many rows of the table
+    are rows of `before`; others: its other rows."""
     counts = dict(NO_CHANGES)
     common, names = same, ["media_id", "captions"]
     for part in (part for table in others for part in iter_slices(table.select(["path", *names]))):
@@ -293,22 +296,19 @@ def count_changes(before: KnownRows | None, same: int, others: Iterable[pa.Table
             counts["new"] += len(part)
             continue
         rows, old = before.find(part["path"], names)
-        there = pa.array(rows >= 0)
-        part, old = part.filter(there), old.filter(there)
+        known = pa.array(rows >= 0)
+        part, old = part.filter(known), old.filter(known)
         common += len(part)
         counts["new"] += len(rows) - len(part)
         counts["changed"] += int((~equal_mask(part["media_id"], old["media_id"])).sum())
-        counts["captions_changed"] += int((~equal_mask(_join_captions(part), _join_captions(old))).sum())
+        captions = [pc.binary_join(table["captions"], "\0") for table in (part, old)]
+        counts["captions_changed"] += int((~equal_mask(*captions)).sum())
     counts["removed"] = (0 if before is None else len(before.table)) - common
     return counts
 
 
-def _join_captions(table: pa.Table) -> pa.ChunkedArray:
-    return pc.binary_join(table["captions"], "\0")
-
-
 def count_duplicates(ids: pa.ChunkedArray) -> int:
-    """How many of the ids stood there before; 8 bytes of each are enough to tell."""
+    """How many of the ids occur before in the column. Only 8 bytes of each are compared."""
     heads = [id_bytes(part).view("<u8")[::2] for part in iter_slices(ids)]
     ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *heads]))
     return int((ordered[1:] == ordered[:-1]).sum())

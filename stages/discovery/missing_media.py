@@ -1,32 +1,44 @@
 """Whether the places that media are read from are there.
 
-Missing media is not bad media: where a disk is not mounted, or `media_root` was forgotten, every file would be set
-aside, and training would go on with the rest. So before a stage opens media, and again when a unit lacks files, some
-files of each place are looked for; where most of them are missing the stage stops, and changes nothing.
+Missing media is not bad media: if a disk is not mounted or `media_root` was forgotten, every file would be set aside,
+and training would continue with the rest. So before a stage opens media, and again when a unit lacks files, it looks
+for some files of each place; if most of them are missing it stops and changes nothing.
+
+discover makes the same check of its listings (`RemovalCheck`): what it does not find leaves the media table, and with
+the next plan the training set. That is right for deleted files, and wrong for a disk that is not mounted.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.plans import Plan
+from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION
 from schemas.errors import LatentpressError
+from schemas.tables import MEDIA_SCHEMA
 from schemas.text_format import escape_unprintable
-from stages.discovery.media_locations import MediaLocations, RequiredFile
+from stages.discovery.media_locations import MediaLocations, RequiredFile, location_option
+from stages.discovery.sources.base import VIDEO_EXTENSIONS, extensions_of_dataset
 from stages.discovery.sources.urls import display_location
 from stages.media.errors import MediaError
 from stages.media.files import Blob, MediaPath, media_size
 
-MAX_PROBED_FILES = 16  # files of each dataset that are looked for
+MAX_PROBED_FILES = 16  # of each dataset
+_ROLE_NAMES = {"media": "items", "source": "source images", "mask": "masks"}
 
 
 class MissingMediaError(LatentpressError):
-    """Most of what was looked for in a place is not there."""
+    """Most of the files that were looked for in a place are missing."""
+
+
+# -- before a stage opens media --------------------------------------------------------------------------------------
 
 
 def spread_evenly(names: pa.Array | pa.ChunkedArray) -> list[str]:
@@ -50,7 +62,7 @@ def select_probed_members(plan: Plan, kind: str, members: pa.Array) -> tuple[str
 
 
 def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> None:
-    """Look for the files of some members; MissingMediaError where most of those of one place are missing."""
+    """Look for the files of some members; MissingMediaError if more than half of those of one place are missing."""
     groups: dict[tuple[str, str], dict[str, RequiredFile]] = {}
     for name in members:
         for need in places.required_files(kind, name):
@@ -58,7 +70,18 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
     for (dataset, role), needs in groups.items():
         missing = _find_missing(places, dataset, role, list(needs.values()))
         if 2 * len(missing) > len(needs):
-            raise _missing_media_error(places, dataset, role, len(needs), missing)
+            key, place = places.location_option(dataset, role)
+            state = ""
+            if place and "://" not in place and not os.path.exists(place):
+                state = " is not there"
+            elif place and os.path.isdir(place) and not os.listdir(place):
+                state = " is an empty folder"
+            raise MissingMediaError(
+                f"{key}: {display_location(place)}{state}{': ' if place else ''}{len(missing)} of {len(needs)} files "
+                f"that were looked for are missing; the first: {escape_unprintable(str(missing[0].path))}: "
+                f"{missing[0].problem}",
+                _advice(places, dataset, role),
+            )
 
 
 def _find_missing(places: MediaLocations, dataset: str, role: str, needs: list[RequiredFile]) -> list[MediaError]:
@@ -78,30 +101,12 @@ def _find_missing(places: MediaLocations, dataset: str, role: str, needs: list[R
 
 
 def _absence_error(file: MediaPath) -> MediaError | None:
-    """Why a file is not there. A store that doesn't answer, or lets nobody in, has nothing either."""
+    """Why a file is missing, None if it is there. A store that doesn't answer or denies access counts as empty."""
     try:
         media_size(file)
     except MediaError as error:
-        gone = ("missing", "unreadable") if isinstance(file, Blob) else ("missing",)
-        return error if error.reason in gone else None
+        return error if error.reason == "missing" or (error.reason == "unreadable" and isinstance(file, Blob)) else None
     return None
-
-
-def _missing_media_error(
-    places: MediaLocations, dataset: str, role: str, looked: int, missing: list[MediaError]
-) -> MissingMediaError:
-    key, place = places.location_option(dataset, role)
-    state = ""
-    if place and "://" not in place and not os.path.exists(place):
-        state = " is not there"
-    elif place and os.path.isdir(place) and not os.listdir(place):
-        state = " is an empty folder"
-    return MissingMediaError(
-        f"{key}: {display_location(place)}{state}{': ' if place else ''}{len(missing)} of {looked} files that "
-        f"were looked for are "
-        f"missing; the first: {escape_unprintable(str(missing[0].path))}: {missing[0].problem}",
-        _advice(places, dataset, role),
-    )
 
 
 def _advice(places: MediaLocations, dataset: str, role: str) -> str:
@@ -109,8 +114,83 @@ def _advice(places: MediaLocations, dataset: str, role: str) -> str:
     if dataset == VALIDATION:
         return "restore them, or correct validation.prompts and run `latentpress bucket`; nothing was set aside"
     name = key.rpartition(".")[2]
-    where = f"--set datasets.{dataset}.{'media_root' if name == 'instance_data_dir' else name}=PLACE"
+    option = f"--set datasets.{dataset}.{'media_root' if name == 'instance_data_dir' else name}=PLACE"
     return (
-        f"mount the disk or restore the files, or say where they lie on this machine: {where}; nothing was set aside. "
-        "What was deleted for good leaves the plan by `latentpress discover` and then `latentpress bucket`"
+        f"mount the disk, restore the files, or say where they are on this machine: {option}; nothing was set aside. "
+        "Files deleted for good leave the plan by `latentpress discover` and then `latentpress bucket`"
     )
+
+
+# -- in a listing ----------------------------------------------------------------------------------------------------
+
+
+def describe_ignored(counts: Counter[str]) -> str:
+    """Files that were left alone, by extension or reason: "12: .json 3, .md 9"."""
+    parts = (f"{reason or 'no extension'} {count}" for reason, count in sorted(counts.items()))
+    return f"{counts.total()}: {', '.join(parts)}"
+
+
+@dataclass
+class RemovalCheck:
+    """Compares how many items and companions a listing has with how many the last discovery found."""
+
+    dataset: Dataset
+    before: pa.Table | None
+    listed: Counter[str] = field(default_factory=Counter)
+
+    def count(self, chunk: pa.Table) -> None:
+        """Count rows of a listing."""
+        self.listed["media"] += len(chunk)
+        for role in ("source", "mask"):
+            self.listed[role] += len(chunk) - chunk[role].null_count
+
+    def require_media(self, missing: int, fraction: float, accept_removed: bool, ignored: Counter[str]) -> None:
+        """Raise MissingMediaError if most is gone. missing: listed items that are not there; fraction: the share of
+        them that is accepted if it is more than half (max_reject_fraction)."""
+        listed = self.listed["media"]
+        if missing > max(0.5, fraction) * listed:
+            step = "or raise stages.max_reject_fraction, if they are gone for good and you want to go on without them"
+            raise self._error("media", f"{missing} of {listed} items that are listed are not there", step)
+        if accept_removed:
+            return
+        if not listed and not len(self.before or ()):
+            raise self._empty_error(ignored)
+        dataset, before = self.dataset, self.before or MEDIA_SCHEMA.empty_table()
+        for role, column, configured in (
+            ("media", "path", True),
+            ("source", "source", dataset.conditioning_data or dataset.conditioning_column),
+            ("mask", "mask", dataset.mask_data or dataset.mask_column),
+        ):
+            was = len(before) - before[column].null_count
+            now = self.listed[role] - (missing if role == "media" else 0)
+            if configured and 2 * now < was:
+                others = f"; other files: {describe_ignored(ignored)}" if ignored and not now else ""
+                problem = f"{now} {_ROLE_NAMES[role]} are there, and the last discovery found {was}{others}"
+                step = "if they were removed on purpose: `latentpress discover --accept-removed`"
+                raise self._error(role, problem, step)
+
+    def _error(self, role: str, problem: str, step: str) -> MissingMediaError:
+        key, place = location_option(self.dataset, role)
+        option = "media_root (where the media are on this machine)" if role == "media" else key.rpartition(".")[2]
+        return MissingMediaError(
+            f"{key}: {display_location(place)}: {problem}. Nothing was changed",
+            f"mount the disk, or correct {option}; {step}",
+        )
+
+    def _empty_error(self, ignored: Counter[str]) -> LatentpressError:
+        key, place = location_option(self.dataset, "media")
+        video = self.dataset.dataset_type == "video"
+        problem = f"{key}: {display_location(place)} holds no {'images or videos' if video else 'images'}"
+        if not ignored:
+            step = "mount the disk, correct the place or media_root, or set disabled: true for this dataset"
+            return LatentpressError(f"{problem}: it is empty", step)
+        formats = ", ".join(sorted(ending[1:] for ending in extensions_of_dataset(self.dataset)))
+        step = f"convert them to a format that is read ({formats}), or correct the place"
+        if not video and any(ending in VIDEO_EXTENSIONS for ending in ignored):
+            step = f"set dataset_type: video for the videos; {step}"
+        return LatentpressError(f"{problem}; left alone: {describe_ignored(ignored)}", step)
+
+
+def count_missing(aside: list[pa.Table]) -> int:
+    """How many rows of schemas.tables.REJECTS_SCHEMA are of items that are not there."""
+    return sum(pc.sum(pc.equal(rows["reason"], "missing")).as_py() or 0 for rows in aside)

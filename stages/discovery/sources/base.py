@@ -1,8 +1,8 @@
-"""What a source is: something that lists media, knows captions and companions, and opens one item by its path.
+"""The contract of a source: it lists media, knows their captions and companions, and opens one item by its path.
 
-A source is a file beside this one with a class of this shape. Listing must be cheap: names, sizes and versions from
-directories, tables and archive headers; no item is opened. Everything it yields is columnar and bounded, so that a
-million items cost what their table costs.
+Each source is a file in this folder. Listing must be cheap: names, sizes and versions come from directories, tables
+and archive headers, and no item is opened. Listings are Arrow tables of bounded size, so a million items cost no more
+memory than their table.
 """
 
 from collections import Counter
@@ -20,18 +20,18 @@ IMAGE_EXTENSIONS = frozenset(
     (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", ".heic", ".heif")
 )
 VIDEO_EXTENSIONS = frozenset((".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"))
-#: Of a million items, this many are Python objects at a time.
+#: At most this many items are Python objects at a time.
 CHUNK_ROWS = 16384
 
 _str, _long = pa.string(), pa.int64()
 
 #: One row an item. path, size, version, kind: as in schemas.tables.MEDIA_SCHEMA; size and version are null where
-#: nothing is known without opening the item. captions: where they come with the listing (a table's column, the file's
-#: name, a member of the archive), already as alternatives; null otherwise. captions_at: the path of the caption
-#: file, with its version, where it must be read; null where there is none. source, mask: paths of the companions
-#: within their own place, with their versions; null where none was found (and none is asked for, or it is missing).
-#: problem, advice: why this item is set aside without being opened ("no-caption: has no caption"), else null; the
-#: part before ": " is the reason. Extra columns follow as "extra.<name>" (schemas.tables.EXTRA_PREFIX).
+#: they are unknown until the item is opened. captions: the alternatives, where they are part of the listing (a table's
+#: column, the file's name, a member of the archive); else null. captions_at, captions_version: path and version of the
+#: caption file that must be read; null if there is none. source, mask: paths of the companions within their own place,
+#: with their versions; null if none is configured or none was found. problem, advice: why this item is set aside
+#: without being opened ("no-caption: has no caption", the reason before ": "), else null. Extra columns follow as
+#: "extra.<name>" (schemas.tables.EXTRA_PREFIX).
 LISTING_SCHEMA = pa.schema(
     [
         ("path", _str),
@@ -62,8 +62,8 @@ class Source(Protocol):
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
         """The listing in chunks of at most CHUNK_ROWS rows, in no order; each path once.
 
-        known: the media table of the last discovery (with "extra." columns), for sources that can take from it what
-        lies in an archive that has not changed. Raises LatentpressError where the place itself can't be listed.
+        known: the media table of the last discovery (with "extra." columns); a source may copy from it the rows of an
+        archive that has not changed. Raises LatentpressError if the place can't be listed.
         """
         ...
 
@@ -76,13 +76,13 @@ class Source(Protocol):
         ...
 
     def backing_file(self, role: str, path: str) -> MediaPath:
-        """What must be there for the item at `path` (role: "") or its companion to be there: the file, or the archive
-        that it lies in. Cheap to make, even where opening the item is not."""
-        ...
+        """The file that holds the item at `path` (role: "") or its companion: itself, or its archive. Cheap, even
+        where opening the item is not."""
+        return self.open_companion(role, path) if role else self.open(path)
 
     def read_captions(self, path: str) -> list[str]:
         """The alternatives in the caption file at `captions_at`. Raises MediaError."""
-        ...
+        raise AssertionError(f"{path}: the captions of this source are in its listing")
 
 
 _SOURCE_CLASSES = {
@@ -100,31 +100,29 @@ def open_source(dataset: Dataset) -> Source:
     return getattr(import_module(f"stages.discovery.sources.{module}"), name)(dataset)
 
 
-# -- for the files beside this one ------------------------------------------------------------------------------------
+# -- shared by the sources -------------------------------------------------------------------------------------------
 
 
 def extensions_of_kinds(kinds: Sequence[MediaKind]) -> dict[str, MediaKind]:
-    """Extension with its dot, lower case -> kind, of the media kinds asked for."""
+    """Extension with its dot, lower case -> kind."""
     return {ending: kind for kind in kinds for ending in (IMAGE_EXTENSIONS if kind == "image" else VIDEO_EXTENSIONS)}
 
 
 def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
-    """The same for the media of a dataset: one of videos may hold images too."""
+    """The same for the media of a dataset: a video dataset may hold images too."""
     return extensions_of_kinds(("image", "video") if dataset.dataset_type == "video" else ("image",))
 
 
-def add_problems(columns: dict[str, pa.Array], problems: pa.Array, advices: pa.Array) -> None:
-    """Set "problem" and "advice" of a listing where there was none."""
+def add_problems(columns: dict[str, pa.Array], problems: pa.Array, advices: pa.Array | str) -> None:
+    """Set "problem" and "advice" in the rows of a listing that have a new problem (null: none) and had none before."""
     null = pa.nulls(len(problems), _str)
     before, advice = columns.get("problem", null), columns.get("advice", null)
-    columns["advice"] = pc.if_else(pc.is_valid(before), advice, advices)
+    columns["advice"] = pc.if_else(pc.and_(pc.is_null(before), pc.is_valid(problems)), advices, advice)
     columns["problem"] = pc.coalesce(before, problems)
 
 
 def listing_table(columns: Mapping[str, pa.Array]) -> pa.Table:
     """A table of LISTING_SCHEMA from some of its columns ("path" among them) and "extra." ones; the others are null."""
     count = len(columns["path"])
-    arrays = [columns.get(field.name, pa.nulls(count, field.type)).cast(field.type) for field in LISTING_SCHEMA]
-    further = {name: column for name, column in columns.items() if name not in LISTING_SCHEMA.names}
-    fields = [*LISTING_SCHEMA, *(pa.field(name, column.type) for name, column in further.items())]
-    return pa.Table.from_arrays([*arrays, *further.values()], schema=pa.schema(fields))
+    arrays = {field.name: columns.get(field.name, pa.nulls(count)).cast(field.type) for field in LISTING_SCHEMA}
+    return pa.table(arrays | {name: column for name, column in columns.items() if name not in arrays})

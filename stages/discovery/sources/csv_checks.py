@@ -1,9 +1,9 @@
-"""Opening a table line by line, and what pyarrow's CSV reader passes over: which separator a file has, and rows that a
-wrong quote takes into a cell.
+"""Reading a table line by line, and checks that pyarrow's CSV reader lacks: the separator of a file, and rows that a
+wrong quote merges into a cell.
 
-The readers of pyarrow say that something is wrong, seldom where. So when one has failed, the file is read again line
-by line. Python's own CSV reader is strict and counts lines, and takes about a second for a million rows: it looks at
-files that hold quotes, and at those that pyarrow refused.
+When pyarrow can't read a table it seldom says where the fault is, so the file is then read again line by line. Python's
+own CSV reader is strict and counts lines, but takes about a second for a million rows: it reads only files with quotes
+and those that pyarrow refused.
 """
 
 import csv
@@ -13,15 +13,16 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from schemas.errors import LatentpressError
 from schemas.text_format import shorten
+from stages.discovery.sources.object_store import open_filesystem
 from stages.discovery.sources.urls import display_location, scrub_secrets
 
 MAX_CELL_BYTES = 1 << 24
 _DELIMITER_NAMES = {";": "';'", "\t": "tab", "|": "'|'"}
-_QUOTING_ADVICE = 'close it; write a quote within quotes as ""'
+_DOUBLE_QUOTES = 'write a quote within quotes as ""'
 _BOM = b"\xef\xbb\xbf"
 _FILE_NAME = re.compile(r"\S+(\.[A-Za-z0-9]{2,5})")
 
@@ -31,24 +32,25 @@ def open_location(location: str) -> BinaryIO:
     try:
         if "://" not in location:
             return open(location, "rb")
-        from stages.discovery.sources.object_store import open_filesystem
-
         fs, path = open_filesystem(location)
         return fs.open(path, "rb")
     except LatentpressError:
         raise
-    except Exception as error:  # every store's library has its own; all of them become this one
+    except Exception as error:  # each store's library has exceptions of its own
         raise not_opened(location, error) from None
 
 
 def not_opened(location: str, error: Exception) -> LatentpressError:
     if isinstance(error, FileNotFoundError):
         return LatentpressError(f"{display_location(location)}: is not there", "correct the path in the configuration")
-    said = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
-    return LatentpressError(
-        f"{display_location(location)}: can't be read ({scrub_secrets(said, location if '://' in location else '')})",
-        "check the place and the right to read it, then run again",
-    )
+    reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+    reason = scrub_secrets(reason, location if "://" in location else "")
+    step = "check the place and the right to read it, then run again"
+    return LatentpressError(f"{display_location(location)}: can't be read ({reason})", step)
+
+
+def line_error(location: str, line: int, problem: str, step: str) -> LatentpressError:
+    return LatentpressError(f"{display_location(location)}, line {line}: {problem}", step)
 
 
 def lines_of(location: str) -> Iterator[tuple[int, bytes]]:
@@ -59,98 +61,86 @@ def lines_of(location: str) -> Iterator[tuple[int, bytes]]:
         yield from enumerate(chain([first], lines), 1)
 
 
+def decode_lines(location: str) -> Iterator[tuple[int, str]]:
+    """The same as text. Raises LatentpressError for a line that is not UTF-8."""
+    for number, line in lines_of(location):
+        try:
+            yield number, line.decode()
+        except UnicodeDecodeError as error:
+            raise line_error(location, number, f"is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
+
+
+def require_utf8(location: str) -> None:
+    for _ in decode_lines(location):
+        pass
+
+
 def refuse_encoding(location: str) -> None:
     """Raise LatentpressError for a text whose beginning shows that it is not UTF-8."""
     with open_location(location) as file:
         data = file.read(1024)
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
-        what = "UTF-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "UTF-16 or no text (it holds zero bytes)"
-        raise LatentpressError(f"{display_location(location)}, line 1: is {what}, not UTF-8", "save it as UTF-8")
-
-
-def raise_not_utf8(location: str) -> None:
-    for number, line in lines_of(location):
-        try:
-            line.decode()
-        except UnicodeDecodeError as error:
-            message = f"{display_location(location)}, line {number}: is not UTF-8 (byte {error.start})"
-            raise LatentpressError(message, "save it as UTF-8") from None
+    utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if utf_16 or b"\0" in data:
+        encoding = "UTF-16" if utf_16 else "UTF-16 or no text (it holds zero bytes)"
+        raise line_error(location, 1, f"is {encoding}, not UTF-8", "save it as UTF-8")
 
 
 def detect_delimiter(location: str) -> str:
-    """A comma, unless the header has none and one of ; tab | alone. Raises LatentpressError for no UTF-8 text, and for
-    a header from which it can't be told."""
+    """A comma, unless the header has none and exactly one of ; tab |. Raises LatentpressError if the header has none
+    and several of these, or is not UTF-8."""
     refuse_encoding(location)
-    header = next((line for _, line in lines_of(location) if line.strip()), b"")
-    try:
-        text = re.sub(r'"[^"]*("|$)', "", header.decode())
-    except UnicodeDecodeError:
-        raise_not_utf8(location)
-        raise
+    header = next((line for _, line in decode_lines(location) if line.strip()), "")
+    text = re.sub(r'"[^"]*("|$)', "", header)
     found = [delimiter for delimiter in _DELIMITER_NAMES if delimiter in text]
     if "," in text or not found:
         return ","
     if len(found) > 1:
         named = " and ".join(_DELIMITER_NAMES[delimiter] for delimiter in found)
-        raise LatentpressError(
-            f"{display_location(location)}, line 1: the separator can't be told: the header has no comma, but {named}",
-            "separate the cells by commas",
-        )
+        problem = f"the separator is ambiguous: the header has no comma, but {named}"
+        raise line_error(location, 1, problem, "separate the cells by commas")
     return found[0]
 
 
 def has_quotes(location: str) -> bool:
     with open_location(location) as file:
-        while data := file.read(MAX_CELL_BYTES):
-            if b'"' in data:
-                return True
-    return False
+        return any(b'"' in data for data in iter(lambda: file.read(MAX_CELL_BYTES), b""))
 
 
 def check_csv_files(root: str) -> None:
-    """Check a CSV file, or all in a folder, for a reader that takes commas alone, and rows behind a wrong quote into a
-    cell: pandas, in the `datasets` library."""
+    """Check a CSV file, or all in a folder, for a reader that knows only commas and merges rows behind a wrong quote:
+    pandas, in the `datasets` library."""
     files = [root] if os.path.isfile(root) else Path(root).rglob("*") if os.path.isdir(root) else []
     for file in sorted(str(path) for path in files if str(path).lower().endswith(".csv")):
         if (delimiter := detect_delimiter(file)) != ",":
             step = "separate them by commas, or use source: manifest, which takes the file as it is"
-            raise LatentpressError(f"{file}, line 1: the cells are separated by {_DELIMITER_NAMES[delimiter]}", step)
+            raise line_error(file, 1, f"the cells are separated by {_DELIMITER_NAMES[delimiter]}", step)
         check_csv(file, delimiter)
 
 
 def check_csv(location: str, delimiter: str) -> None:
     """Raise LatentpressError that names the first line whose quotes or number of cells are wrong."""
     csv.field_size_limit(MAX_CELL_BYTES)
-    reader = csv.reader(_decoded_lines(location), delimiter=delimiter, strict=True)
+    reader = csv.reader((line for _, line in decode_lines(location)), delimiter=delimiter, strict=True)
     start, count = 1, 0
     try:
         for row in reader:
             count = count or len(row)
             if row and len(row) != count:
-                _raise_ragged(location, start, reader.line_num, len(row), count)
-            if reader.line_num > start and (line := _swallowed_line(row, delimiter)):
-                _raise_at_line(
-                    location,
-                    start,
-                    f"a quoted cell goes on over line {start + line}, a row of its own",
-                    _QUOTING_ADVICE,
-                )
+                cells = f"{len(row)} cell{'' if len(row) == 1 else 's'}"
+                content = scrub_secrets(shorten(_raw_lines(location, start, reader.line_num).strip(), 200))
+                step = "put a cell that holds the separator into quotes, or correct the row"
+                raise line_error(location, start, f"has {cells}, and the header has {count}: {content}", step)
+            if reader.line_num > start and (line := _merged_line(row, delimiter)):
+                problem = f"a quoted cell continues over line {start + line}, which is a row of its own"
+                raise line_error(location, start, problem, f"close it; {_DOUBLE_QUOTES}")
             start = reader.line_num + 1
     except csv.Error as error:
-        _raise_bad_quote(location, start, reader.line_num, str(error))
+        raise line_error(location, start, *_explain_quote(location, start, reader.line_num, str(error))) from None
 
 
-def _decoded_lines(location: str) -> Iterator[str]:
-    for _, line in lines_of(location):
-        try:
-            yield line.decode()
-        except UnicodeDecodeError:
-            raise_not_utf8(location)
-
-
-def _swallowed_line(row: list[str], delimiter: str) -> int:
-    """Which line of a cell with several looks like a row: as many cells, and a file's name where this row has one; 0
-    for none. Two rows that each lack a quote make one row that no reader can object to."""
+def _merged_line(row: list[str], delimiter: str) -> int:
+    """Which line of a multi-line cell looks like a row: as many cells, and a file name where this row has one; 0
+    for none. Two rows that each lack a quote make one row that no reader refuses."""
     for cell in row:
         for number, line in enumerate(cell.split("\n")[1:], 1):
             cells = line.split(delimiter)
@@ -160,38 +150,21 @@ def _swallowed_line(row: list[str], delimiter: str) -> int:
     return 0
 
 
-def _raise_ragged(location: str, start: int, end: int, found: int, count: int) -> NoReturn:
-    cells = f"{found} cell{'' if found == 1 else 's'}"
-    said = scrub_secrets(shorten(_raw_lines(location, start, end).strip(), 200))
-    step = "put a cell that holds the separator into quotes, or correct the row"
-    _raise_at_line(location, start, f"has {cells}, and the header has {count}: {said}", step)
-
-
-def _raise_bad_quote(location: str, start: int, line: int, said: str) -> NoReturn:
-    if "end of data" in said:
-        _raise_at_line(
-            location, start, f"a quote is opened and not closed before the end, line {line}", _QUOTING_ADVICE
-        )
-    if "new-line" in said:
-        _raise_at_line(location, start, "a carriage return stands within it", "save it with line ends of one kind")
-    if "field limit" in said:
-        _raise_at_line(
-            location, start, "a cell is longer than 16 MiB: a quote is opened and not closed", _QUOTING_ADVICE
-        )
+def _explain_quote(location: str, start: int, line: int, message: str) -> tuple[str, str]:
+    """What is wrong with the quotes of a row from line `start` to `line`, and what to do. message: the reader's."""
+    close = f"close it; {_DOUBLE_QUOTES}"
+    if "end of data" in message:
+        return f"a quote is opened and not closed before the end, line {line}", close
+    if "new-line" in message:
+        return "it holds a carriage return", "save it with line ends of one kind"
+    if "field limit" in message:
+        return "a cell is longer than 16 MiB: a quote is opened and not closed", close
     if '\\"' in _raw_lines(location, start, line):
-        _raise_at_line(
-            location, start, r"CSV knows no \": the quote ends the cell", 'write a quote within quotes as ""'
-        )
+        return r"CSV has no \": the quote ends the cell", _DOUBLE_QUOTES
     if line > start:
-        _raise_at_line(
-            location, start, f"a quote is opened and not closed before the next one, in line {line}", _QUOTING_ADVICE
-        )
-    _raise_at_line(location, start, "text stands behind a closing quote", 'write a quote within quotes as ""')
+        return f"a quote is opened and not closed before the next one, in line {line}", close
+    return "there is text behind a closing quote", _DOUBLE_QUOTES
 
 
 def _raw_lines(location: str, start: int, end: int) -> str:
     return b"".join(line for number, line in lines_of(location) if start <= number <= end).decode(errors="replace")
-
-
-def _raise_at_line(location: str, line: int, reason: str, step: str) -> NoReturn:
-    raise LatentpressError(f"{display_location(location)}, line {line}: {reason}", step)

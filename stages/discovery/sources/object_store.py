@@ -1,7 +1,7 @@
-"""Objects at fsspec URLs, one by one.
+"""Single objects at fsspec URLs.
 
-Credentials come from the environment or the URL. They appear in no message: user information and queries are cut from
-every URL that is shown, and from what libraries say.
+Credentials come from the environment or the URL and appear in no message: user information and queries are removed from
+every URL that is shown, and from the messages of libraries.
 """
 
 import base64
@@ -20,14 +20,14 @@ import fsspec
 
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes
-from stages.discovery.sources.urls import scrub_secrets, strip_secrets
+from stages.discovery.sources.urls import join_url, scrub_secrets, strip_secrets
 from stages.media.errors import RESTORE_ADVICE, MediaError
-from stages.media.files import Blob, SeekableReader
+from stages.media.files import Blob, MediaPath, SeekableReader
 
-#: What one request reads ahead: an image of this size costs one request, the index at the end of a video one more.
+#: What one request reads ahead: one request reads an image of this size, a second one the index at a video's end.
 READ_AHEAD_BYTES = 1 << 20
-#: Seconds without an answer, to connect and then between two pieces of data, after which a request to S3 or HTTP has
-#: failed. S3 is asked up to ten times before an item is set aside: less than stages.item_timeout_s.
+#: A request to S3 or HTTP fails after these seconds without a connection, or without data. s3fs and botocore together
+#: try up to ten times before an item is set aside, which takes less than stages.item_timeout_s.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 15.0
 _SPOOL_BYTES = 1 << 26
 _BLOCK_BYTES = 1 << 22
@@ -39,61 +39,64 @@ _RETRY_ADVICE = "check the network and the place, then run again"
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path within it. Cached by fsspec for each process: after a fork the
-    child gets one of its own, with its own event loop, which is why nothing here keeps one.
+    """The fsspec file system of a URL, and the path within it. fsspec caches it for each process: after a fork the
+    child gets one of its own, with its own event loop, so nothing here keeps one.
 
-    Raises LatentpressError where the library for that kind of URL is missing or there is none.
+    Raises LatentpressError if fsspec does not know the URL or the library for it is missing.
     """
     try:
         return fsspec.core.url_to_fs(url, **_timeouts(url))
     except ImportError as error:
         s3 = "s3" in url.partition("://")[0]
         step = "pip install 'latentpress[s3]'" if s3 else "install the library that it names"
-        raise LatentpressError(
-            f"{strip_secrets(url)}: a library is missing ({scrub_secrets(str(error), url)})", step
-        ) from None
+        problem = f"a library is missing ({scrub_secrets(str(error), url)})"
     except ValueError as error:
         step = "choose a URL that fsspec knows, such as s3://bucket/folder, or a local folder"
-        raise LatentpressError(
-            f"{strip_secrets(url)}: can't be opened ({scrub_secrets(str(error), url)})", step
-        ) from None
+        problem = f"can't be opened ({scrub_secrets(str(error), url)})"
+    raise LatentpressError(f"{strip_secrets(url)}: {problem}", step)
 
 
 def _timeouts(url: str) -> dict[str, Any]:
-    """What fsspec is told of each part of a URL, so that a server that hangs ends no program. HTTP's own limit is five
-    minutes for a whole file, however fast it comes; of other stores, that of their libraries stands."""
-    found: dict[str, Any] = {}
+    """Options of fsspec for each part of a URL, so that a server that hangs ends no program. HTTP's own limit is five
+    minutes for a whole file, however fast it arrives; other stores keep the limits of their libraries."""
+    options: dict[str, Any] = {}
     for scheme in re.findall(r"(?:^|::)([a-z0-9]+)(?=://)", url):
         if scheme in ("s3", "s3a"):
-            limits = {
-                "connect_timeout": CONNECT_TIMEOUT_S,
-                "read_timeout": READ_TIMEOUT_S,
-                "retries": {"total_max_attempts": 2},
-            }
-            found[scheme] = {"config_kwargs": limits}
+            limits = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+            options[scheme] = {"config_kwargs": limits | {"retries": {"total_max_attempts": 2}}}
         elif scheme in ("http", "https"):
             from aiohttp import ClientTimeout
 
             timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
-            found[scheme] = {"client_kwargs": {"timeout": timeout}}
-    return found
+            options[scheme] = {"client_kwargs": {"timeout": timeout}}
+    return options
 
 
 def object_version(info: Mapping[str, Any]) -> str | None:
-    """What changes when an object may have changed: its size, with its ETag or the time of its last change. None where
-    the store says nothing that would change: such an object is read at every discovery."""
-    keys = ("ETag", "etag", "generation", "LastModified", "Last-Modified", "last_modified", "updated", "mtime")
-    change = next((str(info[key]) for key in (*keys, "created") if info.get(key)), None)
+    """An object's size with its ETag or the time of its last change. None if the store gives neither: such an object
+    is read at every discovery."""
+    keys = (
+        "ETag",
+        "etag",
+        "generation",
+        "LastModified",
+        "Last-Modified",
+        "last_modified",
+        "updated",
+        "mtime",
+        "created",
+    )
+    change = next((str(info[key]) for key in keys if info.get(key)), None)
     return change and f"{info.get('size')}:{change}"
 
 
-# -- one object -----------------------------------------------------------------------------------------------------
+# -- one object ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StoreChecksum:
-    """What a store says about an object's content. md5: 32 hex digits where it is or may be that of the content;
-    sure: whether it is. local: names the content only together with the URL."""
+    """What a store says about an object's content. md5: 32 hex digits if that is, or may be, the content's MD5;
+    is_certain: whether it is. scoped_to_url: identifies the content only together with the URL."""
 
     kind: str
     value: str
@@ -103,11 +106,11 @@ class StoreChecksum:
 
 
 def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
-    """The best that fsspec's `info` holds, None where there is nothing. A weak ETag ("W/...") vouches for nothing.
+    """The best checksum in fsspec's `info`, None if it has none. A weak ETag ("W/...") is no checksum.
 
-    An S3 ETag changes with the content and is made of it, or random where the object is encrypted with KMS. It is the
-    content's MD5 where the object was put in one piece and is not encrypted with a key of KMS or the client's
-    (https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html); the tag does not say so, hence not `sure`.
+    An S3 ETag changes with the content: it is computed from it, or random where the object is encrypted with KMS. It is
+    the content's MD5 if the object was uploaded in one piece and is not encrypted with a key of KMS or the client's
+    (https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html). The tag does not tell, so it is not certain.
     """
     settings = info.get("content_settings") or {}
     for key in ("md5", "md5Hash", "content_md5", "Content-MD5"):
@@ -118,9 +121,8 @@ def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
     tag = str(info.get("ETag") or info.get("etag") or "")
     if tag and not tag.startswith("W/"):
         tag = tag.strip('"')
-        return StoreChecksum(
-            "etag", tag, tag if s3 and re.fullmatch(r"[0-9a-f]{32}", tag) else None, scoped_to_url=not s3
-        )
+        md5 = tag if s3 and re.fullmatch(r"[0-9a-f]{32}", tag) else None
+        return StoreChecksum("etag", tag, md5, scoped_to_url=not s3)
     for key in ("generation", "checksum", "crc32c"):
         if info.get(key):
             return StoreChecksum(key, str(info[key]), scoped_to_url=True)
@@ -128,7 +130,7 @@ def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
 
 
 def _md5_hex(value: Any) -> str | None:
-    """An MD5 as 32 hex digits, from those, base64 or the 16 bytes themselves."""
+    """32 hex digits from an MD5 in hex, base64 or 16 bytes."""
     if isinstance(value, (bytes, bytearray)) and len(value) == 16:
         return bytes(value).hex()
     text = str(value or "")
@@ -138,15 +140,12 @@ def _md5_hex(value: Any) -> str | None:
 
 
 class RemoteFile(Blob):
-    """One object at a URL; `name` stands for it in messages (default: the URL without its secrets).
+    """One object at a URL. name: for messages (default: the URL without its secrets). identity: "store" identifies the
+    content by the store's checksum and size."""
 
-    identity: "store" takes the store's checksum and size for the content's identity. size: where it is known, it
-    saves a request.
-    """
-
-    def __init__(self, url: str, name: str = "", size: int | None = None, identity: str = "content") -> None:
+    def __init__(self, url: str, name: str = "", identity: str = "content") -> None:
         self.url, self.name, self.identity = url, name or strip_secrets(url), identity
-        self._size = size
+        self._size: int | None = None
         self._info: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -156,8 +155,8 @@ class RemoteFile(Blob):
         return self.__dict__ | {"_info": None}
 
     def open(self) -> BinaryIO:
-        """A buffered reader that asks for ranges as they are read; a server that gives none is read once, into a
-        temporary file. Reading, like opening, raises MediaError."""
+        """A buffered reader that requests ranges as they are read; from a server without ranges, the whole object is
+        copied into a temporary file. Reading, like opening, raises MediaError."""
         return cast(BinaryIO, io.BufferedReader(_RemoteReader(self.url, self.name), 1 << 16))
 
     def size(self) -> int:
@@ -170,7 +169,7 @@ class RemoteFile(Blob):
         return self._size
 
     def info(self) -> dict[str, Any]:
-        """What the store says now, not what a listing said. Raises MediaError."""
+        """The store's present information, not that of a listing. Raises MediaError."""
         if self._info is None:
             with object_errors(self.url, self.name):
                 fs, path = open_filesystem(self.url)
@@ -185,22 +184,22 @@ class RemoteFile(Blob):
     def media_id(self) -> str | None:
         if self.identity != "store":
             return None
-        stated = self._checksum()
-        if stated is None:
+        checksum = self._checksum()
+        if checksum is None:
             problem = "has no checksum in its store"
             raise MediaError("no-checksum", self.name, problem, "set `identity: content` for this dataset")
-        where = strip_secrets(self.url) if stated.scoped_to_url else ""
-        return hash_bytes(*(part.encode() for part in (stated.kind, stated.value, str(self.size()), where)))
+        scope = strip_secrets(self.url) if checksum.scoped_to_url else ""
+        return hash_bytes(*(part.encode() for part in (checksum.kind, checksum.value, str(self.size()), scope)))
 
     def verify(self) -> None:
-        """Hold the content's MD5 against the store's. Where that may be an MD5 and is another, the content is read
-        again: two readings that agree mean that it is none; two that differ, that something is damaged."""
-        stated = self._checksum() if self.identity == "store" else None
-        if stated is None or stated.md5 is None:
+        """Compare the content's MD5 with the store's. If they differ where the store's only may be an MD5, the content
+        is read again: equal results mean that it is none, different ones that something is damaged."""
+        checksum = self._checksum() if self.identity == "store" else None
+        if checksum is None or checksum.md5 is None:
             return
         found = self._md5()
-        if found != stated.md5 and (stated.is_certain or found != self._md5()):
-            problem = f"does not have the content of which its store gives the checksum ({stated.md5})"
+        if found != checksum.md5 and (checksum.is_certain or found != self._md5()):
+            problem = f"does not have the content of which its store gives the checksum ({checksum.md5})"
             raise MediaError("changed", self.name, problem, "upload it again, or read it over a better connection")
 
     def _checksum(self) -> StoreChecksum | None:
@@ -214,8 +213,15 @@ class RemoteFile(Blob):
         return state.hexdigest()
 
 
+def file_below(root: str, path: str, identity: str = "content") -> MediaPath:
+    """The file or object at `path` below a folder or URL."""
+    if "://" not in root:
+        return os.path.join(root, path)
+    return RemoteFile(join_url(root, path), f"{strip_secrets(root).rstrip('/')}/{path}", identity)
+
+
 class _RemoteReader(SeekableReader):
-    """The bytes of a URL; every error of whatever library is a MediaError without secrets."""
+    """The bytes of a URL. Every library's error becomes a MediaError without secrets."""
 
     def __init__(self, url: str, name: str) -> None:
         super().__init__()
@@ -226,9 +232,9 @@ class _RemoteReader(SeekableReader):
             try:
                 self._file.seek(0, os.SEEK_END)
                 self._file.seek(0)
-            except (ValueError, io.UnsupportedOperation):  # a stream: what `seekable` says is not always true
+            except (ValueError, io.UnsupportedOperation):  # a stream, whatever `seekable` returns
                 self._file.close()
-                self._file = self._whole()
+                self._file = self._download()
 
     def tell(self) -> int:
         return self._file.tell()
@@ -246,14 +252,14 @@ class _RemoteReader(SeekableReader):
             except ValueError as error:
                 if "range requests" not in str(error):
                     raise
-                self._file = self._whole()
+                self._file = self._download()
                 self._file.seek(at)
                 data = self._file.read(len(view))
         view[: len(data)] = data
         return len(data)
 
-    def _whole(self) -> BinaryIO:
-        """All of it in a temporary file: fsspec's word for a server without ranges is that the block size is 0."""
+    def _download(self) -> BinaryIO:
+        """The whole object in a temporary file; with block size 0, fsspec requests no ranges."""
         fs, path = open_filesystem(self._url)
         spool = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115 (closed with this reader)
         with fs.open(path, "rb", block_size=0) as stream:
@@ -268,13 +274,13 @@ class _RemoteReader(SeekableReader):
         super().close()
 
 
-# -- errors ---------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def object_errors(url: str, name: str) -> Iterator[None]:
-    """Turn whatever a store's library raises into a MediaError about `name`. Each library has its own exceptions,
-    and none of them can be imported here: so all of `Exception`, but for memory and our own."""
+    """Turn the errors of a store's library into a MediaError about `name`. Each library has its own exceptions, which
+    can't be imported here: hence all of `Exception`, except memory errors and our own."""
     try:
         yield
     except (MediaError, LatentpressError, MemoryError, AssertionError):
@@ -285,20 +291,18 @@ def object_errors(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def listing_errors(url: str) -> Iterator[None]:
-    """As `explained`, for a place that is to be listed: a LatentpressError."""
+    """As `object_errors`, for a place to be listed: raises LatentpressError."""
     try:
         with object_errors(url, strip_secrets(url)):
             yield
     except MediaError as error:
-        if error.reason == "missing":
-            raise LatentpressError(
-                f"{error.path}: is not there", "correct the URL (media_root says where media lie)"
-            ) from None
-        raise LatentpressError(f"{error.path}: {error.problem}", error.advice) from None
+        missing = error.reason == "missing"
+        step = "correct the URL (media_root: where media are for this machine)" if missing else error.advice
+        raise LatentpressError(f"{error.path}: {error.problem}", step) from None
 
 
 def _media_error(error: Exception, url: str, name: str) -> MediaError:
-    cause = error.__cause__  # fsspec calls a file of HTTP absent whatever went wrong
+    cause = error.__cause__  # for HTTP, fsspec raises FileNotFoundError whatever went wrong
     if isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp"):
         error = cause
     status = getattr(error, "status", None)
@@ -308,6 +312,6 @@ def _media_error(error: Exception, url: str, name: str) -> MediaError:
         return MediaError("unreadable", name, "can't be read (access is denied)", _ACCESS_ADVICE)
     if isinstance(error, TimeoutError):
         return MediaError("unreadable", name, "can't be read (no answer in time)", _RETRY_ADVICE)
-    said = scrub_secrets(f"{type(error).__name__}: {error}", url)
-    credentials = "credentials" in said.lower()
-    return MediaError("unreadable", name, f"can't be read ({said})", _ACCESS_ADVICE if credentials else _RETRY_ADVICE)
+    message = scrub_secrets(f"{type(error).__name__}: {error}", url)
+    step = _ACCESS_ADVICE if "credentials" in message.lower() else _RETRY_ADVICE
+    return MediaError("unreadable", name, f"can't be read ({message})", step)

@@ -1,7 +1,8 @@
-"""The members of a tar by their offsets, wherever it lies. Nothing is unpacked, and no tar is trusted."""
+"""The members of a local or remote tar by their offsets. Nothing is unpacked, and no tar is trusted."""
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import BinaryIO, NamedTuple
@@ -11,20 +12,20 @@ from stages.discovery.sources.object_store import RemoteFile
 from stages.media.errors import RESTORE_ADVICE, MediaError
 from stages.media.files import Blob, FileWindow, MediaPath, media_size, open_media
 
-#: POSIX.1-2001 (ustar and pax) and GNU tar: blocks, and the types of members.
+#: Blocks and types of members, from POSIX.1-2001 (ustar and pax) and GNU tar.
 _BLOCK = 512
 _FILE_TYPES = (b"0", b"\0", b"7")
 _EMPTY_TYPES = (b"1", b"2", b"3", b"4", b"5", b"6")
 _EXTENDED_TYPES = (b"x", b"X", b"g", b"L", b"K")
-#: The largest extended header that is read. Long names take some hundred bytes; what claims more is damaged or hostile.
+#: The largest extended header that is read. Long names take some hundred bytes; a larger one is damaged or hostile.
 _MAX_HEADER_BYTES = 1 << 16
-#: Tars whose members' offsets are kept, by process: about 2 MB for each 10,000 members. Finding them again takes
-#: about 0.1 s for as many.
+#: A process keeps the members' offsets of so many tars. 10,000 members take about 2 MB; reading their headers again
+#: takes about 0.1 s.
 _MAX_CACHED_TARS = 64
 
 
 class DamagedTarError(MediaError):
-    """The tar itself is damaged; its members up to there were read."""
+    """The tar itself is damaged; the members before the damage were read."""
 
 
 class MemberEntry(NamedTuple):
@@ -35,12 +36,12 @@ class MemberEntry(NamedTuple):
 
 @dataclass
 class _Header:
-    """One header of 512 bytes: the name, the bytes of content behind it, the type."""
+    """A header of 512 bytes: name, type, and the size in bytes of the content behind it."""
 
     name: bytes
     size: int
     type: bytes
-    extended: bool  # of a sparse file: more of the map follows
+    more_sparse_map: bool  # of a sparse file: its map continues in the next block
 
 
 class _InvalidHeader(ValueError):
@@ -48,24 +49,22 @@ class _InvalidHeader(ValueError):
 
 
 def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) -> Iterator[MemberEntry]:
-    """Every regular file in a tar of `size` bytes, in its order. Links, devices, sparse files, absolute names and
-    names with ".." are counted in `ignored`.
+    """Every regular file in a tar of `size` bytes, in its order. `ignored` counts links, devices, sparse files,
+    absolute names and names with "..".
 
-    What is readable of a damaged tar comes first; then Damaged, "truncated" or "unreadable", about `name`. Every
-    step goes forward and reads little, whatever a header claims. (tarfile takes three times as long, and some headers
-    keep it busy for ever.)
+    After the readable members of a damaged tar it raises DamagedTarError, "truncated" or "unreadable", about `name`.
+    Every step goes forward and reads little, whatever a header claims. (tarfile takes three times as long, and some
+    headers keep it busy for ever.)
     """
     at = 0
-    known: dict[bytes, bytes] = {}  # what extended headers said of the next member
+    extended: dict[bytes, bytes] = {}  # from extended headers: about the next member
     while True:
         start, block = at, _read_at(file, at, _BLOCK)
         if len(block) == _BLOCK and not block.strip(b"\0"):
             return
+        if len(block) < _BLOCK:
+            raise _truncated_error(name, "in the middle of a header" if block else "without the mark of its end")
         try:
-            if len(block) < _BLOCK:
-                raise _truncated_error(
-                    name, "without the mark of its end" if not block else "in the middle of a header"
-                )
             header = _parse_header(block)
             at += _BLOCK
             if header.type in b"xXLKg" and header.size > _MAX_HEADER_BYTES:
@@ -75,25 +74,26 @@ def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) ->
             if header.type in _EXTENDED_TYPES:
                 if at + header.size > size:
                     raise _truncated_error(name, "in the middle of a header")
-                known |= _parse_extended_header(header, _read_at(file, at, header.size))
+                extended |= _parse_extended_header(header, _read_at(file, at, header.size))
                 at += _pad_to_block(header.size)
                 continue
-            full = known.get(b"path", header.name)
-            length = _parse_decimal(known[b"size"]) if b"size" in known else header.size
+            path = extended.get(b"path", header.name)
+            length = _parse_decimal(extended[b"size"]) if b"size" in extended else header.size
         except _InvalidHeader as error:
-            raise _damaged_error(name, start, str(error)) from error
-        sparse = any(key.startswith(b"GNU.sparse.") for key in known)
-        known = {}
+            problem = f"is no tar from byte {start} on ({error})"
+            step = "copy it again, or unpack it if it is compressed"
+            raise DamagedTarError("unreadable", name, problem, step) from error
+        sparse = any(key.startswith(b"GNU.sparse.") for key in extended)
+        extended = {}
         if header.type in _EMPTY_TYPES:
             ignored["member that is no plain file"] += header.type != b"5"
             continue
         if at + length > size:
-            raise _truncated_error(name, f"in the middle of {full.decode(errors='replace')}")
-        reason = _refusal_reason(header.type, full, sparse)
-        if reason:
+            raise _truncated_error(name, f"in the middle of {path.decode(errors='replace')}")
+        if reason := _refusal_reason(header.type, path, sparse):
             ignored[reason] += 1
-        elif not (header.type == b"\0" and full.endswith(b"/")):  # the oldest way to say that it is a folder
-            yield MemberEntry(full.removeprefix(b"./").decode(), at, length)
+        elif not (header.type == b"\0" and path.endswith(b"/")):  # a folder, in the oldest format
+            yield MemberEntry(path.removeprefix(b"./").decode(), at, length)
         at += _pad_to_block(length)
 
 
@@ -107,8 +107,8 @@ def _pad_to_block(size: int) -> int:
 
 
 def _parse_header(block: bytes) -> _Header:
-    stated = _parse_number(block[148:156])
-    if sum(block) - sum(block[148:156]) + 8 * 32 != stated:
+    checksum = _parse_number(block[148:156])
+    if sum(block) - sum(block[148:156]) + 8 * 32 != checksum:
         raise _InvalidHeader("no header there")
     name, prefix = block[:100].split(b"\0", 1)[0], b""
     if block[257:263] == b"ustar\0":
@@ -134,8 +134,8 @@ def _parse_decimal(text: bytes) -> int:
 
 
 def _skip_sparse_map(file: BinaryIO, at: int, header: _Header) -> int:
-    """Where the content of a sparse file of the old kind begins, behind the rest of its map."""
-    more = header.extended
+    """Where the content of a sparse file of the old format begins, behind the rest of its map."""
+    more = header.more_sparse_map
     while more:
         block = _read_at(file, at, _BLOCK)
         at, more = at + _BLOCK, len(block) == _BLOCK and bool(block[504])
@@ -143,7 +143,7 @@ def _skip_sparse_map(file: BinaryIO, at: int, header: _Header) -> int:
 
 
 def _parse_extended_header(header: _Header, content: bytes) -> dict[bytes, bytes]:
-    """What an extended header says of the next member: path, size, and that it is sparse."""
+    """Path, size and sparseness of the next member from an extended header."""
     if header.type == b"L":
         return {b"path": content.rstrip(b"\0")}
     found, at = {}, 0
@@ -160,7 +160,7 @@ def _parse_extended_header(header: _Header, content: bytes) -> dict[bytes, bytes
 
 
 def _refusal_reason(kind: bytes, name: bytes, sparse: bool) -> str:
-    """Why a member is left out; "" where it is not."""
+    """Why a member is left out; "" if it is not."""
     if sparse or kind not in _FILE_TYPES:
         return "member that is no plain file"
     if name.startswith(b"/") or b".." in name.split(b"/") or b"\0" in name:
@@ -176,13 +176,8 @@ def _truncated_error(name: str, where: str) -> DamagedTarError:
     return DamagedTarError("truncated", name, f"ends {where}", "copy it again; its whole members are used")
 
 
-def _damaged_error(name: str, offset: int, what: str) -> DamagedTarError:
-    problem = f"is no tar from byte {offset} on ({what})"
-    return DamagedTarError("unreadable", name, problem, "copy it again, or unpack it if it is compressed")
-
-
 class TarMember(Blob):
-    """One member of a tar: where that lies, and the offset and length of the bytes in it."""
+    """One member of a tar: its tar, and offset and size of its bytes there."""
 
     def __init__(self, tar: MediaPath, name: str, offset: int, size: int) -> None:
         self.tar, self.name, self.offset, self._size = tar, name, offset, size
@@ -201,31 +196,29 @@ class TarMember(Blob):
             self.tar.refresh()
 
     def media_id(self) -> str | None:
-        """Where the store vouches for the tar: its word, and where in it the member is. Not checked by content when
-        it is read, which would read the whole tar."""
-        given = self.tar.media_id() if isinstance(self.tar, Blob) else None
-        return given and hash_bytes(given.encode(), str(self.offset).encode(), str(self._size).encode())
+        """From the tar's checksum in its store and the member's place in the tar. Reading the member does not verify
+        it: that would read the whole tar."""
+        tar_id = self.tar.media_id() if isinstance(self.tar, Blob) else None
+        return tar_id and hash_bytes(tar_id.encode(), str(self.offset).encode(), str(self._size).encode())
 
 
-def find_member(tar: MediaPath, stamp: str, name: str, member: str) -> TarMember:
-    """The member called so of a tar. stamp: changes when the tar does. Raises MediaError."""
+def find_member(tar: MediaPath, version: str, name: str, member: str) -> TarMember:
+    """A member of a tar. version: changes when the tar does. Raises MediaError."""
     url = tar.url if isinstance(tar, RemoteFile) else str(tar)
-    place = _member_offsets(url, stamp, name).get(member)
-    full = f"{name}/{member}"
+    place = _member_offsets(url, version, name).get(member)
+    path = f"{name}/{member}"
     if place is None:
-        raise MediaError("missing", full, "is not in the tar", RESTORE_ADVICE)
-    return TarMember(tar, full, *place)
+        raise MediaError("missing", path, "is not in the tar", RESTORE_ADVICE)
+    return TarMember(tar, path, *place)
 
 
 @lru_cache(_MAX_CACHED_TARS)
-def _member_offsets(location: str, stamp: str, name: str) -> dict[str, tuple[int, int]]:
+def _member_offsets(location: str, version: str, name: str) -> dict[str, tuple[int, int]]:
     """Member name -> offset and size; of two with one name the first, as in a listing."""
     tar: MediaPath = RemoteFile(location, name) if "://" in location else location
     found: dict[str, tuple[int, int]] = {}
-    with open_media(tar) as file:
-        try:
-            for member in iter_members(file, media_size(tar), name, Counter()):
-                found.setdefault(member.name, (member.offset, member.size))
-        except DamagedTarError:
-            pass  # what is whole can be used; a member behind the damage is missing
+    # A damaged tar: members before the damage can be used, those behind it are missing.
+    with open_media(tar) as file, suppress(DamagedTarError):
+        for member in iter_members(file, media_size(tar), name, Counter()):
+            found.setdefault(member.name, (member.offset, member.size))
     return found

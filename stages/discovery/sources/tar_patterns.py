@@ -1,11 +1,10 @@
-"""Which tars a dataset's settings name: a folder of them, a brace expression, a glob, or one; locally or at a URL."""
+"""The tars that a dataset's settings name: a folder of them, a brace expression, a glob, or one; local or at a URL."""
 
 import glob
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
@@ -14,22 +13,22 @@ from stages.discovery.sources.object_store import listing_errors, object_version
 from stages.discovery.sources.urls import join_url, strip_secrets
 from stages.media.files import MediaPath
 
-_LOCATION_ADVICE = "mount its disk, or correct instance_data_dir (media_root says where media lie on this machine)"
+_LOCATION_ADVICE = "mount its disk, or correct instance_data_dir (media_root: where media are on this machine)"
 _COMPRESSED_EXTENSIONS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
-#: A tar's name below its base, and what changes when the tar does.
+#: A tar's name below its base, and its version.
 TarEntry = tuple[str, str]
 
 
 def find_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[TarEntry]:
-    """Every tar that `patterns` name below `base`; without any, every one there is. Raises LatentpressError."""
+    """The tars that match `patterns` below `base`; all if there are none. Raises LatentpressError."""
     return (_remote_tars if "://" in base else _local_tars)(base, patterns, ignored)
 
 
 def parse_patterns(dataset: Dataset) -> tuple[str, list[str]]:
-    """The folder or URL to which tars' names are relative, and names or globs below it; none: all that is there.
+    """The folder or URL to which tar names are relative, and names or globs below it; none: all tars.
 
-    A media_root that is a place and no pattern takes the dataset's own pattern.
+    A media_root without a pattern takes that of instance_data_dir.
     """
     key = f"datasets.{dataset.id}.instance_data_dir"
     base, patterns = _split_pattern(dataset.instance_data_dir, key)
@@ -41,18 +40,18 @@ def parse_patterns(dataset: Dataset) -> tuple[str, list[str]]:
 
 def _split_pattern(root: str, key: str) -> tuple[str, list[str]]:
     head = root.partition("::")[0]
-    bare = head.partition("?")[0] if head.startswith("http") else head
-    if bare.lower().endswith(_COMPRESSED_EXTENSIONS):
-        problem = f"{key}: {strip_secrets(root)} is compressed, so that its members have no place of their own in it"
-        step = "decompress it (gunzip shards/*.tar.gz); what is inside is compressed already"
+    is_http = head.startswith("http")
+    path = head.partition("?")[0] if is_http else head
+    if path.lower().endswith(_COMPRESSED_EXTENSIONS):
+        problem = f"{key}: {strip_secrets(root)} is compressed, so its members can't be read one by one"
+        step = "decompress it (gunzip shards/*.tar.gz); the media inside are compressed already"
         raise LatentpressError(problem, step)
-    marks = "{*[" if head.startswith("http") else "{*?["
-    first = min((at for mark in marks if (at := bare.find(mark)) >= 0), default=-1)
-    if first < 0 and not bare.lower().endswith(".tar"):
+    first = min((at for mark in ("{*[" if is_http else "{*?[") if (at := path.find(mark)) >= 0), default=-1)
+    if first < 0 and not path.lower().endswith(".tar"):
         return root, []
-    cut = bare.rfind("/", 0, first if first >= 0 else len(bare))
-    base = bare[:cut] if cut > 0 else "." if cut < 0 else "/"
-    return base + root[len(bare) :], _expand_braces(bare[cut + 1 :])
+    cut = path.rfind("/", 0, first if first >= 0 else len(path))
+    base = path[:cut] if cut > 0 else "." if cut < 0 else "/"
+    return base + root[len(path) :], _expand_braces(path[cut + 1 :])
 
 
 def _expand_braces(text: str) -> list[str]:
@@ -61,9 +60,8 @@ def _expand_braces(text: str) -> list[str]:
     try:
         from braceexpand import braceexpand
     except ImportError:
-        raise LatentpressError(
-            f"{text}: needs the library braceexpand", "pip install 'latentpress[webdataset]'"
-        ) from None
+        step = "pip install 'latentpress[webdataset]'"
+        raise LatentpressError(f"{text}: needs the library braceexpand", step) from None
     try:
         return list(dict.fromkeys(braceexpand(text)))
     except ValueError as error:
@@ -74,7 +72,7 @@ def _is_glob(text: str, url: bool = False) -> bool:
     return any(mark in text for mark in ("*[" if url else "*?["))
 
 
-def file_stamp(path: MediaPath) -> str:
+def file_version(path: MediaPath) -> str:
     status = os.stat(path)
     return f"{status.st_size}:{status.st_mtime_ns}"
 
@@ -84,15 +82,14 @@ def _local_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterat
         raise LatentpressError(f"{base}: is not a folder", _LOCATION_ADVICE)
     names: list[str] = []
     for pattern in patterns:
-        found = sorted(glob.glob(pattern, root_dir=base, recursive=True)) if _is_glob(pattern) else [pattern]
-        names += found
+        names += sorted(glob.glob(pattern, root_dir=base, recursive=True)) if _is_glob(pattern) else [pattern]
     for folder, folders, entries in os.walk(base) if not patterns else ():
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        inside = os.path.relpath(folder, base).replace(os.sep, "/")
-        names += [name if inside == "." else f"{inside}/{name}" for name in sorted(entries)]
+        prefix = os.path.relpath(folder, base).replace(os.sep, "/")
+        names += [name if prefix == "." else f"{prefix}/{name}" for name in sorted(entries)]
     for name in _tars_only(dict.fromkeys(names), ignored):
         try:
-            yield name, file_stamp(os.path.join(base, name))
+            yield name, file_version(os.path.join(base, name))
         except OSError as error:
             message = f"{os.path.join(base, name)}: {error.strerror}"
             raise LatentpressError(message, f"restore it; {_LOCATION_ADVICE}") from error
@@ -100,14 +97,12 @@ def _local_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterat
 
 def _tars_only(names: Iterable[str], ignored: Counter[str]) -> Iterator[str]:
     for name in names:
-        if name.lower().endswith(".tar") and not name.rpartition("/")[2].startswith("."):
+        lower = name.lower()
+        if lower.endswith(".tar") and not name.rpartition("/")[2].startswith("."):
             yield name
         else:
-            lower = name.lower()
-            ending = next(
-                (packed for packed in _COMPRESSED_EXTENSIONS if lower.endswith(packed)), os.path.splitext(lower)[1]
-            )
-            ignored[ending] += 1
+            compressed = (ending for ending in _COMPRESSED_EXTENSIONS if lower.endswith(ending))
+            ignored[next(compressed, os.path.splitext(lower)[1])] += 1
 
 
 def _remote_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[TarEntry]:
@@ -119,18 +114,14 @@ def _remote_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Itera
     with listing_errors(base):
         fs.invalidate_cache()
         for pattern in (pattern for pattern in patterns if pattern not in found):
-            infos = fs.glob(f"{root}/{pattern}", detail=True)
-            found |= {path[len(root) + 1 :]: object_version(info) for path, info in infos.items() if _is_file(info)}
+            for path, info in fs.glob(f"{root}/{pattern}", detail=True).items():
+                if info["type"] == "file":
+                    found[path[len(root) + 1 :]] = object_version(info)
     for name in _tars_only(sorted(found), ignored):
-        yield name, found[name] or _tar_version(join_url(base, name))
-
-
-def _is_file(info: dict[str, Any]) -> bool:
-    return info["type"] == "file"
-
-
-def _tar_version(url: str) -> str:
-    """What the store says of one tar; without a word of it, each discovery is taken to find another."""
-    with listing_errors(url):
-        fs, path = open_filesystem(url)
-        return object_version(fs.info(path)) or f"{time.time_ns()}"
+        version = found[name]
+        if version is None:
+            url = join_url(base, name)
+            with listing_errors(url):
+                fs, path = open_filesystem(url)
+                version = object_version(fs.info(path)) or f"{time.time_ns()}"  # unknown: always another one
+        yield name, version

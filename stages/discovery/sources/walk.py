@@ -1,9 +1,9 @@
 """Walking a local folder: the media files and caption files at any depth.
 
-The second scan of an unchanged tree is nothing but this walk, so it is written for speed: one `scandir` a folder, one
-`stat` a file. Memory is bounded by the largest single folder. Hidden names are left out. Symbolic links are followed
-while they stay inside the folder (with `follow_links` wherever they lead), and never back to a folder that holds them;
-those left alone are counted.
+The second scan of an unchanged tree is this walk and little else, so it is written for speed: one `scandir` a folder,
+one `stat` a file. Memory is bounded by the largest single folder. Hidden names are left out. Symbolic links are
+followed inside the folder (with `follow_links` anywhere), but never back to a folder that contains them; links that
+are not followed are counted.
 """
 
 import os
@@ -19,18 +19,18 @@ from schemas.errors import LatentpressError
 CAPTION_KIND = "text"
 OUTSIDE, BACK = "link that leads outside", "link that leads back"
 
-#: A folder and, in turn, those that it was reached through.
+#: A folder and the chain of folders through which it was reached.
 _ParentChain = tuple[str, "_ParentChain | None"]
-#: A folder to walk: its path, its path below the top, whether a link was followed on the way, what is above it.
+#: A folder to walk: its path, its path below the top, whether a link was followed on the way, its parents.
 _PendingFolder = tuple[str, str, bool, _ParentChain | None]
 
 
 @dataclass
 class Found:
-    """What one folder holds, row for row: names, kinds, sizes in bytes and modification times in nanoseconds.
+    """The media files in one folder, row for row: names, kinds, sizes in bytes, modification times in nanoseconds.
 
     prefix: the folder's path below the top, "" or with a "/" at its end. texts: stem -> name, size and time of the
-    caption files. odd: what can't be used, by row, with problem and advice; its size is -1 where it is not known.
+    caption files. problems_by_row: problem and advice of files that can't be used; their size and time are -1.
     """
 
     prefix: str
@@ -50,11 +50,18 @@ class Found:
             add(value)
 
 
-def existing(folder: str, key: str) -> None:
+def require_folder(folder: str, key: str) -> None:
     """Raise LatentpressError, naming the option, unless `folder` is one."""
     if not os.path.isdir(folder):
-        step = "mount its disk, or correct the path (media_root says where media lie on this machine)"
+        step = "mount its disk, or correct the path (media_root: where media are on this machine)"
         raise LatentpressError(f"{key}: {folder} is not a folder", step)
+
+
+class _KindByExtension(dict[str, str | None]):
+    """Extension without dot -> kind, in any case; None for other extensions."""
+
+    def __missing__(self, ending: str) -> str | None:
+        return self.get(ending.lower())
 
 
 def walk(
@@ -62,25 +69,18 @@ def walk(
 ) -> Iterator[Found]:
     """Every folder below `top` with its files of `kinds` (extension with dot -> kind), in no order.
 
-    texts: look for caption files too (".txt"). What is left alone is counted in `ignored`, by extension or reason.
-    Raises LatentpressError for a folder that can't be read: its files would leave the training set unnoticed.
+    texts: look for caption files too (".txt"). `ignored` counts what is left alone, by extension or reason. Raises
+    LatentpressError for a folder that can't be read: its files would leave the training set unnoticed.
     """
-    endings = _KindByExtension(
-        {ending[1:]: kind for ending, kind in kinds.items()} | ({"txt": CAPTION_KIND} if texts else {})
-    )
+    endings = _KindByExtension({ending[1:]: kind for ending, kind in kinds.items()})
+    if texts:
+        endings["txt"] = CAPTION_KIND
     walker = _Walker(top, endings, follow_links, ignored)
     todo: list[_PendingFolder] = [(top, "", False, None)]
     while todo:
         found, below = walker.folder(*todo.pop())
         todo += below
         yield found
-
-
-class _KindByExtension(dict[str, str | None]):
-    """Extension without dot -> kind, whatever its case; None where it is none of ours."""
-
-    def __missing__(self, ending: str) -> str | None:
-        return self.get(ending.lower())
 
 
 class _Walker:
@@ -91,11 +91,11 @@ class _Walker:
     def folder(
         self, path: str, prefix: str, linked: bool, above: _ParentChain | None
     ) -> tuple[Found, list[_PendingFolder]]:
-        """What `path` holds, and the folders in it to go on with. All in one loop: a call more a file is 3 % more."""
+        """The files in `path`, and its sub-folders to walk. One loop, since another call a file costs 3 %."""
         found = Found(prefix)
         below: list[_PendingFolder] = []
         chain, kinds, texts = (path, above), self._kinds, found.texts
-        name_it, kind_it, size_it, time_it = found.appenders()
+        add_name, add_kind, add_size, add_time = found.appenders()
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
@@ -120,7 +120,7 @@ class _Walker:
                     try:
                         status = entry.stat()
                     except OSError as error:
-                        if kind != CAPTION_KIND:  # a link to nothing is no caption
+                        if kind != CAPTION_KIND:  # a broken link is no caption
                             found.add_problem(name, kind, *_stat_problem(error))
                         continue
                     size, time = status.st_size, status.st_mtime_ns
@@ -128,10 +128,10 @@ class _Walker:
                         if ending == "txt" or stem not in texts:  # of "a.txt" and "a.TXT" the former
                             texts[stem] = name, size, time
                     elif size or stat.S_ISREG(status.st_mode):
-                        name_it(name)
-                        kind_it(kind)
-                        size_it(size)
-                        time_it(time)
+                        add_name(name)
+                        add_kind(kind)
+                        add_size(size)
+                        add_time(time)
                     else:
                         found.add_problem(name, kind, "unreadable: is not a regular file", "point the dataset at files")
         except OSError as error:
@@ -140,19 +140,19 @@ class _Walker:
         return found, below
 
     def _leads_outside(self, link: str) -> bool:
-        """A link to nothing leads nowhere: its file is missing, which is worth saying."""
+        """False for a broken link: its file is missing, and is reported as that."""
         if self._follow_links or not os.path.exists(link):
             return False
         return not os.path.join(os.path.realpath(link), "").startswith(self._real_top)
 
 
 def _is_ancestor(folder: str, chain: _ParentChain | None) -> bool:
-    """Whether `folder` is one of those that were walked through to reach it."""
-    there = os.stat(folder)
+    """Whether `folder` is one of those through which it was reached."""
+    status = os.stat(folder)
     while chain is not None:
-        if os.path.samestat(there, os.stat(chain[0])):
+        parent, chain = chain
+        if os.path.samestat(status, os.stat(parent)):
             return True
-        chain = chain[1]
     return False
 
 

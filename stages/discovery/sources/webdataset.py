@@ -1,20 +1,22 @@
-"""WebDataset tars as a source, as img2dataset and video2dataset write them: files of one key make one item.
+"""WebDataset tars as a source, as img2dataset and video2dataset write them: the members of one key are one item.
 
 A key ends at the first dot of a member's base name and the rest is its extension, as webdataset defines them:
 `000000123.jpg`, `.txt` and `.json` are one item with captions and extra columns, `000000123.source.jpg` its member
-"source.jpg". Listing reads headers and text members alone; a tar that has not changed, and all of whose items were
-taken at the last discovery, is not opened.
+"source.jpg". Listing reads only headers and text members. A tar is not opened if it has not changed and none of its
+items was set aside at the last discovery.
 """
 
 import json
 import os
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
@@ -24,6 +26,8 @@ from stages.discovery.sources import tar_members
 from stages.discovery.sources.base import (
     CHUNK_ROWS,
     LISTING_SCHEMA,
+    Source,
+    add_problems,
     extensions_of_dataset,
     extensions_of_kinds,
     listing_table,
@@ -31,9 +35,9 @@ from stages.discovery.sources.base import (
 from stages.discovery.sources.captions import MAX_CAPTION_BYTES, make_caption_lookup, split_caption_lines
 from stages.discovery.sources.columns import caption_lists, cast_to_kind, extra_columns
 from stages.discovery.sources.companions import companion_finders, complete_listing
-from stages.discovery.sources.object_store import RemoteFile
-from stages.discovery.sources.tar_patterns import file_stamp, find_tars, parse_patterns
-from stages.discovery.sources.urls import join_url, strip_secrets
+from stages.discovery.sources.object_store import file_below
+from stages.discovery.sources.tar_patterns import file_version, find_tars, parse_patterns
+from stages.discovery.sources.urls import strip_secrets
 from stages.media.errors import RESTORE_ADVICE, MediaError
 from stages.media.files import MediaPath, media_size, open_media
 
@@ -42,28 +46,29 @@ _VIDEO_ORDER = ("mp4", "webm", "mkv", "mov", "avi", "m4v")
 _IMAGE_ORDER = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "tif", "tiff", "bmp", "gif")
 MEDIA_EXTENSION_ORDER = _VIDEO_ORDER + _IMAGE_ORDER
 _KEY_PATTERN = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
+_text = pa.string()
 
 
 @dataclass(frozen=True)
 class SourceTar:
-    """A tar: its name in the paths of its items, where it lies, and what changes when it does."""
+    """A tar: its name in the paths of its items, its file or object, its version."""
 
     name: str
     place: MediaPath
-    stamp: str
+    version: str
 
 
 @dataclass
 class _KeyMembers:
-    """What belongs to one key: extension -> member; the texts that were read."""
+    """The members of one key by extension, and the content of its text and json members."""
 
     members: dict[str, tar_members.MemberEntry] = field(default_factory=dict)
     text: bytes | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
 
-class WebDatasetSource:
-    """Every tar of a folder, a brace expression (shards/{00000..00012}.tar), a glob, or one, locally or at a URL."""
+class WebDatasetSource(Source):
+    """The tars of a folder, a brace expression (shards/{00000..00012}.tar), a glob, or one tar; local or at a URL."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -78,7 +83,7 @@ class WebDatasetSource:
         self._own_captions = dataset.resolved_caption_strategy == "webdataset"
         self._columns = list(dataset.caption_column) if self._own_captions else []
         self._from_json = "caption_column" in dataset.model_fields_set
-        #: What the rows of a tar depend on beside the tar.
+        #: The settings on which the rows of a tar depend.
         settings = (dataset.dataset_type, self._own_captions, self._columns, self._from_json, self._roles)
         self._settings = hash_json(settings)[:12]
         self._base, self._patterns = parse_patterns(dataset)
@@ -88,18 +93,24 @@ class WebDatasetSource:
 
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
         self.ignored, self._extra_kinds = Counter(), {}
-        listed = make_caption_lookup(self._dataset)
-        before = _KnownTars(known) if known is not None and known.num_rows else None
-        for shard in self._shards():
-            table = before.rows(shard, self._settings) if before else None
-            for chunk in [table] if table is not None else self._read(shard):
+        captions, found = make_caption_lookup(self._dataset), False
+        for name, version in find_tars(self._base, self._patterns, self.ignored):
+            found = True
+            tar = SourceTar(name, self._place(name), version)
+            rows = None if known is None else _known_rows(known, tar, self._settings)
+            for chunk in [rows] if rows is not None else self._read(tar):
                 columns = {name: chunk.column(name).combine_chunks() for name in chunk.column_names}
                 self._unify_extra_types(columns)
-                whole = complete_listing(columns, listed, self._companions)
-                yield from (whole.slice(start, CHUNK_ROWS) for start in range(0, len(whole), CHUNK_ROWS))
+                table = complete_listing(columns, captions, self._companions)
+                yield from (table.slice(start, CHUNK_ROWS) for start in range(0, len(table), CHUNK_ROWS))
+        if not found:
+            raise LatentpressError(
+                f"datasets.{self._dataset.id}.instance_data_dir: {strip_secrets(self._dataset.root)} names no tar",
+                "name a folder of *.tar, tars such as shards/{00000..00012}.tar, or choose another source",
+            )
 
     def _unify_extra_types(self, columns: dict[str, pa.Array]) -> None:
-        """Extra columns of every tar as those of the first that has them: a table has one kind of value in a column."""
+        """Cast extra columns to the types of the first tar that has them: a column of a table has one type."""
         for name in (name for name in columns if name.startswith(EXTRA_PREFIX)):
             column = columns[name]
             if not pa.types.is_null(column.type):
@@ -108,47 +119,33 @@ class WebDatasetSource:
                 field = name.removeprefix(EXTRA_PREFIX)
                 self.ignored[f"{field} of another kind than in the first tar that has it"] += lost
 
-    def _shards(self) -> Iterator[SourceTar]:
-        """Every tar that the settings name. Raises LatentpressError where there is none."""
-        found = 0
-        for name, stamp in find_tars(self._base, self._patterns, self.ignored):
-            found += 1
-            yield SourceTar(name, self._place(name), stamp)
-        if not found:
-            raise LatentpressError(
-                f"datasets.{self._dataset.id}.instance_data_dir: {strip_secrets(self._dataset.root)} names no tar",
-                "name a folder of *.tar, tars such as shards/{00000..00012}.tar, or choose another source",
-            )
-
     def _place(self, name: str) -> MediaPath:
-        if "://" not in self._base:
-            return os.path.join(self._base, name)
-        shown = f"{strip_secrets(self._base).rstrip('/')}/{name}"
-        return RemoteFile(join_url(self._base, name), shown, identity=self._dataset.identity)
+        return file_below(self._base, name, self._dataset.identity)
 
-    def _read(self, shard: SourceTar) -> Iterator[pa.Table]:
-        """The items of one tar, from its headers and text members; at last, a damaged tar as a row of its own."""
+    def _read(self, tar: SourceTar) -> Iterator[pa.Table]:
+        """The items of one tar, from its headers and text members; finally a row for the tar itself if it is
+        damaged."""
         keys: dict[str, _KeyMembers] = {}
         damage: MediaError | None = None
         try:
-            size = media_size(shard.place)
-            with open_media(shard.place) as file:
-                for member in tar_members.iter_members(file, size, os.fspath(shard.place), self.ignored):
-                    self._sort(file, member, keys)
+            size = media_size(tar.place)
+            with open_media(tar.place) as file:
+                for member in tar_members.iter_members(file, size, os.fspath(tar.place), self.ignored):
+                    self._add_member(file, member, keys)
         except MediaError as error:
             damage = error
-        rows = self._rows(shard, keys)
+        rows = self._rows(tar, keys)
         count = len(rows) + (damage is not None)
         if len(rows):
             note = pa.repeat(f"{count}:{self._settings}", len(rows))
             yield rows.set_column(rows.schema.get_field_index("captions_version"), "captions_version", note)
         if damage is not None:
-            row = {"path": [shard.name], "kind": [self._dataset.dataset_type], "version": [shard.stamp]}
-            row |= {"problem": [f"{damage.reason}: {damage.problem}"], "advice": [damage.advice]}
-            yield listing_table({name: pa.array(values, pa.string()) for name, values in row.items()})
+            row = {"path": tar.name, "kind": self._dataset.dataset_type, "version": tar.version}
+            row |= {"problem": f"{damage.reason}: {damage.problem}", "advice": damage.advice}
+            yield listing_table({name: pa.array([value], _text) for name, value in row.items()})
 
-    def _sort(self, file: Any, member: tar_members.MemberEntry, keys: dict[str, _KeyMembers]) -> None:
-        """Put a member where it belongs, and read it if it is text that is asked for."""
+    def _add_member(self, file: BinaryIO, member: tar_members.MemberEntry, keys: dict[str, _KeyMembers]) -> None:
+        """Add a member to its key; read it if it is a text or json member that is used."""
         match = _KEY_PATTERN.fullmatch(member.name)
         if not match:
             self.ignored["member without a key"] += 1
@@ -158,53 +155,56 @@ class WebDatasetSource:
             self.ignored["second member of one name"] += 1
             return
         key.members[ending] = member
-        if ending == "json" or (ending == "txt" and self._own_captions and not self._from_json):
-            if member.size > MAX_CAPTION_BYTES:
-                self.ignored[f"member .{ending} of more than {MAX_CAPTION_BYTES} bytes"] += 1
-                return
-            file.seek(member.offset)
-            data = file.read(member.size)
-            if ending == "txt":
-                key.text = data
-            else:
-                key.record = self._record(data)
-
-    def _record(self, data: bytes) -> dict[str, Any]:
+        if ending != "json" and (ending != "txt" or self._from_json or not self._own_captions):
+            return
+        if member.size > MAX_CAPTION_BYTES:
+            self.ignored[f"member .{ending} of more than {MAX_CAPTION_BYTES} bytes"] += 1
+            return
+        file.seek(member.offset)
+        data = file.read(member.size)
+        if ending == "txt":
+            key.text = data
+            return
         try:
             record = json.loads(data)
         except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict):
-            return record
-        self.ignored["member .json that is no JSON object"] += 1
-        return {}
+            key.record = record
+        else:
+            self.ignored["member .json that is no JSON object"] += 1
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def _rows(self, shard: SourceTar, keys: dict[str, _KeyMembers]) -> pa.Table:
+    def _rows(self, tar: SourceTar, keys: dict[str, _KeyMembers]) -> pa.Table:
         items = [(key, media) for key in keys.values() if (media := self._media(key)) is not None]
         if not items:
             return LISTING_SCHEMA.empty_table()
         columns: dict[str, pa.Array] = {
-            "path": pa.array([f"{shard.name}/{key.members[media].name}" for key, media in items]),
+            "path": pa.array([f"{tar.name}/{key.members[media].name}" for key, media in items]),
             "kind": pa.array([self._kinds[f".{media}"] for _, media in items]),
             "size": pa.array([key.members[media].size for key, media in items]),
-            "version": pa.repeat(shard.stamp, len(items)),
+            "version": pa.repeat(tar.version, len(items)),
         }
-        found = [key for key, _ in items]
         for role, ending in self._roles.items():
-            columns |= self._role_columns(shard, role, ending, found)
-        table = _record_table([key.record for key in found], self._columns)
+            members = [key.members.get(ending) for key, _ in items]
+            columns[role] = pa.array([member and f"{tar.name}/{member.name}" for member in members], _text)
+            found = pc.is_valid(columns[role])
+            columns[f"{role}_version"] = pc.if_else(found, tar.version, None)
+            if role == "mask":
+                kind = extensions_of_kinds(("image", "video")).get("." + ending.rpartition(".")[2], "image")
+                columns["mask_kind"] = pc.if_else(found, kind, None)
+        table = _record_table([key.record for key, _ in items], self._columns)
         columns |= extra_columns(table, self._columns, self.ignored)
         if self._own_captions:
-            columns |= self._captions(found, table)
+            self._add_captions(columns, [key for key, _ in items], table)
         return listing_table(columns)
 
     def _media(self, key: _KeyMembers) -> str | None:
-        """The extension of the key's item, None where it has none; what is not used is counted."""
+        """The extension of the key's item, None if it has none; members that are not used are counted."""
         own = set(self._roles.values())
-        media = [ending for ending in MEDIA_EXTENSION_ORDER if ending in key.members and f".{ending}" in self._kinds]
-        media = [ending for ending in media if ending not in own]
+        media = [ending for ending in MEDIA_EXTENSION_ORDER if ending in key.members and ending not in own]
+        media = [ending for ending in media if f".{ending}" in self._kinds]
         for ending in key.members:
             if ending not in own and ending not in media[:1] and ending not in ("txt", "json"):
                 self.ignored[f"further .{ending} of a key" if ending in media else f".{ending}"] += 1
@@ -213,56 +213,35 @@ class WebDatasetSource:
             self.ignored["key that was not downloaded" if failed else "key without media"] += 1
         return media[0] if media else None
 
-    def _role_columns(self, shard: SourceTar, role: str, ending: str, keys: list[_KeyMembers]) -> dict[str, pa.Array]:
-        """The companion of each item that is a member of its key."""
-        there = [key.members.get(ending) for key in keys]
-        text = pa.string()
-        columns = {
-            role: pa.array([f"{shard.name}/{member.name}" if member else None for member in there], text),
-            f"{role}_version": pa.array([shard.stamp if member else None for member in there], text),
-        }
-        if role == "mask":
-            kind = extensions_of_kinds(("image", "video")).get("." + ending.rpartition(".")[2], "image")
-            columns["mask_kind"] = pa.array([kind if member else None for member in there], text)
-        return columns
-
-    def _captions(self, keys: list[_KeyMembers], table: pa.Table) -> dict[str, pa.Array]:
-        """captions, problem, advice: of the text member, or of the columns of the record."""
-        columns = [name for name in self._columns if name in table.column_names]
+    def _add_captions(self, columns: dict[str, pa.Array], keys: list[_KeyMembers], table: pa.Table) -> None:
+        """Captions from the text members, else from columns of the records."""
+        names = [name for name in self._columns if name in table.column_names]
         if self._from_json and table.num_columns:
-            columns = self._columns  # one that is nowhere is an error
-        given: list[list[str]] = caption_lists(table, columns).to_pylist() if columns else [[] for _ in keys]
-        captions, problems, advices = [], [], []
-        for key, alternatives in zip(keys, given, strict=True):
-            problem = advice = None
+            names = self._columns  # a column that no record has is an error
+        captions: list[list[str]] = caption_lists(table, names).to_pylist() if names else [[] for _ in keys]
+        problems: list[str | None] = [None if texts else "no-caption: has no caption" for texts in captions]
+        for row, key in enumerate(keys):
             if key.text is not None:
-                alternatives, problem = _parse_caption_lines(key.text)
-            elif not alternatives:
-                problem = "no-caption: has no caption"
-            if problem:
-                advice = "write one into its .txt member, or name its column with caption_column"
-            captions.append(alternatives or None)
-            problems.append(problem)
-            advices.append(advice)
-        columns_of = {"problem": problems, "advice": advices}
-        found = {name: pa.array(values, pa.string()) for name, values in columns_of.items()}
-        return {"captions": pa.array(captions, pa.list_(pa.string())), **found}
+                captions[row], problems[row] = _parse_caption_lines(key.text)
+        columns["captions"] = pa.array([texts or None for texts in captions], pa.list_(_text))
+        step = "write one into its .txt member, or name its column with caption_column"
+        add_problems(columns, pa.array(problems, _text), step)
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
     def open(self, path: str) -> MediaPath:
         """The member at "<tar>/<member>". Raises MediaError."""
         name, place = self._tar(path)
-        stamp = "" if "://" in self._base else file_stamp(place)
-        return tar_members.find_member(place, stamp, os.fspath(place), path[len(name) + 1 :])
+        version = "" if "://" in self._base else file_version(place)
+        return tar_members.find_member(place, version, os.fspath(place), path[len(name) + 1 :])
 
     def _tar(self, path: str) -> tuple[str, MediaPath]:
-        """The tar that the member at `path` lies in: its name and where it is."""
+        """The name and the file or object of the tar that holds the member at `path`."""
         for end in (match.start() + 4 for match in re.finditer(r"\.tar/", path, re.IGNORECASE)):
             place = self._place(path[:end])
             if "://" in self._base or os.path.isfile(place):
                 return path[:end], place
-        raise MediaError("missing", path, "lies in no tar that is there", RESTORE_ADVICE)
+        raise MediaError("missing", path, "is in no tar that is there", RESTORE_ADVICE)
 
     def backing_file(self, role: str, path: str) -> MediaPath:
         if role and role not in self._roles:
@@ -272,40 +251,25 @@ class WebDatasetSource:
     def open_companion(self, role: str, path: str) -> MediaPath:
         return self.open(path) if role in self._roles else self._companions[role].open(path)
 
-    def read_captions(self, path: str) -> list[str]:
-        raise AssertionError(f"{path}: captions of tars come with the listing")
 
-
-class _KnownTars:
-    """The media table of the last discovery, by tar. It is sorted by path, so that a tar's items are one slice."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self._table = table
-        self._paths = self._table.column("path")
-
-    def rows(self, shard: SourceTar, settings: str) -> pa.Table | None:
-        """The tar's items as they were listed, None unless the tar is as it was and none of them was set aside."""
-        start, stop = self._first(f"{shard.name}/"), self._first(f"{shard.name}0")  # "0" follows "/"
-        rows = self._table.slice(start, stop - start)
-        note = f"{len(rows)}:{settings}"
-        if not len(rows) or any(
-            rows.column(name).unique().to_pylist() != [value]
-            for name, value in (("version", shard.stamp), ("captions_version", note))
-        ):
-            return None
-        names = [name for name in rows.column_names if name in LISTING_SCHEMA.names or name.startswith(EXTRA_PREFIX)]
-        return listing_table({name: rows.column(name).combine_chunks() for name in names})
-
-    def _first(self, text: str) -> int:
-        low, high = 0, len(self._paths)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._paths[middle].as_py() < text else (low, middle)
-        return low
+def _known_rows(known: pa.Table, tar: SourceTar, settings: str) -> pa.Table | None:
+    """The rows of a tar in the last media table, None unless the tar is unchanged and no item of it was set aside. The
+    table is sorted by path, so that the rows of a tar are one slice."""
+    paths = known.column("path")
+    start, stop = (
+        bisect_left(range(len(paths)), path, key=lambda row: paths[row].as_py())
+        for path in (f"{tar.name}/", f"{tar.name}0")  # "0" follows "/"
+    )
+    rows = known.slice(start, stop - start)
+    expected = {"version": tar.version, "captions_version": f"{len(rows)}:{settings}"}
+    if not len(rows) or any(rows.column(name).unique().to_pylist() != [value] for name, value in expected.items()):
+        return None
+    names = [name for name in rows.column_names if name in LISTING_SCHEMA.names or name.startswith(EXTRA_PREFIX)]
+    return listing_table({name: rows.column(name).combine_chunks() for name in names})
 
 
 def _parse_caption_lines(data: bytes) -> tuple[list[str], str | None]:
-    """The alternatives in a text member, and what is wrong with it."""
+    """The alternatives in a text member, and its problem."""
     try:
         lines = split_caption_lines(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -314,38 +278,31 @@ def _parse_caption_lines(data: bytes) -> tuple[list[str], str | None]:
 
 
 def _record_table(records: list[dict[str, Any]], captions: list[str]) -> pa.Table:
-    """JSON objects as columns. Numbers, texts and truth values stay; a field that is several of them becomes text."""
-    names = list(dict.fromkeys(name for record in records for name in record))
+    """JSON objects as columns: those of captions as lists of texts, others as numbers, truth values or text; a field of
+    several types becomes text."""
     columns = {}
-    for name in names:
+    for name in dict.fromkeys(name for record in records for name in record):
         values = [record.get(name) for record in records]
         if name in captions:
-            values = [_only_texts(value) for value in values]
-            columns[name] = pa.array(values, pa.list_(pa.string()))
+            lists = [value if isinstance(value, list) else [value] for value in values]
+            texts = [[_replace_surrogates(text) for text in row if isinstance(text, str)] for row in lists]
+            columns[_replace_surrogates(name)] = pa.array(texts, pa.list_(_text))
         elif not any(isinstance(value, (list, dict)) for value in values):
-            columns[name] = _record_column(values)
-    return (
-        pa.table({_replace_surrogates(name): column for name, column in columns.items()}) if columns else pa.table({})
-    )
-
-
-def _only_texts(value: Any) -> list[str]:
-    return [
-        _replace_surrogates(text) for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)
-    ]
+            columns[_replace_surrogates(name)] = _record_column(values)
+    return pa.table(columns)
 
 
 def _record_column(values: list[Any]) -> pa.Array:
-    kinds = {type(value) for value in values} - {type(None)}
-    if kinds <= {int, float} and kinds:
-        whole = kinds == {int} and all(value is None or -(1 << 63) <= value < 1 << 63 for value in values)
-        return pa.array([None if v is None else v if whole else float(v) for v in values])
-    if kinds == {bool}:
+    types = {type(value) for value in values} - {type(None)}
+    if types and types <= {int, float}:
+        is_int64 = types == {int} and all(value is None or -(1 << 63) <= value < 1 << 63 for value in values)
+        return pa.array([None if v is None else v if is_int64 else float(v) for v in values])
+    if types == {bool}:
         return pa.array(values)
     texts = [None if v is None else _replace_surrogates(v) if isinstance(v, str) else json.dumps(v) for v in values]
-    return pa.array(texts, pa.string())
+    return pa.array(texts, _text)
 
 
 def _replace_surrogates(text: str) -> str:
-    """JSON can hold halves of surrogate pairs, which no UTF-8 can."""
+    """JSON can hold halves of surrogate pairs, which UTF-8 can't."""
     return text if text.isascii() else text.encode(errors="replace").decode()

@@ -150,7 +150,7 @@ def test_a_table_without_the_column_says_which_there_are(tmp_path: Path) -> None
     ("data", "says"),
     [
         (b'file_name,caption\na.png,"open\nb.png,"x"\n', r"line 2: a quote is opened and not closed"),
-        (b'file_name,caption\na.png,"a \\"big\\" cat"\n', r'line 2: CSV knows no \\"'),
+        (b'file_name,caption\na.png,"a \\"big\\" cat"\n', r'line 2: CSV has no \\"'),
         ("file_name,caption\na.png,x\n".encode("utf-16"), r"line 1: is UTF-16"),
     ],
 )

@@ -291,7 +291,7 @@ def test_a_table_of_another_ending_is_read_as_the_caption_strategy_says(tmp_path
     where = open_source(Dataset(id="d", instance_data_dir=str(table), source="manifest", caption_strategy="jsonl"))
     assert isinstance(where, ManifestSource)
     assert listed(where)["a.png"]["captions"] == ["x"]
-    with pytest.raises(LatentpressError, match=r"table\.txt: is no table that is known"):
+    with pytest.raises(LatentpressError, match=r"table\.txt: its format is unknown"):
         settings = {"source": "manifest", "caption_strategy": "filename"}
         listed(source(table, **settings))
 
