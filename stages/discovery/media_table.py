@@ -27,7 +27,6 @@ from schemas.tables import MEDIA_SCHEMA, TABLES_VERSION
 from schemas.text_format import escape_unprintable
 from stages.discovery.listing_diff import SLICE_ROWS, KnownRows, RandomAccessTable, equal_mask, iter_slices
 
-NO_CHANGES = {"new": 0, "removed": 0, "changed": 0, "captions_changed": 0}
 _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 #: If one of these changes, another file may have the same path, size and time.
 _LOCATION_OPTIONS = ("instance_data_dir", "source", "split", "media_column")
@@ -289,7 +288,7 @@ def write_media_table(
 def count_changes(before: KnownRows | None, same: int, others: Iterable[pa.Table]) -> dict[str, int]:
     """How many items are new, are removed, have other content, have other captions. same: how many rows of the table
     are rows of `before`; others: its other rows."""
-    counts = dict(NO_CHANGES)
+    counts = {"new": 0, "removed": 0, "changed": 0, "captions_changed": 0}
     common, names = same, ["media_id", "captions"]
     for part in (part for table in others for part in iter_slices(table.select(["path", *names]))):
         if before is None:

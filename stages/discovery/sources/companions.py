@@ -100,8 +100,9 @@ class CompanionFinder:
         if "://" in self.place:
             for level in walk_objects(self.place, Counter()):
                 for path, _, version in level:
-                    if kind := self._kinds.get(os.path.splitext(path)[1].lower()):
-                        yield path, version, kind
+                    ending = os.path.splitext(path)[1].lower()
+                    if ending in self._kinds:
+                        yield path, version, self._kinds[ending]
             return
         require_folder(self.place, self._key)
         for folder in walk(self.place, self._kinds, self._follow_links, Counter()):

@@ -18,18 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.config.datasets import TABLE_STRATEGIES, Dataset, MediaKind
-from stages.discovery.sources import table_reader
+from stages.discovery.sources import captions, table_reader
 from stages.discovery.sources.base import CHUNK_ROWS, Source, add_problems, extensions_of_kinds
-from stages.discovery.sources.captions import (
-    ListingCaptions,
-    add_captions,
-    captions_of_rows,
-    make_caption_lookup,
-    normalise_paths,
-    read_caption_file,
-    resolve_path,
-    strip_extensions,
-)
 from stages.discovery.sources.columns import TextLookup, extra_columns, require_columns, take_rows
 from stages.discovery.sources.companions import COMPANION_NAMES, companion_finders, complete_listing
 from stages.discovery.sources.object_store import RemoteFile, object_errors, object_version, open_filesystem
@@ -61,7 +51,7 @@ class ManifestSource(Source):
         location = dataset.instance_data_dir
         folder = location.partition("?")[0].rpartition("/")[0] if "://" in location else os.path.dirname(location)
         self._base = dataset.media_root or folder or "."
-        self._captions = make_caption_lookup(dataset, self._base)
+        self._captions = captions.make_caption_lookup(dataset, self._base)
         self._companions = companion_finders(dataset)
         columns = {"source": dataset.conditioning_column, "mask": dataset.mask_column}
         self._roles = {role: column for role, column in columns.items() if column}
@@ -75,7 +65,9 @@ class ManifestSource(Source):
         if "://" not in self._base:
             require_folder(self._base, f"datasets.{self._dataset.id}.media_root")
         table, media = self._read(None)
-        paths = pa.chunked_array([normalise_paths(chunk, self._base) for chunk in table.column(media).chunks], _text)
+        paths = pa.chunked_array(
+            [captions.normalise_paths(chunk, self._base) for chunk in table.column(media).chunks], _text
+        )
         lookup = TextLookup(paths)
         with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
             for start in range(0, max(1, table.num_rows), CHUNK_ROWS):
@@ -86,14 +78,17 @@ class ManifestSource(Source):
                 first = lookup.find(path) == np.arange(start, start + len(path))  # False for null
                 keep = pc.and_(pa.array(first, pa.bool_()), pc.is_valid(kinds))
                 rows, columns = rows.filter(keep), {"path": path.filter(keep), "kind": kinds.filter(keep)}
-                self._add_stats(columns, rows.column(media), pool)
+                stats = self._stats(columns["path"], rows.column(media), pool)
+                columns["size"] = pa.array([item.size for item in stats], _long)
+                columns["version"] = pa.array([item.version for item in stats], _text)
+                add_problems(columns, *_problems_and_advices(stats))
                 columns |= extra_columns(
                     rows, [media, *self._roles.values(), *self._dataset.caption_column], self.ignored
                 )
                 if self._dataset.resolved_caption_strategy == "textfile":
                     self._add_caption_files(columns, pool)
                 elif self._captions is None:
-                    add_captions(columns, self._own_captions(columns["path"], rows, table, lookup))
+                    captions.add_captions(columns, self._own_captions(columns["path"], rows, table, lookup))
                 for role, column in self._roles.items():
                     self._add_companion(columns, role, rows.column(column), column, pool)
                 yield complete_listing(columns, self._captions, self._companions)
@@ -105,7 +100,7 @@ class ManifestSource(Source):
         return self._companions[role].open(path) if role in self._companions else self._resolve(path, role)
 
     def read_captions(self, path: str) -> list[str]:
-        return read_caption_file(self._resolve(path, ""))
+        return captions.read_caption_file(self._resolve(path, ""))
 
     # -- the table -----------------------------------------------------------------------------------------------
 
@@ -138,25 +133,21 @@ class ManifestSource(Source):
 
     # -- a chunk of the listing ----------------------------------------------------------------------------------
 
-    def _add_stats(self, columns: dict[str, pa.Array], cells: pa.ChunkedArray, pool: ThreadPoolExecutor) -> None:
-        stats = self._stats(columns["path"], cells, pool)
-        columns["size"] = pa.array([item.size for item in stats], _long)
-        columns["version"] = pa.array([item.version for item in stats], _text)
-        add_problems(columns, *_problems_and_advices(stats))
-
-    def _own_captions(self, paths: pa.Array, rows: pa.Table, table: pa.Table, lookup: TextLookup) -> ListingCaptions:
+    def _own_captions(
+        self, paths: pa.Array, rows: pa.Table, table: pa.Table, lookup: TextLookup
+    ) -> captions.ListingCaptions:
         """The captions of every row that names the path; most often only of the one in `rows`."""
         owner, numbers = lookup.pairs(paths)
         names = list(dict.fromkeys(self._dataset.caption_column))
         if len(numbers) > len(paths):
             rows = pa.table({name: take_rows(table.column(name), numbers) for name in names})
         location = display_location(self._dataset.instance_data_dir)
-        return captions_of_rows(rows, names, owner, len(paths), location)
+        return captions.captions_of_rows(rows, names, owner, len(paths), location)
 
     def _add_caption_files(self, columns: dict[str, pa.Array], pool: ThreadPoolExecutor) -> None:
         """<name>.txt next to each item; none for a URL with a query, which is valid for that URL only."""
         paths = columns["path"]
-        files = pc.binary_join_element_wise(strip_extensions(paths), ".txt", "")
+        files = pc.binary_join_element_wise(captions.strip_extensions(paths), ".txt", "")
         signed = pc.match_substring_regex(paths, _SECRET_HASH.pattern)
         files = pc.if_else(signed, None, files)
         versions = _versions(self._stats(files, files, pool))
@@ -170,7 +161,7 @@ class ManifestSource(Source):
         self, columns: dict[str, pa.Array], role: str, cells: pa.ChunkedArray, column: str, pool: ThreadPoolExecutor
     ) -> None:
         texts = take_rows(cells, None).cast(_text)
-        paths = normalise_paths(texts, self._base)
+        paths = captions.normalise_paths(texts, self._base)
         stats = self._stats(paths, texts, pool)
         versions, name, missing = _versions(stats), COMPANION_NAMES[role], pc.is_null(paths)
         columns[role] = pc.if_else(pc.is_valid(versions), paths, None)
@@ -190,14 +181,14 @@ class ManifestSource(Source):
 
     def _stats(self, paths: pa.Array, cells: pa.Array | pa.ChunkedArray, pool: ThreadPoolExecutor) -> list[FileStat]:
         """One for each path of the listing; cells: the same as the table has them."""
-        places = [resolve_path(self._base, cell) if cell else "" for cell in cells.to_pylist()]
+        places = [captions.resolve_path(self._base, cell) if cell else "" for cell in cells.to_pylist()]
         if any("://" in place for place in places):
             return list(pool.map(_stat_location, places, paths.to_pylist()))
         return [_stat_local(place) for place in places]
 
     def _resolve(self, path: str, role: str) -> MediaPath:
         """The file or object at a path of the listing. role: "" for media, else that of the companion."""
-        place = resolve_path(self._base, path)
+        place = captions.resolve_path(self._base, path)
         if "://" not in place:
             return place
         if _SECRET_HASH.search(path):
@@ -215,7 +206,7 @@ class ManifestSource(Source):
             table, media = self._read([*named, *self._roles.values()])
             column = table.column(self._roles.get(role, media)).cast(_text)
             urls = column.filter(pc.match_substring(column, "://"))
-            paths = [normalise_paths(chunk, self._base) for chunk in urls.chunks]
+            paths = [captions.normalise_paths(chunk, self._base) for chunk in urls.chunks]
             self._secrets[role] = urls, TextLookup(pa.chunked_array(paths, _text))
         return self._secrets[role]
 

@@ -16,19 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.errors import LatentpressError
+from stages.discovery.sources import csv_checks
 from stages.discovery.sources.columns import is_scalar, require_columns, simplify_column
-from stages.discovery.sources.csv_checks import (
-    check_csv,
-    decode_lines,
-    detect_delimiter,
-    has_quotes,
-    line_error,
-    lines_of,
-    not_opened,
-    open_location,
-    refuse_encoding,
-    require_utf8,
-)
 from stages.discovery.sources.urls import display_location, scrub_secrets
 
 TABLE_EXTENSIONS = (".csv", ".jsonl", ".parquet")
@@ -57,7 +46,7 @@ def read_table(
         problem = f"{display_location(location)}: can't be read as {kind} ({_arrow_message(error)})"
         raise LatentpressError(problem, "correct it, or make the table again") from None
     except OSError as error:
-        raise not_opened(location, error) from None
+        raise csv_checks.not_opened(location, error) from None
     found = {name: simplify_column(table.column(name)) for name in table.column_names}
     found |= {name: found[name].cast(pa.string()) for name in text if name in found and is_scalar(found[name].type)}
     return pa.table(found)
@@ -91,7 +80,7 @@ def refuse_binary_columns(location: str, names: Sequence[str], media: bool = Fal
         return
     import pyarrow.parquet as pq
 
-    with open_location(location) as file:
+    with csv_checks.open_location(location) as file:
         binary = {field.name: field.type for field in pq.read_schema(file) if _has_bytes(field.type)}
     name = next((name for name in names if name in binary), None)
     if name is None:
@@ -111,13 +100,13 @@ def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str])
     another type would be an error."""
     from pyarrow import csv
 
-    delimiter, quotes = detect_delimiter(location), has_quotes(location)
+    delimiter, quotes = csv_checks.detect_delimiter(location), csv_checks.has_quotes(location)
     if quotes:
-        check_csv(location, delimiter)
+        csv_checks.check_csv(location, delimiter)
     read = csv.ReadOptions(block_size=_BLOCK_BYTES)
     parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     try:
-        with open_location(location) as file, csv.open_csv(file, read, parse) as reader:
+        with csv_checks.open_location(location) as file, csv.open_csv(file, read, parse) as reader:
             names = reader.schema.names
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             problem = f"{display_location(location)}: two columns are called {twice[0]!r}"
@@ -130,12 +119,12 @@ def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str])
             quoted_strings_can_be_null=False,
             include_columns=found or names[:1],  # none would mean all
         )
-        with open_location(location) as file:
+        with csv_checks.open_location(location) as file:
             table = csv.read_csv(file, read, parse, convert)
     except pa.ArrowInvalid:
-        require_utf8(location)
+        csv_checks.require_utf8(location)
         if not quotes:
-            check_csv(location, delimiter)
+            csv_checks.check_csv(location, delimiter)
         raise
     return pa.table({name: table[name] if name in text else _infer_type(table[name]) for name in found})
 
@@ -161,7 +150,7 @@ def _clean_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _read_jsonl(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
     try:
-        with open_location(location) as file:
+        with csv_checks.open_location(location) as file:
             table = _parse_jsonl(file)
     except pa.ArrowInvalid:
         check_jsonl(location)
@@ -190,7 +179,7 @@ def _parse_jsonl(file: BinaryIO) -> pa.Table:
 
 def _raise_bad_line(location: str) -> None:
     """For what pyarrow alone refuses: name the last line of the shortest beginning of the file that it refuses."""
-    lines = [line for _, line in lines_of(location)]
+    lines = [line for _, line in csv_checks.lines_of(location)]
 
     def refusal(count: int) -> str:
         try:
@@ -201,13 +190,13 @@ def _raise_bad_line(location: str) -> None:
 
     number = bisect_left(range(len(lines)), True, lo=1, key=lambda count: bool(refusal(count)))
     step = "write each key once, with values of one kind"
-    raise line_error(location, number, f"can't be read ({refusal(number)})", step)
+    raise csv_checks.line_error(location, number, f"can't be read ({refusal(number)})", step)
 
 
 def _read_parquet(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
     import pyarrow.parquet as pq
 
-    with open_location(location) as file, pq.ParquetFile(file) as parquet:
+    with csv_checks.open_location(location) as file, pq.ParquetFile(file) as parquet:
         fields = parquet.schema_arrow
         return parquet.read(
             [f.name for f in fields if (f.name in columns if columns is not None else not _has_bytes(f.type))]
@@ -242,24 +231,26 @@ def _arrow_message(error: Exception) -> str:
 def check_jsonl(location: str) -> None:
     """Raise LatentpressError that names the first line that is not UTF-8 or no JSON object, or where a column changes
     its type."""
-    refuse_encoding(location)
+    csv_checks.refuse_encoding(location)
     kinds: dict[str, tuple[str, int]] = {}
-    for number, line in decode_lines(location):
+    for number, line in csv_checks.decode_lines(location):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise line_error(location, number, f"is no JSON ({error})", "write one object a line") from None
+            raise csv_checks.line_error(location, number, f"is no JSON ({error})", "write one object a line") from None
         if not isinstance(row, dict):
-            raise line_error(location, number, f"is {_json_kind(row)}, not an object", "write one object a line")
+            raise csv_checks.line_error(
+                location, number, f"is {_json_kind(row)}, not an object", "write one object a line"
+            )
         for name, value in row.items():
             if value is None:
                 continue
             kind, since = kinds.setdefault(name, (_json_kind(value), number))
             if kind != _json_kind(value):
                 problem = f"{name!r} is {_json_kind(value)} here and {kind} on line {since}"
-                raise line_error(location, number, problem, "make every line of the column the same")
+                raise csv_checks.line_error(location, number, problem, "make every line of the column the same")
 
 
 def _json_kind(value: Any) -> str:

@@ -69,8 +69,10 @@ def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) ->
             at += _BLOCK
             if header.type in b"xXLKg" and header.size > _MAX_HEADER_BYTES:
                 raise _InvalidHeader(f"a header of {header.size} bytes")
-            if header.type == b"S":
-                at = _skip_sparse_map(file, at, header)
+            more = header.type == b"S" and header.more_sparse_map
+            while more:  # the map of a sparse file of the old format
+                block = _read_at(file, at, _BLOCK)
+                at, more = at + _BLOCK, len(block) == _BLOCK and bool(block[504])
             if header.type in _EXTENDED_TYPES:
                 if at + header.size > size:
                     raise _truncated_error(name, "in the middle of a header")
@@ -131,15 +133,6 @@ def _parse_decimal(text: bytes) -> int:
     if not text.isdigit() or len(text) > 19:
         raise _InvalidHeader("a size that is no number")
     return int(text)
-
-
-def _skip_sparse_map(file: BinaryIO, at: int, header: _Header) -> int:
-    """Where the content of a sparse file of the old format begins, behind the rest of its map."""
-    more = header.more_sparse_map
-    while more:
-        block = _read_at(file, at, _BLOCK)
-        at, more = at + _BLOCK, len(block) == _BLOCK and bool(block[504])
-    return at
 
 
 def _parse_extended_header(header: _Header, content: bytes) -> dict[bytes, bytes]:

@@ -22,16 +22,7 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 from schemas.tables import EXTRA_PREFIX
-from stages.discovery.sources import tar_members
-from stages.discovery.sources.base import (
-    CHUNK_ROWS,
-    LISTING_SCHEMA,
-    Source,
-    add_problems,
-    extensions_of_dataset,
-    extensions_of_kinds,
-    listing_table,
-)
+from stages.discovery.sources import base, tar_members
 from stages.discovery.sources.captions import MAX_CAPTION_BYTES, make_caption_lookup, split_caption_lines
 from stages.discovery.sources.columns import caption_lists, cast_to_kind, extra_columns
 from stages.discovery.sources.companions import companion_finders, complete_listing
@@ -67,13 +58,13 @@ class _KeyMembers:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-class WebDatasetSource(Source):
+class WebDatasetSource(base.Source):
     """The tars of a folder, a brace expression (shards/{00000..00012}.tar), a glob, or one tar; local or at a URL."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self.ignored = Counter[str]()
-        self._kinds = extensions_of_dataset(dataset)
+        self._kinds = base.extensions_of_dataset(dataset)
         self._roles = {
             role: column.removeprefix(".").lower()
             for role, column in (("source", dataset.conditioning_column), ("mask", dataset.mask_column))
@@ -102,7 +93,7 @@ class WebDatasetSource(Source):
                 columns = {name: chunk.column(name).combine_chunks() for name in chunk.column_names}
                 self._unify_extra_types(columns)
                 table = complete_listing(columns, captions, self._companions)
-                yield from (table.slice(start, CHUNK_ROWS) for start in range(0, len(table), CHUNK_ROWS))
+                yield from (table.slice(start, base.CHUNK_ROWS) for start in range(0, len(table), base.CHUNK_ROWS))
         if not found:
             raise LatentpressError(
                 f"datasets.{self._dataset.id}.instance_data_dir: {strip_secrets(self._dataset.root)} names no tar",
@@ -142,7 +133,7 @@ class WebDatasetSource(Source):
         if damage is not None:
             row = {"path": tar.name, "kind": self._dataset.dataset_type, "version": tar.version}
             row |= {"problem": f"{damage.reason}: {damage.problem}", "advice": damage.advice}
-            yield listing_table({name: pa.array([value], _text) for name, value in row.items()})
+            yield base.listing_table({name: pa.array([value], _text) for name, value in row.items()})
 
     def _add_member(self, file: BinaryIO, member: tar_members.MemberEntry, keys: dict[str, _KeyMembers]) -> None:
         """Add a member to its key; read it if it is a text or json member that is used."""
@@ -179,7 +170,7 @@ class WebDatasetSource(Source):
     def _rows(self, tar: SourceTar, keys: dict[str, _KeyMembers]) -> pa.Table:
         items = [(key, media) for key in keys.values() if (media := self._media(key)) is not None]
         if not items:
-            return LISTING_SCHEMA.empty_table()
+            return base.LISTING_SCHEMA.empty_table()
         columns: dict[str, pa.Array] = {
             "path": pa.array([f"{tar.name}/{key.members[media].name}" for key, media in items]),
             "kind": pa.array([self._kinds[f".{media}"] for _, media in items]),
@@ -192,13 +183,13 @@ class WebDatasetSource(Source):
             found = pc.is_valid(columns[role])
             columns[f"{role}_version"] = pc.if_else(found, tar.version, None)
             if role == "mask":
-                kind = extensions_of_kinds(("image", "video")).get("." + ending.rpartition(".")[2], "image")
+                kind = base.extensions_of_kinds(("image", "video")).get("." + ending.rpartition(".")[2], "image")
                 columns["mask_kind"] = pc.if_else(found, kind, None)
         table = _record_table([key.record for key, _ in items], self._columns)
         columns |= extra_columns(table, self._columns, self.ignored)
         if self._own_captions:
             self._add_captions(columns, [key for key, _ in items], table)
-        return listing_table(columns)
+        return base.listing_table(columns)
 
     def _media(self, key: _KeyMembers) -> str | None:
         """The extension of the key's item, None if it has none; members that are not used are counted."""
@@ -221,11 +212,17 @@ class WebDatasetSource(Source):
         captions: list[list[str]] = caption_lists(table, names).to_pylist() if names else [[] for _ in keys]
         problems: list[str | None] = [None if texts else "no-caption: has no caption" for texts in captions]
         for row, key in enumerate(keys):
-            if key.text is not None:
-                captions[row], problems[row] = _parse_caption_lines(key.text)
+            if key.text is None:
+                continue
+            try:
+                captions[row] = split_caption_lines(key.text.decode("utf-8-sig"))
+                problems[row] = None if captions[row] else "empty-caption: has a caption file without text"
+            except UnicodeDecodeError as error:
+                captions[row] = []
+                problems[row] = f"caption-not-utf8: has a caption that is not UTF-8 (byte {error.start})"
         columns["captions"] = pa.array([texts or None for texts in captions], pa.list_(_text))
         step = "write one into its .txt member, or name its column with caption_column"
-        add_problems(columns, pa.array(problems, _text), step)
+        base.add_problems(columns, pa.array(problems, _text), step)
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -264,17 +261,8 @@ def _known_rows(known: pa.Table, tar: SourceTar, settings: str) -> pa.Table | No
     expected = {"version": tar.version, "captions_version": f"{len(rows)}:{settings}"}
     if not len(rows) or any(rows.column(name).unique().to_pylist() != [value] for name, value in expected.items()):
         return None
-    names = [name for name in rows.column_names if name in LISTING_SCHEMA.names or name.startswith(EXTRA_PREFIX)]
-    return listing_table({name: rows.column(name).combine_chunks() for name in names})
-
-
-def _parse_caption_lines(data: bytes) -> tuple[list[str], str | None]:
-    """The alternatives in a text member, and its problem."""
-    try:
-        lines = split_caption_lines(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return [], f"caption-not-utf8: has a caption that is not UTF-8 (byte {error.start})"
-    return lines, None if lines else "empty-caption: has a caption file without text"
+    names = [name for name in rows.column_names if name in base.LISTING_SCHEMA.names or name.startswith(EXTRA_PREFIX)]
+    return base.listing_table({name: rows.column(name).combine_chunks() for name in names})
 
 
 def _record_table(records: list[dict[str, Any]], captions: list[str]) -> pa.Table:
