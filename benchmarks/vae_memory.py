@@ -133,7 +133,7 @@ def compute_peak(case: Case) -> int:
             vae = make_untrained(MODEL_NAMES[case.name], "true", **dict(case.overrides)).eval()
     finally:
         torch.set_default_dtype(kept)
-    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.memory_options)
+    import_module(f"stages.encoding.vae.{case.name}").Autoencoder.apply_memory_options(vae, case.memory_options)
     meter = MemoryMeter()
     for parameter in vae.parameters():
         meter.add(parameter)
@@ -155,7 +155,7 @@ def _measure_cpu(case: Case) -> tuple[int, float]:
     torch.set_num_threads(1)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, overrides=dict(case.overrides))
-    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.memory_options)
+    import_module(f"stages.encoding.vae.{case.name}").Autoencoder.apply_memory_options(vae, case.memory_options)
     begin = time.perf_counter()
     case.encode(vae, case.pixels("cpu"))
     seconds = time.perf_counter() - begin
@@ -165,7 +165,7 @@ def _measure_cpu(case: Case) -> tuple[int, float]:
 def measure_cuda(case: Case) -> tuple[int, float]:
     """(bytes of torch.cuda.max_memory_allocated, seconds of the second run), in this process."""
     vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, device="cuda")
-    import_module(f"stages.encoding.vae.{case.name}").apply_memory_options(vae, case.memory_options)
+    import_module(f"stages.encoding.vae.{case.name}").Autoencoder.apply_memory_options(vae, case.memory_options)
     torch.cuda.reset_peak_memory_stats()
     seconds = 0.0
     for _ in range(2):

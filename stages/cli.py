@@ -1,6 +1,6 @@
-"""`latentpress <program> …`: dispatch by name; only the chosen program is imported.
+"""`latentpress <program> …`: imports and runs the named program alone.
 
-The trainer is another package that this one may not import: it is started in place of this process.
+The trainer, which this package may not import, replaces this process.
 """
 
 import importlib
@@ -17,14 +17,14 @@ PROGRAMS = {
     "encode-text": "captions, null prompts and validation prompts -> embeddings",
     "encode-latents": "images and clips -> latents",
     "encode-vision": "images and clips -> DINOv2 features, where vision.model is set",
-    "index": "join them into the training set",
+    "index": "join plan and shards into the training set",
     "train": "shards -> adapter or model, checkpoints, validation latents",
     "decode": "validation latents -> pictures and videos",
     "run": "all of the above in order, skipping what is done",
-    "export": "a training set as shards that need nothing beside them, for elsewhere",
-    "import": "such an export into ordinary shards and a training set",
+    "export": "a training set as self-contained shards",
+    "import": "an export into ordinary shards and a training set",
     "status": "per stage: done, remaining, set aside, bytes",
-    "verify": "read every shard, check it, and have damaged ones made again",
+    "verify": "check every shard and table; with --repair make damaged ones again",
     "gc": "what nothing uses any longer, with sizes; removed with --yes",
 }
 
@@ -40,13 +40,13 @@ def format_usage() -> str:
             "",
             *lines,
             "",
-            "latentpress PROGRAM --help tells the options of one; pipeline.yaml is read unless --config names another.",
+            "latentpress PROGRAM --help shows its options; pipeline.yaml is read unless --config names another.",
         ]
     )
 
 
 def program_module(program: str) -> str:
-    """The module of a program of this package: no module can be called as a statement is."""
+    """The module of a program of this package; one named like a keyword ends in an underscore."""
     name = program.replace("-", "_")
     return f"stages.{name}_" if iskeyword(name) else f"stages.{name}"
 

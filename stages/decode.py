@@ -1,7 +1,7 @@
 """decode: validation latents -> PNG and MP4 through the autoencoder, and a contact sheet of the whole run.
 
 Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
-<output>/<run>/samples/contact-sheet.png. What is decoded already is not decoded again, unless the latent is newer.
+<output>/<run>/samples/contact-sheet.png. A latent is decoded again only if it is newer than its picture.
 """
 
 import json
@@ -23,86 +23,76 @@ def run(config: Config, options: Options, console: Console) -> Report:
     check_folder(folder)
     report = Report(program="decode", dry_run=options.dry_run)
     files = sorted((folder / "validation").glob("*/*.safetensors"))
-    mine = [
-        file for file in options.partition.select(files) if not _is_decoded(file, output_path(folder, config, file))
-    ]
-    report.skipped = len(options.partition.select(files)) - len(mine)
+    own = options.partition.select(files)
+    todo = [file for file in own if not _is_decoded(file, output_path(folder, config, file))]
+    report.skipped = len(own) - len(todo)
     if options.dry_run:
-        report.remaining = len(mine)
+        report.remaining = len(todo)
         return report
     if not files:
         console.log(f"no validation latents under {folder / 'validation'}: nothing to decode")
         return report
-    if mine:
-        _decode_all(config, options, console, folder, mine, report)
+    if todo:
+        _decode_all(config, options, console, folder, todo, report)
     sheet = folder / "samples" / "contact-sheet.png"
-    if mine or not sheet.exists():
+    if todo or not sheet.exists():
         with explained(str(sheet)):
             write_contact_sheet(config, folder, files, sheet)
     report.details = {"samples": str(folder / "samples"), "contact_sheet": str(sheet)}
     return report
 
 
-def _is_decoded(file: Path, decoded: Path) -> bool:
-    """Whether the picture is there and not older than its latent, as after another training of the same name."""
-    return decoded.exists() and decoded.stat().st_mtime_ns >= file.stat().st_mtime_ns
+def _is_decoded(file: Path, picture: Path) -> bool:
+    # The picture of another training of the same name may be older than the latent.
+    return picture.exists() and picture.stat().st_mtime_ns >= file.stat().st_mtime_ns
 
 
 def output_path(folder: Path, config: Config, file: Path) -> Path:
-    """Where a latent's picture or video goes."""
+    """The path of a latent's picture or video."""
     return folder / "samples" / file.parent.name / (file.stem + OUTPUT_SUFFIXES[config.model.family_spec.video])
 
 
 def _decode_all(
     config: Config, options: Options, console: Console, folder: Path, files: list[Path], report: Report
 ) -> None:
+    import torch
+
     from stages.encoding import model_loading
     from stages.encoding.vae import base
 
     autoencoder = base.load_autoencoder(config, model_loading.select_device(options.resources(config, "decode")))
+    rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
+    fps = config.validation.fps or next(iter(rates), 24.0)
     with console.progress(len(files), "decode", "samples") as progress:
         for file in files:
-            latent, about = read_latent(file)
-            if about["family"] != config.model.family:
+            latent_CTHW, metadata = read_latent(file)
+            if (family := metadata["family"]) != config.model.family:
                 report.failed.append(
-                    {"item": file.name, "path": str(file), "reason": "other-family", "message": about["family"]}
+                    {"item": file.name, "path": str(file), "reason": "other-family", "message": family}
                 )
                 continue
-            import torch
-
-            frames = autoencoder.decode(torch.from_numpy(latent)[None])[0]
+            frames_THWC = autoencoder.decode(torch.from_numpy(latent_CTHW)[None])[0]
             picture = output_path(folder, config, file)
             with explained(str(picture)):
-                write_output(picture, np.asarray(frames), frames_per_second(config))
+                write_output(picture, np.asarray(frames_THWC), fps)
             report.done += 1
             progress.advance(1)
 
 
 def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """(latent_CTHW float32, what the trainer says of it)."""
+    """(latent_CTHW float32, the trainer's metadata)."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="np") as content:
-            return content.get_tensor("latent").astype(np.float32), _parse_metadata(content.metadata())
+            return content.get_tensor("latent").astype(np.float32), json.loads(content.metadata()["latentpress"])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise LatentpressError(
-            f"{file} can't be read: {error}", "delete it, and run `latentpress train` again"
-        ) from error
-
-
-def _parse_metadata(metadata: dict[str, str]) -> dict[str, Any]:
-    return json.loads(metadata["latentpress"])
-
-
-def frames_per_second(config: Config) -> float:
-    """validation.fps, else the first video dataset's frame rate."""
-    rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
-    return config.validation.fps or next(iter(rates), 24.0)
+        advice = "delete it, and run `latentpress train` again"
+        raise LatentpressError(f"{file} can't be read: {error}", advice) from error
 
 
 def write_output(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
-    """Write uint8 frames as PNG (its first frame) or MP4, by the path's suffix; under its name only when whole."""
+    """Write uint8 frames as PNG (the first one) or MP4, by the path's suffix, atomically."""
     with replacing(path) as temporary:
         if path.suffix == ".png":
             from PIL import Image
@@ -113,9 +103,9 @@ def write_output(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
 
 def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
-    """H.264 in MP4, nearly lossless but for the halved chroma; sides must be even, as every bucket's are.
+    """H.264 in MP4, nearly lossless except for the halved chroma; sides must be even, as every bucket's are.
 
-    Its colours are named in the stream and in the container: a player that is told nothing guesses, by the size.
+    Stream and container name the colour space: without it players guess by the size.
     """
     from fractions import Fraction
 
@@ -137,7 +127,7 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
 
 def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -> None:
-    """A table of pictures: a row for each prompt, a column for each step; of a video its middle frame."""
+    """A table of pictures: a row for each prompt, a column for each step; videos show their middle frame."""
     from PIL import Image, ImageDraw
 
     steps = sorted({file.parent.name for file in files})
@@ -159,7 +149,7 @@ def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: P
 
 
 def _thumbnail(path: Path, edge: int) -> Any:
-    """The one picture of a decoded file, at most `edge` pixels wide and high; None where there is no file."""
+    """The picture, or a video's middle frame, at most `edge` pixels wide and high; None where there is no file."""
     from PIL import Image
 
     if not path.exists():

@@ -1,7 +1,7 @@
 """encode-text: captions, null prompts and validation prompts -> embeddings, one shard for each unit.
 
-Every distinct text once, at its true length. For i2i the prompt holds the source image as its sample is cut, so
-the embedding is a function of both.
+Each distinct text is encoded once, at its true length. For i2i the prompt holds the source image, cropped as its sample
+is, so the embedding depends on both.
 """
 
 from schemas.cli.console import make_app

@@ -1,18 +1,17 @@
 """gc: list what nothing uses any longer, biggest first, and with --yes remove it.
 
-In use is what the configurations given need, what a training set holds that is the newest of its family and task, that
-a configuration names or that a run trained on lately, and whatever was written within --keep-days, since another
-configuration may share the root. What is in the making beside it stays too: a set, plan or media table of the last
-hour, which may lack what makes it exist; files under temporary names; and the folders that a stage writes to. What is
-not of this project's layout (cache/layout.py) is never touched.
+In use is what the given configurations need; the newest training set of each family and task, and those that a
+configuration names or that a run trained on recently; and whatever was written within --keep-days, since another
+configuration may share the root. Unfinished work stays, too: a set, plan or media table of the last hour, temporary
+files, and the folders that a stage writes to. Files outside this project's layout (cache/layout.py) are never touched.
 
-Killed at any moment, a root stays whole: of a set or plan the file that makes it exist is removed first, of a tar the
-tar before its description, and what is left over is unused still.
+Killed at any moment, it leaves a sound root: of a set or plan the file that makes it exist is removed first, of a tar
+the tar before its sidecar, and the rest is still unused.
 """
 
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,16 +36,14 @@ DAY_S = 24 * 3600
 KEEP_DAYS = 30.0
 IN_PROGRESS_S = 3600.0  # seconds in which a set or plan gets all its files and is pointed at
 MIB = 1 << 20
-#: Top folders in the order in which they are removed: first what refers to others.
+#: Top folders in the order of removal: what refers to others first.
 REMOVAL_ORDER = ("sets", "plans", *stage_registry.SHARD_KINDS, "rejects", "media", "damaged", "")
 REMOVED_FIRST, REMOVED_LAST = ("set.json", "plan.json"), ("provenance.json",)  # of one folder
-
-TableRow = dict[str, Any]
 
 
 @dataclass
 class UnusedItem:
-    """Something to remove as a whole: its folder or file, what it is, and its files."""
+    """A folder or file that is removed as a whole."""
 
     path: str
     description: str
@@ -56,7 +53,7 @@ class UnusedItem:
     def total_bytes(self) -> int:
         return sum(entry.size for entry in self.entries)
 
-    def row(self, now: float) -> TableRow:
+    def row(self, now: float) -> dict[str, Any]:
         newest = max(entry.modified for entry in self.entries)
         days = max(0, int((now - newest) / DAY_S))
         mib = round(self.total_bytes / MIB, 2)
@@ -71,7 +68,7 @@ def run(
     yes: Annotated[bool, typer.Option("--yes", help="Remove what is listed.")] = False,
     keep_days: Annotated[
         float,
-        typer.Option(min=0, max=36_500, metavar="N", help="Keep what was written in the last N days, whoever uses it."),
+        typer.Option(min=0, max=36_500, metavar="N", help="Keep what was written in the last N days, used or not."),
     ] = KEEP_DAYS,
     also: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Another configuration of this root. Repeatable.")
@@ -79,148 +76,139 @@ def run(
 ) -> Report:
     refuse_partition(options, "gc")
     store = Store(config.root)
-    configs = [config, *(_load_config_of_root(path, store) for path in also or ())]
+    configs = [config]
+    for path in also or ():
+        configs.append(other := load_config(path))
+        if Store(other.root).base != store.base:
+            problem = f"{path} has the root {other.root}, not {store.url}"
+            raise UsageError(problem, "give --also configurations of this root")
     now = time.time()
-    listed = find_unused(store, configs, now - keep_days * DAY_S)
-    items, found = listed.items, sum(item.total_bytes for item in listed.items)
+    unused = find_unused(store, configs, now - keep_days * DAY_S)
+    items = unused.items
     report = Report(program="gc", dry_run=options.dry_run)
     report.details = {
         "unused": [item.row(now) for item in items] or f"nothing, of what was written more than {keep_days:g} days ago",
-        "unused_mib": round(found / MIB, 2),
-        "kept_mib": round(listed.kept / MIB, 2),
+        "unused_mib": round(sum(item.total_bytes for item in items) / MIB, 2),
+        "kept_mib": round(unused.kept_bytes / MIB, 2),
     }
-    if listed.others:
-        size = sum(entry.size for entry in listed.others)
-        report.details["other_files"] = f"{len(listed.others)} files, {round(size / MIB, 2)} MiB: left alone"
+    if unused.other_files:
+        size = sum(entry.size for entry in unused.other_files)
+        report.details["other_files"] = f"{len(unused.other_files)} files, {round(size / MIB, 2)} MiB: left alone"
     if not yes or options.dry_run:
         report.remaining = len(items) if options.dry_run else 0
-        given = [*(f"--also {shlex.quote(str(path))}" for path in also or ()), "--yes"]
-        given = [f"--keep-days {keep_days:g}", *given] if keep_days != KEEP_DAYS else given
-        report.next_steps = [f"latentpress gc {' '.join(given)}"] if items else []
+        arguments = [f"--keep-days {keep_days:g}"] if keep_days != KEEP_DAYS else []
+        arguments += [*(f"--also {shlex.quote(str(path))}" for path in also or ()), "--yes"]
+        report.next_steps = [f"latentpress gc {' '.join(arguments)}"] if items else []
         return report
-    # What came into use while the list was made stays.
+    # Listed again: what came into use meanwhile stays.
     still = {entry for item in find_unused(store, configs, now - keep_days * DAY_S).items for entry in item.entries}
     for item in sorted(items, key=lambda item: REMOVAL_ORDER.index(_top_folder(item.path))):
         item.entries = [entry for entry in item.entries if entry in still]
         report.done += len(item.entries)
         if item.entries:
             console.log(f"removing {item.path}")
-            _remove_item(store, item, listed.folders)
+            _remove_item(store, item, unused.active_folders)
     report.details["removed_mib"] = round(sum(item.total_bytes for item in items) / MIB, 2)
     return report
 
 
-def _load_config_of_root(path: Path, store: Store) -> Config:
-    """The configuration in `path`, which is of the same root."""
-    config = load_config(path)
-    if Store(config.root).base != store.base:
-        raise UsageError(
-            f"{path} has the root {config.root}, not {store.url}", "give --also configurations of this root"
-        )
-    return config
-
-
 @dataclass(frozen=True)
 class UnusedFiles:
-    """items: what nothing uses, biggest first. kept: bytes of what else is of the layout. others: what is not. folders:
-    that stages write to, and stay though they be empty."""
+    """items: what nothing uses, biggest first. kept_bytes: of the rest of the layout. other_files: outside the layout.
+    active_folders: those that stages write to, which stay even if empty."""
 
     items: list[UnusedItem]
-    kept: int
-    others: list[Entry]
-    folders: set[str]
+    kept_bytes: int
+    other_files: list[Entry]
+    active_folders: set[str]
 
 
 def find_unused(store: Store, configs: Sequence[Config], since: float) -> UnusedFiles:
-    """What nothing uses and was last written before `since`. A file is looked at where its whole name is one that this
-    project gives; everything else is a person's. LatentpressError where one of the configurations has no plan.
-    """
-    every = store.list_files()
-    entries = [entry for entry in every if is_project_file(entry.name)]
-    used = find_roots(store, configs, entries, since)
-    items = _UnusedFinder(store, used, entries).items()
+    """What nothing uses and was last written before `since`, of files with a name that this project gives; all others
+    are a user's. LatentpressError where one of the configurations has no plan."""
+    listed = store.list_files()
+    entries = [entry for entry in listed if is_project_file(entry.name)]
+    roots = find_roots(store, configs, entries, since)
+    items = _UnusedFinder(store, roots, entries).items()
     stale = [entry for entry in store.list_files(temporaries=True) if entry.modified < time.time() - STALE]
     items += [UnusedItem("", "files that killed processes left half written", stale)] if stale else []
     items.sort(key=lambda item: (-item.total_bytes, item.path))
-    kept = sum(entry.size for entry in entries) - sum(item.total_bytes for item in items if item.path)
-    return UnusedFiles(
-        items, kept, [entry for entry in every if not is_project_file(entry.name)], _active_folders(used)
-    )
+    kept_bytes = sum(entry.size for entry in entries) - sum(item.total_bytes for item in items if item.path)
+    other_files = [entry for entry in listed if not is_project_file(entry.name)]
+    # A stage may just have made these folders, for a file that is not there yet.
+    lists = {f"{ENCODE_PROGRAMS[cache.partition('/')[0]]}/{cache.partition('/')[2]}" for cache in roots.caches}
+    active_folders = roots.caches | {f"rejects/{name}" for name in (*lists, "discover", "bucket")}
+    return UnusedFiles(items, kept_bytes, other_files, active_folders)
 
 
 class _UnusedFinder:
-    """Sorts the files of a root into what is in use and items that are not."""
+    """Finds the files of a root that are not in use, as items."""
 
-    def __init__(self, store: Store, used: GcRoots, entries: Sequence[Entry]) -> None:
-        self._store, self._roots, self._entries = store, used, entries
-        #: When anything was last written in a folder of two levels: a cache, a plan, a set.
+    def __init__(self, store: Store, roots: GcRoots, entries: Sequence[Entry]) -> None:
+        self._store, self._roots, self._entries = store, roots, entries
+        #: Folder of two levels (a cache, a plan, a set) -> when anything was last written in it.
         self._newest: dict[str, float] = {}
         for entry in entries:
             folder = _cache_folder(entry.name)
             self._newest[folder] = max(self._newest.get(folder, 0), entry.modified)
 
     def items(self) -> list[UnusedItem]:
-        found: dict[str, list[Entry]] = {}
+        unused: dict[str, list[Entry]] = {}
+        kept: set[str] = set()  # folders that keep some of their files
         for entry in self._entries:
-            if self._unused(entry):
-                found.setdefault(_cache_folder(entry.name), []).append(entry)
-        gone = {entry for entries in found.values() for entry in entries}
-        stay = {_cache_folder(entry.name) for entry in self._entries if entry not in gone}
-        return [
-            UnusedItem(folder, self._describe(folder, folder in stay), entries) for folder, entries in found.items()
-        ]
+            folder = _cache_folder(entry.name)
+            if self._is_unused(entry):
+                unused.setdefault(folder, []).append(entry)
+            else:
+                kept.add(folder)
+        return [UnusedItem(folder, self._describe(folder, folder in kept), files) for folder, files in unused.items()]
 
-    def _unused(self, entry: Entry) -> bool:
+    def _is_unused(self, entry: Entry) -> bool:
+        roots = self._roots
         top, _, rest = entry.name.partition("/")
         name, _, file = rest.partition("/")
-        old = self._newest[_cache_folder(entry.name)] < min(self._roots.since, time.time() - IN_PROGRESS_S)
         if top in stage_registry.SHARD_KINDS:
-            return self._unused_shard(f"{top}/{name}", file, entry)
+            return self._is_unused_shard(f"{top}/{name}", file, entry)
         if top == "rejects":
-            return self._unused_list(name, file, entry)
+            return entry.modified < roots.since and not self._is_used_list(name, file)
         if top == "damaged":
-            return entry.modified < self._roots.since
+            return entry.modified < roots.since
         if CONFIG_POINTER_PATTERN.fullmatch(entry.name):
-            return entry.modified < self._roots.since and entry.name not in self._roots.pointers
+            return entry.modified < roots.since and entry.name not in roots.pointers
         if not file or top not in ("sets", "plans", "media"):  # pointers to sets, weights/, an export's shards
             return False
-        used = {"sets": self._roots.sets, "plans": self._roots.generations, "media": self._roots.datasets}[top]
+        used = {"sets": roots.sets, "plans": roots.generations, "media": roots.datasets}[top]
+        old = self._newest[_cache_folder(entry.name)] < min(roots.since, time.time() - IN_PROGRESS_S)
         return old and name not in used
 
-    def _unused_shard(self, cache: str, file: str, entry: Entry) -> bool:
-        """A shard, a tar's description or provenance.json. Of a cache in use only units that no plan has any longer."""
-        unit = shard.unit_name(file.removesuffix(".json"))
-        if not file or entry.name.removesuffix(".json") in self._roots.shards or unit in self._roots.units_of_others:
+    def _is_unused_shard(self, cache: str, file: str, entry: Entry) -> bool:
+        """A shard, a tar's sidecar or provenance.json. In a used cache only units that no plan has any longer."""
+        roots, unit = self._roots, shard.unit_name(file.removesuffix(".json"))
+        if not file or entry.name.removesuffix(".json") in roots.shards or unit in roots.units_of_others:
             return False
-        if cache in self._roots.caches:
-            return file not in REMOVED_LAST and unit not in self._roots.units and entry.modified < self._roots.since
-        referred = file in REMOVED_LAST and any(path.startswith(f"{cache}/") for path in self._roots.shards)
-        return self._newest[cache] < self._roots.since and not referred
+        if cache in roots.caches:
+            return file not in REMOVED_LAST and unit not in roots.units and entry.modified < roots.since
+        referred = file in REMOVED_LAST and any(path.startswith(f"{cache}/") for path in roots.shards)
+        return self._newest[cache] < roots.since and not referred
 
-    def _unused_list(self, stage: str, file: str, entry: Entry) -> bool:
-        """A list of what was set aside: by an encoding stage for each unit, by another for each dataset or task."""
-        if entry.modified >= self._roots.since:
-            return False
-        kinds = {name: kind for kind, name in ENCODE_PROGRAMS.items()}
-        name = file.removesuffix(shard.ARROW_SUFFIX)
+    def _is_used_list(self, stage: str, file: str) -> bool:
+        """A list of what was set aside: an encoding stage has one for each unit, others for each dataset or task."""
+        roots, name = self._roots, file.removesuffix(shard.ARROW_SUFFIX)
+        kinds = {program: kind for kind, program in ENCODE_PROGRAMS.items()}
         if stage in kinds:
             fingerprint, _, unit = name.partition("/")
             cache = f"{kinds[stage]}/{fingerprint}"
-            return unit not in self._roots.units_of_others and not (
-                cache in self._roots.caches and unit in self._roots.units
-            )
-        return name not in (self._roots.datasets if stage == "discover" else self._roots.reject_lists)
+            return unit in roots.units_of_others or (cache in roots.caches and unit in roots.units)
+        return name in (roots.datasets if stage == "discover" else roots.reject_lists)
 
     def _describe(self, folder: str, partly: bool) -> str:
-        """In words, what an item is and why it is not used."""
+        """What an item is and why it is not used. partly: the folder keeps other files."""
         top = _top_folder(folder)
         if top in stage_registry.SHARD_KINDS:
-            why = (
-                "units that no plan has any longer"
-                if folder in self._roots.caches
-                else "no configuration given uses it"
-            )
-            why = "what no training set holds" if partly and folder not in self._roots.caches else why
+            if folder in self._roots.caches:
+                why = "units that no plan has any longer"
+            else:
+                why = "what no training set holds" if partly else "no configuration given uses it"
             return f"{_describe_cache(self._store, folder)}: {why}"
         return {
             "sets": "a training set that no configuration given makes, and not the newest of its family and task",
@@ -236,16 +224,16 @@ def _top_folder(path: str) -> str:
 
 
 def _cache_folder(name: str) -> str:
-    """What a file belongs to: two levels of folders, as latents/<fingerprint>."""
+    """The folder of two levels that a file belongs to, as latents/<fingerprint>."""
     return "/".join(name.split("/")[:-1][:2])
 
 
 def _describe_cache(store: Store, cache: str) -> str:
-    """What its provenance.json says of a cache, in a few words. An import copies it from anywhere."""
+    """A cache's provenance.json in a few words. It may have been imported, so its content is not trusted."""
     try:
         record = store.read_json(f"{cache}/provenance.json")
     except (FileNotFoundError, StoreError, DamageError):
-        return "a cache of unknown making"
+        return "a cache of unknown origin"
     words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]
     weights = record.get("weights")
     if isinstance(weights, dict):
@@ -254,38 +242,25 @@ def _describe_cache(store: Store, cache: str) -> str:
     return printable(f"{stage} ({', '.join(str(word) for word in words if word)})")
 
 
-def _active_folders(used: GcRoots) -> set[str]:
-    """Folders that a stage of the configurations may have made a moment ago, for a file that is not there yet."""
-    lists = {f"{ENCODE_PROGRAMS[cache.partition('/')[0]]}/{cache.partition('/')[2]}" for cache in used.caches}
-    return used.caches | {f"rejects/{name}" for name in (*lists, "discover", "bucket")}
-
-
-def _remove_item(store: Store, item: UnusedItem, written_to: set[str]) -> None:
+def _remove_item(store: Store, item: UnusedItem, active_folders: set[str]) -> None:
     if not item.path:
         store.remove_stale_temps(STALE)
         return
-    for entry in _sorted_for_removal(item.entries):
-        store.remove(entry.name)
-    # Lists: of each cache by itself, as its neighbour may be in the making.
-    folders = (
-        {entry.name.rpartition("/")[0] for entry in item.entries}
-        if _top_folder(item.path) == "rejects"
-        else {item.path}
-    )
-    for folder in folders - written_to:
-        store.remove_empty_folders(folder)
-
-
-def _sorted_for_removal(entries: Iterable[Entry]) -> list[Entry]:
-    """First what makes a folder or a shard exist, last what explains it."""
 
     def rank(entry: Entry) -> tuple[int, str]:
+        """First what makes a folder or a shard exist, last what describes it."""
         file = entry.name.rpartition("/")[2]
         if file in REMOVED_FIRST:
             return 0, entry.name
         return (3 if file in REMOVED_LAST else 2 if file.endswith(shard.SIDECAR_SUFFIX) else 1), entry.name
 
-    return sorted(entries, key=rank)
+    for entry in sorted(item.entries, key=rank):
+        store.remove(entry.name)
+    folders = {item.path}
+    if _top_folder(item.path) == "rejects":  # the folder of each cache, as another one may be in use
+        folders = {entry.name.rpartition("/")[0] for entry in item.entries}
+    for folder in folders - active_folders:
+        store.remove_empty_folders(folder)
 
 
 app = make_app(

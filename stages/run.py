@@ -1,6 +1,6 @@
-"""run: every stage in order, each its own process, so that no two models are ever in memory together.
+"""run: every stage in order, each in its own process, so that only one model is loaded at a time.
 
-Each stage finds by itself what is done, so a second run ends in seconds. It stops at the first stage that fails.
+Each stage skips what is done, so a second run ends in seconds. The first stage that fails ends the run.
 """
 
 import json
@@ -28,23 +28,23 @@ def run(
     *,
     max_time: MaxTimeOption = None,
     allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="As of index: leave out the samples whose media were missing.")
+        bool, typer.Option("--allow-missing", help="For index: leave out the samples whose media were missing.")
     ] = False,
 ) -> Report:
     refuse_partition(options, "run")
-    stages = _StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
-    stopping = StopHandler(max_time, stages.stop)
-    with stopping.stop_on_signals():
-        report = _run_stages(config, options, console, stages, stopping)
-    if stopping.reason:
-        report.details["stopped"] = f"by {stopping.reason}; what is done is kept"
+    processes = _StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
+    stop_handler = StopHandler(max_time, processes.stop)
+    with stop_handler.stop_on_signals():
+        report = _run_stages(config, options, console, processes, stop_handler)
+    if stop_handler.reason:
+        report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
         report.remaining = max(report.remaining, 1)
         report.next_steps = ["latentpress run"]
     return report
 
 
 def _run_stages(
-    config: Config, options: Options, console: Console, stages: "_StageProcesses", stopping: StopHandler
+    config: Config, options: Options, console: Console, processes: "_StageProcesses", stop_handler: StopHandler
 ) -> Report:
     report = Report(program="run", what="stages", dry_run=options.dry_run)
     rows: list[dict] = []
@@ -54,61 +54,57 @@ def _run_stages(
             continue
         started = time.monotonic()
         console.log(f"--- {stage}")
-        code, document = stages.run(stage, options)
-        if stopping.reason and (not document or "error" in document):
-            break  # it was interrupted where it has nothing to say
+        code, document = processes.run(stage, options)
+        if stop_handler.reason and (not document or "error" in document):
+            break  # interrupted before it had a report
         seconds = round(time.monotonic() - started, 1)
         if "error" in document or code not in (OK, INCOMPLETE, DAMAGE):
             raise StageFailed(stage, code, document)
-        rows.append({"stage": stage, "seconds": seconds} | {key: document[key] for key in COUNT_KEYS})
+        rows.append(
+            {"stage": stage, "seconds": seconds} | {key: document[key] for key in ("done", "skipped", "remaining")}
+        )
         rows[-1]["set_aside"] = len(document["set_aside"]) + document["more_set_aside"]
         report.remaining += bool(document["remaining"])
         report.done += bool(document["done"]) and not document["remaining"]
         report.skipped += not document["done"] and not document["remaining"]
         report.set_aside += document["set_aside"]
         report.more_set_aside += document["more_set_aside"]
-        report.truncated = document["truncated"] or report.truncated  # index lists all, encode-text what is new
+        report.truncated = document["truncated"] or report.truncated  # index lists all, encode-text new ones
         report.failed += document["failed"]
         report.damage += document["damage"]
         if not options.dry_run:
             report.details |= _result_paths(config, stage, document["details"])
         if code != OK:
-            report.next_steps += [_as_run_step(step) for step in document["next_steps"]]
-        if code != OK or stopping.reason:
+            for step in document["next_steps"]:  # `run` has this option, too
+                own = step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
+                report.next_steps.append(own)
+        if code != OK or stop_handler.reason:
             break
         if options.dry_run and document["remaining"]:
-            console.log(f"{stage} has work to do; what comes after it depends on the result")
+            console.log(f"{stage} has work to do; the later stages depend on its result")
             break
     return report
 
 
-def _as_run_step(step: str) -> str:
-    """A stage's next step where `run` has its option."""
-    return step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
-
-
-COUNT_KEYS = ("done", "skipped", "remaining")
-
-
-def _result_paths(config: Config, stage: StageName, said: dict) -> dict[str, str]:
-    """Where lies what somebody wanted of it all."""
-    if stage == "train" and "saved" in said:
-        names = {"metrics.jsonl": "numbers", "tensorboard": "tensorboard"}
-        folder = Path(said["run"])
+def _result_paths(config: Config, stage: StageName, details: dict) -> dict[str, str]:
+    """The paths of the run's results, for its report."""
+    if stage == "train" and "saved" in details:
+        folder = Path(details["run"])
         result = "adapter" if config.train.adapter.type == "lora" else "model"
-        return {result: said["saved"]} | {what: str(folder / name) for name, what in names.items()}
-    if stage == "decode" and "contact_sheet" in said:
-        return {"pictures": said["samples"], "contact_sheet": said["contact_sheet"]}
+        logs = {"numbers": str(folder / "metrics.jsonl"), "tensorboard": str(folder / "tensorboard")}
+        return {result: details["saved"]} | logs
+    if stage == "decode" and "contact_sheet" in details:
+        return {"pictures": details["samples"], "contact_sheet": details["contact_sheet"]}
     return {}
 
 
 class StageFailed(LatentpressError):
-    """A stage ended with an error of its own. It has printed it; in the JSON report it is passed on."""
+    """A stage ended with an error, which it has printed; the JSON report repeats it."""
 
     def __init__(self, stage: str, code: int, document: dict) -> None:
         error = document.get("error", {})
-        super().__init__(f"{stage} ended with exit code {code}: why stands above")
-        message = error.get("message", f"it ended with exit code {code}; its output stands above")
+        super().__init__(f"{stage} ended with exit code {code}; its error is above")
+        message = error.get("message", f"it ended with exit code {code}; its output is above")
         self._forwarded_error = {"message": f"{stage}: {message}", "next_step": error.get("next_step", "")}
         self.exit_code = error.get("exit_code", document.get("exit_code", INCOMPLETE))  # type: ignore[misc]
 
@@ -117,23 +113,23 @@ class StageFailed(LatentpressError):
 
 
 class _StageProcesses:
-    """One program at a time, each a process of its own; its log passes through."""
+    """Runs one program at a time, each in its own process; its log is passed through."""
 
-    def __init__(self, own: Mapping[str, list[str]]) -> None:
-        """own: options of single programs, beside those of all."""
-        self._extra_options = own
+    def __init__(self, extra_options: Mapping[str, list[str]]) -> None:
+        """extra_options: by program, in addition to those of all."""
+        self._extra_options = extra_options
         self._process: subprocess.Popen | None = None
         self._stopped = False
 
     def run(self, stage: StageName, options: Options) -> tuple[int, dict]:
-        """Exit code and report; an empty error where it has none, an empty report where it was told to stop before."""
+        """Exit code and report: with an empty error if the program prints none, empty after `stop`."""
         module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
         words = [word for word in options.argv() if word != "--json"]
         command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
         if self._stopped:
             return INCOMPLETE, {}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as self._process:
-            if self._stopped:  # between the question and the start
+            if self._stopped:  # since it was checked above
                 self._process.terminate()
             output, _ = self._process.communicate()
         try:
@@ -142,7 +138,7 @@ class _StageProcesses:
             return self._process.returncode, {"error": {}}
 
     def stop(self) -> None:
-        """Tell the program that runs, and wait for it no less: it finishes or drops what it is at."""
+        """Terminate the running program, which ends in its own way; `run` still waits for it."""
         self._stopped = True
         if self._process is not None:
             self._process.terminate()

@@ -1,6 +1,6 @@
-"""status: for each stage what is done, what remains, what was set aside, and how many bytes lie where.
+"""status: for each stage what is done, what remains, what was set aside, and how many bytes it takes.
 
-What it costs grows with the number of shards, of which names, sizes and times are listed, and a few are opened.
+Its cost grows with the number of shards: names, sizes and times are listed, and a few shards are opened.
 """
 
 import time
@@ -28,10 +28,9 @@ from stages.encoding.stage import EncodingStage, StageState, refuse_partition
 from stages.maintenance import live_status, reject_report
 from stages.planning.plan_lookup import current_plan
 
-MAX_OPENED_SHARDS = 32  # shards of each stage of which the libraries are looked up
+MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
 LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damaged")
-
-RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # what the trainer writes before anything else
+RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # which the trainer writes before anything else
 
 TableRow = dict[str, Any]
 
@@ -42,13 +41,14 @@ def run(
     console: Console,
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again and again, with rates, until nothing remains or Ctrl-C.")
+        bool, typer.Option("--watch", help="Refresh, with rates, until everything is done; Ctrl-C quits.")
     ] = False,
     every: Annotated[
-        float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="Between two looks of --watch.")
+        float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="Between two refreshes of --watch.")
     ] = 5.0,
     rejects_too: Annotated[
-        bool, typer.Option("--rejects", help="List every item that was set aside instead, with reason and remedy.")
+        bool,
+        typer.Option("--rejects", help="List every item that was set aside, with reason and remedy, and nothing else."),
     ] = False,
 ) -> Report:
     refuse_partition(options, "status")
@@ -60,11 +60,22 @@ def run(
 
 
 def build_report(config: Config, options: Options) -> Report:
-    """How things stand now."""
     store = Store(config.root)
     listed = {top: store.list_files(top) for top in LISTED_FOLDERS}
     report = Report(program="status", dry_run=options.dry_run)
-    rows = [_discover_row(store, config, _mib(listed["media"]))]
+    datasets = [dataset.id for dataset in config.datasets if not dataset.disabled]
+    tables = [find_media_table(store, name) for name in datasets]
+    rejected = rejects.read_stage(store, "discover")
+    rows: list[TableRow] = [
+        {
+            "stage": "discover",
+            "what": "files",
+            "done": sum(len(table) for table in tables if table is not None),
+            "remaining": sum(table is None for table in tables),
+            "set_aside": sum(len(rejected.get(name, [])) for name in datasets),
+            "mib": _mib(listed["media"]),
+        }
+    ]
     report.remaining = rows[0]["remaining"]
     report.next_steps += ["latentpress discover"] if report.remaining else []
     try:
@@ -74,16 +85,26 @@ def build_report(config: Config, options: Options) -> Report:
         report.details["stages"] = rows
         report.remaining = report.remaining or 1
         return report
-    rows.append(_bucket_row(store, config, plan, _mib(listed["plans"])))
+    roles = plan.active.column("role")
+    rows.append(
+        {
+            "stage": "bucket",
+            "what": "samples",
+            "done": len(roles) - (pc.sum(pc.equal(roles, VALIDATION)).as_py() or 0),
+            "remaining": 0,
+            "set_aside": len(rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])),
+            "mib": _mib(listed["plans"]),
+        }
+    )
     try:
-        works = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
+        states = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except WeightsError as error:
         report.details = {"stages": rows, "checkpoint": str(error)}
         report.next_steps = [error.next_step]
         report.remaining = report.remaining or 1
         return report
-    for stage, work in works:
-        row = _stage_row(stage, work, listed[stage.kind])
+    for stage, state in states:
+        row = _stage_row(stage, state, listed[stage.kind])
         rows.append(row)
         if row["remaining"]:
             report.next_steps.append(f"latentpress {stage.name}")
@@ -94,70 +115,39 @@ def build_report(config: Config, options: Options) -> Report:
             row.setdefault(column, "")
     report.details["stages"] = rows
     report.details["training_set"] = _describe_training_set(store, config, plan)
-    report.details["made_with"] = _library_versions(store, works, listed)
+    report.details["made_with"] = _library_versions(store, states, listed)
     report.details["under_root_mib"] = {
         top: _mib(entries) for top, entries in listed.items() if entries or top in LISTED_FOLDERS[:4]
     }
-    report.details["runs"] = _list_runs(config)
+    output = Path(config.output)
+    folders = output.iterdir() if output.is_dir() else ()
+    report.details["runs"] = sorted(path.name for path in folders if any((path / name).exists() for name in RUN_FILES))
     return report
 
 
-def _discover_row(store: Store, config: Config, mib: float) -> TableRow:
-    datasets = [dataset for dataset in config.datasets if not dataset.disabled]
-    whole = [find_media_table(store, dataset.id) for dataset in datasets]
-    remaining = sum(table is None for table in whole)
-    aside = rejects.read_stage(store, "discover")
-    return {
-        "stage": "discover",
-        "what": "files",
-        "done": sum(len(table) for table in whole if table is not None),
-        "remaining": remaining,
-        "set_aside": sum(len(aside.get(dataset.id, [])) for dataset in datasets),
-        "mib": mib,
-    }
-
-
-def _bucket_row(store: Store, config: Config, plan: Plan, mib: float) -> TableRow:
-    aside = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
-    roles = plan.active.column("role")
-    samples = len(roles) - (pc.sum(pc.equal(roles, VALIDATION)).as_py() or 0)
-    return {
-        "stage": "bucket",
-        "what": "samples",
-        "done": samples,
-        "remaining": 0,
-        "set_aside": len(aside),
-        "mib": mib,
-    }
-
-
-def _stage_row(stage: EncodingStage, work: StageState, listed: Sequence[Entry]) -> TableRow:
-    todo = {unit.unit_id for unit in work.todo}
-    remaining = sum(work.counts[unit] for unit in todo)
-    aside = sum(len(rows) for unit, rows in work.rejects_by_unit.items() if unit not in todo)
-    entries = [entry for entry in listed if entry.name.startswith(f"{work.fingerprint}/")]
+def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry]) -> TableRow:
+    todo = {unit.unit_id for unit in state.todo}
+    remaining = sum(state.counts[unit] for unit in todo)
+    set_aside = sum(len(rows) for unit, rows in state.rejects_by_unit.items() if unit not in todo)
+    entries = [entry for entry in listed if entry.name.startswith(f"{state.fingerprint}/")]
     row = {
         "stage": stage.name,
         "what": "texts" if stage.member_kind == "text" else "samples",
-        "done": len(work.wanted_ids) - remaining - aside,
+        "done": len(state.wanted_ids) - remaining - set_aside,
         "remaining": remaining,
-        "set_aside": aside,
+        "set_aside": set_aside,
         "mib": _mib(entries),
     }
     if remaining:
-        row |= live_status.estimate_rate(_published_counts(work, entries), remaining, time.time())
+        modified = {entry.name: entry.modified for entry in entries}
+        shards = ((path.partition("/")[2], unit) for unit, path in state.done.items() if unit in state.counts)
+        published = [(modified[name], state.counts[unit]) for name, unit in shards if name in modified]
+        row |= live_status.estimate_rate(published, remaining, time.time())
     return row
 
 
-def _published_counts(work: StageState, entries: Sequence[Entry]) -> list[tuple[float, int]]:
-    """(time, members) of the plan's shards that are there."""
-    written = {entry.name: entry.modified for entry in entries}
-    shards = ((path.partition("/")[2], unit) for unit, path in work.done.items() if unit in work.counts)
-    return [(written[name], work.counts[unit]) for name, unit in shards if name in written]
-
-
 def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
-    """The set that this configuration makes, and whether it is of the plan in force; or why there is none."""
+    """The set that this configuration makes, and whether it is of the current plan; or why there is none."""
     try:
         name = set_pointers.find_configured_id(store, config)
     except SetError as error:
@@ -167,27 +157,25 @@ def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
 
 
 def _library_versions(
-    store: Store, works: Sequence[tuple[EncodingStage, StageState]], listed: Mapping[str, Sequence[Entry]]
+    store: Store, states: Sequence[tuple[EncodingStage, StageState]], listed: Mapping[str, Sequence[Entry]]
 ) -> list[TableRow]:
-    """For each stage what the plan's shards say of the libraries and the machine that made them, and MIXED before what
-    differs among them: their bytes may, though the configuration is one.
-
-    Of many shards some are opened, from the oldest to the newest, since versions change in time.
-    """
+    """For each stage the libraries and hardware that made the plan's shards, those that differ marked as MIXED: bytes
+    may then differ within one configuration. Of many shards some are opened, from the oldest to the newest, since
+    versions change in time."""
     readers = ReaderPool(store)
-    told = []
-    for stage, work in works:
-        written = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
-        paths = [path for _, path in sorted((written.get(path, 0.0), path) for path in work.done.values())]
-        told.append({"stage": stage.name, "libraries": _describe_provenance(readers, paths)})
+    rows = []
+    for stage, state in states:
+        modified = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
+        paths = [path for _, path in sorted((modified.get(path, 0.0), path) for path in state.done.values())]
+        rows.append({"stage": stage.name, "libraries": _describe_provenance(readers, paths)})
     readers.close()
-    return told
+    return rows
 
 
 def _describe_provenance(readers: ReaderPool, paths: Sequence[str]) -> str:
     found: dict[str, set[str]] = {}
     damaged = []
-    opened = _spread_evenly(paths)
+    opened = spread_evenly(paths, MAX_OPENED_SHARDS)
     for path in opened:
         try:
             for key, value in _flatten(readers.meta(path).provenance):
@@ -195,11 +183,18 @@ def _describe_provenance(readers: ReaderPool, paths: Sequence[str]) -> str:
         except DamageError:
             damaged.append(f"{path} can't be read: latentpress verify")
     mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(found.items()) if len(values) > 1]
-    alike = [f"{key} {value}" for key, (value, *more) in sorted(found.items()) if not more]
+    same = [f"{key} {value}" for key, (value, *more) in sorted(found.items()) if not more]
     parts = [f"MIXED: {', '.join(mixed)}"] if mixed else []
-    parts += [", ".join(alike)] if alike else []
+    parts += [", ".join(same)] if same else []
     parts += damaged + ([f"of {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])
     return "; ".join(parts) or "none yet"
+
+
+def spread_evenly(paths: Sequence[str], most: int) -> list[str]:
+    """At most `most` of them, the first and the last included."""
+    if len(paths) <= most:
+        return list(paths)
+    return [paths[number * (len(paths) - 1) // (most - 1)] for number in range(most)]
 
 
 def _flatten(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -208,20 +203,6 @@ def _flatten(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _flatten(value)
         else:
             yield key, str(value)
-
-
-def _spread_evenly(paths: Sequence[str]) -> list[str]:
-    """At most MAX_OPENED_SHARDS of them, the first and the last among them."""
-    if len(paths) <= MAX_OPENED_SHARDS:
-        return list(paths)
-    return [paths[number * (len(paths) - 1) // (MAX_OPENED_SHARDS - 1)] for number in range(MAX_OPENED_SHARDS)]
-
-
-def _list_runs(config: Config) -> list[str]:
-    output = Path(config.output)
-    if not output.is_dir():
-        return []
-    return sorted(path.name for path in output.iterdir() if any((path / name).exists() for name in RUN_FILES))
 
 
 def _mib(entries: Sequence[Entry]) -> float:

@@ -1,7 +1,6 @@
-"""verify: read every shard and table whole, compare it with its checksums and its plan, and have what is damaged made
-again.
+"""verify: read every shard and table completely, compare them with their checksums and plans, and repair damage.
 
-Several shards at once, in threads: reading, hashing and looking for NaN all release Python's lock.
+Several shards are checked at once, in threads: reading, hashing and searching for NaN all release Python's lock.
 """
 
 import os
@@ -19,7 +18,7 @@ from cache import shard
 from cache.damage import SHARD_PROGRAMS, DamageError, rebuild_program
 from cache.files import StoreError
 from cache.store import STALE, Store
-from schemas.cli.console import Console, Options, Progress, Report, make_app
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages import bucket, index
@@ -29,11 +28,9 @@ from stages.maintenance import shard_checks, table_scan
 from stages.maintenance.shard_checks import ExpectedShards, UnmappedStore
 from stages.planning.plan_lookup import current_plan
 
-MAX_WORKERS = 8  # by default; a disk is faster with some requests at once, not with many
-SETTLE_S = 2.0  # seconds until a shard that is missing is looked for again
+MAX_WORKERS = 8  # by default: a disk is faster with a few requests at once, not with many
+SETTLE_S = 2.0  # seconds before a missing shard is looked for again
 MIB = 1 << 20
-
-TableRow = dict[str, Any]
 
 
 def run(
@@ -58,12 +55,11 @@ def run(
     if options.dry_run:
         report.remaining = len(present)
         return report
-    swept = store.remove_stale_temps(STALE)
-    if swept:
-        console.log(f"removed {len(swept)} temporary files that killed processes left")
-    report.details["tables"], bad = table_scan.find_damaged_tables(store)
-    if bad and repair:  # plans before shards, which are looked at by them
-        _repair_tables(config, options, console, bad, "plans")
+    if removed := store.remove_stale_temps(STALE):
+        console.log(f"removed {len(removed)} temporary files that killed processes left")
+    report.details["tables"], damaged_tables = table_scan.find_damaged_tables(store)
+    if damaged_tables and repair:  # plans before shards, which are compared with them
+        _repair_tables(config, options, console, damaged_tables, "plans")
     found = check_shards(store, present, options.workers, console)
     found.damage |= {
         rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
@@ -73,142 +69,131 @@ def run(
     report.done = len(present) - len(found.unread) - sum(rel in present for rel in found.damage)
     if found.damage and repair:
         _repair_shards(store, config, options, console, found, report)
-    if bad and repair:
-        _repair_tables(config, options, console, bad, "sets")
-        report.details["damaged_tables"], (_, bad) = sorted(bad), table_scan.find_damaged_tables(store)
-    every = found.damage | bad
-    report.damage = [_damage_row(rel, damage) for rel in sorted(every) for damage in every[rel]]
-    again = table_scan.rebuild_commands(bad)
+    if damaged_tables and repair:
+        _repair_tables(config, options, console, damaged_tables, "sets")
+        report.details["damaged_tables"] = sorted(damaged_tables)
+        _, damaged_tables = table_scan.find_damaged_tables(store)
+    all_damage = found.damage | damaged_tables
+    report.damage = [_damage_row(rel, damage) for rel in sorted(all_damage) for damage in all_damage[rel]]
+    commands = table_scan.rebuild_commands(damaged_tables)
     if found.damage and not repair:
-        again = [line for line in again if line != "latentpress index"]
-        again += _repair_advice(store, found.damage, ["latentpress verify --repair", "latentpress index"])
-    report.next_steps += [line for line in again if line not in report.next_steps]
+        commands = [line for line in commands if line != "latentpress index"]
+        commands += _repair_commands(store, found.damage, ["latentpress verify --repair", "latentpress index"])
+    report.next_steps += [line for line in commands if line not in report.next_steps]
     return report
 
 
+def _damage_row(rel: str, damage: DamageError) -> dict[str, Any]:
+    message = damage.reason if damage.row is None else f"row {damage.row} ({damage.id}): {damage.reason}"
+    return {"path": rel, "row": damage.row, "item": damage.id, "reason": "damaged", "message": message}
+
+
 def _find_missing(store: Store, present: dict[str, int]) -> dict[str, str]:
-    """Path -> set, of shards that a set names and that are not there: also not in a while, as a stage that replaces a
-    tar removes the old one first, and what appeared after the listing is no loss."""
-    lost = shard_checks.find_missing_shards(store, present)
-    if not all(store.exists(rel) for rel in lost):
+    """Path -> set, of the missing shards of current sets. They are looked for twice: a stage that replaces a tar
+    removes the old one first, and what appeared after the listing is not missing."""
+    missing = shard_checks.find_missing_shards(store, present)
+    if not all(store.exists(rel) for rel in missing):
         sleep(SETTLE_S)
-    return {rel: name for rel, name in lost.items() if not store.exists(rel)}
+    return {rel: name for rel, name in missing.items() if not store.exists(rel)}
 
 
 def _is_exported(rel: str) -> bool:
     return rebuild_program(rel) == "export"
 
 
-def _repair_advice(store: Store, damaged: Iterable[str], own: list[str]) -> list[str]:
-    """What mends these shards: for those of an export, which no stage makes, another command than `own`."""
-    whose = {_is_exported(rel) for rel in damaged}
-    again = f"latentpress export --to {shlex.quote(store.url)}"
-    why = "from where the set lies, as before: it writes damaged shards anew; or copy the export again"
-    return (own if False in whose else []) + ([f"{again}   # {why}"] if True in whose else [])
+def _repair_commands(store: Store, damaged: Iterable[str], commands: list[str]) -> list[str]:
+    """`commands` for shards of the stages, and another command for those of an export, which no stage makes."""
+    exported = {_is_exported(rel) for rel in damaged}
+    again = (
+        f"latentpress export --to {shlex.quote(store.url)}   # from the root of the set, with the same options: it "
+        "replaces damaged shards; or copy the export again"
+    )
+    return (commands if False in exported else []) + ([again] if True in exported else [])
 
 
 @dataclass
 class VerifyResult:
-    """damage: by the shard's path. unread: those that the disk or its rights kept from being read."""
+    """damage: by the shard's path. unread: rows about shards that the disk or its permissions kept from being read."""
 
     damage: dict[str, list[DamageError]] = field(default_factory=dict)
-    unread: list[TableRow] = field(default_factory=list)
+    unread: list[dict[str, Any]] = field(default_factory=list)
 
 
 def check_shards(store: Store, present: dict[str, int], workers: int | None, console: Console) -> VerifyResult:
     """Check the shards in `present`, path -> bytes, with so many threads (None: one for each processor, at most 8)."""
     expected, found = ExpectedShards(store), VerifyResult()
-    total = ceil(sum(present.values()) / MIB)
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    def check(rel: str) -> list[DamageError]:
+        # Twice where there is damage: a stage may just be replacing a tar and its sidecar.
+        return shard_checks.check_shard(store, rel, expected) and shard_checks.check_shard(store, rel, expected)
+
     with (
-        ThreadPoolExecutor(workers or min(MAX_WORKERS, _cpu_count()), "verify") as pool,
-        console.progress(total, "verify", "MiB") as progress,
+        ThreadPoolExecutor(workers or min(MAX_WORKERS, processors), "verify") as pool,
+        console.progress(ceil(sum(present.values()) / MIB), "verify", "MiB") as progress,
     ):
-        counter = _MibProgress(progress)
-        shards = {pool.submit(_check_twice, store, rel, expected): rel for rel in present}
+        read_bytes = 0
+        shards = {pool.submit(check, rel): rel for rel in present}
         try:
             for future in as_completed(shards):
                 rel = shards[future]
                 try:
-                    damage = future.result()
+                    if damage := future.result():
+                        found.damage[rel] = damage
                 except StoreError as error:
                     found.unread.append({"path": rel, "reason": "unread", "message": str(error)})
-                else:
-                    found.damage |= {rel: damage} if damage else {}
-                counter.advance(present[rel])
+                progress.advance(ceil((read_bytes + present[rel]) / MIB) - ceil(read_bytes / MIB))
+                read_bytes += present[rel]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return found
 
 
-def _cpu_count() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check_twice(store: Store, rel: str, expected: ExpectedShards) -> list[DamageError]:
-    """Damage is looked at twice: a stage may be replacing a tar and the description beside it at this moment."""
-    return shard_checks.check_shard(store, rel, expected) and shard_checks.check_shard(store, rel, expected)
-
-
-class _MibProgress:
-    """Advances a progress by whole MiB."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._bytes = progress, 0
-
-    def advance(self, size: int) -> None:
-        before = ceil(self._bytes / MIB)
-        self._bytes += size
-        self._progress.advance(ceil(self._bytes / MIB) - before)
-
-
 def _repair_shards(
     store: Store, config: Config, options: Options, console: Console, found: VerifyResult, report: Report
 ) -> None:
-    """Put the damaged shards away and encode their units again. What is sound then leaves `found`. Those of an export
-    stay where they are: other rows of them can still be read, and `export` puts whole ones in their place."""
-    again = dict[str, str]()  # damaged shard -> its unit's stage
+    """Move the damaged shards away and encode their units again; repaired ones leave `found`. Shards of an export stay
+    in place: their other rows can still be read, and `export` replaces them."""
+    stages = dict[str, str]()  # damaged shard -> its unit's stage
     own = [rel for rel in sorted(found.damage) if not _is_exported(rel)]
-    works = _stage_states(store, config, console) if own else []
-    for stage, work in works:
-        units = {unit.unit_id for unit in work.units}
-        folder = f"{stage.kind}/{work.fingerprint}/"
-        again |= {rel: stage.name for rel in found.damage if rel.startswith(folder) and _unit_of_shard(rel) in units}
+    states = _stage_states(store, config, console) if own else []
+    for stage, state in states:
+        units = {unit.unit_id for unit in state.units}
+        folder = f"{stage.kind}/{state.fingerprint}/"
+        stages |= {rel: stage.name for rel in found.damage if rel.startswith(folder) and _unit_of_shard(rel) in units}
     report.details["damaged_shards"] = [
         {
             "shard": rel,
             "moved_to": shard_checks.move_to_damaged(store, rel) if store.exists(rel) else "",
-            "then": again.get(rel, "not encoded again: no unit of this configuration"),
+            "then": stages.get(rel, "not encoded again: no unit of this configuration"),
         }
         for rel in own
     ]
     made = list[str]()
-    for stage, work in works:
-        units = {_unit_of_shard(rel) for rel, name in again.items() if name == stage.name}
+    for stage, state in states:
+        units = {_unit_of_shard(rel) for rel, name in stages.items() if name == stage.name}
         if units:
             _encode_units(stage, units, config, options, console, report)
-            done = shard.find_done_units(store, f"{stage.kind}/{work.fingerprint}")
+            done = shard.find_done_units(store, f"{stage.kind}/{state.fingerprint}")
             made += [done[unit] for unit in units & set(done)]
-    later = (
-        check_shards(store, {rel: store.size(rel) for rel in made}, options.workers, console)
-        if made
-        else VerifyResult()
-    )
-    mended = {_unit_of_shard(rel) for rel in made}
+    sizes = {rel: store.size(rel) for rel in made}
+    checked = check_shards(store, sizes, options.workers, console) if made else VerifyResult()
+    repaired = {_unit_of_shard(rel) for rel in made}
     found.damage = {
-        rel: bad for rel, bad in found.damage.items() if rel not in again or _unit_of_shard(rel) not in mended
+        rel: damage for rel, damage in found.damage.items() if rel not in stages or _unit_of_shard(rel) not in repaired
     }
-    found.damage |= later.damage
-    report.failed += later.unread
-    report.details["encoded_again"] = len(made) - len(later.damage)
-    report.next_steps += _repair_advice(store, found.damage, []) + (["latentpress index"] if own else [])
+    found.damage |= checked.damage
+    report.failed += checked.unread
+    report.details["encoded_again"] = len(made) - len(checked.damage)
+    report.next_steps += _repair_commands(store, found.damage, []) + (["latentpress index"] if own else [])
 
 
-def _repair_tables(config: Config, options: Options, console: Console, bad: table_scan.DamageByPath, top: str) -> None:
-    """Have the program that writes what lies under `top`, "plans" or "sets", make again what is damaged there, as far
-    as this configuration makes it."""
+def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:
+    """Run the program that writes the damaged tables under `top`, "plans" or "sets": it makes those of this
+    configuration again."""
     program = {"plans": bucket.run, "sets": index.run}[top]
-    if not any(path.startswith(f"{top}/") for path in bad):
+    if not any(path.startswith(f"{top}/") for path in damaged):
         return
     try:
         program(config, replace(options, workers=None), console)
@@ -217,7 +202,7 @@ def _repair_tables(config: Config, options: Options, console: Console, bad: tabl
 
 
 def _stage_states(store: Store, config: Config, console: Console) -> list[tuple[EncodingStage, StageState]]:
-    """What this configuration needs of each encoding stage; nothing where it has no plan, or its weights are absent."""
+    """The encoding stages that this configuration needs; none where it has no plan, or its weights are missing."""
     try:
         plan = current_plan(store, config)
         return [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
@@ -230,47 +215,32 @@ def _encode_units(
     stage: EncodingStage, units: set[str], config: Config, options: Options, console: Console, report: Report
 ) -> None:
     """Run the stage on these units alone."""
+
+    class SelectedUnits(type(stage)):  # type: ignore[misc]
+        def state(self, *args: Any, **options: Any) -> StageState:
+            state = super().state(*args, **options)
+            return replace(state, units=[unit for unit in state.units if unit.unit_id in units])
+
     console.log(f"{stage.name}: {len(units)} units again")
     try:
-        done = _restrict_to_units(stage, units).run(config, replace(options, workers=None), console)
+        encoded = SelectedUnits(**vars(stage)).run(config, replace(options, workers=None), console)
     except LatentpressError as error:
         report.failed.append({"item": stage.name, "reason": "failed", "message": error.message})
         report.next_steps.append(f"latentpress {stage.name}")
         return
-    report.failed += done.failed
-    report.set_aside += done.set_aside
-    report.remaining += done.remaining
+    report.failed += encoded.failed
+    report.set_aside += encoded.set_aside
+    report.remaining += encoded.remaining
 
 
 def _unit_of_shard(rel: str) -> str:
     return shard.unit_name(rel.rpartition("/")[2])
 
 
-def _restrict_to_units(stage: EncodingStage, units: set[str]) -> EncodingStage:
-    """The stage as if these units were all that there are."""
-
-    class Only(type(stage)):  # type: ignore[misc]
-        def work(self, *args: Any, **options: Any) -> StageState:
-            work = super().state(*args, **options)
-            return replace(work, units=[unit for unit in work.units if unit.unit_id in units])
-
-    return Only(**vars(stage))
-
-
-def _damage_row(rel: str, damage: DamageError) -> TableRow:
-    return {"path": rel, "row": damage.row, "item": damage.id, "reason": "damaged", "message": _damage_message(damage)}
-
-
-def _damage_message(damage: DamageError) -> str:
-    """The row that is meant, and what is wrong with it."""
-    return damage.reason if damage.row is None else f"row {damage.row} ({damage.id}): {damage.reason}"
-
-
 app = make_app(
     "verify",
     "Read every shard and table: structure, checksums, agreement with the plan, NaN.\n\n"
-    "With --repair exit code 4 means that some damage could not be mended: shards of another configuration are only "
-    "set aside.",
+    "With --repair exit code 4 means that some damage remains: shards of other configurations are only moved away.",
     run,
     examples=["--repair", "--workers 4 --json"],
     extra="encode",

@@ -1,4 +1,4 @@
-"""Told to stop (Ctrl-C, SIGTERM, the end of --max-time), a stage drops the unit it is at and says what remains."""
+"""On Ctrl-C, SIGTERM or the end of --max-time a stage drops the unfinished units and reports what remains."""
 
 import os
 import re
@@ -16,17 +16,14 @@ _TIME_PATTERN = re.compile(r"(?:(\d{1,6})h)?(?:(\d{1,7})m)?(?:(\d{1,8})s?)?|(\d{
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of "90m", "3h", "1h30m", "02:30:00" or "45"; anything else is wrong usage."""
+    """Seconds of "90m", "3h", "1h30m", "02:30:00" or "45". Raises typer.BadParameter for anything else."""
     match = _TIME_PATTERN.fullmatch(str(text))
-    hours, minutes, seconds = (int(first or second or 0) for first, second in zip(*_time_groups(match), strict=True))
+    groups = match.groups() if match else (None,) * 6
+    hours, minutes, seconds = (int(groups[unit] or groups[unit + 3] or 0) for unit in range(3))
     total = 3600 * hours + 60 * minutes + seconds
     if not total:
         raise typer.BadParameter(f"{text!r} is no time; valid are 3h, 90m, 1h30m, 02:30:00 and 45 (seconds)")
     return float(total)
-
-
-def _time_groups(match: re.Match[str] | None) -> tuple[tuple, tuple]:
-    return (match.groups()[:3], match.groups()[3:]) if match else ((0,) * 3, (0,) * 3)
 
 
 MaxTimeOption = Annotated[
@@ -35,7 +32,7 @@ MaxTimeOption = Annotated[
         "--max-time",
         parser=parse_duration,
         metavar="TIME",
-        help="Stop after 3h, 90m or 02:30:00; what is left remains for the next run.  [default: none]",
+        help="Stop after 3h, 90m or 02:30:00; the rest remains for the next run.  [default: none]",
     ),
 ]
 
@@ -45,10 +42,11 @@ def _raise_interrupt() -> None:
 
 
 class StopHandler:
-    """At the first SIGINT or SIGTERM, or when `max_time` seconds from now have passed, `stop` is called: as it is, the
-    body of `by_signals` ends after its context managers have cleaned up, and a second Ctrl-C ends the program.
+    """Calls `stop` at the first SIGINT or SIGTERM, or `max_time` seconds from now. By default `stop` raises
+    KeyboardInterrupt: the body of `stop_on_signals` ends after its context managers have cleaned up, and a second
+    Ctrl-C ends the program.
 
-    reason: why the work was stopped, "" where it was not.
+    reason: what stopped the work; "" where nothing did.
     """
 
     def __init__(self, max_time: float | None = None, stop: Callable[[], object] = _raise_interrupt) -> None:
@@ -61,8 +59,8 @@ class StopHandler:
         if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
             yield
             return
-        left = 0 if self._end is None else max(0.0, self._end - time.monotonic())
-        timer = threading.Timer(left, self._on_timeout)
+        seconds_left = 0 if self._end is None else max(0.0, self._end - time.monotonic())
+        timer = threading.Timer(seconds_left, self._on_timeout)
         timer.daemon = True
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -79,7 +77,7 @@ class StopHandler:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason = self.reason or signal.Signals(number).name
-        # A second SIGTERM, as schedulers send to each process of a group, must not disturb the cleaning up.
+        # A second SIGTERM, as schedulers send to each process of a group, must not disturb the clean-up.
         if not self._is_stopping or number == signal.SIGINT:
             self._is_stopping = True
             self._stop()

@@ -1,6 +1,6 @@
-"""What the encoding stages read of one member, in a process of its own: files checked, frames chosen and cut.
+"""Reads one member for the encoding stages, in a decoding process: checks its files, chooses and crops its frames.
 
-Needs no torch, and what it gives is small: 8-bit pixels, which the worker turns into the autoencoder's numbers.
+Needs no torch, and its results are small: 8-bit pixels, which the worker turns into the autoencoder's input.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from stages.media.sample_reader import read_cropped_image, read_sample_frames, r
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Files with the content that they were planned with, the row of the sample (None for an image alone), and how
-    the image is cut that stands beside a sample's media or alone. A sample's mask is the last file."""
+    """files: paths, each with its media id as planned; a mask is the last. sample: its row, None for an image alone.
+    image_geometry: the crop of an image that is read in addition to the sample or alone."""
 
     files: tuple[tuple[MediaPath, str], ...]
     sample: dict[str, Any] | None
@@ -29,38 +29,35 @@ class ReadRequest:
 
 
 class MemberPixels(NamedTuple):
-    """uint8 (T, H, W, 3) frames, (H, W, 3) image, (T, H, W) mask (T = 1 for a mask of all frames alike); None for what
-    was not asked for."""
+    """uint8 (T, H, W, 3) frames, (H, W, 3) image, (T, H, W) mask (T = 1 for a mask of all frames); None for what was
+    not requested."""
 
     frames: np.ndarray | None
     image: np.ndarray | None
     mask: np.ndarray | None
 
 
-def read_member(wanted: ReadRequest) -> MemberPixels:
+def read_member(request: ReadRequest) -> MemberPixels:
     """Raises MediaError."""
+    first_path, sample = request.files[0][0], request.sample
     try:
-        for path, content in wanted.files:
-            require_unchanged(path, content)
+        for path, media_id in request.files:
+            require_unchanged(path, media_id)
         frames = image = mask = None
-        if wanted.sample is not None:
-            frames = read_sample_frames(wanted.files[0][0], wanted.sample, wanted.decoder)
-        if wanted.image_geometry is not None:
-            image = read_cropped_image(wanted.files[0 if wanted.sample is None else 1][0], wanted.image_geometry)
-        if wanted.has_mask:
-            mask = _read_mask(wanted)
+        if sample is not None:
+            frames = read_sample_frames(first_path, sample, request.decoder)
+        if request.image_geometry is not None:
+            image = read_cropped_image(request.files[0 if sample is None else 1][0], request.image_geometry)
+        if request.has_mask:
+            assert sample is not None
+            times: Sequence[float] = ()
+            if sample["mask_kind"] == "video":
+                frame_count = Bucket.parse(sample["geometry"]["bucket"]).frames
+                times = clip_times(sample["start"], sample["rate"], frame_count)
+            mask = read_sample_mask(request.files[-1][0], sample["mask_kind"], sample["mask_geometry"], times)
         return MemberPixels(frames, image, mask)
     except OSError as error:
-        raise unreadable_error(wanted.files[0][0], error) from error
-
-
-def _read_mask(wanted: ReadRequest) -> np.ndarray:
-    sample = wanted.sample
-    assert sample is not None
-    times: Sequence[float] = ()
-    if sample["mask_kind"] == "video":
-        times = clip_times(sample["start"], sample["rate"], Bucket.parse(sample["geometry"]["bucket"]).frames)
-    return read_sample_mask(wanted.files[-1][0], sample["mask_kind"], sample["mask_geometry"], times)
+        raise unreadable_error(first_path, error) from error
 
 
 def make_member_reader() -> Callable[[ReadRequest], MemberPixels]:

@@ -1,6 +1,6 @@
-"""Where the encoding stages meet torch: devices, loading a model, tensors to arrays, running out of memory.
+"""What the encoding stages need of torch: devices, errors while loading a model, tensors to arrays, freeing memory.
 
-Imported by workers only, after everything that needs no model has been settled.
+Imported by workers only, after everything that needs no model is done.
 """
 
 import gc
@@ -21,9 +21,9 @@ from cache.weights import WeightsError
 from schemas.config.encoding import Model, Resources
 from schemas.errors import LatentpressError
 
-#: What a RuntimeError says where memory ran out: torch's allocator on the CPU, CUDA itself, its libraries.
+#: Of a RuntimeError where memory ran out: from torch's allocator on the CPU, from CUDA itself, from its libraries.
 OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-#: What has a part in the bytes, where it is installed.
+#: Libraries that bytes may depend on, where they are installed.
 PROVENANCE_LIBRARIES = (
     *("torch", "diffusers", "transformers", "tokenizers", "accelerate", "optimum-quanto", "bitsandbytes", "flash-attn"),
     *("pillow", "pillow-heif", "av", "decord"),
@@ -31,22 +31,22 @@ PROVENANCE_LIBRARIES = (
 
 
 def disable_progress_bars() -> None:
-    """The libraries' own progress bars off: the stages show theirs."""
+    """Of the libraries: the stages show their own."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def select_device(resources: Resources, process: int = 0) -> torch.device:
-    """The device that process number `process` computes on: of several cards without a number, each process one in
-    turn. Sets the number of CPU threads, which shards record."""
+    """The device of process number `process`: cuda without a number gives the processes the cards in turn. Sets the
+    number of CPU threads, which shards record."""
     torch.set_num_threads(resources.threads)
     name = resources.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise LatentpressError(
-            f"device {name} was asked for and this torch ({torch.__version__}) sees no CUDA device",
+            f"the configured device is {name}, and this torch ({torch.__version__}) sees no CUDA device",
             "use --device cpu, or install the torch build for your card (README, Installing for a GPU)",
         )
     if name == "cuda" and torch.cuda.device_count() > 1:
@@ -56,7 +56,7 @@ def select_device(resources: Resources, process: int = 0) -> torch.device:
 
 @contextmanager
 def loading_errors(model: Model, part: str) -> Iterator[None]:
-    """Loading a model: one of another family is refused by name, and damaged weights become a WeightsError."""
+    """Around loading a model: refuses one of another family by name, and raises WeightsError for damaged weights."""
     check_component(model, part)
     try:
         yield
@@ -64,7 +64,7 @@ def loading_errors(model: Model, part: str) -> Iterator[None]:
         if isinstance(error, LatentpressError):
             raise
         if is_out_of_memory(error):
-            problem = f"out of memory while {part} of {model.source} was loaded: {error}"
+            problem = f"out of memory while loading {part} of {model.source}: {error}"
             raise LatentpressError(problem, "free memory, use fewer --workers, or a larger card or machine") from error
         raise WeightsError(
             f"{model.source}: {part}, or what belongs to it, can't be loaded: {type(error).__name__}: {error}",
@@ -73,7 +73,7 @@ def loading_errors(model: Model, part: str) -> Iterator[None]:
 
 
 def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, Any]:
-    """Versions and hardware: what may differ between two valid shards of one fingerprint."""
+    """Versions and hardware, which may differ between two valid shards of one fingerprint."""
     libraries = {name: found for name in PROVENANCE_LIBRARIES if (found := _installed_version(name))}
     hardware = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if where.type == "cuda":
@@ -103,14 +103,14 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory, on the device or on this machine; CUDA and its libraries say so in several ways."""
+    """Whether memory ran out, on the device or on this machine; CUDA and its libraries report it in several ways."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
 
 
 def release_memory() -> None:
-    """Give back what torch keeps for later."""
+    """Return the memory that torch caches."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
 """The contract of an encoding stage, and the loop that runs one.
 
-A stage is a kind of unit, a fingerprint, and a `Worker`: made once in each process from a `Job`, it loads its
-model and turns one unit into one shard. Which units there are comes from the plan; which are done, from one
-listing of shard names. So any number of processes on any number of machines need no lock and no coordination.
+A stage has a kind of unit, a fingerprint, and a `Worker`, which is made once in each process from a `Job`, loads its
+model and turns each unit into one shard. The plan lists the units; one listing of shard names shows which are done. So
+any number of processes on any number of machines need no lock and no coordination.
 """
 
 import json
@@ -37,8 +37,8 @@ from stages.engines.jobs import Job, Worker
 from stages.engines.local import run_units
 from stages.planning.plan_lookup import current_plan
 
-MIN_REJECT_BASE = 10  # items of which the share set aside is taken at least, so that one of three stops nothing
-_READERS_HELP = "Processes that decode for each that encodes.  [default: as configured]"
+MIN_REJECT_BASE = 10  # members that max_reject_fraction is a fraction of, at least: one of three stops nothing
+_READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
 _PREFETCH_HELP = "Members read ahead by each process.  [default: as configured]"
 
 
@@ -49,7 +49,7 @@ class UsageError(LatentpressError):
 
 
 def refuse_partition(options: Options, program: str) -> None:
-    """Only the encoding stages and decode can be divided: the others are one small job."""
+    """UsageError for --shard: the programs other than the encoding stages and decode are one small job."""
     if options.partition.total > 1:
         raise UsageError(
             f"{program} is one job and can't be divided with --shard",
@@ -59,49 +59,52 @@ def refuse_partition(options: Options, program: str) -> None:
 
 @dataclass(frozen=True)
 class EncodingStage:
-    """One encoding stage. `parts`: everything beyond its inputs that determines its bytes (no torch needed to
-    say it). `load`: imports the model's library and makes the worker."""
+    """One encoding stage. `fingerprint_inputs`: everything beside its inputs that determines its bytes, found without
+    torch. `load_worker`: imports the model's library and makes the worker."""
 
     name: str
     kind: str  # the folder of its shards: text | latents | vision
     fingerprint_inputs: Callable[[Config], dict[str, Any]]
     load_worker: Callable[[Job], Worker]
-    unit_kind: str = ""  # the kind of units that it makes shards of, where that is another: text | latents
-    estimate_bytes: Callable[[Config, Unit], int] = lambda config, unit: (
-        unit.estimated_bytes
-    )  # of a unit's shard, in bytes
+    unit_kind: str = ""  # the kind of the units that it encodes, where that differs from `kind`
+    #: The size of a unit's shard, in bytes.
+    estimate_bytes: Callable[[Config, Unit], int] = lambda config, unit: unit.estimated_bytes
 
     @property
     def member_kind(self) -> str:
-        """What its members are: "text" or "latents"."""
+        """Either "text" or "latents"."""
         return self.unit_kind or self.kind
 
     def fingerprint(self, config: Config) -> str:
         return compute_fingerprint(self.fingerprint_inputs(config))
 
     def state(self, store: Store, config: Config, plan: Plan, retry: bool = False) -> "StageState":
-        """Compare the plan's units with the shards there are. retry: try again everything that was set aside."""
-        name = self.fingerprint(config)
+        """Compare the plan's units with the existing shards. retry: encode again every unit with members set aside."""
+        fingerprint = self.fingerprint(config)
         wanted = plan.active_text_ids if self.member_kind == "text" else plan.active_sample_ids
-        done = find_done_units(store, f"{self.kind}/{name}")
+        done = find_done_units(store, f"{self.kind}/{fingerprint}")
         damaged: dict[str, DamageError] = {}
-        lists = _rows_of_items(rejects.read_stage(store, reject_folder(self.name, name), damaged), wanted)
-        places = MediaLocations(config, plan)
+        rejected = _wanted_rows(rejects.read_stage(store, reject_folder(self.name, fingerprint), damaged), wanted)
+        locations = MediaLocations(config, plan)
         again = {
             unit
-            for unit, rows in lists.items()
-            if any(retry or (row["retry"] and places.all_present(self.member_kind, row["item"])) for row in rows)
+            for unit, rows in rejected.items()
+            if any(retry or (row["retry"] and locations.all_present(self.member_kind, row["item"])) for row in rows)
         }
         units = plan.units(self.member_kind)
-        held = pa.array([name for unit in units for name in unit.members], pa.string())
-        lost = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=held)).as_py() or 0)
-        if lost:
+        members = pa.array([name for unit in units for name in unit.members], pa.string())
+        missing = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=members)).as_py() or 0)
+        if missing:
             raise LatentpressError(
-                f"plan {plan.name} wants {lost} items that no unit holds: an older plan was removed",
+                f"plan {plan.name} wants {missing} items that no unit holds: an older plan was removed",
                 "run `latentpress bucket`, which plans them again",
             )
+        is_wanted = pc.is_in(members, value_set=wanted).to_numpy(zero_copy_only=False)
+        wanted_before = np.concatenate([[0], np.cumsum(is_wanted)])  # each member of all units in a row
+        counts = np.diff(wanted_before[np.cumsum([0, *(len(unit.members) for unit in units)])]).tolist()
+        counts_by_unit = {unit.unit_id: count for unit, count in zip(units, counts, strict=True)}
         again = (again | damaged.keys()) & done.keys()
-        return StageState(plan, name, units, wanted, _count_wanted(units, held, wanted), done, again, lists, damaged)
+        return StageState(plan, fingerprint, units, wanted, counts_by_unit, done, again, rejected, damaged)
 
     def run(
         self,
@@ -116,113 +119,95 @@ class EncodingStage:
             int | None, typer.Option(min=1, max=MOST_PREFETCH, metavar="N", help=_PREFETCH_HELP)
         ] = None,
     ) -> Report:
-        """Do this process' part of what remains, and report."""
-        stopping, store = StopHandler(max_time), Store(config.root)
+        """Encode what remains of this process' partition, and report."""
+        stop_handler, store = StopHandler(max_time), Store(config.root)
         plan = current_plan(store, config)
         if not options.dry_run:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
-        work = self.state(store, config, plan, retry_set_aside)
-        mine = work.remaining_units(options.partition)
-        for damage in work.damaged_lists.values():
-            console.warn(f"{damage.message}; its unit is done again")
-        before = len(work.units) - len(work.todo)
-        report = Report(program=self.name, skipped=_count_members(work.units) - _count_members(work.todo))
+        state = self.state(store, config, plan, retry_set_aside)
+        remaining, todo = state.remaining_units(options.partition), state.todo
+        for damage in state.damaged_lists.values():
+            console.warn(f"{damage.message}; its unit is encoded again")
+        report = Report(program=self.name, skipped=_count_members(state.units) - _count_members(todo))
         report.details = {
-            "cache": f"{self.kind}/{work.fingerprint}",
-            "units": f"{len(work.units)}, {before} done before, {len(mine)} in this run",
-            "to_encode_mib": round(sum(self.estimate_bytes(config, unit) for unit in mine) / 2**20, 2),
+            "cache": f"{self.kind}/{state.fingerprint}",
+            "units": f"{len(state.units)}, {len(state.units) - len(todo)} done before, {len(remaining)} in this run",
+            "to_encode_mib": round(sum(self.estimate_bytes(config, unit) for unit in remaining) / 2**20, 2),
         }
         topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks", "regularisation"), "vision": ("vision",)}
-        for text in find_unused_features(config, *topics.get(self.kind, ())):
-            console.warn(text)
+        for message in find_unused_features(config, *topics.get(self.kind, ())):
+            console.warn(message)
         if options.dry_run:
-            report.remaining = _count_members(mine)
-            _report_set_aside(store, self, work, report)
+            report.remaining = _count_members(remaining)
+            _report_set_aside(store, self, state, report)
             return report
-        limit = RejectLimit(self, store, config, work)
-        if mine:
-            watched = missing_media.select_probed_members(work.plan, self.kind, work.wanted_members(mine))
-            missing_media.require_media(MediaLocations(config, work.plan), self.kind, watched)
-            _write_provenance(store, self, work.fingerprint, config)
-            given = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
-            resources = options.resources(config, self.name).model_copy(update=given)
+        limit = RejectLimit(self, store, config, state)
+        if remaining:
+            probed = missing_media.select_probed_members(plan, self.kind, state.wanted_members(remaining))
+            missing_media.require_media(MediaLocations(config, plan), self.kind, probed)
+            _write_provenance(store, self, state.fingerprint, config)
+            overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
+            resources = options.resources(config, self.name).model_copy(update=overrides)
             assert isinstance(resources, Encoding)
-            job = Job(config, work.plan.name, work.fingerprint, resources, probed_members=watched)
-            with stopping.stop_on_signals():
-                _run_units(store, self, job, work.plan, mine, limit, console, report)
-            work = self.state(store, config, work.plan)
-            if stopping.reason:
-                _report_interruption(report, self.name, stopping.reason, work.remaining_units(options.partition))
-        _report_set_aside(store, self, work, report)
+            job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed)
+            with stop_handler.stop_on_signals():
+                _run_units(store, self, job, plan, remaining, limit, console, report)
+            state = self.state(store, config, plan)
+            if stop_handler.reason:
+                left = state.remaining_units(options.partition)
+                report.details["stopped"] = f"by {stop_handler.reason}; {len(left)} units remain, what is done is kept"
+                report.remaining = _count_members(left)
+                report.next_steps += [f"latentpress {self.name}"] if left else []
+        _report_set_aside(store, self, state, report)
         return report
 
 
 @dataclass(frozen=True)
 class StageState:
-    """What is to be done and what is done, for one stage and one plan."""
+    """What one stage has done of one plan, and what remains."""
 
     plan: Plan
     fingerprint: str
     units: list[Unit]
-    wanted_ids: pa.Array  # ids of members that the plan holds active
+    wanted_ids: pa.Array  # the members that are active in the plan
     counts: dict[str, int]  # unit id -> how many of its members are wanted
     done: dict[str, str]  # unit id -> shard path
     retry_units: set[str]  # units whose shard lacks a wanted member that may work now
-    rejects_by_unit: dict[str, list[dict]]  # unit id -> what was set aside of it and is wanted
+    rejects_by_unit: dict[str, list[dict]]  # unit id -> the wanted members that were set aside
     damaged_lists: dict[str, DamageError] = field(default_factory=dict)  # unit id -> what is wrong with that list
 
     @property
     def todo(self) -> list[Unit]:
         return self.remaining_units(Partition())
 
-    def remaining_units(self, shard: Partition) -> list[Unit]:
-        """What remains of one part. Parts are cut from all units, so they stay the same while others finish."""
+    def remaining_units(self, partition: Partition) -> list[Unit]:
+        """What remains of one partition. It is cut from all units, so it stays the same while others finish."""
         return [
             unit
-            for unit in shard.select(self.units)
+            for unit in partition.select(self.units)
             if unit.unit_id not in self.done or unit.unit_id in self.retry_units
         ]
 
     def wanted_members(self, units: Sequence[Unit]) -> pa.Array:
-        """Ids of the wanted members of some units."""
+        """Ids of the wanted members of these units."""
         members = pa.array([name for unit in units for name in unit.members], pa.string())
         return members.filter(pc.is_in(members, value_set=self.wanted_ids))
 
     @property
     def set_aside(self) -> list[dict]:
-        """Wanted members that were set aside, from this run and from earlier ones."""
+        """Wanted members that were set aside, in this run and in earlier ones."""
         return [row for rows in self.rejects_by_unit.values() for row in rows]
 
 
-def _report_interruption(report: Report, name: str, reason: str, left: Sequence[Unit]) -> None:
-    report.details["stopped"] = f"by {reason}; {len(left)} units remain, what is done is kept"
-    report.remaining = _count_members(left)
-    if left:
-        report.next_steps.append(f"latentpress {name}")
-
-
-def _count_wanted(units: list[Unit], members: pa.Array, wanted: pa.Array) -> dict[str, int]:
-    """Wanted members of each unit; `members` are those of all units in a row."""
-    before = np.concatenate([[0], np.cumsum(pc.is_in(members, value_set=wanted).to_numpy(zero_copy_only=False))])
-    ends = np.cumsum([0, *(len(unit.members) for unit in units)])
-    return dict(zip((unit.unit_id for unit in units), np.diff(before[ends]).tolist(), strict=True))
-
-
-def _rows_of_items(lists: dict[str, list[dict]], wanted: pa.Array) -> dict[str, list[dict]]:
-    """The rows about wanted items."""
-    rows = [(unit, row) for unit, rows in lists.items() for row in rows]
-    if not rows:
-        return {}
-    there = pc.is_in(pa.array([row["item"] for _, row in rows], pa.string()), value_set=wanted).to_pylist()
-    kept: dict[str, list[dict]] = {}
-    for (unit, row), hit in zip(rows, there, strict=True):
-        if hit:
-            kept.setdefault(unit, []).append(row)
-    return kept
+def _wanted_rows(rows_by_unit: dict[str, list[dict]], wanted: pa.Array) -> dict[str, list[dict]]:
+    items = pa.array([row["item"] for rows in rows_by_unit.values() for row in rows], pa.string())
+    hits = iter(pc.is_in(items, value_set=wanted).to_pylist())
+    kept = {unit: [row for row in rows if next(hits)] for unit, rows in rows_by_unit.items()}
+    return {unit: rows for unit, rows in kept.items() if rows}
 
 
 def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dict[str, Any]]:
-    """For a report: truncated texts by their words."""
+    """Truncated texts as rows of a report."""
     return [
         {
             "item": row.id,
@@ -255,22 +240,21 @@ def _run_units(
     written, remarks = 0, Counter[str]()
     what = "texts" if stage.member_kind == "text" else "samples"
     with console.progress(_count_members(units), stage.name, what) as progress:
-        for outcome in run_units(stage.load_worker, job, iter(units), progress.advance, console.warn):
-            if outcome.shard_path is None:
-                report.failed.append({"item": outcome.unit_id, "reason": "failed", "message": outcome.error})
-                report.remaining += len(members[outcome.unit_id])
+        for result in run_units(stage.load_worker, job, iter(units), progress.advance, console.warn):
+            if result.shard_path is None:
+                report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
+                report.remaining += len(members[result.unit_id])
                 continue
-            rejects.write_rejects(
-                store, reject_folder(stage.name, job.fingerprint), outcome.unit_id, list(outcome.set_aside)
-            )
-            report.truncated += format_truncated(plan, outcome.truncated)
-            remarks.update(outcome.remarks)
-            if outcome.fitting_batch:
-                console.warn(f"unit {outcome.unit_id}: out of memory; {outcome.fitting_batch}")
+            folder = reject_folder(stage.name, job.fingerprint)
+            rejects.write_rejects(store, folder, result.unit_id, list(result.set_aside))
+            report.truncated += format_truncated(plan, result.truncated)
+            remarks.update(result.remarks)
+            if result.fitting_batch:
+                console.warn(f"unit {result.unit_id}: out of memory; {result.fitting_batch}")
                 report.details["units_in_smaller_batches"] = report.details.get("units_in_smaller_batches", 0) + 1
-            report.done += outcome.encoded
-            written += outcome.bytes
-            limit.add_unit(outcome.unit_id, outcome.set_aside)
+            report.done += result.encoded
+            written += result.bytes
+            limit.add_unit(result.unit_id, result.set_aside)
     report.details["written_mib"] = round(written / 2**20, 2)
     if remarks:
         rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
@@ -278,63 +262,53 @@ def _run_units(
 
 
 class RejectLimit:
-    """Of the members that the plan wants, what was tried and set aside, in this run and in earlier ones. Missing media
-    is not counted: `presence` stops a stage that finds most of it missing, and index what lacks any.
+    """Counts the wanted members that were tried and that were set aside, in this run and in earlier ones. Missing media
+    do not count: `missing_media` stops a stage that finds most of them missing, and index stops for any.
 
-    LatentpressError, at once or by `count`, where more than `max_reject_fraction` of them were set aside. A run
-    that was stopped so is stopped again, until they are mended or the limit is raised.
+    LatentpressError, from the constructor or from `add_unit`, where more than `max_reject_fraction` of them were set
+    aside. The next run stops in the same way until the items are corrected or the limit is raised.
     """
 
-    def __init__(self, stage: EncodingStage, store: Store, config: Config, work: StageState) -> None:
-        self._stage, self._wanted = stage, work.wanted_ids
-        self._folder = store.path(f"rejects/{reject_folder(stage.name, work.fingerprint)}")
+    def __init__(self, stage: EncodingStage, store: Store, config: Config, state: StageState) -> None:
+        self._stage, self._wanted, self._counts = stage, state.wanted_ids, state.counts
+        self._folder = store.path(f"rejects/{reject_folder(stage.name, state.fingerprint)}")
         self._fraction = config.stages.max_reject_fraction
-        self._tried = self._aside = 0
-        self._counts = work.counts
-        settled = [
-            unit.unit_id for unit in work.units if unit.unit_id in work.done and unit.unit_id not in work.retry_units
-        ]
-        self._tried += sum(work.counts[unit] for unit in settled)
-        aside = _without_missing(row for unit in settled for row in work.rejects_by_unit.get(unit, []))
-        self._aside += len(aside)
-        self._check(aside)
+        self._tried = self._rejected = 0
+        settled = state.done.keys() - state.retry_units
+        names = [unit.unit_id for unit in state.units if unit.unit_id in settled]
+        self._add({name: state.rejects_by_unit.get(name, []) for name in names})
 
     def add_unit(self, unit: str, set_aside: Sequence[dict]) -> None:
-        """A unit that was just done."""
-        aside = _without_missing(_rows_of_items({unit: list(set_aside)}, self._wanted).get(unit, []))
-        self._tried += self._counts[unit]
-        self._aside += len(aside)
-        self._check(aside)
+        """Count a unit that has just been encoded."""
+        self._add({unit: _wanted_rows({unit: list(set_aside)}, self._wanted).get(unit, [])})
 
-    def _check(self, aside: Sequence[dict]) -> None:
-        if aside and self._aside > self._fraction * max(self._tried, MIN_REJECT_BASE):
+    def _add(self, rejects_by_unit: dict[str, list[dict]]) -> None:
+        rejected = [row for rows in rejects_by_unit.values() for row in rows if row["reason"] != "missing"]
+        self._tried += sum(self._counts[unit] for unit in rejects_by_unit)
+        self._rejected += len(rejected)
+        if rejected and self._rejected > self._fraction * max(self._tried, MIN_REJECT_BASE):
             what = "texts" if self._stage.member_kind == "text" else "samples"
             raise LatentpressError(
-                f"{self._stage.name} stopped: {self._aside} of {self._tried} {what} were set aside, more than "
-                f"stages.max_reject_fraction = {self._fraction} of them (of {MIN_REJECT_BASE}, where they are "
-                f"fewer); the last: "
-                f"{escape_unprintable(aside[-1]['message'])}",
-                f"mend them and run `latentpress {self._stage.name} --retry-set-aside`, or raise that limit in the "
+                f"{self._stage.name} stopped: {self._rejected} of {self._tried} {what} were set aside, more than "
+                f"stages.max_reject_fraction = {self._fraction} of them (of {MIN_REJECT_BASE}, where they are fewer); "
+                f"the last: {escape_unprintable(rejected[-1]['message'])}",
+                f"correct them and run `latentpress {self._stage.name} --retry-set-aside`, or raise that limit in the "
                 f"configuration; the list is under {self._folder}",
             )
 
 
-def _without_missing(rows: Iterable[dict]) -> list[dict]:
-    return [row for row in rows if row["reason"] != "missing"]
-
-
-def _report_set_aside(store: Store, stage: EncodingStage, work: StageState, report: Report) -> None:
-    report.set_aside = work.set_aside
+def _report_set_aside(store: Store, stage: EncodingStage, state: StageState, report: Report) -> None:
+    report.set_aside = state.set_aside
     if report.set_aside:
-        report.rejects = store.path(f"rejects/{reject_folder(stage.name, work.fingerprint)}")
+        report.rejects = store.path(f"rejects/{reject_folder(stage.name, state.fingerprint)}")
         if any(not row["retry"] for row in report.set_aside):
-            report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once their cause is mended")
+            report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once the cause is corrected")
         if any(row["reason"] == "missing" for row in report.set_aside):
             report.next_steps.append(f"latentpress {stage.name}   # once the missing files are there again")
 
 
 def _write_provenance(store: Store, stage: EncodingStage, fingerprint: str, config: Config) -> None:
-    """provenance.json: in words, what the fingerprint stands for. A damaged one is written again."""
+    """provenance.json: the settings that the fingerprint stands for. A damaged one is written again."""
     rel = f"{stage.kind}/{fingerprint}/provenance.json"
     record = {"fingerprint": fingerprint, **stage.fingerprint_inputs(config)}
     data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()

@@ -1,7 +1,5 @@
-"""The three encoding stages: what determines the bytes of each one's shards, and the worker that makes them.
-
-What a fingerprint is made of is said here without torch; a worker, which loads the model, is imported when it is asked
-for.
+"""The three encoding stages: the inputs of each one's fingerprint, found without torch, and the worker, which loads the
+model and is imported when it is needed.
 """
 
 from typing import Any
@@ -19,34 +17,31 @@ from stages.encoding.vision import checkpoint, grids
 from stages.engines.jobs import Job, Worker
 
 
-def text_parts(config: Config) -> dict[str, Any]:
-    """Everything beyond the texts that determines a shard's bytes."""
+def text_fingerprint_inputs(config: Config) -> dict[str, Any]:
     return text_settings(config) | {"weights": _weights(config, config.model.family_spec.text_components)}
 
 
-def latents_parts(config: Config) -> dict[str, Any]:
-    """Everything beyond the samples that determines a shard's bytes."""
+def latents_fingerprint_inputs(config: Config) -> dict[str, Any]:
     return latents_settings(config) | {"weights": _weights(config, config.model.family_spec.latent_components)}
 
 
-def _weights(config: Config, parts: tuple[str, ...]) -> dict[str, Any]:
-    return fingerprint_weights(config.model.source, parts, config.model.revision, Store(config.root))
+def _weights(config: Config, components: tuple[str, ...]) -> dict[str, Any]:
+    return fingerprint_weights(config.model.source, components, config.model.revision, Store(config.root))
 
 
-def vision_parts(config: Config) -> dict[str, Any]:
-    """Everything beyond the samples that determines a shard's bytes."""
+def vision_fingerprint_inputs(config: Config) -> dict[str, Any]:
     vision = config.vision
     if vision.source is None:
         raise UsageError(
             "encode-vision has no model to run: vision.model is not set",
-            f"set vision.model to {', '.join(VISION_MODELS)}, or a DINOv2 as local directory or repo",
+            f"set vision.model to {', '.join(VISION_MODELS)}, or to the local directory or repository of a DINOv2",
         )
     weights = checkpoint.fingerprint_weights(vision.source, vision.revision, Store(config.root))
     return vision_settings(config) | {"weights": weights}
 
 
-def vision_size(config: Config, unit: Unit) -> int:
-    """Bytes of a unit's shard of vision features, about: bfloat16 features on the grid of its bucket."""
+def estimate_vision_bytes(config: Config, unit: Unit) -> int:
+    """Of bfloat16 features on the grid of the unit's bucket."""
     vision, family, bucket = config.vision, config.model.family_spec, Bucket.parse(unit.bucket)
     assert vision.source is not None
     frames, _, _ = bucket.latent_shape(family.side_multiple, family.temporal_stride)
@@ -55,30 +50,32 @@ def vision_size(config: Config, unit: Unit) -> int:
 
 
 def load_text(job: Job) -> Worker:
-    """The worker of encode-text; imports torch and loads the text encoder."""
     from stages.encoding.text.worker import TextWorker
 
     return TextWorker(job)
 
 
 def load_latents(job: Job) -> Worker:
-    """The worker of encode-latents; imports torch and loads the autoencoder."""
     from stages.encoding.vae.worker import LatentsWorker
 
     return LatentsWorker(job)
 
 
 def load_vision(job: Job) -> Worker:
-    """The worker of encode-vision; imports torch and loads the vision model."""
     from stages.encoding.vision.worker import VisionWorker
 
     return VisionWorker(job)
 
 
-TEXT = EncodingStage("encode-text", "text", text_parts, load_text)
-LATENTS = EncodingStage("encode-latents", "latents", latents_parts, load_latents)
+TEXT = EncodingStage("encode-text", "text", text_fingerprint_inputs, load_text)
+LATENTS = EncodingStage("encode-latents", "latents", latents_fingerprint_inputs, load_latents)
 VISION = EncodingStage(
-    "encode-vision", "vision", vision_parts, load_vision, unit_kind="latents", estimate_bytes=vision_size
+    "encode-vision",
+    "vision",
+    vision_fingerprint_inputs,
+    load_vision,
+    unit_kind="latents",
+    estimate_bytes=estimate_vision_bytes,
 )
 
 STAGES: tuple[EncodingStage, ...] = (TEXT, LATENTS, VISION)
@@ -87,5 +84,5 @@ assert {stage.kind: stage.name for stage in STAGES} == ENCODE_PROGRAMS
 
 
 def required_stages(config: Config) -> list[EncodingStage]:
-    """Those whose shards this configuration needs."""
+    """The stages whose shards this configuration needs."""
     return [stage for stage in STAGES if stage is not VISION or config.vision.model]

@@ -1,4 +1,4 @@
-"""What the encoding stages' workers share: units read ahead, encoded by batches, and written behind, a shard each."""
+"""What the encoding stages' workers share: units are read ahead, encoded in batches and written as shards meanwhile."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -29,102 +29,104 @@ from stages.media.errors import MediaError
 
 AdvanceProgress = Callable[[int], None]
 PreparedMembers = Iterable[tuple[str, Any | MediaError]]
-PREFETCH_BYTES = 1 << 30  # of what is read ahead, where the configuration gives no number of members
+PREFETCH_BYTES = 1 << 30  # of members read ahead, where the configuration gives no number of them
 MAX_PREFETCH = 64  # members, likewise
 
 
 class UnitWorker(ABC):
-    """Loaded once in a process. A stage says what a member is, what fits in a batch, and how one is encoded."""
+    """Made once in a process. A subclass defines what a member is, what fits in a batch, and how one is encoded."""
 
     stage: str
     kind: str
     section: str  # of the configuration
     tensors: tuple[str, ...]
     precision: str
-    batch_limit_option: str  # the option of that section which says what a batch may cost
-    advice = "use a larger card or --device cpu"  # where not even one member fits into memory
+    batch_limit_option: str  # the option of that section that limits a batch's cost
+    advice = "use a larger card or --device cpu"  # where a single member does not fit into memory
 
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config
         self.batch_limit: int = getattr(getattr(self.config, self.section), self.batch_limit_option)
         self.store = Store(job.config.root)
         self.plan = plans.load_plan(self.store, job.generation)
-        self.places = MediaLocations(self.config, self.plan)
+        self.locations = MediaLocations(self.config, self.plan)
         self.device = model_loading.select_device(job.resources, job.process_index)
         self.provenance = model_loading.runtime_provenance(job.resources, self.device)
 
     @abstractmethod
     def read_request(self, name: str) -> ReadRequest | None:
-        """What is read of files for the member `name`; None for nothing. MediaError: it is set aside."""
+        """The files to read for the member `name`; None for none. MediaError: it is set aside."""
 
     @abstractmethod
     def prepare(self, name: str, read: MemberPixels | None) -> Any:
-        """The member, ready to be encoded; called in a thread of its own. MediaError: it is set aside."""
+        """The member, ready to be encoded; called in another thread. MediaError: it is set aside."""
 
     @abstractmethod
     def cost(self, batch: list[Any]) -> int:
-        """What a batch of these members costs, in the unit of `batch_limit`."""
+        """The cost of a batch of these members, in the unit of `batch_limit`."""
 
     def indivisible(self, batch: list[Any], limit: int) -> bool:
-        """Whether nothing smaller than this batch can be tried."""
+        """Whether no smaller batch can be tried."""
         return len(batch) == 1
 
     @abstractmethod
     def encode(self, names: list[str], batch: list[Any], limit: int) -> Iterable[ShardRow]:
-        """A row for each member. limit: of a forward pass' cost, which one member alone may exceed."""
+        """A row for each member. limit: the cost of one forward pass, which a single member may exceed."""
 
     def member_bytes(self, unit: Unit) -> int:
-        """Memory that a member of this unit takes when it has been read."""
+        """Memory of a member of this unit once it is read."""
         return 1
 
     def remarks(self, row: ShardRow) -> Iterable[str]:
-        """What the report counts this row as; nothing for most."""
+        """Remarks that the report counts rows by; none for most rows."""
         return ()
 
     def prefetch_count(self, unit: Unit) -> int:
-        """How many members of this unit are read ahead, where the configuration gives no number."""
+        """How many members of this unit to read ahead, where the configuration gives no number."""
         return max(2, min(MAX_PREFETCH, PREFETCH_BYTES // self.member_bytes(unit)))
 
     def run_units(self, take: NextUnit, advance: AdvanceProgress) -> Iterator[UnitResult]:
-        """Make the shards of the units that `take` gives. While one is encoded the next is read and the last is
-        written, so the outcome of a unit comes after the next one was encoded, unless there is none to take."""
+        """Make the shards of the units that `take` gives. While one is encoded, the next is read and the previous one
+        written, so a unit's result comes after the next unit was encoded, or at the end."""
+        prefetcher = Prefetcher(
+            take,
+            read_request=self.read_request,
+            prepare=self.prepare,
+            depth=lambda unit: self.job.resources.prefetch or self.prefetch_count(unit),
+            processes=lambda: self._processes,
+        )
         try:
-            with ThreadPoolExecutor(1, "write") as writing, self._ahead(take) as ahead:
+            with ThreadPoolExecutor(1, "write") as writer, prefetcher:
                 try:
-                    yield from self._outcomes(ahead, writing, advance)
-                except BaseException:  # nobody waits for a decoder that hangs
+                    yield from self._results(prefetcher, writer, advance)
+                except BaseException:  # do not wait for a decoder that hangs
                     if processes := self.__dict__.pop("_processes", None):
                         processes.close()
                     raise
         finally:
             self.store.discard_all_temps()
 
-    def _outcomes(
-        self, ahead: Prefetcher, writing: ThreadPoolExecutor, advance: AdvanceProgress
+    def _results(
+        self, prefetcher: Prefetcher, writer: ThreadPoolExecutor, advance: AdvanceProgress
     ) -> Iterator[UnitResult]:
-        behind: Future[UnitResult] | None = None
+        written: Future[UnitResult] | None = None
         while True:
-            unit = ahead.next_unit(wait=behind is None)
-            if unit is None and behind is None:
+            unit = prefetcher.next_unit(wait=written is None)
+            if unit is None and written is None:
                 return
-            made = self._encode(unit, ahead, advance) if unit is not None else None
+            shard = self._encode(unit, prefetcher, advance) if unit is not None else None
             try:
-                if behind is not None:
-                    yield behind.result()
+                if written is not None:
+                    yield written.result()
             except BaseException:
-                if made is not None:
-                    made.drop()
+                if shard is not None:
+                    shard.drop()
                 raise
-            behind = writing.submit(made.finish) if made is not None else None
-
-    def _ahead(self, take: NextUnit) -> Prefetcher:
-        return Prefetcher(
-            take, wanted=self.read_request, prepare=self.prepare, depth=self._depth, processes=lambda: self._processes
-        )
+            written = writer.submit(shard.finish) if shard is not None else None
 
     @cached_property
     def _processes(self) -> SandboxPool[ReadRequest, MemberPixels]:
-        """Processes of their own that decode: one that crashes or hangs costs its item and not this process."""
+        """The decoding processes: one that crashes or hangs costs its item and not this process."""
         limits = self.config.stages
         return SandboxPool(
             member_reader.make_member_reader,
@@ -133,12 +135,9 @@ class UnitWorker(ABC):
             memory_mib=limits.item_memory_mib,
         )
 
-    def _depth(self, unit: Unit) -> int:
-        return self.job.resources.prefetch or self.prefetch_count(unit)
-
-    def _encode(self, unit: Unit, ahead: Prefetcher, advance: AdvanceProgress) -> "_UnitShard":
-        """Encode a unit; its shard, to be written. Out of memory, the whole unit starts again at half the batch; the
-        next one does not, since what a shard holds is not to depend on what was done before."""
+    def _encode(self, unit: Unit, prefetcher: Prefetcher, advance: AdvanceProgress) -> "_UnitShard":
+        """Encode a unit; its shard, to be written. Out of memory, the whole unit starts again at half the batch. The
+        next unit has the usual limit again: a shard must not depend on what was done before it."""
         limit, counted = self.batch_limit, 0
 
         def count(n: int) -> None:
@@ -146,11 +145,14 @@ class UnitWorker(ABC):
             counted += n
             advance(n)
 
-        read: Callable[[], PreparedMembers] = lambda: ahead.members(unit)  # noqa: E731
+        read = prefetcher.members
         while True:
             shard = _UnitShard(self, unit, limit)
             try:
-                self._rows(shard, read(), count)
+                for names, batch in shard.batches(read(unit), count):
+                    for row in self.encode(names, batch, limit):
+                        shard.add(row)
+                    count(len(batch))
                 if shard.has_missing_files:
                     self._require_media(unit)
                 return shard
@@ -161,35 +163,27 @@ class UnitWorker(ABC):
                 if shard.indivisible:
                     problem = str(error).strip().partition("\n")[0]
                     raise LatentpressError(f"out of memory at a batch of one: {problem}", self.advice) from error
-            model_loading.release_memory()  # here, where no traceback holds what the batch was made of
+            model_loading.release_memory()  # here, where no traceback holds the batch's tensors
             if limit == self.batch_limit:
-                ahead.skip(unit)
+                prefetcher.skip(unit)
             limit = max(1, min(limit, shard.cost) // 2)
             advance(-counted)
-            counted = 0
-            read = lambda: ahead.reread(unit)  # noqa: E731
+            counted, read = 0, prefetcher.reread
 
     def _require_media(self, unit: Unit) -> None:
-        """Stop rather than publish a shard without members whose files are missing, where most files are."""
+        """Stop where most files are missing, rather than publish a shard without their members."""
         some = pa.array(missing_media.spread_evenly(pa.array(unit.members, pa.string())))
         wanted = self.plan.active_text_ids if self.kind == "text" else self.plan.active_sample_ids
         tried = wanted.filter(pc.is_in(wanted, value_set=some)).to_pylist()
-        missing_media.require_media(self.places, self.kind, {*self.job.probed_members, *tried})
-
-    def _rows(self, shard: "_UnitShard", read: PreparedMembers, advance: AdvanceProgress) -> None:
-        for names, batch in shard.batches(read, advance):
-            for row in self.encode(names, batch, shard.limit):
-                shard.add(row)
-            advance(len(batch))
+        missing_media.require_media(self.locations, self.kind, {*self.job.probed_members, *tried})
 
 
 class _UnitShard:
-    """One unit's shard in the making. cost: of the last batch; indivisible: whether that was as small as can be."""
+    """The shard of one unit while it is made. cost: of the last batch; indivisible: whether it was of minimal size."""
 
     def __init__(self, worker: UnitWorker, unit: Unit, limit: int) -> None:
-        """limit: of a batch's cost; the shard records it."""
         self._worker, self._unit, self.limit = worker, unit, limit
-        self._aside: list[dict] = []
+        self._rejected: list[dict] = []
         self._remarks: Counter[str] = Counter()
         self._encoded = self._bytes = self.cost = 0
         self.indivisible = False
@@ -208,7 +202,8 @@ class _UnitShard:
         self._writer.__enter__()
 
     def batches(self, read: PreparedMembers, advance: AdvanceProgress) -> Iterator[tuple[list[str], list[Any]]]:
-        """Members in the unit's order, as many to a batch as the limit allows; what can't be read goes aside."""
+        """Names and members in the unit's order, in batches as large as the limit allows; what can't be read is set
+        aside."""
         names: list[str] = []
         batch: list[Any] = []
         for name, item in read:
@@ -229,7 +224,7 @@ class _UnitShard:
         return names, batch
 
     def add(self, row: ShardRow) -> None:
-        """Take a row; one with NaN or infinities goes aside."""
+        """Write a row; one with NaN or infinities is set aside."""
         bad = [name for name, array in row.tensors.items() if not array.is_finite()]
         if bad:
             what = f"the encoder gave NaN or infinite numbers ({', '.join(bad)}) at precision {self._worker.precision}"
@@ -246,36 +241,41 @@ class _UnitShard:
 
     @property
     def has_missing_files(self) -> bool:
-        return any(member["reason"] == "missing" for member in self._aside)
+        return any(member["reason"] == "missing" for member in self._rejected)
 
     def _set_aside(self, name: str, path: str, reason: str, message: str, retry: bool) -> None:
-        self._aside.append(make_reject(self._worker.stage, name, path, reason, message, retry))
+        self._rejected.append(make_reject(self._worker.stage, name, path, reason, message, retry))
 
     def finish(self) -> UnitResult:
-        """Write the shard under its final name."""
+        """Publish the shard."""
         worker, unit = self._worker, self._unit.unit_id
         try:
-            for member in self._aside:
+            for member in self._rejected:
                 self._writer.set_aside(RejectedMember(member["item"], member["reason"], member["message"]))
             folder = reject_folder(worker.stage, worker.job.fingerprint)
-            again = {member["item"] for member in self._aside}
-            before = read_undamaged(worker.store, folder, unit)
-            if again:
-                # Before the shard, which says "done", and with what stood there, some of which may be mended now:
-                # killed in between, nothing has left the lists.
-                mended = [row for row in before if row["item"] not in again]
-                write_rejects(worker.store, folder, unit, [*self._aside, *mended])
+            if names := {member["item"] for member in self._rejected}:
+                # Before the shard, which marks the unit as done, and with the earlier rows, some of which may be
+                # encoded now: after a kill in between, the list lacks nothing.
+                earlier = [row for row in read_undamaged(worker.store, folder, unit) if row["item"] not in names]
+                write_rejects(worker.store, folder, unit, [*self._rejected, *earlier])
             path = self._writer.finish()
         finally:
             self.drop()
-        truncated, usual, smaller = tuple(self._meta.truncated), worker.batch_limit, ""
+        fitting, usual = "", worker.batch_limit
         if self.limit < usual:
-            smaller = (
-                f"it fits with {worker.section}.{worker.batch_limit_option}: {self.limit}, which saves trying {usual}"
-            )
-        aside, remarks = tuple(self._aside), dict(self._remarks)
-        return UnitResult(unit, path, self._encoded, self._bytes, aside, truncated, smaller, remarks=remarks)
+            option = f"{worker.section}.{worker.batch_limit_option}"
+            fitting = f"it fits with {option}: {self.limit}, which saves trying {usual}"
+        return UnitResult(
+            unit,
+            path,
+            self._encoded,
+            self._bytes,
+            set_aside=tuple(self._rejected),
+            truncated=tuple(self._meta.truncated),
+            fitting_batch=fitting,
+            remarks=dict(self._remarks),
+        )
 
     def drop(self) -> None:
-        """Leave nothing behind of what was not finished."""
+        """Remove what was written of an unfinished shard."""
         self._writer.__exit__(None, None, None)

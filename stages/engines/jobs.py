@@ -1,4 +1,4 @@
-"""What an engine runs: a worker, made once in each process from a job, which makes a shard of each unit it is given."""
+"""What an engine runs: a worker, made once in each process from a job, which turns units into shards."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from schemas.config.pipeline import Config
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker process needs to know; small, and sent to it as it is. process: its number, from 0. watched:
-    members whose files tell whether the media are there."""
+    """The input of a worker process; small, and pickled. process_index: its number, from 0. probed_members: members
+    whose files show whether the media are there."""
 
     config: Config
     generation: str
@@ -25,9 +25,8 @@ class Job:
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What became of a unit. shard: its path, None if it failed. set_aside: rows of schemas.tables.REJECTS_SCHEMA.
-
-    smaller: where memory ran out, the size of batches that fitted. remarks: how many members each of them is true of.
+    """shard_path: None where the unit failed. set_aside: rows of schemas.tables.REJECTS_SCHEMA. fitting_batch: where
+    memory ran out, the batch size that fitted. remarks: the number of members for each.
     """
 
     unit_id: str
@@ -42,8 +41,8 @@ class UnitResult:
 
 
 class Worker(Protocol):
-    """Loaded once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after each
-    member. take: the next unit; None where there is none yet, or with True, which waits, no more."""
+    """Made once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after members.
+    take: the next unit; None where there is none yet or, for an argument of True, which waits, no more."""
 
     def run_units(
         self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]

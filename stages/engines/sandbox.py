@@ -1,14 +1,14 @@
-"""Work that may crash, hang or eat memory, in processes of its own: a decoder that dies takes one item with it.
+"""Work that may crash, hang or take too much memory, in other processes: a decoder that dies costs one item.
 
-    with Isolated(partial(Reader, dataset), workers=4, timeout_s=300, memory_mib=8192) as isolated:
-        for item, found in isolated.map(items):
+    with SandboxPool(partial(Reader, dataset), workers=4, timeout_s=300, memory_mib=8192) as pool:
+        for item, result in pool.map(items):
             ...
 
-The processes are pebble's, which replaces one that died. An alarm that the system keeps ends one whose item takes too
-long, also when the program that waits for it was killed. Quick items go to them
-several at a time, since a task costs a sixth of a millisecond; those of a task that came to nothing are tried again one
-by one, and the one that it happens to again is lost. Decoded clips come back in shared memory, without a copy here, or
-through files where that is full: a pipe of Python's takes seconds for 100 MB.
+The processes are pebble's, which replaces one that died. The system's alarm ends one whose item takes too long, even
+when the program that waits for it was killed. Quick items are sent several at a time, since a task costs a sixth of a
+millisecond; those of a task that failed are tried again one by one, and the one that fails again is lost. Decoded clips
+return in shared memory, without a copy here, or through files where that is full: a pipe of Python's takes seconds for
+100 MB.
 """
 
 import errno
@@ -39,28 +39,23 @@ from stages.media.errors import MediaError
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_ITEMS_PER_TASK = 16  # items of one task at most
-TARGET_TASK_S = 0.05  # that a task should take
-PRELOADED_MODULES = [  # imported once, not by each process: what readers need, what the programs' modules import, and
-    # pandas, which comes with Arrow's first array
-    *(
-        "stages.media.image",
-        "stages.media.video",
-        "stages.discovery.item_reader",
-        "stages.encoding.member_reader",
-        "stages.discovery.sources.folder",
-    ),
-    *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "stages.discovery.media_table", "stages.encoding.stage", "pandas"),
+MAX_ITEMS_PER_TASK = 16
+TARGET_TASK_S = 0.05  # by which the number of items of a task is chosen
+PRELOADED_MODULES = [  # imported once, not by each process: readers, the programs' modules, and pandas, which Arrow's
+    # first array imports
+    *("stages.media.image", "stages.media.video", "stages.discovery.item_reader", "stages.encoding.member_reader"),
+    *("stages.discovery.sources.folder", "stages.discovery.media_table", "stages.encoding.stage"),
+    *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "pandas"),
 ]
-MAX_INLINE_BYTES = 1 << 20  # bytes of results' arrays that go through a file
+MAX_INLINE_BYTES = 1 << 20  # of results' arrays; larger ones go through a file
 SHARED_MEMORY_FOLDER = "/dev/shm"  # files in memory
-FOLDER_PREFIX = "latentpress-"  # of the folders of results; the number of the process that owns one follows
+FOLDER_PREFIX = "latentpress-"  # of the folders of results; the owner's process number follows
 STALE_FOLDER_S = 3600.0  # after which a folder whose owner was killed is removed
-MAX_QUEUED_PER_PROCESS = 3  # tasks that are begun for each process, so that none waits
-READY_SUFFIX = ".ready"  # ends the name of a file that says that a process has started
-KILL_GRACE_S = 2.0  # between the alarm and the end that this program puts to a task
-START_TIMEOUT_S = 10.0  # that a process may take to start
-OUT_OF_MEMORY_EXIT_CODE = 77  # exit code of a process that gave up for want of memory
+MAX_QUEUED_PER_PROCESS = 3  # tasks, so that no process waits for one
+READY_SUFFIX = ".ready"  # of the file by which a process shows that it has started
+KILL_GRACE_S = 2.0  # between the alarm and the kill by this program
+START_TIMEOUT_S = 10.0
+OUT_OF_MEMORY_EXIT_CODE = 77
 CONSTS.sleep_unit = 0.02  # seconds until pebble sees that a process died, or that it should stop; 0.1 by default
 
 _ADVICE = {
@@ -72,21 +67,21 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What becomes of an item instead of a result. reason: decoder-died | timed-out | out-of-memory."""
+    """Takes the place of an item's result. reason: decoder-died | timed-out | out-of-memory."""
 
     reason: str
     problem: str
 
     def error(self, path: str | os.PathLike[str]) -> MediaError:
-        """The same as an error about the file `path`."""
+        """The failure as an error about the file `path`."""
         return MediaError(self.reason, path, self.problem, _ADVICE[self.reason])
 
 
 class SandboxPool(Generic[T, R]):
-    """A function that runs in `workers` other processes, given at most `timeout_s` and `memory_mib` an item.
+    """A function that runs in `workers` other processes, with at most `timeout_s` and `memory_mib` for each item.
 
-    make: called once in each process, gives the function; picklable, and so are items and results. A MediaError that
-    the function raises is a result like any other. Anything else it raises is raised here, with its traceback.
+    make: called once in each process, returns the function; picklable, as are items and results. A MediaError that the
+    function raises is a result like any other; any other exception is raised here, with its traceback.
     """
 
     def __init__(
@@ -94,18 +89,17 @@ class SandboxPool(Generic[T, R]):
     ) -> None:
         # Never a fork of this process: it may have threads, which hold locks, or a device.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED_MODULES, _defining_module(make)])
+        context.set_forkserver_preload([*PRELOADED_MODULES, getattr(make, "func", make).__module__])
         self._workers, self._timeout, self._memory_mib = workers, timeout_s, memory_mib
-        self._size = 1  # of the next task
+        self._task_size = 1  # of the next task
         _remove_stale_folders()
-        places = (None, SHARED_MEMORY_FOLDER if os.access(SHARED_MEMORY_FOLDER, os.W_OK) else None)
-        folder, shared = (
-            tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=place) for place in places
-        )
-        given = (make, memory_mib << 20, timeout_s, folder.name, shared.name)
-        self._pool = ProcessPool(max_workers=workers, context=context, initializer=_init_process, initargs=given)
+        parents = (None, SHARED_MEMORY_FOLDER if os.access(SHARED_MEMORY_FOLDER, os.W_OK) else None)
+        prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
+        disk, shared = (tempfile.TemporaryDirectory(prefix=prefix, dir=parent) for parent in parents)
+        arguments = (make, memory_mib << 20, timeout_s, disk.name, shared.name)
+        self._pool = ProcessPool(max_workers=workers, context=context, initializer=_init_process, initargs=arguments)
         self._tasks: weakref.WeakSet[Future] = weakref.WeakSet()
-        self._stop = weakref.finalize(self, _shut_down, self._pool, (folder, shared), workers, self._tasks)
+        self._stop = weakref.finalize(self, _shut_down, self._pool, (disk, shared), workers, self._tasks)
 
     def __enter__(self) -> "SandboxPool[T, R]":
         return self
@@ -114,98 +108,91 @@ class SandboxPool(Generic[T, R]):
         self.close()
 
     def close(self) -> None:
-        """End every process, whatever it is doing; who waits for a result is told CancelledError. Happens by itself
-        when this object is no longer used."""
+        """End every process, whatever it is doing; waiting for a result raises CancelledError. Also done when this
+        object is no longer referenced."""
         self._stop()
 
     def __call__(self, item: T) -> R | WorkerFailure | MediaError:
         return self.result(item, self.begin(item))
 
     def begin(self, item: T) -> Future:
-        """Put an item to the processes; `result` waits for what becomes of it. For any thread."""
+        """Queue an item; `result` waits for its result. May be called from any thread."""
         return self._begin([item])
 
-    def result(self, item: T, begun: Future) -> R | WorkerFailure | MediaError:
-        [(_, result)] = self._results([item], begun)
+    def result(self, item: T, task: Future) -> R | WorkerFailure | MediaError:
+        [(_, result)] = self._results([item], task)
         return result
 
     def map(self, items: Iterable[T]) -> Iterator[tuple[T, R | WorkerFailure | MediaError]]:
-        """Each item and what became of it, in the order of the items, which are taken a few ahead."""
-        coming = iter(items)
-        begun: deque[tuple[list[T], Future]] = deque()
+        """Each item and its result, in the order of the items, of which a few are taken ahead."""
+        remaining = iter(items)
+        tasks: deque[tuple[list[T], Future]] = deque()
         try:
-            while part := list(islice(coming, self._size)):
-                begun.append((part, self._begin(part)))
-                if len(begun) > MAX_QUEUED_PER_PROCESS * self._workers:
-                    yield from self._results(*begun.popleft())
-            while begun:
-                yield from self._results(*begun.popleft())
+            while batch := list(islice(remaining, self._task_size)):
+                tasks.append((batch, self._begin(batch)))
+                if len(tasks) > MAX_QUEUED_PER_PROCESS * self._workers:
+                    yield from self._results(*tasks.popleft())
+            while tasks:
+                yield from self._results(*tasks.popleft())
         finally:
-            for _, task in begun:
+            for _, task in tasks:
                 task.cancel()
 
-    def _begin(self, part: Sequence[T]) -> Future:
-        # Behind the alarm, for a process that is stopped and can't be woken.
-        task = self._pool.schedule(_run_task, args=(list(part),), timeout=self._timeout * len(part) + KILL_GRACE_S)
+    def _begin(self, items: Sequence[T]) -> Future:
+        # pebble's timeout is later than the alarm's, for a process that is stopped and can't be woken.
+        timeout = self._timeout * len(items) + KILL_GRACE_S
+        task = self._pool.schedule(_run_task, args=(list(items),), timeout=timeout)
         self._tasks.add(task)
         return task
 
-    def _results(self, part: Sequence[T], task: Future) -> Iterator[tuple[T, R | WorkerFailure | MediaError]]:
+    def _results(self, items: Sequence[T], task: Future) -> Iterator[tuple[T, R | WorkerFailure | MediaError]]:
         try:
-            found, seconds = task.result()
+            pickled, seconds = task.result()
         except (TimeoutError, ProcessExpired) as error:
-            if len(part) == 1:
-                yield part[0], self._lost(error)
+            if len(items) == 1:
+                yield items[0], self._failure(error)
                 return
-            for item in part:
+            for item in items:
                 yield from self._results([item], self._begin([item]))
         else:
-            self._size = max(1, min(MAX_ITEMS_PER_TASK, round(TARGET_TASK_S / max(seconds / len(part), 1e-6))))
-            yield from zip(part, _unpickle_results(found), strict=True)
+            per_item = max(seconds / len(items), 1e-6)
+            self._task_size = max(1, min(MAX_ITEMS_PER_TASK, round(TARGET_TASK_S / per_item)))
+            yield from zip(items, _unpickle_results(pickled), strict=True)
 
-    def _lost(self, error: TimeoutError | ProcessExpired) -> WorkerFailure:
+    def _failure(self, error: TimeoutError | ProcessExpired) -> WorkerFailure:
         if isinstance(error, TimeoutError) or error.exitcode == -signal.SIGALRM:
             return WorkerFailure("timed-out", f"took longer than {self._timeout:g} s to read")
-        if error.exitcode == OUT_OF_MEMORY_EXIT_CODE:
+        code = error.exitcode
+        if code == OUT_OF_MEMORY_EXIT_CODE:
             return WorkerFailure("out-of-memory", f"takes more than {self._memory_mib} MiB of memory to read")
-        return WorkerFailure("decoder-died", f"can't be read: its decoder crashed ({_describe_exit(error.exitcode)})")
-
-
-def _defining_module(make: Callable[[], Any]) -> str:
-    return getattr(make, "func", make).__module__
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    hint = ", as the system does where memory runs out" if -code == signal.SIGKILL else ""
-    return signal.Signals(-code).name + hint
+        cause = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+        hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
+        return WorkerFailure("decoder-died", f"can't be read: its decoder crashed ({cause}{hint})")
 
 
 def _remove_stale_folders() -> None:
-    """Give back the memory of results that nobody fetched, since their owner was killed."""
-    places = {Path(SHARED_MEMORY_FOLDER), Path(tempfile.gettempdir())}
-    for folder in (folder for place in places for folder in place.glob(f"{FOLDER_PREFIX}*-*")):
-        owner = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
-        with suppress(FileNotFoundError):
-            old = time.time() - folder.stat().st_mtime > STALE_FOLDER_S
-            if old and owner.isdigit() and not Path("/proc", owner).exists():
-                shutil.rmtree(folder, ignore_errors=True)
+    """Free the memory of results that nobody fetched, since their owner was killed."""
+    for parent in {Path(SHARED_MEMORY_FOLDER), Path(tempfile.gettempdir())}:
+        for folder in parent.glob(f"{FOLDER_PREFIX}*-*"):
+            owner = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+            with suppress(FileNotFoundError):
+                stale = time.time() - folder.stat().st_mtime > STALE_FOLDER_S
+                if stale and owner.isdigit() and not Path("/proc", owner).exists():
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _shut_down(
     pool: ProcessPool, folders: tuple[tempfile.TemporaryDirectory, ...], workers: int, tasks: Iterable[Future]
 ) -> None:
-    until = time.monotonic() + START_TIMEOUT_S
-    # One that is ended while it starts prints a traceback.
-    while (
-        pool.active and len(list(Path(folders[0].name).glob(f"*{READY_SUFFIX}"))) < workers and time.monotonic() < until
-    ):
+    deadline = time.monotonic() + START_TIMEOUT_S
+    started = Path(folders[0].name)
+    # A process that is ended while it starts prints a traceback.
+    while pool.active and len(list(started.glob(f"*{READY_SUFFIX}"))) < workers and time.monotonic() < deadline:
         time.sleep(0.005)
     pool.stop()
     pool.join()
     for task in list(tasks):
-        task.cancel()  # of no effect on one that is done
+        task.cancel()  # no effect on one that is done
     for folder in folders:
         folder.cleanup()
 
@@ -217,34 +204,38 @@ _folders: tuple[str, str]
 
 
 def _init_process(
-    make: Callable[[], Callable[[Any], Any]], memory: int, timeout: float, folder: str, shared: str
+    make: Callable[[], Callable[[Any], Any]], memory: int, timeout: float, disk: str, shared: str
 ) -> None:
     """In a new process."""
     global _make, _memory, _timeout, _folders
-    _make, _memory, _timeout, _folders = make, memory, timeout, (shared, folder)
-    Path(folder, f"{os.getpid()}{READY_SUFFIX}").touch()
-    os.dup2(2, 1)  # standard output belongs to the program's report
+    _make, _memory, _timeout, _folders = make, memory, timeout, (shared, disk)
+    Path(disk, f"{os.getpid()}{READY_SUFFIX}").touch()
+    os.dup2(2, 1)  # standard output is for the program's report
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole group; the program ends its processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the program ends its processes
 
 
 @cache
 def _process_function() -> Callable[[Any], Any]:
-    """The function, made once in a process, which from then on may take `_memory` bytes more than it has.
+    """The function, made once in a process. From then on the process may take `_memory` bytes more than it has.
 
-    RLIMIT_DATA counts private memory that can be written to. RLIMIT_AS would count libraries, reserved arenas and
-    files that are mapped as well, which have nothing to do with an item.
+    RLIMIT_DATA counts private writable memory. RLIMIT_AS would also count libraries, reserved arenas and mapped files,
+    which have nothing to do with an item.
     """
-    work = _make()
+    function = _make()
+    try:
+        used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+    except FileNotFoundError:  # not Linux
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_segment_bytes() + _memory
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    return work
+    limit = used + _memory if hard == resource.RLIM_INFINITY else min(used + _memory, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    return function
 
 
 @dataclass(frozen=True)
 class _OutOfBandResult:
-    """A pickle whose arrays lie in a file, one after the other, each as long as `sizes` says."""
+    """A pickle whose arrays are in a file, one after the other, with these sizes in bytes."""
 
     data: bytes
     path: Path
@@ -253,23 +244,23 @@ class _OutOfBandResult:
 
 def _run_task(items: list[Any]) -> tuple[bytes | _OutOfBandResult, float]:
     """The results, and the seconds that they took."""
-    began = time.monotonic()
+    start = time.monotonic()
     arrays: list[pickle.PickleBuffer] = []
     data = pickle.dumps([_run_item(item) for item in items], protocol=5, buffer_callback=arrays.append)
-    if sum(array.raw().nbytes for array in arrays) <= MAX_INLINE_BYTES:
-        return pickle.dumps(pickle.loads(data, buffers=arrays), protocol=5), time.monotonic() - began
     sizes = [array.raw().nbytes for array in arrays]
+    if sum(sizes) <= MAX_INLINE_BYTES:
+        return pickle.dumps(pickle.loads(data, buffers=arrays), protocol=5), time.monotonic() - start
     try:
         path = _write_arrays(arrays, _folders[0])
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         path = _write_arrays(arrays, _folders[1])
-    return _OutOfBandResult(data, path, sizes), time.monotonic() - began
+    return _OutOfBandResult(data, path, sizes), time.monotonic() - start
 
 
 def _write_arrays(arrays: Sequence[pickle.PickleBuffer], folder: str) -> Path:
-    """A new file with the arrays' bytes."""
+    """A new file of the arrays' bytes."""
     handle, name = tempfile.mkstemp(dir=folder)
     try:
         with open(handle, "wb") as file:
@@ -281,22 +272,22 @@ def _write_arrays(arrays: Sequence[pickle.PickleBuffer], folder: str) -> Path:
     return Path(name)
 
 
-def _unpickle_results(found: bytes | _OutOfBandResult) -> list[Any]:
-    """The results; large arrays are views into the file, which has no name any more and ends with them."""
-    if isinstance(found, bytes):
-        return pickle.loads(found)
-    with found.path.open("rb") as file:
-        found.path.unlink()
+def _unpickle_results(pickled: bytes | _OutOfBandResult) -> list[Any]:
+    """The results; large arrays are views of the file, which is deleted here and lives as long as they do."""
+    if isinstance(pickled, bytes):
+        return pickle.loads(pickled)
+    with pickled.path.open("rb") as file:
+        pickled.path.unlink()
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    ends = list(accumulate(found.sizes, initial=0))
-    return pickle.loads(found.data, buffers=[view[start:end] for start, end in pairwise(ends)])
+    ends = list(accumulate(pickled.sizes, initial=0))
+    return pickle.loads(pickled.data, buffers=[view[start:end] for start, end in pairwise(ends)])
 
 
 def _run_item(item: Any) -> Any:
-    work = _process_function()
+    function = _process_function()
     signal.setitimer(signal.ITIMER_REAL, _timeout)
     try:
-        return work(item)
+        return function(item)
     except MediaError as error:
         if error.reason != "out-of-memory":
             return error
@@ -304,12 +295,4 @@ def _run_item(item: Any) -> Any:
         pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    os._exit(OUT_OF_MEMORY_EXIT_CODE)  # what a library did not give back would fail the next item
-
-
-def _data_segment_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[5]) * resource.getpagesize()
-    except FileNotFoundError:  # no Linux
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    os._exit(OUT_OF_MEMORY_EXIT_CODE)  # memory that a library keeps would make the next item fail

@@ -1,4 +1,4 @@
-"""How fast shards appear, and a report that is shown again and again. Knows nothing of what it watches."""
+"""The rate at which shards appear, and a report that is refreshed until nothing remains."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,21 +7,21 @@ from typing import Any
 
 from schemas.cli.console import Console, Report
 
-RECENT_S = 3600.0  # seconds: what was published before says nothing of the pace now
-MAX_COUNTED_SHARDS = 32  # shards that a pace is taken from
-MIN_PAUSE_FACTOR = 4  # a look may take one part in so many of the time between two
+RECENT_S = 3600.0  # shards published before do not count
+MAX_COUNTED_SHARDS = 32
+MIN_PAUSE_FACTOR = 4  # building a report may take at most this fraction of the time: 1/4
 
 TableRow = dict[str, Any]
 
 
 def estimate_rate(published: Sequence[tuple[float, int]], remaining: int, now: float) -> TableRow:
-    """Items a second and the time left, as columns of a table; empty ones where nothing was published lately.
+    """Items per second and the time left, as columns of a table; empty where nothing was published lately.
 
-    published: time and number of items of each shard. The pace is that of the last shards up to `now`, whoever wrote
-    them, so it is known at the first look, and falls where nothing comes any more.
+    published: time and number of items of each shard. The rate is that of the last shards up to `now`, whoever wrote
+    them, so the first report has it, and it falls when no more shards appear.
     """
     recent = sorted(shard for shard in published if now - RECENT_S <= shard[0] <= now)[-MAX_COUNTED_SHARDS:]
-    # The first says when counting begins: what it holds was done before.
+    # The first shard is the start of the count: its items were done before.
     items = sum(count for _, count in recent[1:])
     if not items:
         return {"items_per_second": "", "left": ""}
@@ -32,17 +32,15 @@ def estimate_rate(published: Sequence[tuple[float, int]], remaining: int, now: f
     }
 
 
-def refresh_until_done(look: Callable[[], Report], console: Console, every: float) -> Report:
-    """Show `look()` every so many seconds until it says that nothing remains. Ctrl-C ends it well: exit code 0.
-
-    A look that takes long is taken less often.
-    """
+def refresh_until_done(build_report: Callable[[], Report], console: Console, every: float) -> Report:
+    """Show a new report every `every` seconds until nothing remains, less often where building one takes long. Ctrl-C
+    ends with exit code 0."""
     report = Report(program="status")
     try:
         with console.live_display() as show:
             while True:
                 started = time.monotonic()
-                report = look()
+                report = build_report()
                 show(_stage_lines(report), report.summary())
                 if not report.remaining:
                     return report
@@ -55,12 +53,11 @@ def refresh_until_done(look: Callable[[], Report], console: Console, every: floa
 
 
 def _stage_lines(report: Report) -> dict[str, str]:
-    """A line for each stage -> the same with what changes by itself."""
-    found = {}
+    """A line for each stage -> the same line with its rate, which changes at every refresh."""
+    lines = {}
     for row in report.details.get("stages", []):
         line = f"{row['stage']}: {row['done']} {row['what']} done, {row['remaining']} remaining"
         line += f", {row['set_aside']} set aside" if row["set_aside"] else ""
-        found[line] = line + (
-            f", {row['items_per_second']} {row['what']}/s, {row['left']} left" if row.get("left") else ""
-        )
-    return found
+        rate = f", {row['items_per_second']} {row['what']}/s, {row['left']} left" if row.get("left") else ""
+        lines[line] = line + rate
+    return lines

@@ -1,4 +1,4 @@
-"""status --rejects: every item that was set aside, by which stage and why, and how it is mended."""
+"""status --rejects: every item that was set aside, by which stage and why, and how to correct it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,22 +11,25 @@ from schemas.errors import LatentpressError
 from stages.encoding import stage_registry
 from stages.planning.plan_lookup import current_plan
 
-TableRow = dict[str, Any]
-
 
 def report_rejects(config: Config, options: Options) -> Report:
-    """The lists of discover, of bucket and, of what the current plan wants, of the encoding stages."""
-    store = Store(config.root)
-    rows = [_format_row(row) for row in _all_rejects(store, config)]
-    found = Report(program="status", dry_run=options.dry_run)
-    found.details = {"rejects": rows or "nothing was set aside"}
+    """The rejects of discover, of bucket and, for the current plan, of the encoding stages."""
+    rows: list[dict[str, str]] = []
+    for row in _all_rejects(Store(config.root), config):  # rows of schemas.tables.REJECTS_SCHEMA
+        problem, _, advice = row["message"].removeprefix(f"{row['path']}: ").partition("; ")
+        remedy = advice or "see docs/datasets.md, or leave it set aside"
+        rows.append(
+            {key: row[key] for key in ("stage", "item", "path", "reason")} | {"message": problem, "remedy": remedy}
+        )
+    report = Report(program="status", dry_run=options.dry_run)
+    report.details = {"rejects": rows or "nothing was set aside"}
     for stage in dict.fromkeys(row["stage"] for row in rows):
-        again = "" if stage in ("discover", "bucket") else " --retry-set-aside"
-        found.next_steps.append(f"latentpress {stage}{again}   # once their cause is mended")
-    return found
+        option = "" if stage in ("discover", "bucket") else " --retry-set-aside"
+        report.next_steps.append(f"latentpress {stage}{option}   # once the cause is corrected")
+    return report
 
 
-def _all_rejects(store: Store, config: Config) -> Iterator[TableRow]:
+def _all_rejects(store: Store, config: Config) -> Iterator[dict[str, Any]]:
     for dataset in config.datasets:
         if not dataset.disabled:
             yield from rejects.read_list(store, "discover", dataset.id).to_pylist()
@@ -34,14 +37,6 @@ def _all_rejects(store: Store, config: Config) -> Iterator[TableRow]:
     try:
         plan = current_plan(store, config)
     except LatentpressError:
-        return  # nothing is encoded for a plan that is not there
+        return  # without a plan nothing was encoded
     for stage in stage_registry.required_stages(config):
         yield from stage.state(store, config, plan).set_aside
-
-
-def _format_row(row: TableRow) -> TableRow:
-    """A row of schemas.tables.REJECTS_SCHEMA, whose message is "PATH: PROBLEM; ADVICE", with the advice apart."""
-    message = row["message"].removeprefix(f"{row['path']}: ")
-    problem, _, advice = message.partition("; ")
-    keys = {key: row[key] for key in ("stage", "item", "path", "reason")}
-    return {**keys, "message": problem, "remedy": advice or "see docs/datasets.md, or leave it set aside"}

@@ -1,8 +1,8 @@
-"""What a shard must be beyond its own checksums: what its plan says of it, and what its tensors can be.
+"""Checks of shards beyond their own checksums: agreement with the plan, and tensors that can be right.
 
-A shard can be whole, byte for byte as it was written, and still be wrong: of another plan's unit under this one's name,
-of another shape than its bucket has, or full of NaN. What tensors should be like is read from the cache's own
-provenance.json, so caches of every configuration are checked, with none of their weights at hand.
+An undamaged shard can still be wrong: made for another plan's unit, of another shape than its bucket's, or full of NaN.
+What tensors should be is read from the cache's provenance.json, so caches of every configuration are checked, without
+any weights.
 """
 
 from collections.abc import Container, Iterator
@@ -30,13 +30,13 @@ from schemas.geometry import Bucket
 from schemas.tables import UNITS_SCHEMA
 from stages.encoding.vision.grids import stored_grid
 
-#: Tensors in the precision that their cache's provenance names.
+#: Tensors in the precision that their cache's provenance.json names.
 CHECKED_TENSORS = ("latent", "condition", "mask", "embeds", "pooled", "vision")
 
 
 class UnmappedStore(Store):
-    """A store whose files are read from one end to the other rather than mapped: a disk that can't read is then an
-    error, where a memory map kills the process. On an object store a file is one request."""
+    """A store whose files are read sequentially instead of mapped: a disk that can't read is then an error, where a
+    memory map kills the process. On an object store a file is one request."""
 
     def open(self, rel: str) -> pa.NativeFile:
         with explained(self.path(rel)):
@@ -46,62 +46,60 @@ class UnmappedStore(Store):
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """How the shards of one cache were made. dtype: of its tensors, None where that is not known. strides: of the
-    autoencoder, (spatial, temporal). channels: of its latents. given: latent frames of
-    a condition. vision: of features of frames, the size that the
-    model sees, and the latent frames' and the tokens' strides."""
+    """How the shards of one cache were made. dtype: of its tensors, None where it is not known. strides: of the
+    autoencoder, (spatial, temporal). channels: of its latents. condition_frames: latent frames of a condition. vision:
+    for vision features the model's input size and the strides of latent frames and of tokens."""
 
     dtype: str | None = None
     strides: tuple[int, int] | None = None
     channels: int = 0
-    given: int = 1
+    condition_frames: int = 1
     vision: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "CacheSpec":
-        """From a provenance.json; what that does not say is not checked."""
+        """From a provenance.json; what it does not state is not checked."""
         if record.get("stage") == "encode-vision":
             temporal, side = record["token"]
             if not all(type(number) is int and 0 < number < 1 << 16 for number in (record["size"], temporal, side)):
                 raise ValueError(f"no sizes: {record['size']}, {record['token']}")
             return cls("bfloat16", vision=(record["size"], temporal, side))
         dtype = record.get("precision") if record.get("stage") in ("encode-text", "encode-latents") else None
-        named = [family for family in FAMILIES.values() if family.autoencoder == record.get("autoencoder")]
-        shapes = {(family.spatial_stride, family.temporal_stride, family.latent_channels) for family in named}
-        known = dtype if dtype in INFINITY_BITS else None
+        families = [family for family in FAMILIES.values() if family.autoencoder == record.get("autoencoder")]
+        shapes = {(family.spatial_stride, family.temporal_stride, family.latent_channels) for family in families}
+        known_dtype = dtype if dtype in INFINITY_BITS else None
         if len(shapes) != 1:  # another release's autoencoder, or one that families use in different ways
-            return cls(known)
-        [(spatial, temporal, channels)], given = shapes, record.get("condition_frames", 1)
-        if type(given) is not int or not 0 < given < 1 << 16:
-            raise ValueError(f"no number of frames: {given}")
-        return cls(known, (spatial, temporal), channels, given)
+            return cls(known_dtype)
+        [(spatial, temporal, channels)], frames = shapes, record.get("condition_frames", 1)
+        if type(frames) is not int or not 0 < frames < 1 << 16:
+            raise ValueError(f"no number of frames: {frames}")
+        return cls(known_dtype, (spatial, temporal), channels, frames)
 
 
 class ExpectedShards:
-    """What the root's plans and provenance say of its shards."""
+    """What the root's plans and provenance require of its shards."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._units = plans.all_units(store)
-        names = self._units.column("unit_id").to_pylist()
-        self._places = {name: place for place, name in enumerate(names)}
-        self._made: dict[str, CacheSpec] = {}
+        self._rows = {name: row for row, name in enumerate(self._units.column("unit_id").to_pylist())}
+        self._specs: dict[str, CacheSpec] = {}
 
     def unit(self, name: str) -> Unit | None:
-        """The unit of that name, of whichever plan; None where no plan has it any longer."""
-        if name not in self._places:
+        """The unit of that name in any plan; None where no plan has it any longer."""
+        if name not in self._rows:
             return None
-        (row,) = self._units.slice(self._places[name], 1).to_pylist()
+        (row,) = self._units.slice(self._rows[name], 1).to_pylist()
         return Unit(**{key: row[key] for key in UNITS_SCHEMA.names} | {"members": tuple(row["members"])})
 
     def cache_spec(self, cache: str) -> CacheSpec:
-        """Of the cache `<kind>/<fingerprint>`. A provenance.json that can't be read says nothing."""
-        if cache not in self._made:
+        """Of the cache `<kind>/<fingerprint>`; empty where its provenance.json can't be read."""
+        if cache not in self._specs:
             try:
-                self._made[cache] = CacheSpec.of(self._store.read_json(f"{cache}/provenance.json"))
+                self._specs[cache] = CacheSpec.of(self._store.read_json(f"{cache}/provenance.json"))
             except (OSError, StoreError, DamageError, ValueError, KeyError, TypeError):
-                self._made[cache] = CacheSpec()
-        return self._made[cache]
+                self._specs[cache] = CacheSpec()
+        return self._specs[cache]
 
 
 def check_shard(store: Store, rel: str, expected: ExpectedShards) -> list[DamageError]:
@@ -109,35 +107,33 @@ def check_shard(store: Store, rel: str, expected: ExpectedShards) -> list[Damage
     cache, _, name = rel.rpartition("/")
     tensors = TensorChecker(expected.cache_spec(cache))
 
-    def whole(meta: ShardMeta) -> Iterator[str]:
+    def check_meta(meta: ShardMeta) -> Iterator[str]:
         tensors.bucket = meta.bucket
         yield from plan_mismatches(meta, expected.unit(shard.unit_name(name)))
 
-    found = shard_io.verify(store, rel, whole, tensors.check)
+    found = shard_io.verify(store, rel, check_meta, tensors.check)
     return found if not found or store.exists(rel) else []
 
 
 def plan_mismatches(meta: ShardMeta, unit: Unit | None) -> Iterator[str]:
-    """What a shard says otherwise than its plan. unit: None: no plan has it. That ids are not named twice is looked at
-    when a shard is opened."""
+    """Where a shard differs from its unit; None: no plan has the unit. Opening a shard checks for duplicate ids."""
     if unit is None:
         return
-    ids, aside = set(meta.ids), {member.id for member in meta.set_aside}
+    present, members = set(meta.ids) | {member.id for member in meta.set_aside}, set(unit.members)
     if meta.bucket != unit.bucket:
         yield f"it is of bucket {meta.bucket!r}, and its unit of {unit.bucket!r}"
-    members = set(unit.members)
-    if lost := members - ids - aside:
-        yield f"it lacks {len(lost)} of its unit's {len(members)} members, such as {min(lost)}"
-    if more := (ids | aside) - members:
-        yield f"it has {len(more)} members that its unit has not, such as {min(more)}"
+    if lacking := members - present:
+        yield f"it lacks {len(lacking)} of its unit's {len(members)} members, such as {min(lacking)}"
+    if extra := present - members:
+        yield f"it has {len(extra)} members that its unit has not, such as {min(extra)}"
 
 
 class TensorChecker:
-    """The rows of one shard, looked at one after another. `bucket` is set once the shard's description is read."""
+    """Checks the rows of one shard, one after another. `bucket` is set once the shard's description is read."""
 
-    def __init__(self, made: CacheSpec) -> None:
+    def __init__(self, spec: CacheSpec) -> None:
         self.bucket = ""
-        self._made = made
+        self._spec = spec
         self._first: dict[str, tuple[str, int]] = {}  # of each tensor: dtype, and the dimension that all rows share
 
     def check(self, row: ShardRow) -> None:
@@ -145,93 +141,91 @@ class TensorChecker:
         if not row.tensors:
             raise ValueError("it has no tensors")
         for name, array in row.tensors.items():
-            plain = name.rpartition(".")[2]  # an export's rows hold several texts: text0.embeds, text1.embeds, ...
-            if problem := self._shape(plain, array.shape) or self._consistency_problem(plain, array.dtype, array.shape):
+            base = name.rpartition(".")[2]  # an export's rows hold several texts: text0.embeds, text1.embeds, ...
+            if problem := self._shape_problem(base, array.shape) or self._dtype_problem(base, array.dtype, array.shape):
                 raise ValueError(f"{name} {problem}")
             if not array.is_finite():
                 raise ValueError(f"{name} has numbers that are NaN or infinite")
 
-    def _shape(self, name: str, shape: tuple[int, ...]) -> str:
-        """What is wrong with the shape of a tensor; nothing of one whose name is not known."""
-        if name == "vision" and self._made.vision is not None:
-            size, temporal, side = self._made.vision
+    def _shape_problem(self, name: str, shape: tuple[int, ...]) -> str:
+        """Empty also for tensors of unknown names."""
+        spec = self._spec
+        if name == "vision" and spec.vision is not None:
+            size, temporal, side = spec.vision
             bucket = Bucket.parse(self.bucket)
             cells = (bucket.latent_shape(side, temporal)[0], *stored_grid(bucket, size, side))
-            return (
-                "" if shape[:-1] == cells else f"is of shape {shape}, and of bucket {self.bucket} {(*cells, 'width')}"
-            )
-        if self._made.strides is None and name in ("latent", "condition", "mask"):
+            problem = f"is of shape {shape}, and of bucket {self.bucket} {(*cells, 'width')}"
+            return "" if shape[:-1] == cells else problem
+        if spec.strides is None and name in ("latent", "condition", "mask"):
             return ""
-        made = self._made
-        return find_shape_problem(name, shape, self.bucket, made.strides or (1, 1), made.channels, given=made.given)
+        strides = spec.strides or (1, 1)
+        return find_shape_problem(name, shape, self.bucket, strides, spec.channels, given=spec.condition_frames)
 
-    def _consistency_problem(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
-        """What tells a tensor from the one of that name in earlier rows, or in provenance.json."""
+    def _dtype_problem(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
+        """How a tensor differs from the first row's, or from provenance.json, in dtype and in the shared dimension."""
         shared = shape[-1] if name in ("embeds", "pooled", "vision") and shape else shape[0] if shape else 0
         first = self._first.setdefault(name, (dtype, shared))
-        if self._made.dtype and name in CHECKED_TENSORS and dtype != self._made.dtype:
-            return f"is {dtype}, and provenance.json says {self._made.dtype}"
-        return (
-            "" if first == (dtype, shared) else f"is {dtype} by {shared}, and in the first row {first[0]} by {first[1]}"
-        )
+        if self._spec.dtype and name in CHECKED_TENSORS and dtype != self._spec.dtype:
+            return f"is {dtype}, and provenance.json says {self._spec.dtype}"
+        problem = f"is {dtype} by {shared}, and in the first row {first[0]} by {first[1]}"
+        return "" if first == (dtype, shared) else problem
 
 
 def list_shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
-    """Path -> bytes of every shard under the root; a tar's bytes include its description's."""
+    """Path -> bytes of every shard under the root; a tar's bytes include its sidecar's."""
     found: dict[str, int] = {}
     for kind in kinds:
         sizes = {f"{kind}/{entry.name}": entry.size for entry in store.list_files(kind)}
         for rel, size in sizes.items():
-            if is_shard(rel):  # a folder called text/ may hold a person's files too
+            if is_shard(rel):  # a folder called text/ may also hold a user's files
                 found[rel] = size + sizes.get(rel.removesuffix(shard.TAR_SUFFIX) + shard.SIDECAR_SUFFIX, 0)
     return found
 
 
 def find_missing_shards(store: Store, present: dict[str, int]) -> dict[str, str]:
-    """Path -> set, of the shards that a set in use names and that are not there. Sets and pointers that are damaged say
-    nothing: stages/maintenance/table_scan.py names them."""
-    lost: dict[str, str] = {}
-    for rel in set_pointers(store):
+    """Path -> set, of the missing shards of current sets. Damaged sets and pointers are left to table_scan.py."""
+    missing: dict[str, str] = {}
+    for rel in _set_pointer_paths(store):
         with suppress(DamageError, FileNotFoundError):
             name = read_pointer(store, rel)
             if store.exists(f"sets/{name}/set.json"):
                 for path in shards_of_set(store, name):
                     if path not in present:
-                        lost.setdefault(path, name)
-    return lost
+                        missing.setdefault(path, name)
+    return missing
 
 
 def shards_of_set(store: Store, name: str) -> list[str]:
-    """Paths of the shards that the set `name` names. DamageError where they are no shards' below this root: what is
-    damaged is moved, and what is named is kept."""
-    rel, found = f"sets/{name}/shards.arrow", list[str]()
-    for path in read_set_table(store, name, "shards").column("path").to_pylist():
+    """Paths of the shards of the set `name`. DamageError where one is no shard below this root: gc keeps these paths,
+    and verify moves damaged ones."""
+    paths: list[str] = read_set_table(store, name, "shards").column("path").to_pylist()
+    for path in paths:
         if not is_shard(path):
-            raise DamageError(store.path(rel), f"it names {printable(repr(path))}, which is no shard below the root")
-        found.append(path)
-    return found
+            problem = f"it names {printable(repr(path))}, which is no shard below the root"
+            raise DamageError(store.path(f"sets/{name}/shards.arrow"), problem)
+    return paths
 
 
-def current_set_ids(store: Store, but: Container[str] = ()) -> list[str]:
-    """Ids of the sets that sets/current-*.json, save those in `but`, point at. DamageError where one points nowhere
-    below the root."""
-    return sorted({read_pointer(store, rel) for rel in set_pointers(store) if rel not in but})
+def current_set_ids(store: Store, excluded: Container[str] = ()) -> list[str]:
+    """Ids of the sets that sets/current-*.json, without the `excluded` ones, point at. DamageError where one does not
+    point below the root."""
+    return sorted({read_pointer(store, rel) for rel in _set_pointer_paths(store) if rel not in excluded})
 
 
-def set_pointers(store: Store) -> list[str]:
-    """The files that name the set in use of each family and task."""
-    named = (f"sets/{name}" for name in store.list_names("sets") if name.startswith("current-"))
-    return [rel for rel in named if is_project_file(rel)]
+def _set_pointer_paths(store: Store) -> list[str]:
+    """The files that name the current set of each family and task."""
+    paths = (f"sets/{name}" for name in store.list_names("sets") if name.startswith("current-"))
+    return [rel for rel in paths if is_project_file(rel)]
 
 
 def move_to_damaged(store: Store, rel: str) -> str:
-    """Move a shard, the file that says "done" first, to damaged/<kind>/<fingerprint>/; where it lies then."""
+    """Move a shard to damaged/<kind>/<fingerprint>/, the file that marks it as done first; returns the new path."""
     stem, suffix = shard.unit_name(rel), Path(rel).suffix
     taken, number = set(store.list_names("damaged")), 1
-    while (kept := f"{stem}.{number}") + suffix in taken or kept + shard.SIDECAR_SUFFIX in taken:
+    while (target := f"{stem}.{number}") + suffix in taken or target + shard.SIDECAR_SUFFIX in taken:
         number += 1
-    store.move(rel, f"damaged/{kept}{suffix}")
+    store.move(rel, f"damaged/{target}{suffix}")
     sidecar = stem + shard.SIDECAR_SUFFIX
     if suffix == shard.TAR_SUFFIX and store.exists(sidecar):
-        store.move(sidecar, f"damaged/{kept}{shard.SIDECAR_SUFFIX}")
-    return f"damaged/{kept}{suffix}"
+        store.move(sidecar, f"damaged/{target}{shard.SIDECAR_SUFFIX}")
+    return f"damaged/{target}{suffix}"

@@ -1,11 +1,8 @@
-"""Every table under a root, and every JSON file beside one: read whole, compared with its checksum, its values checked.
+"""Check every table under a root and the JSON files of plans and sets: checksums, and the values that they hold.
 
-What is damaged is made again by the program that wrote it, from what that was made of: a plan from the media tables, a
-set from plan and shards, a list of what was set aside by its stage. `verify
---repair` does so for plans and sets.
+The program that wrote a damaged file makes it again: bucket a plan, index a set, an encoding stage its rejects.
+`verify --repair` does so for plans and sets.
 """
-
-from collections.abc import Callable
 
 from cache import plans, table_checks
 from cache.damage import DamageError, rebuild_program
@@ -17,17 +14,16 @@ from cache.trainset import TABLE_CHECKS, TrainSet, read_set_table
 from stages.discovery import media_table
 from stages.maintenance.shard_checks import shards_of_set
 
-DamageByPath = dict[str, list[DamageError]]  # by path
+DamageByPath = dict[str, list[DamageError]]
 
 
 def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
-    """How many files were looked at, and what is wrong with them. What is removed meanwhile is not looked at."""
+    """How many files were checked, and what is wrong with them. A file that is removed meanwhile is skipped."""
     found = DamageByPath()
     names = [name for top in ("media", "plans", "sets", "rejects") for name in _table_paths(store, top)]
     for name in names:
-        look = _table_check(store, name)
         try:
-            look()
+            _check_file(store, name)
         except FileNotFoundError:
             continue
         except DamageError as damage:
@@ -36,33 +32,42 @@ def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
 
 
 def _table_paths(store: Store, top: str) -> list[str]:
-    """Of tables and the JSON files that make them exist; then what such a file says is there and is not."""
+    """The project's files under `top`. Of plans and sets only those that have their plan.json or set.json, and for
+    these also the tables that are missing."""
     names = [f"{top}/{name}" for name in store.list_names(top) if is_project_file(f"{top}/{name}")]
     folders = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
-    wanted = {"plans": plans.PLAN_TABLES, "sets": TABLE_CHECKS}.get(top, ())
-    making = [name for name in names if top in ("plans", "sets") and name.count("/") == 2]
-    kept = [name for name in names if name not in making or name.rpartition("/")[0] in folders]
-    return sorted({*kept, *(f"{folder}/{table}.arrow" for folder in folders for table in wanted)})
+    tables = {"plans": plans.PLAN_TABLES, "sets": TABLE_CHECKS}.get(top, ())
+    unfinished = {
+        name
+        for name in names
+        if top in ("plans", "sets") and name.count("/") == 2 and name.rpartition("/")[0] not in folders
+    }
+    return sorted({*names} - unfinished | {f"{folder}/{table}.arrow" for folder in folders for table in tables})
 
 
-def _table_check(store: Store, rel: str) -> Callable[[], object]:
-    """What reads the file at `rel` as the programs do."""
+def _check_file(store: Store, rel: str) -> None:
+    """Read the file at `rel` as the programs do."""
     top, name, file = f"{rel}//".split("/")[:3]
     table = file.removesuffix(".arrow")
     if top == "media":
-        return lambda: store.read_table(rel, media_table.check_media_table)
-    if top == "rejects":
-        return lambda: store.read_table(rel, table_checks.check_rejects)
-    if top == "plans":
-        known = table in plans.PLAN_TABLES
-        return lambda: plans.read_plan_table(store, name, table) if known else plans.load_plan(store, name)
-    if not file:
-        return lambda: read_pointer(store, rel)
-    return lambda: read_set_table(store, name, table) if table in TABLE_CHECKS else _check_set(store, name)
+        store.read_table(rel, media_table.check_media_table)
+    elif top == "rejects":
+        store.read_table(rel, table_checks.check_rejects)
+    elif top == "plans":
+        if table in plans.PLAN_TABLES:
+            plans.read_plan_table(store, name, table)
+        else:
+            plans.load_plan(store, name)
+    elif not file:
+        read_pointer(store, rel)
+    elif table in TABLE_CHECKS:
+        read_set_table(store, name, table)
+    else:
+        _check_set(store, name)
 
 
 def _check_set(store: Store, name: str) -> None:
-    """That its description and its tables, where each by itself is sound, go together."""
+    """That a set's description fits its tables, where each of these is sound."""
     meta = store.read_json(f"sets/{name}/set.json")
     for table in TABLE_CHECKS:
         try:
@@ -74,7 +79,7 @@ def _check_set(store: Store, name: str) -> None:
 
 
 def rebuild_commands(paths: DamageByPath) -> list[str]:
-    """What makes these files again, in the order in which it is to be run."""
+    """The commands that make these files again, in the order in which to run them."""
     order = ["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index"]
     programs = {rebuild_program(path) for path in paths}
     known = [f"latentpress {name}" for name in order if name in programs]

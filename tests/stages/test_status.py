@@ -141,11 +141,11 @@ def test_a_terminal_is_redrawn(monkeypatch) -> None:
 
 def test_of_many_shards_some_are_opened() -> None:
     paths = [str(number) for number in range(1000)]
-    chosen = status._spread_evenly(paths)
+    chosen = status.spread_evenly(paths, status.MAX_OPENED_SHARDS)
     assert len(chosen) == status.MAX_OPENED_SHARDS and (chosen[0], chosen[-1]) == ("0", "999")
     steps = [int(b) - int(a) for a, b in itertools.pairwise(chosen)]
     assert max(steps) - min(steps) <= 1
-    assert status._spread_evenly(paths[:5]) == paths[:5]
+    assert status.spread_evenly(paths[:5], status.MAX_OPENED_SHARDS) == paths[:5]
 
 
 def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:

@@ -1,4 +1,4 @@
-"""What the families' text encoders share, and how their weights are held: in which precision, and offloaded or not."""
+"""What the families' text encoders share: loading, quantised or offloaded, and reading behind the template's prefix."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -21,21 +21,21 @@ from stages.encoding.text.prefix_cache import PrefixCachedModel, find_prefix_ids
 from stages.encoding.text.request import EncoderStats
 
 INSTALL_COMMAND = "pip install -e '.[quant]'"
-#: Rows and columns that bitsandbytes packs 4-bit matrices in on CPUs with AVX512-BF16. One whose sides are no multiples
-#: stays as it is, on every machine.
+#: Sides that bitsandbytes packs 4-bit matrices by on CPUs with AVX512-BF16. A matrix whose sides are no multiples is
+#: not quantised, on any machine.
 NF4_ROW_MULTIPLE, NF4_COLUMN_MULTIPLE = 32, 64
 QUANTIZATION_LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}
 
 
 class OptionError(LatentpressError, ValueError):
-    """An option of text.* that this model, device or installation can't have."""
+    """An option of text.* that this model, device or installation does not support."""
 
     exit_code = USAGE
 
 
 @dataclass(frozen=True)
 class LanguageModelOptions:
-    """attention: None for what the pipelines use. quantization, offload: as `schemas.config.encoding.Text` says."""
+    """attention: None for the pipelines' default. quantization, offload: see `schemas.config.encoding.Text`."""
 
     attention: str | None = None
     quantization: str = "no_change"
@@ -43,9 +43,10 @@ class LanguageModelOptions:
 
 
 class TextEncoder(ABC):
-    """Loads a family's text encoder once. `prepare` tokenises, and may run beside `encode`, which is one forward pass.
+    """Loads a family's text encoder once. `prepare` tokenises, and may run at the same time as `encode`, the forward
+    pass.
 
-    Each family's `Encoder` names its parts of the checkpoint and says in `_load` how its language model is run.
+    Each family's `Encoder` names its components and loads its language model in `_load`.
     """
 
     components: tuple[str, ...]  # folders of the checkpoint
@@ -66,12 +67,12 @@ class TextEncoder(ABC):
     ) -> None:
         """max_length: the pipeline's max_sequence_length. attention, quantization, offload: see `LanguageModelOptions`.
 
-        Raises WeightsError where a part is missing, OptionError for an option that can't be had.
+        Raises WeightsError where a component is missing, OptionError for an option that is not supported.
         """
         folder = fetch_components(source, revision, self.components)
         self.source, self.template, self.max_length = source, template, max_length
         self.dtype, self.device = dtype, device
-        self.unquantized: list[str] = []  # matrices that nf4-bnb left as they are
+        self.unquantized: list[str] = []  # matrices that nf4-bnb does not quantise
         self._options, self._share_prefix = LanguageModelOptions(attention, quantization, offload), share_prefix
         self._lock = Lock()
         self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
@@ -79,18 +80,17 @@ class TextEncoder(ABC):
 
     @abstractmethod
     def _load(self, folder: Path) -> PrefixCachedModel:
-        """Load the models from `folder`; the reader of the language model."""
+        """Load the models from `folder`; returns the reader of the language model."""
 
     def _language_model(self, model_class: Any, folder: Path, unused: Sequence[str] = ()) -> Any:
-        model = load_language_model(
-            model_class, folder / "text_encoder", self.dtype, self.device, self._options, unused
-        )
+        folder /= "text_encoder"
+        model = load_language_model(model_class, folder, self.dtype, self.device, self._options, unused)
         if self._options.quantization == "nf4-bnb":
             self.unquantized = unquantized_layers(model)
         return model
 
     def _make_reader(self, reader_class: type[PrefixCachedModel], model: Any, most: int) -> PrefixCachedModel:
-        """most: the largest number of tokens of the template's beginning that are computed once for all texts."""
+        """most: how many tokens of the template's beginning are computed once for all texts, at most."""
         prefix = find_prefix_ids(self._ids, self.template, most) if self._share_prefix else []
         return reader_class(model, prefix, self._tokenizer.pad_token_id or 0, self.device, self.template.layers)
 
@@ -99,18 +99,17 @@ class TextEncoder(ABC):
         return self._reader.stats
 
     def _ids(self, text: str) -> list[int]:
-        # verbose: it would warn of texts longer than the tokenizer's own limit, which is not the one here.
+        # verbose=False: no warnings about the tokenizer's own limit, which does not apply here.
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
 
 def load_text_encoder(config: Config, where: torch.device) -> Any:
     """The family's text encoder, from the file under stages/encoding/text/ that the catalogue names."""
     model_loading.disable_progress_bars()
-    model = config.model
+    model, text = config.model, config.text
     module = importlib.import_module(f"stages.encoding.text.{model.family_spec.text_encoder}")
-    dtype = getattr(torch, config.text.precision or model.precision)
-    length = config.text.max_length or model.template.max_length
-    text = config.text
+    dtype = getattr(torch, text.precision or model.precision)
+    length = text.max_length or model.template.max_length
     options = {"attention": text.attention, "quantization": text.quantization, "offload": text.offload}
     with model_loading.loading_errors(model, "text_encoder"):
         return module.Encoder(model.source, model.revision, model.template, length, dtype, where, **options)
@@ -126,9 +125,10 @@ def load_language_model(
 ) -> Any:
     """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
 
-    int8-quanto, nf4-bnb: the matrices of the language model's blocks alone; embeddings, norms and the vision model
-    stay, and of nf4-bnb what `unquantized` names. unused: parts that take no memory, since nothing calls them. Raises
-    OptionError, and WeightsError where the weights are pickled.
+    int8-quanto and nf4-bnb quantise the matrices of the language model's blocks, except those in `unquantized_layers`;
+    embeddings, norms and the vision model stay. blocks: the weights stay on the host, and each block's are on the
+    device while it computes, with the same result. unused: submodules that are removed, as nothing calls them.
+    Raises OptionError, and WeightsError where the weights are pickled.
     """
     _check_options(model_class, device, options)
     if options.quantization == "bf16":
@@ -141,26 +141,35 @@ def load_language_model(
     model = load_pretrained(model_class, folder, **settings).eval()
     for part in unused:
         model.set_submodule(part, torch.nn.Identity())
-    if options.quantization == "int8-quanto":
-        _quantize_int8(model)
+    if (
+        options.quantization == "int8-quanto"
+    ):  # on the host, so that the device needs memory for the smaller weights only
+        from optimum.quanto import freeze, qint8, quantize
+
+        layers = decoder_layers(model)
+        quantize(layers, weights=qint8)
+        freeze(layers)
     if options.offload == "blocks":
-        return _offload_blocks(model, device)
+        from accelerate import cpu_offload
+
+        blocks = sorted({type(block).__name__ for block in decoder_layers(model)})
+        return cpu_offload(model, device, preload_module_classes=blocks)
     return model if options.quantization == "nf4-bnb" else model.to(device)
 
 
 def decoder_layers(model: Any) -> torch.nn.ModuleList:
-    """The language model's layers."""
     inner = getattr(model, "model", model)
     return getattr(inner, "language_model", inner).layers
 
 
 def unquantized_layers(model: Any) -> list[str]:
-    """Matrices of a quantised model's blocks that are as the checkpoint has them, without the blocks' numbers."""
+    """Matrices of a quantised model's blocks that are not quantised, without the blocks' numbers."""
     parts = (part for block in decoder_layers(model) for part in block.named_modules())
     return sorted({name for name, part in parts if type(part) is torch.nn.Linear})
 
 
 def _check_options(model_class: Any, device: torch.device, options: LanguageModelOptions) -> None:
+    # A private attribute: transformers has no public way to ask before the weights are loaded.
     if options.attention == "sdpa" and not model_class._supports_sdpa:
         raise OptionError(
             f"text.attention: sdpa is not for {model_class.__name__}, whose attention scores are soft-capped",
@@ -180,9 +189,8 @@ def _check_options(model_class: Any, device: torch.device, options: LanguageMode
             "use one of them: quantised, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
         )
     if find_spec(library.split(".")[0]) is None or find_spec(library) is None:
-        raise OptionError(
-            f"text.quantization: {options.quantization} needs {library}", f"install it: {INSTALL_COMMAND}"
-        )
+        problem = f"text.quantization: {options.quantization} needs {library}"
+        raise OptionError(problem, f"install it: {INSTALL_COMMAND}")
 
 
 def _nf4_config(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
@@ -198,22 +206,4 @@ def _nf4_config(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=[name for name, part in linear if part not in packed],
-    )
-
-
-def _quantize_int8(model: Any) -> None:
-    """In place, on the host: the device sees the smaller weights only."""
-    from optimum.quanto import freeze, qint8, quantize
-
-    layers = decoder_layers(model)
-    quantize(layers, weights=qint8)
-    freeze(layers)
-
-
-def _offload_blocks(model: Any, device: torch.device) -> Any:
-    """Weights stay on the host; a block's come to the device for the time it computes. Numbers are the same."""
-    from accelerate import cpu_offload
-
-    return cpu_offload(
-        model, device, preload_module_classes=sorted({type(block).__name__ for block in decoder_layers(model)})
     )

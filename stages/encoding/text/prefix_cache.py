@@ -1,9 +1,9 @@
 """The constant beginning of every prompt: computed once, its keys and values shared by all captions.
 
 A causal model's keys and values of the first tokens depend on nothing that follows, so they are the same for every
-text that begins with the same ids. Which ids those are is found by tokenising the template around captions that begin
-in different ways, since the template's last characters can merge with a caption's first; each text is compared again,
-and one that begins otherwise is computed whole.
+text that begins with the same ids. Those ids are found by tokenising the template around captions with different first
+characters, since the template's last characters can merge with them. Each text is compared again, and one that begins
+with other ids is computed from its first token.
 """
 
 import string
@@ -18,37 +18,37 @@ from schemas.family import Template
 from schemas.prompts import render_prompt
 from stages.encoding.text.request import EncoderStats, PreparedPrompt
 
-# Captions that begin with nothing, every letter ("user" and "s" are "users"), digit and sign, letters outside ASCII.
+# The empty caption, every letter ("user" and "s" give "users"), digit and sign, letters outside ASCII.
 PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation, "é", "猫")
 
-
-# One more pass of Qwen2.5-VL-7B reads 14 GB of weights: as long as computing some 100 to 500 tokens on a GPU (its
-# bandwidth against its arithmetic), some 10 to 30 on a CPU. Estimates from the shapes, not measurements.
+# One more pass of Qwen2.5-VL-7B reads 14 GB of weights, as long as computing some 100 to 500 tokens takes on a GPU
+# (bandwidth against arithmetic), some 10 to 30 on a CPU. Estimated from the shapes, not measured.
 PASS_OVERHEAD_TOKENS = {"cpu": 32, "cuda": 256}
 
 
 def find_prefix_ids(tokenise: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
-    """The ids, `most` of them at most, that a rendered prompt begins with whatever its caption begins with."""
+    """The ids, at most `most`, that every rendered prompt begins with, whatever its caption begins with."""
     rows = [tokenise(render_prompt(probe, template)) for probe in PROBE_CAPTIONS]
     same = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
     return [column[0] for column in same][:most]
 
 
 def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
-    """Rows of a batch in passes that together compute the fewest tokens, padding included.
+    """Split a batch's rows into the passes that together compute the fewest tokens, padding included.
 
-    costs: tokens of each row. overhead: what one more pass costs, in tokens. Each pass has rows of neighbouring
-    lengths, shortest first. A batch of captions of 10 to 170 tokens is half padding in one pass.
+    costs: tokens of each row. overhead: the cost of one more pass, in tokens. Each pass has rows of neighbouring
+    lengths, shortest first. In one pass, a batch of captions of 10 to 170 tokens is half padding.
     """
     order = sorted(range(len(costs)), key=lambda row: costs[row])
     # Rows of one length stay together, so passes can end only where the length changes.
     ends = [0, *(end for end in range(1, len(order)) if costs[order[end]] != costs[order[end - 1]]), len(order)]
-    least = [(0, 0)]  # for each end: tokens of the rows before it at best, and which end their last pass begins at
+    least = [
+        (0, 0)
+    ]  # for each end: the fewest tokens of the rows before it, and the end that their last pass begins at
     for number, end in enumerate(ends[1:], 1):
         longest = costs[order[end - 1]]
-        least.append(
-            min((least[before][0] + overhead + (end - ends[before]) * longest, before) for before in range(number))
-        )
+        totals = (least[before][0] + overhead + (end - ends[before]) * longest for before in range(number))
+        least.append(min(zip(totals, range(number), strict=True)))
     passes, number = [], len(ends) - 1
     while number:
         before = least[number][1]
@@ -58,11 +58,11 @@ def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
 
 
 class _PrefixLayer(CacheLayerMixin):
-    """One layer's keys and values of the prefix, put before those of any batch; keeps nothing of the batch.
+    """One layer's keys and values of the prefix, put before those of any batch; stores nothing of the batch.
 
-    A cache that transformers grows would hold every layer's keys of the whole batch until the pass ends (57 KB a
-    token for Qwen2.5-VL-7B) and would have to be copied for each batch. Lengths and offsets are asked of the layer
-    that saw the prefix: a sliding window's counts more tokens than it holds.
+    A growing cache of transformers would hold every layer's keys of the whole batch until the pass ends (57 KB a token
+    for Qwen2.5-VL-7B) and would have to be copied for each batch. Lengths and offsets are those of the recorded layer:
+    a sliding window counts more tokens than it holds.
     """
 
     def __init__(self, recorded: Any) -> None:
@@ -77,7 +77,7 @@ class _PrefixLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, heads, prefix in sight + L, head size), new tensors."""
+        """(B, heads, visible prefix + L, head size), new tensors."""
         batch = (key_states.shape[0], -1, -1, -1)
         keys = torch.cat([self._recorded.keys.expand(batch), key_states], dim=-2)
         return keys, torch.cat([self._recorded.values.expand(batch), value_states], dim=-2)
@@ -95,13 +95,13 @@ class _PrefixLayer(CacheLayerMixin):
 class PrefixCachedModel:
     """A causal language model that reads texts behind a known prefix.
 
-    Positions are stated in every call and no mask is given: padding is on the right, where no real token sees it.
+    It is called with positions and without a mask: padding is on the right, where no real token sees it.
     """
 
     def __init__(
         self, model: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
     ) -> None:
-        """prefix: ids that are computed here, once (may be empty). layers: `schemas.family.Template.layers`."""
+        """prefix: ids to compute here, once; may be empty. layers: see `schemas.family.Template`."""
         self.stats = EncoderStats()
         self.device = device
         self._model, self._prefix, self._pad_id = model, prefix, pad_id
@@ -112,7 +112,7 @@ class PrefixCachedModel:
             self._cache, self.prefix_LD = self._record()
 
     def shared_length(self, ids: list[int]) -> int:
-        """How many tokens of `ids` need not be computed: the prefix's, or none."""
+        """The number of tokens of `ids` that need not be computed: the prefix's length, or 0."""
         length = len(self._prefix)
         return length if len(ids) > length and ids[:length] == self._prefix else 0
 
@@ -120,40 +120,40 @@ class PrefixCachedModel:
     def hidden_states(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
         """hidden_LD of each text's tokens after the shared ones, on the model's device.
 
-        Texts behind the prefix and others do not pass together, nor do lengths that would be mostly padding.
+        Texts with and without the prefix are in different passes, and so are lengths that would be mostly padding.
         """
         found: dict[int, torch.Tensor] = {}
         for shared in sorted({text.shared for text in texts}):
             group = [row for row, text in enumerate(texts) if text.shared == shared]
-            for places in split_by_length([texts[row].cost for row in group], PASS_OVERHEAD_TOKENS[self.device.type]):
-                rows = [group[place] for place in places]
+            for numbers in split_by_length([texts[row].cost for row in group], PASS_OVERHEAD_TOKENS[self.device.type]):
+                rows = [group[number] for number in numbers]
                 hidden_BLD = self._pass([texts[row] for row in rows], shared)
-                found |= {row: hidden_BLD[place, : texts[row].cost] for place, row in enumerate(rows)}
+                found |= {row: hidden_BLD[number, : texts[row].cost] for number, row in enumerate(rows)}
         return [found[row] for row in range(len(texts))]
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
-        """(B, L, D): what the first layer is given."""
+        """(B, L, D): the input of the first layer."""
         return self._model.get_input_embeddings()(ids_BL)
 
     def positions(self, texts: Sequence[PreparedPrompt], shared: int, length: int) -> torch.Tensor:
-        """Positions of the tokens after the shared ones, (B, L), or whatever else the model takes."""
+        """Positions of the tokens after the shared ones: (B, L), or (3, B, L) around images."""
         return (shared + torch.arange(length, device=self.device)).expand(len(texts), length)
 
     def _pass(self, texts: Sequence[PreparedPrompt], shared: int) -> torch.Tensor:
         longest = max(text.cost for text in texts)
         rows = [text.ids[shared:] + [self._pad_id] * (longest - text.cost) for text in texts]
         embeds_BLD = self.embeds(texts, torch.tensor(rows, device=self.device))
+        positions, cache = self.positions(texts, shared, longest), {}
         if shared:
             assert self._cache is not None and shared == len(self._prefix), (shared, len(self._prefix))
             self.stats.shared += len(texts)
+            cache = {"past_key_values": self._cache}
         else:
             self.stats.whole += len(texts)
-        cache = {"past_key_values": self._cache} if shared else {}
-        positions = self.positions(texts, shared, longest)
         return self._run(inputs_embeds=embeds_BLD, position_ids=positions, use_cache=bool(shared), **cache)
 
     def _run(self, **inputs: Any) -> torch.Tensor:
-        """(B, L, D): the hidden states of the layers, concatenated."""
+        """(B, L, D): the layers' hidden states, concatenated."""
         if not self._layers:
             return self._model(**inputs).last_hidden_state
         states = self._model(**inputs, output_hidden_states=True).hidden_states

@@ -14,14 +14,14 @@ from PIL import Image
 from stages.encoding.text.prefix_cache import PrefixCachedModel
 from stages.encoding.text.request import PreparedPrompt
 
-# Of a source of 1024 x 1024: 324 tokens, 2.3 MB of bfloat16 features on the device, 6 MB of pixels on the host.
+# A source of 1024 x 1024 has 324 tokens, 2.3 MB of bfloat16 features on the device, 6 MB of pixels on the host.
 MAX_CACHED_FEATURES = 64
 MAX_CACHED_IMAGES = 16
 
 
 @dataclass(frozen=True)
 class ProcessedImage:
-    """One image, ready for the vision model. key: of its content. grid_3: patches in time, height and width."""
+    """An image, ready for the vision model. key: hash of its content. grid_3: patches in time, height and width."""
 
     key: bytes
     pixels: torch.Tensor
@@ -30,14 +30,14 @@ class ProcessedImage:
 
 @dataclass(frozen=True)
 class PreparedImagePrompt(PreparedPrompt):
-    """A prompt with an image. positions_3L: of the tokens after the shared ones."""
+    """positions_3L: of the tokens after the shared ones."""
 
     picture: ProcessedImage | None = None
     positions_3L: torch.Tensor | None = None
 
 
 class CachedImageProcessor:
-    """Pillow images to pictures; the last few are kept, since a source has several captions and a null prompt."""
+    """Prepares Pillow images and caches the last few, since a source has several captions and a null prompt."""
 
     def __init__(self, folder: Path) -> None:
         from stages.encoding.text.qwen_image_processor import QwenImageProcessor
@@ -47,12 +47,12 @@ class CachedImageProcessor:
         self._lock = Lock()
 
     def tokens(self, image: Image.Image) -> int:
-        """Tokens of an image. ValueError, ZeroDivisionError: one that can't be used."""
+        """The number of tokens of an image. Raises ValueError or ZeroDivisionError for one that can't be used."""
         patches = self._images.get_number_of_image_patches(image.height // 2, image.width // 2)
         return patches // self._images.merge_size**2
 
     def picture(self, image: Image.Image) -> ProcessedImage:
-        """As the pipeline shows a source to the model: half of each side, Pillow's default filter."""
+        """Prepared as by the pipeline: each side halved, Pillow's default filter."""
         half = image.resize((image.width // 2, image.height // 2))
         key = xxhash.xxh3_128(half.tobytes(), seed=half.width).digest()
         with self._lock:
@@ -67,23 +67,22 @@ class CachedImageProcessor:
 
 
 class ImagePromptModel(PrefixCachedModel):
-    """Reads prompts with an image: features stand where its placeholders do, positions are three-dimensional."""
+    """Reads prompts with an image: features replace its placeholders' embeddings, positions are three-dimensional."""
 
     def __init__(
         self, whole: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
     ) -> None:
-        """whole: the Qwen2_5_VLModel, of which the language model reads."""
+        """whole: the Qwen2_5_VLModel, whose language model reads the prompts."""
         super().__init__(whole.language_model, prefix, pad_id, device, layers)
         self._whole = whole
         self._image_id = whole.config.image_token_id
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self._batch_features: dict[bytes, torch.Tensor] = {}  # features of the batch that is being read
+        self._batch_features: dict[bytes, torch.Tensor] = {}  # of the batch that is being read
 
-    def place(self, ids: list[int], shared: int, picture: ProcessedImage) -> torch.Tensor:
+    def prompt_positions(self, ids: list[int], shared: int, picture: ProcessedImage) -> torch.Tensor:
         """positions_3L of the tokens after the shared ones.
 
-        The mark on the image's tokens is needed: without it positions become one-dimensional, with no error and
-        another result.
+        The image's tokens must be marked: otherwise the positions silently become one-dimensional.
         """
         ids_1L = torch.tensor([ids])
         marks_1L = (ids_1L == self._image_id).int()
@@ -92,7 +91,7 @@ class ImagePromptModel(PrefixCachedModel):
 
     @torch.no_grad()
     def hidden_states(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
-        """The batch's images first, since its passes are divided by length and not by image."""
+        """Encodes the batch's images first, since its passes are divided by length and not by image."""
         self._batch_features = self._features(texts)
         return super().hidden_states(texts)
 
@@ -100,9 +99,9 @@ class ImagePromptModel(PrefixCachedModel):
         embeds_BLD = super().embeds(texts, ids_BL)
         for row, text in enumerate(texts):
             assert isinstance(text, PreparedImagePrompt) and text.picture is not None
-            # Only where the text stands: padding could be the image's token in an odd tokenizer.
-            places = (ids_BL[row, : text.cost] == self._image_id).nonzero()[:, 0]
-            embeds_BLD[row, places] = self._batch_features[text.picture.key].to(embeds_BLD.dtype)
+            # Without the padding, which could be the image's token in an odd tokenizer.
+            columns = (ids_BL[row, : text.cost] == self._image_id).nonzero()[:, 0]
+            embeds_BLD[row, columns] = self._batch_features[text.picture.key].to(embeds_BLD.dtype)
         return embeds_BLD
 
     def positions(self, texts: Sequence[PreparedPrompt], shared: int, length: int) -> torch.Tensor:
@@ -113,8 +112,8 @@ class ImagePromptModel(PrefixCachedModel):
         return positions_3BL.to(self.device)
 
     def _features(self, texts: Sequence[PreparedPrompt]) -> dict[bytes, torch.Tensor]:
-        """key -> (tokens, D), of all texts. Each image passes alone, so that its features depend on nothing else; the
-        last ones are kept, since a batch may end between the texts of one image."""
+        """key -> (tokens, D), of all texts. Each image is encoded alone, so that its features depend on nothing else.
+        The last ones are cached, since a batch may end between the texts of one image."""
         found: dict[bytes, torch.Tensor] = {}
         for text in texts:
             assert isinstance(text, PreparedImagePrompt) and text.picture is not None

@@ -1,9 +1,9 @@
-"""Qwen2-VL's image processor as the pipelines run it, which is with torchvision, without torchvision.
+"""Qwen2-VL's image processor with the pipelines' results, which are torchvision's, without torchvision.
 
-transformers has two: on tensors, by torchvision, which the pipelines' Qwen2VLProcessor needs, and on Pillow images.
-They differ by 8-bit levels in some pixels and in the order of the arithmetic. This is the first, made of those parts
-of the second that do not compute: for bytes on a CPU, torchvision's bicubic resize is one call of torch
-(transforms/v2/functional/_geometry.py). It is used where torchvision is installed, too: bytes never depend on that.
+transformers has one on tensors, by torchvision, which the pipelines' Qwen2VLProcessor needs, and one on Pillow images.
+They differ by 8-bit levels in some pixels and in the order of the arithmetic. This class computes as the first and
+takes everything else from the second: for bytes on a CPU, torchvision's bicubic resize is one call of torch
+(transforms/v2/functional/_geometry.py). It is used where torchvision is installed, too, so bytes do not depend on that.
 """
 
 from typing import Any
@@ -18,18 +18,18 @@ from cache.weights import WeightsError
 
 
 class QwenImageProcessor(Qwen2VLImageProcessorPil):
-    """Settings, patches and grids are its parent's. Images are uint8 (3, H, W) until they are normalised.
+    """Images are uint8 (3, H, W) until they are normalised.
 
-    The resize computes in integers with weights of 16 bits, with AVX2 and without alike, so its bytes are the same on
-    every CPU; what follows is one subtraction and one division in float32.
+    The resize computes in integers with weights of 16 bits, with and without AVX2, so its bytes are the same on every
+    CPU; one subtraction and one division in float32 follow.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         if self.resample != Image.Resampling.BICUBIC:
             raise WeightsError(
-                f"tokenizer/preprocessor_config.json asks for resample: {self.resample}; it should be 3 (bicubic)",
-                "replace the file by that of the published checkpoint",
+                f"tokenizer/preprocessor_config.json has resample: {self.resample}; it should be 3 (bicubic)",
+                "replace the file with that of the published checkpoint",
             )
 
     def resize(  # type: ignore[override]  # as the parent's own resize
@@ -44,7 +44,7 @@ class QwenImageProcessor(Qwen2VLImageProcessorPil):
         return resized[0].numpy()
 
     def rescale(self, image: np.ndarray, scale: float, *_: Any, **__: Any) -> np.ndarray:
-        """Left to `normalize`, which does both at once."""
+        """`normalize` does this, too."""
         assert self.do_normalize
         return image
 

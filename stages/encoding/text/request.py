@@ -1,4 +1,4 @@
-"""What a text encoder is asked for and what it answers. Imports no torch, so that any program may."""
+"""A text encoder's requests and results. Imports no torch, so that any program may import it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,16 +10,15 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-#: Tokens of a caption that CLIP reads, in the pipelines as here.
-CLIP_MAX_TOKENS = 77
+CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
 
 
 @dataclass(frozen=True)
 class TextRequest:
     """One caption to encode.
 
-    text: the cleaned caption, without its template. negative: it takes the pipeline's path for negative
-    prompts (null prompts too). image: for templates with an image, the source fitted to its bucket (RGB).
+    text: the cleaned caption, without its template. negative: encode as the pipeline encodes negative prompts (null
+    prompts too). image: for templates with an image, the source cropped to its bucket (RGB).
     """
 
     text: str
@@ -31,8 +30,8 @@ class TextRequest:
 class PreparedPrompt:
     """A request tokenised, and cut to the limit.
 
-    ids: what the model reads, template and image included. shared: how many of the first of them are the
-    template's prefix, whose keys and values the encoder holds. untruncated: tokens without the limit.
+    ids: the model's input, template and image included. shared: how many of the first ids are the template's prefix,
+    whose keys and values are computed already. untruncated: the number of ids without the limit.
     """
 
     ids: list[int]
@@ -41,7 +40,7 @@ class PreparedPrompt:
 
     @property
     def cost(self) -> int:
-        """Tokens that a forward pass computes for this text itself."""
+        """Tokens that a forward pass computes for this text."""
         return len(self.ids) - self.shared
 
 
@@ -49,9 +48,8 @@ class PreparedPrompt:
 class TextResult:
     """One caption encoded, on the CPU in the encoder's dtype.
 
-    embeds: (L, D), real tokens only. pooled: (D2,), or None where the family has none. tokens: what L would
-    be without a limit on the length. kept: L. clip_tokens: of the caption for CLIP, which reads the first
-    CLIP_MAX_TOKENS; None where there is no CLIP.
+    embeds: (L, D), real tokens only. pooled: (D2,), or None where the family has none. tokens: L without the limit on
+    the length. kept: L. clip_tokens: CLIP's tokens of the caption, which are cut to CLIP_MAX_TOKENS; None without CLIP.
     """
 
     embeds: "torch.Tensor"
@@ -63,11 +61,8 @@ class TextResult:
 
 @dataclass
 class EncoderStats:
-    """What an encoder did so far.
-
-    shared, whole: texts behind the shared prefix, and texts computed from their first token. images: vision
-    passes; reused: texts whose image's features were at hand.
-    """
+    """shared, whole: texts behind the shared prefix, and texts computed from their first token. images: vision passes;
+    reused: texts whose image's features were in the cache."""
 
     shared: int = 0
     whole: int = 0
@@ -76,9 +71,8 @@ class EncoderStats:
 
 
 class RequestError(MediaError):
-    """A caption (or the image in it) that can't be encoded; it is set aside, and nothing else stops."""
+    """A caption, or the image in it, that can't be encoded; it is set aside."""
 
 
 def request_error(reason: str, request: TextRequest, problem: str, advice: str) -> RequestError:
-    """The RequestError of a request, named by the beginning of its caption."""
     return RequestError(reason, f"caption {shorten(request.text)!r}", problem, advice)

@@ -17,8 +17,8 @@ from stages.engines.jobs import Job
 CLIP_TRUNCATED_REMARK = (
     f"captions cut to CLIP's {CLIP_MAX_TOKENS} tokens, as by the pipeline, for the pooled vector alone"
 )
-UNQUANTIZED_REMARK = "texts encoded with some matrices as they are, since nf4-bnb can't pack their sides"
-PREFETCHED_BATCHES = 4  # by an estimate of their size: of texts one is being filled while another is encoded
+UNQUANTIZED_REMARK = "texts encoded with some matrices unquantised, since nf4-bnb can't pack their sides"
+PREFETCHED_BATCHES = 4  # of texts without an image, by an estimate of their tokens
 
 
 class TextWorker(UnitWorker):
@@ -41,8 +41,8 @@ class TextWorker(UnitWorker):
         return 3 * bucket.width * bucket.height
 
     def prefetch_count(self, unit: Unit) -> int:
-        """Of texts without an image some batches, so that the device waits for none to be tokenised: a batch of short
-        captions has hundreds. In a unit they are in the order of their length."""
+        """For texts without an image a few batches, so that the device never waits for the tokeniser: a batch of short
+        captions has hundreds. A unit's texts are ordered by length, so the middle one is typical."""
         text = self.plan.texts[unit.members[len(unit.members) // 2]]
         if text["image_geometry"]:
             return super().prefetch_count(unit)
@@ -50,11 +50,11 @@ class TextWorker(UnitWorker):
         return max(super().prefetch_count(unit), PREFETCHED_BATCHES * self.batch_limit // tokens)
 
     def read_request(self, name: str) -> ReadRequest | None:
-        """The image inside an i2i prompt, cut as its sample's source is."""
+        """The image inside an i2i prompt, cropped as its sample's source is."""
         text = self.plan.texts[name]
         if not text["image_id"]:
             return None
-        return ReadRequest(tuple(self.places.text_files(text["text_id"])), None, text["image_geometry"])
+        return ReadRequest(tuple(self.locations.text_files(text["text_id"])), None, text["image_geometry"])
 
     def prepare(self, name: str, read: MemberPixels | None) -> PreparedPrompt:
         text = self.plan.texts[name]

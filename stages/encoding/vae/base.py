@@ -1,7 +1,8 @@
-"""What the autoencoders share: loading, memory levers, drawing from the posterior, and pixels as bytes."""
+"""What the autoencoders share: loading, memory options, sampling the posterior, and pixels as bytes."""
 
 import importlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,16 +17,15 @@ from schemas.errors import LatentpressError
 from schemas.family import Family, Normalisation
 from stages.encoding import model_loading
 
-COMPONENTS = ("vae",)
 PosteriorMode = Literal["sample", "mode", "moments"]
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What makes an encoding take less memory.
+    """Options that lower the memory of encoding.
 
-    slicing: one sample after another, whatever the batch. tile, tile_stride: side of the spatial tiles and the
-    distance between their beginnings, pixels; None: no tiles. chunk_frames: frames that a 3-D convolution computes at
+    slicing: encode the samples of a batch one after another. tile, tile_stride: side of the spatial tiles and the
+    distance between their origins, pixels; None: no tiles. chunk_frames: frames that a 3-D convolution computes at
     once; None: all of them.
     """
 
@@ -36,66 +36,104 @@ class MemoryOptions:
 
     @classmethod
     def of(cls, latents: Latents, family: Family) -> "MemoryOptions":
-        """As a configuration asks; the geometry of tiles is the family's, and is never chosen by the memory at hand."""
-        given = latents.settings(family)
+        """As configured; the geometry of tiles is the family's and does not depend on the memory at hand."""
+        settings = latents.settings(family)
         keys = ("tile", "tile_stride", "chunk_frames")
-        return cls(latents.slicing, **{key: int(given[key]) for key in keys if key in given})
+        return cls(latents.slicing, **{key: int(settings[key]) for key in keys if key in settings})
 
 
 DEFAULT_MEMORY_OPTIONS = MemoryOptions()
 SCALED = Normalisation()  # by the scaling_factor alone
 
 
-def load_autoencoder(config: Config, where: torch.device) -> Any:
+class Autoencoder(ABC):
+    """Loads a family's autoencoder once, for inference.
+
+    Each family's `Autoencoder` names the class in diffusers and computes `_parameters` and `_decode` with it.
+    """
+
+    vae_class: Any
+
+    def __init__(
+        self,
+        source: str,
+        revision: str | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
+        normalisation: Normalisation = SCALED,
+    ) -> None:
+        """Raises WeightsError where the checkpoint has no autoencoder or a pickled one, ValueError where its config
+        lacks a key of `normalisation`."""
+        self._vae = load_part(self.vae_class, source, revision, "vae", torch_dtype=dtype).to(device).eval()
+        self.apply_memory_options(self._vae, memory_options)
+        self._normaliser = Normaliser.of(self._vae, normalisation)
+
+    @classmethod
+    def apply_memory_options(cls, vae: Any, memory_options: MemoryOptions) -> None:
+        """Enable slicing and tiles in an autoencoder whose tiles have a height and a width."""
+        vae.use_slicing = memory_options.slicing
+        if memory_options.tile is not None:
+            side, stride = memory_options.tile, memory_options.tile_stride
+            vae.enable_tiling(
+                tile_sample_min_height=side,
+                tile_sample_min_width=side,
+                tile_sample_stride_height=stride,
+                tile_sample_stride_width=stride,
+            )
+
+    def settings(self) -> dict[str, bool | int]:
+        """What determines the latents beside weights and dtype, read back from the autoencoder itself."""
+        vae = self._vae
+        if not vae.use_tiling:
+            return {"tiling": False}
+        assert vae.tile_sample_min_height == vae.tile_sample_min_width
+        assert vae.tile_sample_stride_height == vae.tile_sample_stride_width
+        return {"tiling": True, "tile": vae.tile_sample_min_height, "tile_stride": vae.tile_sample_stride_height}
+
+    @torch.no_grad()
+    def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: PosteriorMode) -> torch.Tensor:
+        """latents_BCTHW in the model's space, or moments, on the CPU, of pixels in [-1, 1]. seeds: one a sample."""
+        parameters = self._parameters(pixels_BCTHW.to(self._vae.device, self._vae.dtype))
+        return latents_from_posterior(parameters, seeds, posterior, self._normaliser).cpu()
+
+    @torch.no_grad()
+    def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        """uint8 pixels_BTHWC on the CPU, of latents in the model's space or of the mean of moments."""
+        latents_BCTHW = posterior_means(latents_BCTHW, self._vae.config.latent_channels)
+        z_BCTHW = self._normaliser.undo(latents_BCTHW.to(self._vae.device, self._vae.dtype))
+        return to_uint8(self._decode(z_BCTHW))
+
+    @abstractmethod
+    def _parameters(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:
+        """The posterior's parameters of latents_BCTHW: mean and log-variance along the second axis."""
+
+    @abstractmethod
+    def _decode(self, z_BCTHW: torch.Tensor) -> torch.Tensor:
+        """pixels_BCTHW in [-1, 1] of the autoencoder's own latents."""
+
+
+def load_autoencoder(config: Config, where: torch.device) -> Autoencoder:
     """The family's autoencoder, from the file under stages/encoding/vae/ that the catalogue names."""
-    family = config.model.family_spec
+    family, model = config.model.family_spec, config.model
     module = importlib.import_module(f"stages.encoding.vae.{family.autoencoder}")
-    dtype = getattr(torch, config.latents.precision or config.model.precision)
-    levers = MemoryOptions.of(config.latents, family)
-    check_autoencoder(config.model)
-    with model_loading.loading_errors(config.model, "vae"):
-        source, revision = config.model.source, config.model.revision
-        loaded = module.Autoencoder(source, revision, dtype, where, levers, family.normalisation)
+    dtype = getattr(torch, config.latents.precision or model.precision)
+    options = MemoryOptions.of(config.latents, family)
+    check_autoencoder(model)
+    with model_loading.loading_errors(model, "vae"):
+        loaded = module.Autoencoder(model.source, model.revision, dtype, where, options, family.normalisation)
     expected = config.latents.settings(family)
     if loaded.settings() != expected:
         raise LatentpressError(
-            f"the installed diffusers encodes otherwise than the cache's name says: {loaded.settings()} instead of "
-            f"{expected}",
+            f"the installed diffusers encodes with {loaded.settings()}, and the cache's fingerprint is of {expected}",
             "install the tested versions (constraints.txt)",
         )
     return loaded
 
 
-def load_vae(kind: Any, source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """The checkpoint's autoencoder, for inference. Raises WeightsError where it is missing or pickled."""
-    return load_part(kind, source, revision, "vae", torch_dtype=dtype).to(device).eval()
-
-
-def apply_memory_options(vae: Any, levers: MemoryOptions) -> None:
-    """Put slicing and tiles in force in an autoencoder that takes a tile's height and width ."""
-    vae.use_slicing = levers.slicing
-    if levers.tile is not None:
-        side, stride = levers.tile, levers.tile_stride
-        vae.enable_tiling(
-            tile_sample_min_height=side,
-            tile_sample_min_width=side,
-            tile_sample_stride_height=stride,
-            tile_sample_stride_width=stride,
-        )
-
-
-def read_tile_settings(vae: Any) -> dict[str, bool | int]:
-    """What `pull` has set, read back from the autoencoder itself."""
-    if not vae.use_tiling:
-        return {"tiling": False}
-    assert vae.tile_sample_min_height == vae.tile_sample_min_width
-    assert vae.tile_sample_stride_height == vae.tile_sample_stride_width
-    return {"tiling": True, "tile": vae.tile_sample_min_height, "tile_stride": vae.tile_sample_stride_height}
-
-
 def make_posterior(parameters: torch.Tensor) -> Any:
-    """diffusers' own posterior, imported when there is one: every worker imports this file, and
-    importing any of diffusers' autoencoders imports all of diffusers' models, which takes seconds."""
+    """diffusers' own posterior. Imported here, as importing one of diffusers' autoencoders imports all of its models,
+    which takes seconds."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     return DiagonalGaussianDistribution(parameters)
@@ -103,9 +141,9 @@ def make_posterior(parameters: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Normaliser:
-    """Between the autoencoder's latents and the model's: (z - mean) / deviation * scale; axis 1 holds the channels.
+    """From the autoencoder's latents to the model's: (z - mean) / deviation * scale; axis 1 holds the channels.
 
-    mean, deviation: one number for each channel, or one for all; None where there is none.
+    mean, deviation: one number for each channel, or one for all; None for neither.
     """
 
     scale: float = 1.0
@@ -114,7 +152,7 @@ class Normaliser:
 
     @classmethod
     def of(cls, vae: Any, named: Normalisation) -> "Normaliser":
-        """From the autoencoder's own config, at the keys that the catalogue names. ValueError where there is none."""
+        """From the autoencoder's own config, at the keys that the catalogue names. ValueError where it lacks one."""
 
         def numbers(key: str | None) -> tuple[float, ...] | None:
             if key is None:
@@ -133,27 +171,27 @@ class Normaliser:
         return cls(scale[0], numbers(named.mean), numbers(named.deviation))
 
     def apply(self, z: torch.Tensor) -> torch.Tensor:
-        """The model's latents of the autoencoder's."""
+        """To the model's latents."""
         if self.mean is not None:
-            z = z - _along(self.mean, z)
+            z = z - _broadcast(self.mean, z)
         if self.deviation is not None:
-            z = z / _along(self.deviation, z)
+            z = z / _broadcast(self.deviation, z)
         return z * self.scale
 
     def undo(self, latents: torch.Tensor) -> torch.Tensor:
-        """The autoencoder's latents of the model's."""
+        """To the autoencoder's latents."""
         z = latents / self.scale
         if self.deviation is not None:
-            z = z * _along(self.deviation, z)
-        return z if self.mean is None else z + _along(self.mean, z)
+            z = z * _broadcast(self.deviation, z)
+        return z if self.mean is None else z + _broadcast(self.mean, z)
 
     def logvar(self, logvar: torch.Tensor) -> torch.Tensor:
-        """The model's log-variance of the autoencoder's."""
+        """To the model's log-variance."""
         moved = logvar + 2 * math.log(self.scale)
-        return moved if self.deviation is None else moved - 2 * _along(self.deviation, logvar).log()
+        return moved if self.deviation is None else moved - 2 * _broadcast(self.deviation, logvar).log()
 
 
-def _along(values: tuple[float, ...], latents: torch.Tensor) -> torch.Tensor:
+def _broadcast(values: tuple[float, ...], latents: torch.Tensor) -> torch.Tensor:
     shape = (1, len(values), *[1] * (latents.ndim - 2))
     return torch.tensor(values, dtype=latents.dtype, device=latents.device).view(shape)
 
@@ -163,9 +201,9 @@ def latents_from_posterior(
 ) -> torch.Tensor:
     """Latents in the model's space from the posterior's parameters, mean and log-variance along the second axis.
 
-    sample: each with a generator of its own on the CPU, so that it is drawn alike on every device and whatever it is
-    batched with: equal to `latent_dist.sample(generator)`, normalised, of the sample encoded alone. mode: the mean.
-    moments: see `moments`.
+    sample: each row has its own generator on the CPU, so that its draw depends neither on the device nor on the batch:
+    equal to `latent_dist.sample(generator)`, normalised, of the sample encoded alone. mode: the mean. moments: see
+    `posterior_moments`.
     """
     if posterior == "moments":
         return posterior_moments(parameters, normaliser)
@@ -191,7 +229,7 @@ def posterior_moments(parameters: torch.Tensor, normaliser: Normaliser) -> torch
 
 
 def posterior_means(latents: torch.Tensor, channels: int) -> torch.Tensor:
-    """Stored latents, or the mean where moments are stored; channels lie along the second axis."""
+    """Stored latents, or the mean where moments are stored; the second axis holds the channels."""
     assert latents.shape[1] in (channels, 2 * channels), f"{tuple(latents.shape)} for {channels} channels"
     return latents[:, :channels]
 

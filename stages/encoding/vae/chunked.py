@@ -1,17 +1,17 @@
-"""The HunyuanVideo autoencoder with less memory: the same numbers up to rounding, by forwards put on its modules.
+"""The HunyuanVideo autoencoder with less memory: other forwards of its modules give the same numbers up to rounding.
 
-Plainly, a residual block of 17 frames of 512x768 holds four activations of 1.7 GB (bfloat16), one of them a padded
-copy, and the attention of the middle builds a mask of 30,720 x 30,720. Here
+In diffusers a residual block of 17 frames of 512x768 holds four activations of 1.7 GB (bfloat16), one of them a padded
+copy, and the attention of the middle block builds a mask of 30,720 x 30,720. Here
 
-- a convolution pads and computes a few frames at a time, and where its input is not needed afterwards and has as many
-  channels as its output, it writes over it: from the last frames to the first, since a frame depends on itself and on
-  earlier ones;
-- a group norm with its nonlinearity is computed for some groups of channels at a time. It spans time, so it can't be
-  cut there, but groups are independent;
-- the attention runs frame by frame over the frames so far, which is what the mask says.
+- a convolution pads and computes a few frames at a time. Where its input is not needed afterwards and has as many
+  channels as its output, it overwrites the input from the last frame to the first, since a frame depends on itself and
+  on earlier ones;
+- a group norm with its nonlinearity is computed for some groups of channels at a time, as groups are independent; it
+  spans time, so it can't be split into frames;
+- the attention runs frame by frame over the frames so far, which is what the mask allows.
 
-Two activations and a few frames remain. Not done: chunking the encoder as a whole, which is another function, as the
-norms and the attention see all frames.
+Two activations and a few frames remain. Splitting the whole encoder into chunks would be another function, as the norms
+and the attention see all frames.
 """
 
 from functools import partial
@@ -27,14 +27,14 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
     HunyuanVideoResnetBlockCausal3D,
 )
 
-NORM_CHUNKS = 8  # that a group norm is computed in: its temporary memory is an eighth of the activation
+NORM_CHUNKS = 8  # of a group norm: its temporary memory is an eighth of the activation
 
 
 def apply_chunking(vae: Any, frames: int) -> None:
     """Make `vae` compute at most `frames` frames of a convolution at once, in its encoder and decoder."""
     assert frames >= 1
     for module in vae.modules():
-        # On the object and not on its class: other autoencoders of the process stay as they are.
+        # On the object, not on its class: other autoencoders of the process keep their forwards.
         if isinstance(module, HunyuanVideoCausalConv3d):
             setattr(module, "forward", partial(chunked_conv, module, frames=frames))  # noqa: B010
         elif isinstance(module, HunyuanVideoResnetBlockCausal3D):
@@ -47,7 +47,7 @@ def apply_chunking(vae: Any, frames: int) -> None:
 def chunked_conv(conv: Any, x_BCTHW: torch.Tensor, frames: int, over: bool = False) -> torch.Tensor:
     """The causal convolution, `frames` frames of its output at a time.
 
-    over: the result may be written over x, whose content is not needed again; done where the shapes allow it.
+    over: the result may overwrite x, where the shapes allow it.
     """
     inner, (*spatial, before, _) = conv.conv, conv.time_causal_padding
     size, stride = inner.kernel_size[0], inner.stride[0]
@@ -72,7 +72,7 @@ def chunked_group_norm(norm: Any, nonlinearity: Any, x: torch.Tensor, out: torch
     each = norm.num_channels // norm.num_groups
     bounds = [norm.num_groups * number // NORM_CHUNKS for number in range(NORM_CHUNKS + 1)]
     for first, last in pairwise(bounds):
-        if first == last:  # fewer groups than pieces
+        if first == last:  # fewer groups than chunks
             continue
         mine = slice(first * each, last * each)
         piece = F.group_norm(x[:, mine], last - first, norm.weight[mine], norm.bias[mine], norm.eps)
@@ -81,10 +81,8 @@ def chunked_group_norm(norm: Any, nonlinearity: Any, x: torch.Tensor, out: torch
 
 
 def residual_block(block: Any, x: torch.Tensor, frames: int) -> torch.Tensor:
-    """HunyuanVideoResnetBlockCausal3D's forward, in inference; the result lies where x lay, if it has as many channels.
-
-    So that the blocks of one level share two activations: the caller's variables keep hold of a level's input.
-    """
+    """HunyuanVideoResnetBlockCausal3D's forward, in inference. It overwrites x if the channels are as many, so that the
+    blocks of one level share two activations: the caller's variables keep a level's input alive."""
     x = x.contiguous()
     h = chunked_group_norm(block.norm1, block.nonlinearity, x, torch.empty_like(x))
     h = chunked_conv(block.conv1, h, frames, over=True)
@@ -106,7 +104,7 @@ def mid_block(block: Any, x_BCTHW: torch.Tensor) -> torch.Tensor:
 
 
 def frame_causal_attention(attention: Attention, x_BLC: torch.Tensor, frames: int) -> torch.Tensor:
-    """Attention in which a token sees those of its frame and of earlier ones; L is frames x tokens of one."""
+    """Attention of each token to its own frame and to earlier ones; L is frames x tokens of a frame."""
     each = x_BLC.shape[1] // frames
     normed = attention.group_norm(x_BLC.transpose(1, 2)).transpose(1, 2)
     query, key, value = (

@@ -20,7 +20,7 @@ from stages.engines.jobs import Job
 
 @dataclass(frozen=True)
 class SamplePixels:
-    """8-bit; T = 1 for an image. condition: what is encoded beside the media. mask: T = 1 where all frames' is one."""
+    """8-bit; T = 1 for an image. condition: encoded in addition to the media. mask: T = 1 where all frames share it."""
 
     media_THWC: np.ndarray
     condition_THWC: np.ndarray | None
@@ -28,7 +28,7 @@ class SamplePixels:
 
 
 class LatentsWorker(UnitWorker):
-    """Latents, those of the condition, and masks on the grid of latents: 1 is trained, 0 is not."""
+    """Latents of media and condition, and masks on the grid of latents: 1 is trained, 0 is not."""
 
     stage, kind, section, tensors = "encode-latents", "latents", "latents", ("latent", "condition", "mask")
     batch_limit_option = "batch_pixels"
@@ -48,20 +48,20 @@ class LatentsWorker(UnitWorker):
 
     def read_request(self, name: str) -> ReadRequest:
         sample = self.plan.samples[name]
-        beside = sample["source_geometry"] if sample["condition"] == "source" else None
-        files, masked = tuple(self.places.sample_files(name)), bool(sample["mask_id"])
-        return ReadRequest(files, sample, beside, self.config.latents.decoder, masked)
+        source = sample["source_geometry"] if sample["condition"] == "source" else None
+        files = tuple(self.locations.sample_files(name))
+        return ReadRequest(files, sample, source, self.config.latents.decoder, has_mask=bool(sample["mask_id"]))
 
     def prepare(self, name: str, read: MemberPixels | None) -> SamplePixels:
         assert read is not None and read.frames is not None
         condition_THWC = None if read.image is None else read.image[None]
-        given = self.config.model.condition
-        if self.plan.samples[name]["condition"] == "first-frame" and given is not None:
-            condition_THWC = read.frames[: given.frames]
+        condition = self.config.model.condition
+        if self.plan.samples[name]["condition"] == "first-frame" and condition is not None:
+            condition_THWC = read.frames[: condition.frames]
         return SamplePixels(read.frames, condition_THWC, read.mask)
 
     def cost(self, batch: list[SamplePixels]) -> int:
-        """Pixels of one pass of the autoencoder: the media's, or where they are more, the conditions'."""
+        """Pixels of one pass of the autoencoder, over the media or, where they have more, over the conditions."""
         media = sum(item.media_THWC.size for item in batch)
         return max(media, sum(item.condition_THWC.size for item in batch if item.condition_THWC is not None)) // 3
 
@@ -77,7 +77,7 @@ class LatentsWorker(UnitWorker):
             yield ShardRow(name, {key: model_loading.to_array(value.to(self._dtype)) for key, value in tensors.items()})
 
     def _latents(self, names: list[str], purpose: str, items: list[np.ndarray]) -> torch.Tensor:
-        """latents_BCTHW; the posterior's seed depends on the sample and on what is encoded of it."""
+        """latents_BCTHW; the posterior's seed depends on the sample and on the purpose, "latent" or "condition"."""
         seeds = [derive_seed(name, purpose) for name in names]
         pixels_BCTHW = normalise_on_device(np.stack(items), self.device)
         return self._autoencoder.encode(pixels_BCTHW, seeds, self.config.latents.posterior)
@@ -85,15 +85,15 @@ class LatentsWorker(UnitWorker):
 
 def normalise_on_device(pixels_BTHWC: np.ndarray, device: torch.device) -> torch.Tensor:
     """8-bit pixels as float32 pixels_BCTHW in [-1, 1] on `device`, equal to stages.media.pixels.normalise_pixels to
-    the last bit: on CUDA, dividing by a Python number multiplies by its rounded inverse; by a tensor, it divides."""
+    the last bit. On CUDA, dividing by a Python number multiplies by its rounded inverse; by a tensor, it divides."""
     bytes_BCTHW = torch.from_numpy(pixels_BTHWC).to(device).movedim(-1, 1)
     pixels_BCTHW = bytes_BCTHW.to(torch.float32, memory_format=torch.contiguous_format)
     return pixels_BCTHW.div_(torch.tensor(255.0, device=device)).mul_(2.0).sub_(1.0)
 
 
 def mask_to_latent_grid(mask_THW: np.ndarray, grid_THW: Sequence[int], stride: int) -> torch.Tensor:
-    """A mask from 0 to 255 on a grid of latents, 0 to 1: the mean over the area that each latent covers, and over its
-    frames (frame 0 alone, then `stride` of them). A mask of one frame is that of all."""
+    """A mask from 0 to 255 as one from 0 to 1 on a grid of latents: the mean over the area and the frames (frame 0,
+    then `stride` at a time) that each latent covers. A mask of one frame is valid for all."""
     cells_THWC = pool_space(torch.from_numpy(mask_THW).unsqueeze(-1), (grid_THW[1], grid_THW[2])) / 255
     cells_THWC = pool_time(cells_THWC, stride) if len(mask_THW) > 1 else cells_THWC.expand(grid_THW[0], -1, -1, -1)
     assert tuple(cells_THWC.shape[:3]) == tuple(grid_THW), f"{cells_THWC.shape[:3]} is not {grid_THW}"

@@ -1,4 +1,4 @@
-"""Where a vision model's weights lie, and what names them in a cache's fingerprint. Imports no torch.
+"""Where a vision model's weights are, and what identifies them in a cache's fingerprint. Imports no torch.
 
 A source is a local directory with config.json and *.safetensors, as transformers saves a model, or the id of a
 Hugging Face repository. Pickled weights are not read.
@@ -31,8 +31,8 @@ class UnsupportedModelError(WeightsError):
 def fingerprint_weights(source: str, revision: str | None, memo: Store | None = None) -> dict[str, Any]:
     """What determines the weights, for a cache's fingerprint; small JSON. Raises WeightsError.
 
-    A local directory: {"content"}, the xxh3 of its config and weights. A repository: {"repo", "commit"}; only its
-    config is fetched. memo: where the hashes of large files are remembered, so that each is read once.
+    For a local directory {"content"}, the xxh3 of its config and weights; for a repository {"repo", "commit"}, for
+    which only its config is fetched. memo: remembers the hashes of large files, so that each is read once.
     """
     folder, config = local_folder(source, MODEL_ADVICE), _find_config(source, revision)
     require_dinov2_class(source, config)
@@ -47,7 +47,7 @@ def feature_width(source: str, revision: str | None) -> int:
 
 
 def resolve_checkpoint(source: str, revision: str | None) -> Path:
-    """The directory of the config and weights, fetched where it is a repository's. Raises WeightsError."""
+    """The directory of the config and weights, a repository's after fetching it. Raises WeightsError."""
     folder = local_folder(source, MODEL_ADVICE)
     if folder is None:
         from huggingface_hub import snapshot_download
@@ -65,7 +65,7 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
 
 
 def require_dinov2_class(source: str, config: Path) -> str:
-    """The class in transformers of the model that the config describes. Raises UnsupportedModelError for others."""
+    """The transformers class of the model that the config describes. UnsupportedModelError where it is no DINOv2."""
     values = _read_config(source, config)
     kind, patch = values.get("model_type"), values.get("patch_size")
     if kind not in MODEL_CLASSES or patch != PATCH_SIZE:
@@ -85,21 +85,19 @@ def _read_config(source: str, config: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def _checkpoint_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if any(map(path.match, CHECKPOINT_FILES)) and path.name[0] != ".")
+
+
 def _find_config(source: str, revision: str | None) -> Path:
     folder = local_folder(source, MODEL_ADVICE)
     return folder / CONFIG_FILE if folder else _config_in_repo(source, revision)
 
 
-def _checkpoint_files(folder: Path) -> list[Path]:
-    return sorted(
-        {path for pattern in CHECKPOINT_FILES for path in folder.glob(pattern) if not path.name.startswith(".")}
-    )
-
-
 @cache
 def _config_in_repo(repo: str, revision: str | None) -> Path:
-    """config.json of the commit that the revision stands for now, or, offline, as of the local cache; the commit
-    is the name of its folder. Once in a process, so that a branch which moves meanwhile does not rename the cache."""
+    """config.json at the revision's present commit or, offline, the commit in the local cache; its folder is named by
+    the commit. Looked up once in a process, so that a branch that moves meanwhile does not change the fingerprint."""
     from huggingface_hub import hf_hub_download
 
     config = Path(call_hub(hf_hub_download, repo, revision, key="vision.model", filename=CONFIG_FILE))

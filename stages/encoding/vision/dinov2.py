@@ -1,4 +1,4 @@
-"""DINOv2's patch tokens of frames, as `transformers` gives them, and what becomes of a clip's."""
+"""DINOv2's patch tokens of frames, by `transformers`, pooled to a clip's latent frames."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,15 +14,15 @@ from stages.encoding.vision.checkpoint import CONFIG_FILE, require_dinov2_class
 from stages.encoding.vision.grids import PATCH_SIZE, GridSize
 from stages.encoding.vision.pooling import pool_space, pool_time
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as DINOv2 was trained
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def resize_frames(
     frames_FHWC: np.ndarray, grid: GridSize, each: Callable[..., Iterable[np.ndarray]] = map
 ) -> np.ndarray:
-    """uint8 frames at the size that gives these patches: Pillow's bicubic, as DINOv2's image processor.
+    """uint8 frames at the size that gives these patches, by Pillow's bicubic as in DINOv2's image processor.
 
-    each: applies a function to every frame, as `map` or a thread pool's; Pillow lets other threads run meanwhile.
+    each: `map`, or that of a thread pool: Pillow releases the GIL.
     """
     assert frames_FHWC.dtype == np.uint8 and frames_FHWC.shape[-1] == 3, frames_FHWC.shape
     size = (grid[1] * PATCH_SIZE, grid[0] * PATCH_SIZE)
@@ -33,31 +33,25 @@ def resize_frames(
     return np.stack(list(each(resized, frames_FHWC)))
 
 
-def _load_model(folder: Path, dtype: torch.dtype) -> Any:
-    """The model; WeightsError where its weights are damaged or lack some, which transformers would invent."""
-    import transformers
-
-    kind = getattr(transformers, require_dinov2_class(str(folder), folder / CONFIG_FILE))
-    try:
-        model, loaded = load_pretrained(kind, folder, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        problem = f"{folder} can't be loaded: {type(error).__name__}: {error}"
-        raise WeightsError(problem, "replace it with a whole copy") from error
-    # The mask token serves training; no mask is given here.
-    missing = set(loaded["missing_keys"]) - {"embeddings.mask_token"}
-    if missing:
-        raise WeightsError(f"{folder} lacks {', '.join(sorted(missing)[:3])} …", "replace it with a whole copy")
-    return model
-
-
 class Encoder:
     """One DINOv2, with or without register tokens, for inference."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._model = _load_model(folder, dtype).to(device).eval()
-        self._leading_tokens = 1 + getattr(
-            self._model.config, "num_register_tokens", 0
-        )  # before the patches: class, registers
+        """Raises WeightsError for damaged weights and for missing ones, which transformers would initialise."""
+        import transformers
+
+        model_class = getattr(transformers, require_dinov2_class(str(folder), folder / CONFIG_FILE))
+        try:
+            model, loaded = load_pretrained(model_class, folder, dtype=dtype, output_loading_info=True)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            problem = f"{folder} can't be loaded: {type(error).__name__}: {error}"
+            raise WeightsError(problem, "replace it with a whole copy") from error
+        missing = set(loaded["missing_keys"]) - {"embeddings.mask_token"}  # for training only
+        if missing:
+            raise WeightsError(f"{folder} lacks {', '.join(sorted(missing)[:3])} …", "replace it with a whole copy")
+        self._model: Any = model.to(device).eval()
+        #: Before the patches: class and registers.
+        self._leading_tokens = 1 + getattr(model.config, "num_register_tokens", 0)
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(1, 3, 1, 1)
         self._deviation = torch.tensor(IMAGENET_STD, device=device).view(1, 3, 1, 1)
 
@@ -78,7 +72,7 @@ class Encoder:
     def clips(self, clips: list[np.ndarray], grid: GridSize, stride: int, limit: int) -> list[torch.Tensor]:
         """bfloat16 features_THWC on the CPU, pooled to `grid` and to latent frames, of uint8 clips_FHWC of one size.
 
-        limit: frames of one forward pass; a clip that is longer takes several. Pooling is in float32.
+        limit: frames of one forward pass; a longer clip takes several. Pooling is in float32.
         """
         frames_BHWC = clips[0] if len(clips) == 1 else np.concatenate(clips)
         starts = range(0, len(frames_BHWC), limit)

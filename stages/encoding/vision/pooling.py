@@ -6,12 +6,12 @@ from stages.encoding.vision.grids import GridSize
 
 
 def overlap_weights(fine: int, coarse: int) -> torch.Tensor:
-    """(coarse, fine) float32: how much of each coarse cell each fine cell is, where both divide the same length.
+    """(coarse, fine) float32: the share of each fine cell in each coarse cell, where both divide the same length.
 
-    Rows sum to one. Whole numbers until the last step, so that the shares are the nearest float32.
+    Rows sum to one. Integers until the last step, so that the shares are the nearest float32.
     """
     assert 0 < coarse <= fine, f"{fine} cells can't be pooled to {coarse}"
-    # In units of 1 / (fine * coarse) of the length every boundary is a whole number.
+    # In units of 1 / (fine * coarse) of the length every boundary is an integer.
     starts_F, starts_C = torch.arange(fine) * coarse, torch.arange(coarse) * fine
     ends = torch.minimum(starts_F + coarse, (starts_C + fine)[:, None])
     return (ends - torch.maximum(starts_F, starts_C[:, None])).clamp(min=0).float() / fine

@@ -3,8 +3,6 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from stages.engines.jobs import Job
 
 
 class VisionWorker(UnitWorker):
-    """Members are uint8 frames_FHWC at the size that DINOv2 sees, F = 1 for an image."""
+    """Members are uint8 frames_FHWC at DINOv2's input size, F = 1 for an image."""
 
     stage, kind, section, tensors = "encode-vision", "vision", "vision", ("vision",)
     batch_limit_option = "batch_size"
@@ -32,27 +30,25 @@ class VisionWorker(UnitWorker):
         super().__init__(job)
         self.precision = "bfloat16"  # as stored
         self._family, self._size = self.config.model.family_spec, self.config.vision.pixels
-        # Making a clip small takes longer than DINOv2 on a GPU: 0.3 s of one core for 61 frames of 768x512.
+        # Resizing a clip takes longer than DINOv2 on a GPU: 0.3 s of one core for 61 frames of 768x512.
         self._threads = ThreadPoolExecutor(job.resources.readers_per_worker, "resize")
-        dtype = getattr(torch, self.config.vision.precision or self.config.model.precision)
-        model_loading.disable_progress_bars()
-        self._encoder = Encoder(self._weights(), dtype, self.device)
-
-    def _weights(self) -> Path:
-        """The weights that the cache is named by: of a repository at that commit, even where its branch has moved."""
         vision = self.config.vision
         assert vision.source is not None
-        record = json.loads(self.store.read_bytes(f"{self.kind}/{self.job.fingerprint}/provenance.json"))
-        return checkpoint.resolve_checkpoint(vision.source, record["weights"].get("commit", vision.revision))
+        # The fingerprint is of the weights at this commit: the repository's branch may have moved since.
+        record = json.loads(self.store.read_bytes(f"{self.kind}/{job.fingerprint}/provenance.json"))
+        weights = checkpoint.resolve_checkpoint(vision.source, record["weights"].get("commit", vision.revision))
+        model_loading.disable_progress_bars()
+        dtype = getattr(torch, vision.precision or self.config.model.precision)
+        self._encoder = Encoder(weights, dtype, self.device)
 
     def member_bytes(self, unit: Unit) -> int:
-        """Of the frames as they are read; DINOv2's are fewer pixels."""
+        """Of the frames as they are read, before they are resized."""
         bucket = Bucket.parse(unit.bucket)
         return 3 * bucket.width * bucket.height * bucket.frames
 
     def read_request(self, name: str) -> ReadRequest:
-        """The sample's own frames alone, not the source image or first frame that its latents are conditioned on."""
-        files = tuple(self.places.sample_files(name)[:1])
+        """The sample's own frames alone, not the source image that its latents are conditioned on."""
+        files = tuple(self.locations.sample_files(name)[:1])
         return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)
 
     def prepare(self, name: str, read: MemberPixels | None) -> np.ndarray:
@@ -64,7 +60,7 @@ class VisionWorker(UnitWorker):
         return sum(len(frames_FHWC) for frames_FHWC in batch)
 
     def indivisible(self, batch: list[np.ndarray], limit: int) -> bool:
-        """A clip takes several passes of at most `limit` frames."""
+        """At one frame a pass: a clip may take several passes of at most `limit` frames."""
         return min(self.cost(batch), limit) <= 1
 
     def encode(self, names: list[str], batch: list[np.ndarray], limit: int) -> Iterator[ShardRow]:
@@ -74,5 +70,4 @@ class VisionWorker(UnitWorker):
             yield ShardRow(name, {"vision": model_loading.to_array(features_THWC)})
 
     def _bucket(self, name: str) -> Bucket:
-        sample: dict[str, Any] = self.plan.samples[name]
-        return Bucket.parse(sample["geometry"]["bucket"])
+        return Bucket.parse(self.plan.samples[name]["geometry"]["bucket"])

@@ -11,7 +11,7 @@ import transformers
 
 from schemas.errors import USAGE
 from stages import bucket, discover, encode_text
-from stages.encoding.stage_registry import text_parts as parts
+from stages.encoding.stage_registry import text_fingerprint_inputs as parts
 from stages.encoding.text import base
 from stages.encoding.text.base import OptionError
 
