@@ -1,4 +1,4 @@
-"""Peak memory of the autoencoders' encoding, with and without each lever.
+"""Peak memory of the autoencoders' encoding, with and without each memory option.
 
     python -m benchmarks.vae_memory                          computed for the published sizes, on any machine
     python -m benchmarks.vae_memory --measure cpu            peak RSS of a reduced HunyuanVideo VAE, beside the computed
@@ -79,9 +79,9 @@ def memory_options_for(name: str) -> list[MemoryOptions]:
 
 def usual_cases(name: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
     for shape in USUAL_SIZES[name]:
-        for levers in memory_options_for(name):
+        for options in memory_options_for(name):
             for dtype in dtypes:
-                yield Case(name, shape, dtype, levers)
+                yield Case(name, shape, dtype, options)
 
 
 # --- computed ---
@@ -189,13 +189,13 @@ def print_row(case: Case, *figures: str) -> None:
 
 
 def measure(names: list[str], device: str, shape: tuple[int, int, int]) -> None:
-    print("| autoencoder | frames x height x width | precision | levers | computed GiB | measured GiB | s |")
+    print("| autoencoder | frames x height x width | precision | memory options | computed GiB | measured GiB | s |")
     print("|---|---|---|---|---:|---:|---:|")
     overrides = tuple(REDUCED.items()) if device == "cpu" else ()
     cases = [case for name in names for case in usual_cases(name, ("float32", "bfloat16", "float16"))]
     if device == "cpu":
-        levers = [MemoryOptions(), *(MemoryOptions(chunk_frames=frames) for frames in (4, 1))]
-        cases = [Case("hunyuan_video", shape, "float32", one, overrides) for one in levers]
+        option_sets = [MemoryOptions(), *(MemoryOptions(chunk_frames=frames) for frames in (4, 1))]
+        cases = [Case("hunyuan_video", shape, "float32", one, overrides) for one in option_sets]
     for case in cases:
         try:
             found, seconds = measure_cpu(case) if device == "cpu" else measure_cuda(case)
@@ -215,7 +215,7 @@ def main() -> None:
         frames, height, width = (int(part) for part in options.shape.split("x"))
         measure(options.autoencoder, options.measure, (frames, height, width))
         return
-    print("| autoencoder | frames x height x width | precision | levers | computed GiB |")
+    print("| autoencoder | frames x height x width | precision | memory options | computed GiB |")
     print("|---|---|---|---|---:|")
     for name in options.autoencoder:
         for case in usual_cases(name, ("float32", "bfloat16")):  # float16 takes the bytes of bfloat16

@@ -43,7 +43,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
 
 
 def _is_decoded(file: Path, picture: Path) -> bool:
-    # The picture of another training of the same name may be older than the latent.
+    # A picture that is older than the latent is of an earlier training of the same name.
     return picture.exists() and picture.stat().st_mtime_ns >= file.stat().st_mtime_ns
 
 

@@ -65,18 +65,11 @@ def build_report(config: Config, options: Options) -> Report:
     report = Report(program="status", dry_run=options.dry_run)
     datasets = [dataset.id for dataset in config.datasets if not dataset.disabled]
     tables = [find_media_table(store, name) for name in datasets]
-    rejected = rejects.read_stage(store, "discover")
-    rows: list[TableRow] = [
-        {
-            "stage": "discover",
-            "what": "files",
-            "done": sum(len(table) for table in tables if table is not None),
-            "remaining": sum(table is None for table in tables),
-            "set_aside": sum(len(rejected.get(name, [])) for name in datasets),
-            "mib": _mib(listed["media"]),
-        }
-    ]
-    report.remaining = rows[0]["remaining"]
+    rejected_files = rejects.read_stage(store, "discover")
+    listed_files = sum(len(table) for table in tables if table is not None)
+    report.remaining = sum(table is None for table in tables)
+    set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
+    rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
     report.next_steps += ["latentpress discover"] if report.remaining else []
     try:
         plan = current_plan(store, config)
@@ -86,16 +79,9 @@ def build_report(config: Config, options: Options) -> Report:
         report.remaining = report.remaining or 1
         return report
     roles = plan.active.column("role")
-    rows.append(
-        {
-            "stage": "bucket",
-            "what": "samples",
-            "done": len(roles) - (pc.sum(pc.equal(roles, VALIDATION)).as_py() or 0),
-            "remaining": 0,
-            "set_aside": len(rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])),
-            "mib": _mib(listed["plans"]),
-        }
-    )
+    samples = len(roles) - (pc.sum(pc.equal(roles, VALIDATION)).as_py() or 0)
+    rejected = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
+    rows.append(_row("bucket", "samples", samples, 0, len(rejected), listed["plans"]))
     try:
         states = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except WeightsError as error:
@@ -125,19 +111,18 @@ def build_report(config: Config, options: Options) -> Report:
     return report
 
 
+def _row(stage: str, what: str, done: int, remaining: int, set_aside: int, entries: Sequence[Entry]) -> TableRow:
+    counts = {"done": done, "remaining": remaining, "set_aside": set_aside}
+    return {"stage": stage, "what": what, **counts, "mib": _mib(entries)}
+
+
 def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry]) -> TableRow:
     todo = {unit.unit_id for unit in state.todo}
     remaining = sum(state.counts[unit] for unit in todo)
     set_aside = sum(len(rows) for unit, rows in state.rejects_by_unit.items() if unit not in todo)
     entries = [entry for entry in listed if entry.name.startswith(f"{state.fingerprint}/")]
-    row = {
-        "stage": stage.name,
-        "what": "texts" if stage.member_kind == "text" else "samples",
-        "done": len(state.wanted_ids) - remaining - set_aside,
-        "remaining": remaining,
-        "set_aside": set_aside,
-        "mib": _mib(entries),
-    }
+    what, done = "texts" if stage.member_kind == "text" else "samples", len(state.wanted_ids) - remaining - set_aside
+    row = _row(stage.name, what, done, remaining, set_aside, entries)
     if remaining:
         modified = {entry.name: entry.modified for entry in entries}
         shards = ((path.partition("/")[2], unit) for unit, path in state.done.items() if unit in state.counts)

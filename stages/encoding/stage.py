@@ -151,7 +151,7 @@ class EncodingStage:
             assert isinstance(resources, Encoding)
             job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed)
             with stop_handler.stop_on_signals():
-                _run_units(store, self, job, plan, remaining, limit, console, report)
+                _run_units(self, job, plan, remaining, limit, console, report)
             state = self.state(store, config, plan)
             if stop_handler.reason:
                 left = state.remaining_units(options.partition)
@@ -182,11 +182,8 @@ class StageState:
 
     def remaining_units(self, partition: Partition) -> list[Unit]:
         """What remains of one partition. It is cut from all units, so it stays the same while others finish."""
-        return [
-            unit
-            for unit in partition.select(self.units)
-            if unit.unit_id not in self.done or unit.unit_id in self.retry_units
-        ]
+        settled = self.done.keys() - self.retry_units
+        return [unit for unit in partition.select(self.units) if unit.unit_id not in settled]
 
     def wanted_members(self, units: Sequence[Unit]) -> pa.Array:
         """Ids of the wanted members of these units."""
@@ -208,14 +205,8 @@ def _wanted_rows(rows_by_unit: dict[str, list[dict]], wanted: pa.Array) -> dict[
 
 def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dict[str, Any]]:
     """Truncated texts as rows of a report."""
-    return [
-        {
-            "item": row.id,
-            "path": shorten(plan.texts[row.id]["text"]),
-            "reason": f"{row.kept} of {row.tokens} tokens kept",
-        }
-        for row in truncated
-    ]
+    rows = ((row.id, plan.texts[row.id]["text"], f"{row.kept} of {row.tokens} tokens kept") for row in truncated)
+    return [{"item": name, "path": shorten(text), "reason": reason} for name, text, reason in rows]
 
 
 def reject_folder(stage: str, fingerprint: str) -> str:
@@ -227,7 +218,6 @@ def _count_members(units: Sequence[Unit]) -> int:
 
 
 def _run_units(
-    store: Store,
     stage: EncodingStage,
     job: Job,
     plan: Plan,
@@ -236,7 +226,7 @@ def _run_units(
     console: Console,
     report: Report,
 ) -> None:
-    members = {unit.unit_id: unit.members for unit in units}
+    store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in units}
     written, remarks = 0, Counter[str]()
     what = "texts" if stage.member_kind == "text" else "samples"
     with console.progress(_count_members(units), stage.name, what) as progress:

@@ -2,6 +2,8 @@
 model and is imported when it is needed.
 """
 
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from cache.damage import ENCODE_PROGRAMS
@@ -49,31 +51,20 @@ def estimate_vision_bytes(config: Config, unit: Unit) -> int:
     return 2 * frames * rows * columns * checkpoint.feature_width(vision.source, vision.revision) * len(unit.members)
 
 
-def load_text(job: Job) -> Worker:
-    from stages.encoding.text.worker import TextWorker
-
-    return TextWorker(job)
-
-
-def load_latents(job: Job) -> Worker:
-    from stages.encoding.vae.worker import LatentsWorker
-
-    return LatentsWorker(job)
+def load_worker(module: str, name: str, job: Job) -> Worker:
+    """Imports torch and loads the model."""
+    return getattr(import_module(f"stages.encoding.{module}.worker"), name)(job)
 
 
-def load_vision(job: Job) -> Worker:
-    from stages.encoding.vision.worker import VisionWorker
-
-    return VisionWorker(job)
-
-
-TEXT = EncodingStage("encode-text", "text", text_fingerprint_inputs, load_text)
-LATENTS = EncodingStage("encode-latents", "latents", latents_fingerprint_inputs, load_latents)
+TEXT = EncodingStage("encode-text", "text", text_fingerprint_inputs, partial(load_worker, "text", "TextWorker"))
+LATENTS = EncodingStage(
+    "encode-latents", "latents", latents_fingerprint_inputs, partial(load_worker, "vae", "LatentsWorker")
+)
 VISION = EncodingStage(
     "encode-vision",
     "vision",
     vision_fingerprint_inputs,
-    load_vision,
+    partial(load_worker, "vision", "VisionWorker"),
     unit_kind="latents",
     estimate_bytes=estimate_vision_bytes,
 )

@@ -188,14 +188,9 @@ class _UnitShard:
         self._encoded = self._bytes = self.cost = 0
         self.indivisible = False
         job = worker.job
-        self._meta = ShardMeta(
-            kind=worker.kind,
-            fingerprint=job.fingerprint,
-            unit=unit.unit_id,
-            bucket=unit.bucket,
-            ids=list(unit.members),
-            provenance={**worker.provenance, "batch": limit},
-        )
+        ids, provenance = list(unit.members), {**worker.provenance, "batch": limit}
+        names = (worker.kind, job.fingerprint, unit.unit_id, unit.bucket)
+        self._meta = ShardMeta(*names, ids=ids, provenance=provenance)
         stem = f"{worker.kind}/{job.fingerprint}/{unit.unit_id}"
         columns = dict.fromkeys(worker.tensors, worker.precision)
         self._writer: ShardWriter = open_writer(worker.store, stem, self._meta, columns, worker.config.cache.format)

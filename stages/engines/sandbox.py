@@ -5,10 +5,9 @@
             ...
 
 The processes are pebble's, which replaces one that died. The system's alarm ends one whose item takes too long, even
-when the program that waits for it was killed. Quick items are sent several at a time, since a task costs a sixth of a
-millisecond; those of a task that failed are tried again one by one, and the one that fails again is lost. Decoded clips
-return in shared memory, without a copy here, or through files where that is full: a pipe of Python's takes seconds for
-100 MB.
+after the program was killed. A task costs a sixth of a millisecond, so quick items are sent several at a time; those of
+a task that failed are tried again one by one. Decoded clips return in shared memory, or in files where that is full: a
+pipe of Python's takes seconds for 100 MB.
 """
 
 import errno
@@ -264,8 +263,7 @@ def _write_arrays(arrays: Sequence[pickle.PickleBuffer], folder: str) -> Path:
     handle, name = tempfile.mkstemp(dir=folder)
     try:
         with open(handle, "wb") as file:
-            for array in arrays:
-                file.write(array.raw())
+            file.writelines(array.raw() for array in arrays)
     except OSError:
         os.unlink(name)
         raise

@@ -117,17 +117,14 @@ class ImagePromptModel(PrefixCachedModel):
         found: dict[bytes, torch.Tensor] = {}
         for text in texts:
             assert isinstance(text, PreparedImagePrompt) and text.picture is not None
-            key = text.picture.key
-            if key in found or key in self._kept:
-                self.stats.reused += 1
-                found[key] = found[key] if key in found else self._kept.pop(key)
-            else:
+            features = self._kept.pop(text.picture.key, None)
+            if features is None:
                 self.stats.images += 1
-                grid_13 = text.picture.grid_3[None].to(self.device)
-                pixels = text.picture.pixels.to(self.device)
-                found[key] = torch.cat(tuple(self._whole.get_image_features(pixels, grid_13).pooler_output))
-            self._kept[key] = found[key]
-            self._kept.move_to_end(key)
+                grid_13, pixels = text.picture.grid_3[None].to(self.device), text.picture.pixels.to(self.device)
+                features = torch.cat(tuple(self._whole.get_image_features(pixels, grid_13).pooler_output))
+            else:
+                self.stats.reused += 1
+            self._kept[text.picture.key] = found[text.picture.key] = features
         while len(self._kept) > MAX_CACHED_FEATURES:
             self._kept.popitem(last=False)
         return found

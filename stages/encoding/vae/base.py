@@ -157,14 +157,12 @@ class Normaliser:
         def numbers(key: str | None) -> tuple[float, ...] | None:
             if key is None:
                 return None
-            found = vae.config.get(key)
-            if found is None:
+            value, channels = vae.config.get(key), vae.config.latent_channels
+            if value is None:
                 raise ValueError(f"vae/config.json has no {key}, by which the family's latents are normalised")
-            values = tuple(map(float, found)) if isinstance(found, list | tuple) else (float(found),)
-            if len(values) not in (1, vae.config.latent_channels):
-                raise ValueError(
-                    f"vae/config.json has {len(values)} numbers of {key} for {vae.config.latent_channels} channels"
-                )
+            values = tuple(map(float, value)) if isinstance(value, list | tuple) else (float(value),)
+            if len(values) not in (1, channels):
+                raise ValueError(f"vae/config.json has {len(values)} numbers of {key} for {channels} channels")
             return values
 
         scale = numbers(named.scale) or (1.0,)

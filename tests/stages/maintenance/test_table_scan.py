@@ -114,7 +114,7 @@ def test_a_stage_does_a_unit_again_whose_list_is_damaged(indexed) -> None:
     report = indexed.run(verify.run)
     assert report.exit_code == 4 and report.next_steps == ["latentpress encode-text"]
     assert indexed.run(encode_text.run, dry_run=True).remaining
-    assert indexed.run(encode_text.run).exit_code == 0 and "its unit is done again" in indexed.said
+    assert indexed.run(encode_text.run).exit_code == 0 and "its unit is encoded again" in indexed.said
     assert indexed.run(verify.run).exit_code == 0
 
 

@@ -1,4 +1,4 @@
-"""How the weights are held: each option loads, runs and stays within its error; what can't be had says what to do."""
+"""Quantisation and offload: each option loads, runs and stays within its error; unsupported ones say what to do."""
 
 import shutil
 from copy import copy
@@ -46,6 +46,7 @@ def test_quantised_weights_stay_within_their_error(
 
 def by_unpacking(A, B, out=None, state=None):
     """What the CPU's kernel computes of matrices that bitsandbytes packed for AVX512-BF16, for any CPU."""
+    # A private function: bitsandbytes has no public way to unpack them.
     matrix, as_before = bitsandbytes.functional._convert_weight_packed_for_cpu_inverse(B, copy(state))
     as_before.absmax = state.absmax.T.reshape(-1).float()  # which bitsandbytes leaves transposed
     whole = bitsandbytes.functional.dequantize_4bit(matrix.reshape(-1, 1), as_before)

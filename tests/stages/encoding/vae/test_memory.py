@@ -1,4 +1,4 @@
-"""Levers that lower memory: what equals the plain result, what does not, and that they are in force."""
+"""Memory options: what equals the plain result, what does not, and that they are in force."""
 
 import importlib
 
@@ -34,13 +34,13 @@ def clip(frames: int, height: int = 64, width: int = 96, batch: int = 1) -> torc
 
 @pytest.fixture(scope="module")
 def opened(tiny):
-    """opened(name, **levers) -> our autoencoder in float32."""
+    """opened(name, **memory_options) -> our autoencoder in float32."""
     torch.set_num_threads(1)
 
-    def make(name: str, **levers):
+    def make(name: str, **memory_options):
         kind = KINDS[name][0]
         module = importlib.import_module(f"stages.encoding.vae.{name}")
-        return module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, MemoryOptions(**levers))
+        return module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, MemoryOptions(**memory_options))
 
     return make
 
@@ -115,9 +115,9 @@ def exact(opened):
 def test_chunked_frames_in_half_precision(tiny, exact, dtype, record_property) -> None:
     """They are as near to the plain result of the same precision as that is to float32, at every number."""
 
-    def encoded(**levers) -> torch.Tensor:
+    def encoded(**memory_options) -> torch.Tensor:
         encoder = hunyuan_video.Autoencoder(
-            str(tiny(KINDS["hunyuan_video"][0])), None, dtype, CPU, MemoryOptions(**levers)
+            str(tiny(KINDS["hunyuan_video"][0])), None, dtype, CPU, MemoryOptions(**memory_options)
         )
         assert {parameter.dtype for parameter in encoder._vae.parameters()} == {dtype}
         return encoder.encode(clip(5, 32, 48), [0], "moments").float()
@@ -190,14 +190,14 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
     assert found.shape == untiled.shape and 1e-3 < gap < 1.0
 
 
-def test_levers_are_in_the_caches_name_and_in_force(project) -> None:
+def test_memory_options_are_in_the_caches_name_and_in_force(project) -> None:
     """As the stage loads it; slicing changes no value and is no part of the name."""
     home = project("kandinsky5-video-t2v")
     plain = encode_latents.STAGE.fingerprint_inputs(home.config())
     assert encode_latents.STAGE.fingerprint_inputs(home.config("latents.slicing=true")) == plain
     config = home.config("latents.tiling=true", "latents.chunk_frames=3", "latents.slicing=true")
-    levers = {"tiling": True, "tile": 256, "tile_stride": 192, "chunk_frames": 3}
-    assert encode_latents.STAGE.fingerprint_inputs(config)["settings"] == {**plain["settings"], **levers}
+    memory_options = {"tiling": True, "tile": 256, "tile_stride": 192, "chunk_frames": 3}
+    assert encode_latents.STAGE.fingerprint_inputs(config)["settings"] == {**plain["settings"], **memory_options}
     loaded = base.load_autoencoder(config, CPU)
     assert loaded.settings() == encode_latents.STAGE.fingerprint_inputs(config)["settings"] and loaded._vae.use_slicing
     image = project("kandinsky5-image-t2i")
