@@ -189,8 +189,7 @@ class _UnitShard:
         self.indivisible = False
         job = worker.job
         ids, provenance = list(unit.members), {**worker.provenance, "batch": limit}
-        names = (worker.kind, job.fingerprint, unit.unit_id, unit.bucket)
-        self._meta = ShardMeta(*names, ids=ids, provenance=provenance)
+        self._meta = ShardMeta(worker.kind, job.fingerprint, unit.unit_id, unit.bucket, ids, provenance=provenance)
         stem = f"{worker.kind}/{job.fingerprint}/{unit.unit_id}"
         columns = dict.fromkeys(worker.tensors, worker.precision)
         self._writer: ShardWriter = open_writer(worker.store, stem, self._meta, columns, worker.config.cache.format)
