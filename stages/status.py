@@ -106,7 +106,7 @@ def build_report(config: Config, options: Options) -> Report:
         top: _mib(entries) for top, entries in listed.items() if entries or top in LISTED_FOLDERS[:4]
     }
     output = Path(config.output)
-    folders = output.iterdir() if output.is_dir() else ()
+    folders = list(output.iterdir()) if output.is_dir() else []
     report.details["runs"] = sorted(path.name for path in folders if any((path / name).exists() for name in RUN_FILES))
     return report
 

@@ -67,7 +67,8 @@ class Encoder(TextEncoder):
         if len(ids) <= self.crop:
             problem = f"it has {len(ids)} tokens with its template, of which the first {self.crop} are cut off"
             raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
-        shared, picture, positions_3L = self._reader.shared_length(ids), None, None
+        shared = self._reader.shared_length(ids)
+        picture = positions_3L = None
         if self._images is not None and request.image is not None:
             assert isinstance(self._reader, ImagePromptModel)
             picture = self._images.picture(request.image)

@@ -143,14 +143,13 @@ class PrefixCachedModel:
         longest = max(text.cost for text in texts)
         rows = [text.ids[shared:] + [self._pad_id] * (longest - text.cost) for text in texts]
         embeds_BLD = self.embeds(texts, torch.tensor(rows, device=self.device))
-        positions, cache = self.positions(texts, shared, longest), {}
-        if shared:
-            assert self._cache is not None and shared == len(self._prefix), (shared, len(self._prefix))
-            self.stats.shared += len(texts)
-            cache = {"past_key_values": self._cache}
-        else:
+        inputs = {"inputs_embeds": embeds_BLD, "position_ids": self.positions(texts, shared, longest)}
+        if not shared:
             self.stats.whole += len(texts)
-        return self._run(inputs_embeds=embeds_BLD, position_ids=positions, use_cache=bool(shared), **cache)
+            return self._run(**inputs, use_cache=False)
+        assert self._cache is not None and shared == len(self._prefix), (shared, len(self._prefix))
+        self.stats.shared += len(texts)
+        return self._run(**inputs, use_cache=True, past_key_values=self._cache)
 
     def _run(self, **inputs: Any) -> torch.Tensor:
         """(B, L, D): the layers' hidden states, concatenated."""
