@@ -1,9 +1,8 @@
-"""Record batches of an Arrow IPC file, each by one read, from a file that nobody vouches for.
+"""Record batches of an Arrow IPC file of unknown origin, each by one read.
 
-pyarrow's own `get_batch` believes the file where its blocks lie, decompresses what says that it is compressed (a few
-bytes can claim, and become, gigabytes), loads dictionaries, and takes two reads. Here the places are checked when the
-file is opened, and a batch that is compressed is refused before it is decoded. Flatbuffers are verified by Arrow first;
-what is read of them here is read with bounds checked by Python.
+pyarrow's own `get_batch` trusts the file's block offsets, decompresses (a few bytes can become gigabytes), loads
+dictionaries, and takes two reads. Here offsets are checked when the file is opened, and a compressed batch is refused
+before it is decoded. Arrow verifies the flatbuffers first; reading them here, Python checks the bounds.
 """
 
 import os
@@ -21,7 +20,7 @@ ARROW_MAGIC = b"ARROW1"
 FILE_START = ARROW_MAGIC + b"\0\0"
 TAIL_BYTES = 4 + len(ARROW_MAGIC)  # the footer's length and the magic
 BLOCK_DTYPE = np.dtype([("offset", "<i8"), ("head", "<i4"), ("pad", "<i4"), ("body", "<i8")])
-#: Numbers of fields in Arrow's tables (its format/File.fbs and format/Message.fbs).
+#: Numbers of fields in Arrow's format/File.fbs and format/Message.fbs.
 FOOTER_DICTIONARIES, FOOTER_BATCHES = 2, 3
 MESSAGE_HEADER, MESSAGE_CUSTOM, BATCH_COMPRESSION = 2, 4, 3
 
@@ -35,7 +34,7 @@ class BatchIndex:
 
 
 def find_footer(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:
-    """Where a file's footer begins, and its length. ValueError where it has none."""
+    """Offset and length of a file's footer. ValueError where it has none."""
     size = file.seek(0, os.SEEK_END)
     if size < len(FILE_START) + TAIL_BYTES:
         raise ValueError(f"{size} bytes are too few")
@@ -48,69 +47,64 @@ def find_footer(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:
 
 
 def read_batch_index(file: pa.NativeFile) -> BatchIndex:
-    """Read the end of the file. ValueError, as Arrow's own errors are, or OSError where it is no whole Arrow file."""
-    place, length = find_footer(file)
-    file.seek(place)
+    """Read the end of the file. ValueError, as Arrow's errors are, or OSError where it is no whole Arrow file."""
+    start, length = find_footer(file)
+    file.seek(start)
     footer, tail = file.read(length), file.read(TAIL_BYTES)
-    # A file of no batches' bodies: Arrow verifies the footer and gives the schema without looking further.
+    # A file without batches: Arrow verifies the footer and gives the schema without reading further.
     schema = pa.ipc.open_file(pa.BufferReader(FILE_START + footer + tail)).schema
     root = _follow_offset(footer, 0)
     if len(_read_blocks(footer, root, FOOTER_DICTIONARIES)):
         raise ValueError("it has dictionaries")
-    return BatchIndex(schema, _check_blocks(_read_blocks(footer, root, FOOTER_BATCHES), place))
-
-
-def _check_blocks(blocks: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Of each block; ValueError where one lies outside of the first `size` bytes."""
+    blocks = _read_blocks(footer, root, FOOTER_BATCHES)
     offset, head, body = (blocks[name].astype(np.int64) for name in ("offset", "head", "body"))
-    if ((offset < 8) | (head < 8) | (body < 0) | (offset > size) | (body > size)).any():
-        raise ValueError("a batch has no place")
-    if (offset + head + body > size).any():  # none of them is near 2**63 any more
-        raise ValueError("a batch lies beyond the end")
-    return list(zip(offset.tolist(), (head + body).tolist(), strict=True))
+    if ((offset < 8) | (head < 8) | (body < 0) | (offset > start) | (body > start)).any():
+        raise ValueError("the offset or length of a batch is impossible")
+    if (offset + head + body > start).any():  # the sums can't overflow now
+        raise ValueError("a batch ends beyond the end of the file")
+    return BatchIndex(schema, list(zip(offset.tolist(), (head + body).tolist(), strict=True)))
 
 
-def read_batch(file: pa.NativeFile, place: tuple[int, int], schema: pa.Schema) -> pa.RecordBatch:
-    """The batch there, a view into a mapped file, its offsets validated. ValueError or OSError where it is none, or is
-    compressed."""
-    file.seek(place[0])
-    message = pa.ipc.read_message(file.read_buffer(place[1]))
+def read_batch(file: pa.NativeFile, span: tuple[int, int], schema: pa.Schema) -> pa.RecordBatch:
+    """The batch at (offset, length), a view, validated. ValueError or OSError where it is none, or compressed."""
+    file.seek(span[0])
+    message = pa.ipc.read_message(file.read_buffer(span[1]))
     head = memoryview(message.metadata)
     root = _follow_offset(head, 0)
     header = _find_field(head, root, MESSAGE_HEADER)
     # Old files name their compression in the message's own metadata.
     if _find_field(head, _follow_offset(head, header), BATCH_COMPRESSION) or _find_field(head, root, MESSAGE_CUSTOM):
         raise ValueError("the batch is compressed, or none")
-    found = pa.ipc.read_record_batch(message, schema)
+    batch = pa.ipc.read_record_batch(message, schema)
     # Arrow trusts offsets; a changed one would read outside of its buffer. 2 microseconds for one row of a shard.
-    found.validate(full=True)
-    return found
+    batch.validate(full=True)
+    return batch
 
 
 def fill_placeholders(path: str, schema: pa.Schema, values: Mapping[bytes, bytes]) -> None:
-    """Put what was not known before the rows into a finished file of `schema`: in place of each blank in its metadata a
-    value of the same length. Arrow has the schema twice, before the rows and behind them."""
+    """Replace placeholders in the metadata of a finished file by values of the same length that were not known before
+    the rows. Arrow writes `schema` twice, before the rows and after them."""
     with open(path, "r+b") as file:
-        for place, length in ((0, len(FILE_START) + schema.serialize().size), find_footer(file)):
-            file.seek(place)
-            piece = file.read(length)
-            for blank, value in values.items():
-                assert piece.count(blank) == 1 and len(blank) == len(value)
-                piece = piece.replace(blank, value)
-            file.seek(place)
-            file.write(piece)
+        for start, length in ((0, len(FILE_START) + schema.serialize().size), find_footer(file)):
+            file.seek(start)
+            data = file.read(length)
+            for placeholder, value in values.items():
+                assert data.count(placeholder) == 1 and len(placeholder) == len(value)
+                data = data.replace(placeholder, value)
+            file.seek(start)
+            file.write(data)
 
 
 _uint32, _int32, _uint16 = (struct.Struct(kind).unpack_from for kind in ("<I", "<i", "<H"))
 
 
-def _follow_offset(data: Any, place: int) -> int:
-    """Where the offset at `place` leads."""
-    return place + _uint32(data, place)[0]
+def _follow_offset(data: Any, position: int) -> int:
+    """The position that the offset at `position` refers to."""
+    return position + _uint32(data, position)[0]
 
 
 def _find_field(data: Any, table: int, number: int) -> int:
-    """Where field `number` of a flatbuffers table lies; 0 where it is absent."""
+    """The position of field `number` of a flatbuffers table; 0 where it is absent."""
     vtable = table - _int32(data, table)[0]
     slot = 4 + 2 * number
     if slot >= _uint16(data, vtable)[0]:

@@ -1,4 +1,4 @@
-"""Damage: something in a file is not what was written. Which file, what is wrong, and which command makes it again."""
+"""Damage: bytes that are not what was written. Names the file, what is wrong, and the command that makes it again."""
 
 import re
 import struct
@@ -8,22 +8,20 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from cache import json_checks
+from cache.files import explained
 from schemas.errors import DAMAGE, LatentpressError
 
-#: What pyarrow, json and our own conversions raise on bytes that are not what they should be. Memory that runs out is
-#: no damage: nothing of the size that a file only claims is allocated.
+#: What pyarrow, json and our own conversions raise on damaged bytes. Running out of memory is no damage: nothing is
+#: allocated at a size that a file only claims.
 PARSE_ERRORS = (
     *(pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowTypeError, pa.ArrowNotImplementedError, pa.ArrowSerializationError),
     *(ValueError, KeyError, TypeError, IndexError, OverflowError, EOFError, struct.error),
 )
 ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
-SHARD_PROGRAMS = ENCODE_PROGRAMS | {
-    "samples": "export",
-    "prompts": "export",
-}  # those of an export are made from the others
+SHARD_PROGRAMS = ENCODE_PROGRAMS | {"samples": "export", "prompts": "export"}
 T = TypeVar("T")
 
-#: What writes each kind of table, by the end of its path.
+#: Which program writes each kind of table, by the end of its path, and what it does about a damaged one.
 _TABLE_PROGRAMS = (
     (re.compile(r"(?:^|/)media/[^/]+/(?:partial/)?[^/]+\.arrow$"), "discover", "reads the media again"),
     (re.compile(r"(?:^|/)plans/[^/]+/[^/]+$"), "bucket", "sets the plan aside and plans again"),
@@ -33,13 +31,13 @@ _TABLE_PROGRAMS = (
 
 
 class DamageError(LatentpressError):
-    """Something in a shard or a table is not what was written. `row` and `id` are None where the whole is meant."""
+    """Bytes of a shard or a table are not what was written. `row` and `id` are None where no single row is meant."""
 
     exit_code = DAMAGE
 
     def __init__(self, path: str, reason: str, row: int | None = None, id: str | None = None) -> None:
         self.path, self.reason, self.row, self.id = path, reason, row, id
-        what = path if find_table_program(path) else f"shard {path}"
+        what = path if _find_table_program(path) else f"shard {path}"
         where = what if row is None else f"{what}, row {row}, id {id}"
         super().__init__(f"{where}: {reason}", f"to rebuild it: {rebuild_advice(path)}")
 
@@ -51,23 +49,20 @@ class DamageError(LatentpressError):
 
 
 def read_or_damage(path: str, read: Callable[[], T], reason: str, row: int | None = None, id: str | None = None) -> T:
-    """`read()`, with what it raises on bytes that are not what they should be turned into DamageError. A disk or a
-    network that fails is no damage: its OSError is left as it is."""
-    try:
-        return read()
-    except FileNotFoundError as error:
-        raise DamageError(path, "the file is missing", row, id) from error
-    except PARSE_ERRORS as error:
-        raise DamageError(path, f"{reason} ({json_checks.printable(error)})", row, id) from error
-    except OSError as error:
-        if error.errno:
-            raise
-        # Arrow's own, of fewer bytes than the file says
-        raise DamageError(path, f"{reason} ({json_checks.printable(error)})", row, id) from error
+    """`read()`; DamageError where the file is missing or PARSE_ERRORS occur, StoreError where disk or network fails."""
+    with explained(path):
+        try:
+            return read()
+        except FileNotFoundError as error:
+            raise DamageError(path, "the file is missing", row, id) from error
+        except (*PARSE_ERRORS, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # Arrow's own, about too few bytes, has no number
+                raise
+            raise DamageError(path, f"{reason} ({json_checks.printable(error)})", row, id) from error
 
 
-def find_table_program(path: str) -> tuple[str, str] | None:
-    """The program that writes the table, or the JSON file beside one, at `path`, and what it does; None of a shard."""
+def _find_table_program(path: str) -> tuple[str, str] | None:
+    """The program that writes the table or JSON file at `path`, and what it does; None for a shard."""
     for pattern, program, does in _TABLE_PROGRAMS:
         if found := pattern.search(path):
             return program or found[1], does
@@ -75,19 +70,18 @@ def find_table_program(path: str) -> tuple[str, str] | None:
 
 
 def rebuild_program(path: str) -> str:
-    """The program that makes what lies at `path` again."""
-    table = find_table_program(path)
-    if table is not None:
+    """The program that makes the file at `path` again."""
+    if table := _find_table_program(path):
         return table[0]
     kinds = [name for name in path.split("/")[:-1] if name in SHARD_PROGRAMS]
     return SHARD_PROGRAMS[kinds[-1]] if kinds else "encode-text and encode-latents"
 
 
 def rebuild_advice(path: str) -> str:
-    """A command that makes what lies at `path` again, and what it does."""
-    program, table = rebuild_program(path), find_table_program(path)
-    if table is not None:
+    """A command that makes the file at `path` again, and what the command does."""
+    program = rebuild_program(path)
+    if table := _find_table_program(path):
         return f"latentpress {program}   # it {table[1]}"
     if program == "export":
-        return "latentpress export   # as it was made: it checks what lies there and writes this shard anew"
+        return "latentpress export   # with the same options: it checks what is there and writes this shard again"
     return f"latentpress verify --repair   # sets it aside and runs {program} for its unit"

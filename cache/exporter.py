@@ -1,7 +1,7 @@
 """Writes a training set as an export, which `cache/exported_set.py` reads and `cache/importer.py` turns back.
 
-How rows are divided into shards is a function of the set and the options, so a shard that is there and whole is not
-made again; `sets/<id>/set.json`, without which there is no set, is written last.
+The division of rows into shards is a function of the set and the options, so an undamaged shard is not written again.
+`sets/<id>/set.json`, without which there is no set, is written last.
 """
 
 import json
@@ -14,20 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import plans, set_pointers, shard_io
+from cache import exported_set, plans, set_pointers, shard_io
 from cache.damage import DamageError
-from cache.exported_set import (
-    EXPORT_VERSION,
-    PROMPTS_KIND,
-    SAMPLES_KIND,
-    collect_columns,
-    collect_provenance,
-    pack_row,
-    part_columns,
-    prompt_id,
-    row_id,
-    source_fingerprints,
-)
+from cache.exported_set import PROMPTS_KIND, SAMPLES_KIND, pack_row
 from cache.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.store import Store
 from cache.tensor_checks import SAMPLE, kind_of
@@ -36,16 +25,17 @@ from schemas.errors import USAGE, LatentpressError
 from schemas.identity import compute_fingerprint
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, index_schema
 
-SIZE_SAMPLE_ROWS = 16  # rows of a group, to estimate the size of one
+SIZE_SAMPLE_ROWS = 16  # rows of a group that are read to estimate its size
 MIB = 2**20
-SET_KEYS = ("family", "flavour", "task", "template")
-INDEX_KEYS = ("role", "dataset", "bucket", "repeats", "weight", "regularisation")  # of the index
+SET_KEYS = ("family", "flavour", "task", "template")  # of set.json, repeated in each row
+INDEX_KEYS = ("role", "dataset", "bucket", "repeats", "weight", "regularisation")  # of the index, likewise
+PROMPT_KEYS = ("name", "prompt", "negative_prompt", "bucket")  # of a validation prompt, likewise
 
 RowGroup = tuple[str, str, int, int]  # role, bucket, first row, row after the last
 
 
 class TargetError(LatentpressError):
-    """The place to write to holds something else."""
+    """The target of an export or import holds something else."""
 
     exit_code = USAGE
 
@@ -60,7 +50,7 @@ class RowSize:
 
 @dataclass(frozen=True)
 class ExportShard:
-    """What becomes one shard: rows start..stop-1 of the index, of one role and bucket."""
+    """A shard of an export: rows start..stop-1 of the index, of one role and bucket."""
 
     number: int
     bucket: str
@@ -73,32 +63,50 @@ class ExportShard:
 
 
 def divide_groups(groups: Sequence[RowGroup], sizes: Sequence[RowSize], limit: float) -> list[ExportShard]:
-    """Divide each group into pieces of equally many rows: of about `limit` bytes at most, and at least one row."""
-    pieces: list[ExportShard] = []
+    """Divide each group into shards of equally many rows, at least one, and of about `limit` bytes at most."""
+    shards: list[ExportShard] = []
     for (_, bucket, first, last), size in zip(groups, sizes, strict=True):
         rows = last - first
         count = min(rows, max(1, -int(-rows * size.row // limit)))
         bounds = [first + rows * i // count for i in range(count + 1)]
-        pieces += [ExportShard(len(pieces) + i, bucket, bounds[i], bounds[i + 1]) for i in range(count)]
-    return pieces
+        shards += [ExportShard(len(shards) + i, bucket, bounds[i], bounds[i + 1]) for i in range(count)]
+    return shards
 
 
 def estimate_row_size(data: TrainSet, group: RowGroup) -> RowSize:
-    """The mean of some rows of a group, evenly spaced: all rows of a bucket have latents of one size."""
+    """The mean of evenly spaced rows of a group; latents of a bucket all have one size."""
     _, _, first, last = group
     count = min(SIZE_SAMPLE_ROWS, last - first)
     every = [data.part_rows(first + (2 * i + 1) * (last - first) // (2 * count)) for i in range(count)]
-    whole = [sum(row_bytes(row) for row in parts.values()) for parts in every]
-    text = [sum(row_bytes(row) for name, row in parts.items() if kind_of(name) == "text") for parts in every]
-    return RowSize(sum(whole) / count, sum(text) / count)
+    sizes = [(kind_of(name), row_bytes(row)) for parts in every for name, row in parts.items()]
+    return RowSize(sum(size for _, size in sizes) / count, sum(size for kind, size in sizes if kind == "text") / count)
 
 
 def row_bytes(row: ShardRow) -> int:
     return sum(array.nbytes for array in row.tensors.values())
 
 
+def has_shard(store: Store, path: str | None, ids: list[str]) -> bool:
+    """Whether the shard at `path` exists, is undamaged and has the rows `ids`. Reads all of it."""
+    if path is None or shard_io.verify(store, path):
+        return False
+    with shard_io.open_reader(store, path) as shard:
+        return shard.meta.ids == ids
+
+
+def write_shard(store: Store, meta: ShardMeta, columns: Mapping[str, str], form: str, rows: Iterable[ShardRow]) -> int:
+    """Publish <kind>/<fingerprint>/<unit> in the format `form`; returns the bytes of its tensors."""
+    size, stem = 0, f"{meta.kind}/{meta.fingerprint}/{meta.unit}"
+    with shard_io.open_writer(store, stem, meta, columns, form) as writer:
+        for row in rows:
+            writer.add(row)
+            size += row_bytes(row)
+        writer.finish()
+    return size
+
+
 class Exporter:
-    """One set, and where and how it is written. captions: with the words of each text."""
+    """Writes one set to `target`. captions: whether rows have the words of their captions."""
 
     def __init__(self, data: TrainSet, target: Store, form: str, limit_mib: float, captions: bool) -> None:
         self.data, self.target, self.format = data, target, form
@@ -110,64 +118,61 @@ class Exporter:
         most = pc.max(pc.list_value_length(index.column("texts"))).as_py()
         null = data.meta["null_text"] is not None or index.column("null_text").null_count < index.num_rows
         self._parts = [SAMPLE, *data.kinds, *(f"text{i}" for i in range(most)), *(["null"] if null else [])]
-        self._columns = collect_columns(data)
-        settings = {"format": form, "shard_mib": limit_mib, "captions": captions}
+        self._columns = exported_set.collect_columns(data)
         export = {
-            "version": EXPORT_VERSION,
-            "folders": source_fingerprints(data),
-            "made_with": collect_provenance(data),
+            "version": exported_set.EXPORT_VERSION,
+            "folders": exported_set.source_fingerprints(data),
+            "made_with": exported_set.collect_provenance(data),
+            "settings": {"format": form, "shard_mib": limit_mib, "captions": captions},
         }
-        plain = {key: value for key, value in data.meta.items() if key != "export"}
-        plain["validation"] = [{**prompt, "condition": None} for prompt in plain["validation"]]
-        self.record = {**plain, "export": {**export, "settings": settings}}
-        self.name = compute_fingerprint({"set": data.id, "parts": self._parts, **self.record["export"]})
-
-    @property
-    def rel(self) -> str:
-        return f"sets/{self.data.id}/set.json"
+        self.record = {key: value for key, value in data.meta.items() if key != "export"} | {"export": export}
+        self.record["validation"] = [{**prompt, "condition": None} for prompt in data.meta["validation"]]
+        self._set_facts = {key: self.record[key] for key in SET_KEYS}
+        self.name = compute_fingerprint({"set": data.id, "parts": self._parts, **export})
 
     def check_target(self) -> None:
-        """TargetError where the target holds this set otherwise: a set is published once. A damaged one is written
-        anew."""
+        """TargetError where the target has this set with other content. A damaged set is replaced."""
         try:
-            there = self.target.read_json(self.rel)
+            found = self.target.read_json(f"sets/{self.data.id}/set.json")
         except (FileNotFoundError, DamageError):
             return
-        if there != json.loads(json.dumps(self.record)):
-            raise TargetError(
-                f"{self.target.path(f'sets/{self.data.id}')} is this set already, not exported from here or otherwise",
-                "choose another folder with --to, or remove that one",
-            )
+        if found != json.loads(json.dumps(self.record)):
+            what = f"{self.target.path(f'sets/{self.data.id}')} is this set already, exported with other options"
+            raise TargetError(what, "choose another folder with --to, or remove that one")
 
     @cached_property
-    def _there(self) -> dict[str, str]:
+    def _done(self) -> dict[str, str]:
         return find_done_units(self.target, f"{SAMPLES_KIND}/{self.name}")
 
     @property
     def missing_shards(self) -> list[ExportShard]:
-        """The pieces of which there is no shard yet."""
-        return [piece for piece in self.shards if piece.unit not in self._there]
+        """The shards that the target does not have yet."""
+        return [shard for shard in self.shards if shard.unit not in self._done]
 
-    def is_complete(self, piece: ExportShard) -> bool:
-        """Whether the shard of `piece` is there and holds its rows, every byte as it was written. Reads all of it."""
-        path = self._there.get(piece.unit)
-        if path is None or shard_io.verify(self.target, path):
-            return False
-        with shard_io.open_reader(self.target, path) as there:
-            return there.meta.ids == self._ids(piece)
+    def is_complete(self, shard: ExportShard) -> bool:
+        """Whether the target has the shard, undamaged. Reads all of it."""
+        return has_shard(self.target, self._done.get(shard.unit), self._ids(shard))
 
-    def _ids(self, piece: ExportShard) -> list[str]:
-        ids = self.data.tables["index"].column("sample_id").slice(piece.start, piece.stop - piece.start)
-        return [row_id(piece.start + i, name) for i, name in enumerate(ids.to_pylist())]
+    def _ids(self, shard: ExportShard) -> list[str]:
+        ids = self.data.tables["index"].column("sample_id").slice(shard.start, shard.stop - shard.start)
+        return [exported_set.row_id(shard.start + i, id) for i, id in enumerate(ids.to_pylist())]
 
-    def write(self, piece: ExportShard) -> int:
-        """Publish the shard of `piece`; bytes of its tensors. DamageError where a row that it takes is damaged."""
-        ids = self._ids(piece)
+    def write(self, shard: ExportShard) -> int:
+        """Publish a shard; bytes of its tensors. DamageError where a row of the set is damaged."""
+        ids = self._ids(shard)
         rows = (
-            pack_row(id, self.data.part_rows(number), self._facts(number))
-            for id, number in zip(ids, range(piece.start, piece.stop), strict=True)
+            pack_row(id, self.data.part_rows(number), self._row_facts(number))
+            for id, number in zip(ids, range(shard.start, shard.stop), strict=True)
         )
-        return self._publish(SAMPLES_KIND, piece.unit, piece.bucket, ids, self._parts, rows)
+        return self._publish(SAMPLES_KIND, shard.unit, shard.bucket, ids, self._parts, rows)
+
+    def _row_facts(self, number: int) -> dict[str, Any]:
+        index = self.data.tables["index"]
+        facts = {key: index.column(key)[number].as_py() for key in INDEX_KEYS} | self._set_facts
+        if self._words is not None:
+            texts = index.column("texts")[number].as_py()
+            facts["captions"] = [self._words[self.data.text_id(text)]["text"] for text in texts]
+        return facts
 
     def write_prompts(self) -> None:
         """Publish the shard of the validation prompts, where there are any."""
@@ -175,9 +180,8 @@ class Exporter:
         if not prompts:
             return
         found = [self.data.prompt_rows(number) for number in range(len(prompts))]
-        keys = ("name", "prompt", "negative_prompt", "bucket")
-        ids = [prompt_id(number) for number in range(len(prompts))]
-        facts = [{key: prompt[key] for key in keys} | self._named for prompt in prompts]
+        ids = [exported_set.prompt_id(number) for number in range(len(prompts))]
+        facts = [{key: prompt[key] for key in PROMPT_KEYS} | self._set_facts for prompt in prompts]
         rows = [pack_row(*each) for each in zip(ids, found, facts, strict=True)]
         parts = ["text", "negative", *(["condition"] if any("condition" in one for one in found) else [])]
         self._publish(PROMPTS_KIND, "000000", "", ids, parts, rows)
@@ -189,33 +193,14 @@ class Exporter:
         provenance = {key: self.record[key] for key in kept if key in self.record}
         provenance |= {"set": self.data.id, "made_with": self.record["export"]["made_with"]}
         meta = ShardMeta(kind, self.name, unit, bucket, ids, [], provenance)
-        names, size = part_columns(self._columns, parts), 0
-        with shard_io.open_writer(self.target, f"{kind}/{self.name}/{unit}", meta, names, self.format) as out:
-            for row in rows:
-                out.add(row)
-                size += row_bytes(row)
-            out.finish()
-        return size
-
-    @property
-    def _named(self) -> dict[str, Any]:
-        return {key: self.record[key] for key in SET_KEYS}
-
-    def _facts(self, number: int) -> dict[str, Any]:
-        """What a row says beside its parts."""
-        index = self.data.tables["index"]
-        facts = {key: index.column(key)[number].as_py() for key in INDEX_KEYS} | self._named
-        if self._words is not None:
-            texts = index.column("texts")[number].as_py()
-            facts["captions"] = [self._words[self.data.text_id(text)]["text"] for text in texts]
-        return facts
+        return write_shard(self.target, meta, exported_set.part_columns(self._columns, parts), self.format, rows)
 
     def publish(self) -> None:
-        """The tables, then set.json, then the pointer to it."""
+        """Publish the tables, then set.json, then the pointer to it."""
         suffix = SUFFIXES[self.format]
-        paths = [f"{SAMPLES_KIND}/{self.name}/{piece.unit}{suffix}" for piece in self.shards]
+        paths = [f"{SAMPLES_KIND}/{self.name}/{shard.unit}{suffix}" for shard in self.shards]
         paths += [f"{PROMPTS_KIND}/{self.name}/000000{suffix}"] if self.record["validation"] else []
-        counts = [piece.stop - piece.start for piece in self.shards]
+        counts = [shard.stop - shard.start for shard in self.shards]
         places = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
         texts = self.data.tables["texts"].column("text_id")
         nowhere = pa.nulls(len(texts), pa.int32())
@@ -227,19 +212,19 @@ class Exporter:
         publish_set(self.target, self.record, tables)
 
 
-def replace_locations(index: pa.Table, places: Mapping[str, Any]) -> pa.Table:
-    """The index with other places. places: (2, n) shards and rows by kind, of "latents" and of each further one."""
+def replace_locations(index: pa.Table, locations: Mapping[str, Any]) -> pa.Table:
+    """The index with other locations: (2, n) shards and rows by kind, of "latents" and of each further kind."""
     new = {
-        f"{kind}_{what}".removeprefix("latents_"): pa.array(each, pa.int32())
-        for kind, both in places.items()
-        for what, each in zip(("shard", "row"), both, strict=True)
+        f"{kind}_{name}".removeprefix("latents_"): pa.array(numbers, pa.int32())
+        for kind, both in locations.items()
+        for name, numbers in zip(("shard", "row"), both, strict=True)
     }
-    schema = index_schema([kind for kind in places if kind != "latents"])
+    schema = index_schema([kind for kind in locations if kind != "latents"])
     return pa.table([new[name] if name in new else index.column(name) for name in schema.names], schema=schema)
 
 
 def publish_set(store: Store, record: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> None:
-    """Publish a set and make it the current one of its family and task."""
+    """Publish a set and make it the newest of its family and task."""
     folder = f"sets/{record['id']}"
     for name, table in tables.items():
         store.write_table(f"{folder}/{name}.arrow", table)
@@ -248,11 +233,11 @@ def publish_set(store: Store, record: Mapping[str, Any], tables: Mapping[str, pa
 
 
 def load_captions(data: TrainSet) -> Mapping[str, Mapping[str, Any]]:
-    """text_id -> its row in the plan. LatentpressError where the plan is not at hand."""
+    """text_id -> its row in the plan. LatentpressError where the plan is not under the set's root."""
     name = data.meta["generation"]
     if name not in plans.list_plans(data.store):
         raise LatentpressError(
             f"the captions' words are in plan {name}, which is not under {data.store.path('plans')}",
-            "export without --with-captions, or where the set was made",
+            "export without --with-captions, or from the root where the set was made",
         )
     return plans.load_plan(data.store, name).texts

@@ -1,4 +1,4 @@
-"""Local files that appear whole or not at all: written under a temporary name beside the final one, synced, renamed."""
+"""Local files that appear whole or not at all: written under a temporary name in the same folder, synced, renamed."""
 
 import errno
 import io
@@ -16,7 +16,7 @@ from schemas.errors import LatentpressError
 from schemas.folder_checks import find_obstacle
 
 TEMP_SUFFIX = ".tmp"
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # as `temporary` names them
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # names made by `temporary`
 WRITEBACK_BYTES = 8 << 20
 
 NEXT_STEPS = {
@@ -24,7 +24,7 @@ NEXT_STEPS = {
     errno.EFBIG: "raise the limit (ulimit -f) and run the same command again: what is finished is kept",
     errno.EACCES: "give this user the right to read and write there, or choose another place",
     errno.EROFS: "mount it for writing, or choose another place",
-    errno.EXDEV: "write the temporary file with open_temp, which puts it beside its final name",
+    errno.EXDEV: "write the temporary file with open_temp, which puts it on the file system of its final name",
 }
 NEXT_STEPS[errno.EDQUOT] = NEXT_STEPS[errno.ENOSPC]
 NEXT_STEPS[errno.EPERM] = NEXT_STEPS[errno.EACCES]
@@ -39,7 +39,7 @@ REASONS = {
 
 
 class StoreError(LatentpressError):
-    """A file could not be written or read; says where, why and what to do. `path` and `reason` apart."""
+    """A file could not be written or read: where (`path`), why (`reason`) and what to do."""
 
     def __init__(self, path: str, reason: str, next_step: str) -> None:
         super().__init__(f"{path}: {reason}", next_step)
@@ -67,22 +67,22 @@ def explained(path: str) -> Iterator[None]:
 
 
 def check_folder(path: str | Path) -> None:
-    """StoreError where something stands in the way of a folder at `path`, before work is done that ends there."""
+    """StoreError where no folder can be made at `path`; call it before work whose results go there."""
     if obstacle := find_obstacle(path):
         reason, _, step = obstacle.partition("; ")
         raise StoreError(str(path), f"can't be a folder: {reason}", step)
 
 
 class Entry(NamedTuple):
-    """A file: its name, its bytes, and when it was last written (seconds since 1970; infinity: not known)."""
+    """A file: name, size in bytes, time of the last write (seconds since 1970; infinity where it is not known)."""
 
     name: str
     size: int
     modified: float
 
 
-def walk(folder: Path, inside: str = "") -> Iterator[Entry]:
-    """Every file below `folder`; what is removed meanwhile is left out."""
+def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:
+    """(name relative to `folder`, entry) of every file below it, except files that are removed meanwhile."""
     try:
         found = list(os.scandir(folder))
     except FileNotFoundError:
@@ -90,24 +90,22 @@ def walk(folder: Path, inside: str = "") -> Iterator[Entry]:
     for entry in found:
         if entry.is_dir(follow_symlinks=False):
             yield from walk(folder / entry.name, f"{inside}{entry.name}/")
-            continue
-        with suppress(FileNotFoundError):
-            about = entry.stat()
-            yield Entry(inside + entry.name, about.st_size, about.st_mtime)
+        else:
+            yield inside + entry.name, entry
 
 
 def temporary(path: Path) -> Path:
-    """A name beside `path` that nobody else writes to."""
+    """A name in the folder of `path` that nobody else writes to."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `temporary` gave this name, so that the file may be removed once nobody writes to it."""
+    """Whether `temporary` made this name, so that the file may be removed once nobody writes to it."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a name is left out of listings; whoever made it, it is no finished file."""
+    """Whether listings leave this name out: it is no finished file, whichever program made it."""
     return name.startswith(".") and name.endswith(TEMP_SUFFIX)
 
 
@@ -126,7 +124,7 @@ def sync(path: Path) -> None:
 
 
 def put(temp: Path, path: Path) -> None:
-    """Rename the finished file or folder `temp` to `path`, in place of any older one, once all of it is on the disk."""
+    """Sync the finished file or folder `temp`, then rename it to `path`, in place of an older one."""
     if temp.is_dir():
         for inside in temp.rglob("*"):
             sync(inside)
@@ -139,8 +137,7 @@ def put(temp: Path, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write the file or folder `path` in the body, under the temporary name given; it takes its place when the body
-    ends, and nothing of it stays if the body raises."""
+    """Write the file or folder `path` in the body under a temporary name; it is renamed, or removed on an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = temporary(path)
     try:
@@ -154,8 +151,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def make_folders(folder: Path) -> None:
-    """Create `folder` and sync each parent that gained an entry, so that a power cut keeps the way to it. Raises
-    StoreError that says what stands in its way."""
+    """Create `folder` and sync each parent with a new entry, against power cuts. StoreError says why it can't be."""
     missing = [folder] if not folder.exists() else []
     while missing and not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -163,15 +159,15 @@ def make_folders(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         check_folder(folder)
-        step = "choose another place: this one takes no folders (as /proc), or somebody removes them"
+        step = "choose another place: this one takes no folders (as /proc), or another program removes them"
         raise StoreError(str(folder), "can't be made", step) from error
-    for made in missing:
-        sync(made.parent)
+    for created in missing:
+        sync(created.parent)
 
 
 class WriteBehind(io.BufferedWriter):
-    """A temporary file, of which the disk writes what there is while more comes. Otherwise the kernel keeps most of it
-    in memory until it is synced: of 128 MiB, writing and syncing took 0.20 s one after the other, and 0.13 s so."""
+    """A temporary file that the disk writes while more data comes. Otherwise the kernel keeps most of it in memory
+    until it is synced: 128 MiB took 0.20 s to write and then sync, and 0.13 s this way."""
 
     _unsent = 0
 
@@ -180,14 +176,13 @@ class WriteBehind(io.BufferedWriter):
         self._unsent += written
         if self._unsent >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
             span = self.fileno(), self.tell() - self._unsent, self._unsent
-            threading.Thread(
-                target=_start_writeback, args=span, daemon=True
-            ).start()  # it takes as long as the copy of the pages
+            # In a thread, since the call takes as long as copying the pages.
+            threading.Thread(target=_start_writeback, args=span, daemon=True).start()
             self._unsent = 0
         return written
 
 
-def _start_writeback(file: int, place: int, length: int) -> None:
-    """Of pages that are to be written, "not needed" is where Linux starts to write them; it keeps them."""
-    with suppress(OSError):  # it was closed meanwhile, and a hint is all that this is
-        os.posix_fadvise(file, place, length, os.POSIX_FADV_DONTNEED)
+def _start_writeback(file: int, offset: int, length: int) -> None:
+    """Advise Linux that these pages are not needed: it starts to write those that are not on the disk yet."""
+    with suppress(OSError):  # the file was closed meanwhile; this is only a hint
+        os.posix_fadvise(file, offset, length, os.POSIX_FADV_DONTNEED)

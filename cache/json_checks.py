@@ -1,7 +1,7 @@
-"""Values out of a file that nobody vouches for: each is of its kind, of a sane size, and safe to print, or ValueError.
+"""Checks of values from files of unknown origin: of the right kind, of a sane size and safe to print, or ValueError.
 
-Checksums find accidents; whoever makes a file with intent makes its checksums too. Nothing here allocates more than a
-small multiple of the bytes that it is given.
+Checksums find accidents; a file made with intent has matching checksums too. Nothing here allocates more than a small
+multiple of the bytes given.
 """
 
 import json
@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_NAME_CHARS = 200  # characters of an id or another name
-MAX_DEPTH = 32  # of arrays and objects within each other
-MAX_DESCRIPTION_BYTES = 1 << 28  # of what is read whole; a description of a million rows has 200 MiB
+MAX_DEPTH = 32  # of nested arrays and objects
+MAX_DESCRIPTION_BYTES = 1 << 28  # of what is read at once; the description of a million rows has 200 MiB
 MAX_SHOWN_CHARS = 300  # characters of a foreign value in a message
 CHECKSUM_PATTERN = re.compile(r"[0-9a-f]{32}", re.ASCII)
-PATH_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,69}", re.ASCII)  # of a name that becomes a part of a path
+PATH_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,69}", re.ASCII)  # of a name that becomes part of a path
 
 
 def parse_json(data: Any) -> Any:
-    """The value of JSON in bytes. ValueError where it is none, is nested deeper than DEPTH, or has a key twice, NaN, a
-    number that no float64 holds, or text that UTF-8 can't hold."""
+    """The value of JSON in bytes. ValueError where it is no JSON, is nested deeper than MAX_DEPTH, or has a key twice,
+    NaN, a number that no float64 holds, or text that UTF-8 can't hold."""
     text = bytes(data)
     try:
         value = _DECODER.decode(text.decode())
         if text.count(b"{") + text.count(b"[") > MAX_DEPTH:
             _check_depth(value)
-        if b"\\u" in text:  # half a surrogate pair can be read, and not be written again
+        if b"\\u" in text:  # half a surrogate pair can be read, but not written again
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
@@ -36,15 +36,10 @@ def parse_json(data: Any) -> Any:
 def _check_depth(value: Any) -> None:
     layer = [value]
     for _ in range(MAX_DEPTH):
-        layer = [
-            inner
-            for outer in layer
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not layer:
-            return
-    raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
+        nested = [each for each in layer if isinstance(each, (dict, list))]
+        layer = [inner for each in nested for inner in (each.values() if isinstance(each, dict) else each)]
+    if layer:
+        raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,26 +84,26 @@ def check_text(value: Any, what: str) -> str:
 
 
 def check_name(value: Any, what: str, empty: bool = False) -> str:
-    """Text of one printable line, at most MAX_NAME_CHARS long: no message that quotes it can be forged with it."""
+    """One printable line of at most MAX_NAME_CHARS characters, which can forge no message that quotes it."""
     if len(check_text(value, what)) > MAX_NAME_CHARS or not value.isprintable() or not (value or empty):
         raise ValueError(f"{what} is no name: {printable(repr(value[:MAX_NAME_CHARS]))}")
     return value
 
 
 def check_path_name(value: Any, what: str) -> str:
-    """A name of letters, digits, "-" and "_", which as a part of a path leads nowhere else."""
+    """A name of letters, digits, "-" and "_", which is safe as a part of a path."""
     if not PATH_NAME_PATTERN.fullmatch(check_text(value, what)):
         raise ValueError(f"{what} is no plain name: {printable(repr(value[:MAX_NAME_CHARS]))}")
     return value
 
 
 def check_names(values: Any, what: str) -> list[str]:
-    """A list of names, no two alike."""
+    """A list of distinct names."""
     for value in check_list(values, what):
         if type(value) is not str or not 0 < len(value) <= MAX_NAME_CHARS or not value.isprintable():
             raise ValueError(f"{what}: {printable(repr(value))} is no name")
     if len(set(values)) != len(values):
-        raise ValueError(f"{what}: a name stands there twice")
+        raise ValueError(f"{what}: a name appears twice")
     return values
 
 
@@ -133,13 +128,13 @@ def check_span(value: Any, what: str) -> tuple[int, int]:
 
 
 def check_shape(value: Sequence[Any]) -> tuple[int, ...]:
-    """A shape as it stands in a file; that it fits its bytes is for `Array` to check."""
+    """A tuple of whole numbers; `Array` checks that the shape fits its bytes."""
     if not isinstance(value, (list, tuple)) or not all(type(size) is int for size in value):
-        raise ValueError(f"the shape {printable(repr(value))} is none")
+        raise ValueError(f"{printable(repr(value))} is no shape")
     return tuple(value)
 
 
 def printable(value: object) -> str:
-    """A foreign value, or an error that quotes one, for a message: one line, printable, not long."""
+    """A foreign value, or an error that quotes one, as one short printable line for a message."""
     line = str(value)[:MAX_SHOWN_CHARS]
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)

@@ -9,9 +9,8 @@ from cache.store import Store
 from cache.trainset import SetError, SetNotFound, TrainSet
 from schemas.tables import SET_VERSIONS
 
-CONFIG_POINTER_PATTERN = re.compile(
-    r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII
-)  # pointers: cache/set_pointers.py
+#: Pointers to the set of a configuration: cache/set_pointers.py
+CONFIG_POINTER_PATTERN = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)
 
 
 def find_set(root: str, name: str, family: str, task: str) -> TrainSet:
@@ -27,32 +26,24 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
     if set_id == "current":
         set_id = newest_set(store, family, task)
     if not PATH_NAME_PATTERN.fullmatch(set_id):
-        raise SetError(f"{printable(repr(set_id))} is no name that a training set has", "Correct train.set.")
+        raise SetError(f"{printable(repr(set_id))} can't be the name of a training set", "Correct train.set.")
     rel = f"sets/{set_id}/set.json"
     if not store.exists(rel):
-        known = sorted({name.split("/")[0] for name in store.list_names("sets") if name.endswith("/set.json")})
-        raise SetError(
-            f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(known) or 'none'}",
-            "Correct train.set, or run `latentpress index`.",
-        )
+        names = sorted({name.split("/")[0] for name in store.list_names("sets") if name.endswith("/set.json")})
+        what = f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(names) or 'none'}"
+        raise SetError(what, "Correct train.set, or run `latentpress index`.")
     meta = store.read_json(rel)
     if meta.get("format_version") not in SET_VERSIONS:
-        raise SetError(
-            f"set {set_id} has format version {meta.get('format_version')!r}; this release reads "
-            f"{' and '.join(map(str, SET_VERSIONS))}",
-            "Run `latentpress index` with this release.",
-        )
+        what = f"set {set_id} has format version {meta.get('format_version')!r}"
+        known = " and ".join(map(str, SET_VERSIONS))
+        raise SetError(f"{what}; this release reads {known}", "Run `latentpress index` with this release.")
     if (meta.get("family"), meta.get("task")) != (family, task):
-        raise SetError(
-            f"set {set_id} was made for {meta.get('family')} {meta.get('task')}; "
-            f"the configuration trains {family} {task}",
-            "Correct train.set or model.flavour.",
-        )
+        what = f"set {set_id} was made for {meta.get('family')} {meta.get('task')}"
+        step = "Correct train.set or model.flavour."
+        raise SetError(f"{what}; the configuration trains {family} {task}", step)
     if meta.get("id") != set_id:
-        raise SetError(
-            f"{store.path(rel)} is that of set {printable(repr(meta.get('id')))}",
-            "Run `latentpress index`, which writes it again; copy an export again.",
-        )
+        step = "Run `latentpress index`, which writes it again; copy an export again."
+        raise SetError(f"{store.path(rel)} belongs to set {printable(repr(meta.get('id')))}", step)
     return (ExportedSet if "export" in meta else TrainSet)(store, set_id, meta)
 
 
@@ -68,7 +59,7 @@ def newest_pointer(family: str, task: str) -> str:
 
 
 def newest_set(store: Store, family: str, task: str) -> str:
-    """The id of the set that was made last for this family and task, whatever its configuration."""
+    """The id of the newest set of this family and task, of any configuration."""
     rel = newest_pointer(family, task)
     if not store.exists(rel):
         others = sorted(
@@ -85,8 +76,8 @@ def newest_set(store: Store, family: str, task: str) -> str:
 
 
 def read_pointer(store: Store, rel: str) -> str:
-    """The id of the set that a pointer names. DamageError where no set can have that name."""
+    """The id of the set that a pointer names. DamageError where it can't be one."""
     named = store.read_json(rel).get("id")
     if not isinstance(named, str) or not PATH_NAME_PATTERN.fullmatch(named):
-        raise DamageError(store.path(rel), f"it names {printable(repr(named))}, which no training set is called")
+        raise DamageError(store.path(rel), f"it names {printable(repr(named))}, which can't be a training set")
     return named

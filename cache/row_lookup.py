@@ -1,4 +1,4 @@
-"""A table's rows by id: looked up one at a time, so that a million of them cost 16 bytes each and no Python objects."""
+"""Rows of a table by id, read one at a time: 16 bytes of memory a row and no Python objects."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,23 +16,21 @@ class RowLookup(Mapping[str, RowDict]):
 
     def __init__(self, table: pa.Table, key: str) -> None:
         self._table, self._key = table, key
-        given = id_prefixes(table.column(key))
-        self._order = np.argsort(given, kind="stable")
-        self._heads = given[self._order]
+        prefixes = id_prefixes(table.column(key))
+        self._order = np.argsort(prefixes, kind="stable")
+        self._prefixes = prefixes[self._order]
 
     def __getitem__(self, name: str) -> RowDict:
-        head = np.uint64(int(name[:16], 16))
-        start = int(np.searchsorted(self._heads, head))
-        for place in range(start, len(self._heads)):
-            if self._heads[place] != head:
-                break
-            row = self._table.slice(int(self._order[place]), 1)
+        prefix = np.uint64(int(name[:16], 16))
+        first, end = (np.searchsorted(self._prefixes, prefix, side) for side in ("left", "right"))
+        for number in self._order[first:end].tolist():
+            row = self._table.slice(number, 1)
             if row.column(self._key)[0].as_py() == name:
                 return row.to_pylist()[0]
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        """Every id in the table's order, equal ones as often as they stand there."""
+        """Every id in the table's order, repeated ids included."""
         for chunk in self._table.column(self._key).chunks:
             yield from chunk.to_pylist()
 

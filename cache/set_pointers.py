@@ -1,9 +1,9 @@
-"""Which training set is used: the one that the configuration makes, or another that `train.set` names.
+"""Chooses the training set: the one that the configuration makes, or another that `train.set` names.
 
-A root may be shared by several configurations. Each set that is published is pointed at twice: as the newest of its
-family and task, and as the one that its configuration makes, by a name made of the configuration's settings
-(`schemas/recipe.py`) and of the encoders' weights. A machine that trains may hold no more than the transformer, so
-weights are compared as far as the checkpoint at hand has them.
+Several configurations may share a root. Each published set has two pointers: as the newest of its family and task, and
+as the one that its configuration makes, in a file named after the configuration's settings (`schemas/recipe.py`) and
+the encoders' weights. A machine that trains may hold only the transformer, so weights are compared as far as the
+checkpoint on this machine has them.
 """
 
 import json
@@ -23,39 +23,57 @@ from schemas.config.pipeline import Config
 from schemas.identity import hash_json
 from schemas.recipe import build_recipe
 
-#: Whose weights the shards of each kind are made with. The last is part of no checkpoint, and not of every set.
+#: The model that makes each kind of shard. The last is part of no checkpoint, and not used by every set.
 ENCODER_NAMES = {"text": "text encoder", "latents": "autoencoder", "vision": "vision model"}
-MAX_DIFFERENCES = 6  # differences that a message names
-MAX_VALUE_CHARS = 60  # characters of a value in a message
+MAX_DIFFERENCES = 6  # in a message
+MAX_VALUE_CHARS = 60  # of a value in a message
 RUN_HINT = "Run `latentpress run`, which makes what is missing and indexes it"
 
 JsonDict = dict[str, Any]
 
 
 class WeightsMismatch(SetError):
-    """A set that was named, and was encoded with other weights than those of the checkpoint."""
+    """The named set was encoded with other weights than the checkpoint's."""
 
 
 def open_configured_set(config: Config, warn: Callable[[str], None]) -> TrainSet:
-    """The set that `train.set` names. Raises SetNotFound where it is "current" and this configuration has no set yet.
+    """The set that `train.set` names. Raises SetNotFound where that is "current" and this configuration has no set yet.
 
-    A set that is named by its id is used as it is, with a warning where the configuration would make another. Raises
-    WeightsMismatch where the checkpoint's folder holds other encoders than the set was made with.
+    A set named by its id is used as it is, with a warning where the configuration would make another. Raises
+    WeightsMismatch where the checkpoint's folder has other encoders than those that made the set.
     """
     family, task = config.model.family, config.model.task
     if config.train.set == "current":
         store = Store(config.root)
         return open_set(store, find_configured_id(store, config), family, task)
     data = find_set(config.root, config.train.set, family, task)
-    _check_named_set(data, config, warn)
+    try:
+        weights = local_weights(config.model, Store(config.root))
+        recipe = _build_recipe(config) if config.datasets else None
+    except WeightsError:
+        return data  # without the checkpoint there is nothing to compare
+    for kind in _find_other_weights(data.meta, weights):
+        recorded = _recorded_weights(data.meta)[kind]
+        what = f"set {data.id} was made with another {ENCODER_NAMES[kind]} than that of {config.model.source}"
+        if "content" in weights[kind] and "content" in recorded:
+            raise WeightsMismatch(
+                f"{what}: what is trained on it would not fit that checkpoint",
+                "Correct model.path or train.set; or give a folder that holds only the transformer.",
+            )
+        warn(f"{what}, by name: {printable(str(recorded))}; whether it is the same is not known")
+    if recipe is not None and isinstance(data.meta.get("recipe"), dict):
+        data.recipe_differences = diff_recipes(data.meta["recipe"], recipe)
+    if data.recipe_differences:
+        differences = _join_first(data.recipe_differences)
+        warn(f"set {data.id} is used as it was made, since train.set names it: {differences}")
     return data
 
 
 def find_configured_id(store: Store, config: Config) -> str:
-    """The id of the set that the configuration makes; SetNotFound says what it lacks, or how the newest set differs."""
-    mine, weights = build_recipe(config, bucket_side_multiple(config.model)), local_weights(config.model, store)
-    own = _find_configured_sets(store, mine, weights)
-    found = [name for name in own.values() if store.exists(_set_json_path(name))]
+    """The id of the set that the configuration makes. SetNotFound where there is none, with the reason."""
+    recipe, weights = _build_recipe(config), local_weights(config.model, store)
+    pointers = _find_pointers(store, recipe, weights)
+    found = [name for name in pointers.values() if store.exists(f"sets/{name}/set.json")]
     if len(found) > 1:
         raise SetError(
             f"sets {', '.join(found)} were made by this configuration with different weights of the encoders, and "
@@ -64,31 +82,27 @@ def find_configured_id(store: Store, config: Config) -> str:
         )
     if found:
         return found[0]
-    if own:
-        gone = store.path(f"sets/{next(iter(own.values()))}")
-        raise SetNotFound(f"{gone}, the set of this configuration, is not there", f"{RUN_HINT}.")
+    if pointers:
+        missing = store.path(f"sets/{next(iter(pointers.values()))}")
+        raise SetNotFound(f"{missing}, the set of this configuration, is not there", f"{RUN_HINT}.")
     newest = newest_set(store, config.model.family, config.model.task)
-    differ = _describe_differences(store, newest, mine, weights)
+    differences = _join_first(_describe_differences(store, newest, recipe, weights))
     raise SetNotFound(
         f"no training set under {store.path('sets')} is what this configuration makes; the newest of "
-        f"{config.model.family} {config.model.task}, {newest}, was made otherwise: {_join_first(differ)}",
+        f"{config.model.family} {config.model.task}, {newest}, was made otherwise: {differences}",
         f"{RUN_HINT}; or, to use that set as it is, name it: train.set: {newest}.",
     )
 
 
 def list_pointers(store: Store, config: Config) -> list[str]:
-    """The files that point at the sets of this configuration."""
-    return list(
-        _find_configured_sets(
-            store, build_recipe(config, bucket_side_multiple(config.model)), local_weights(config.model, store)
-        )
-    )
+    """The files that point to the sets of this configuration."""
+    return list(_find_pointers(store, _build_recipe(config), local_weights(config.model, store)))
 
 
 def config_pointer(record: Mapping[str, Any]) -> str | None:
-    """The file that points at the set which the configuration of this one makes; None where set.json does not say."""
-    made, weights = record.get("recipe"), _recorded_weights(record)
-    return f"{_pointer_prefix(made)}{hash_json(weights)[:16]}.json" if isinstance(made, dict) and weights else None
+    """The file that points to the newest set of this one's configuration; None where set.json lacks that."""
+    recipe, weights = record.get("recipe"), _recorded_weights(record)
+    return f"{_pointer_prefix(recipe)}{hash_json(weights)[:16]}.json" if isinstance(recipe, dict) and weights else None
 
 
 def is_current(store: Store, record: Mapping[str, Any]) -> bool:
@@ -104,123 +118,96 @@ def update_pointers(store: Store, record: Mapping[str, Any]) -> None:
             store.publish_json(rel, {"id": record["id"]})
 
 
-def _points_to(store: Store, rel: str, name: str) -> bool:
-    """Whether the pointer at `rel` names the set."""
+def _points_to(store: Store, rel: str, set_id: str) -> bool:
     try:
-        return store.read_json(rel) == {"id": name}
+        return store.read_json(rel) == {"id": set_id}
     except (FileNotFoundError, DamageError):
         return False
 
 
 def local_weights(model: Model, memo: Store) -> dict[str, JsonDict]:
-    """kind -> what names the weights of its encoder, where the checkpoint has them here. Of a repository nothing is
-    fetched; where its commit is not known, it is left out."""
-    parts = {"text": model.family_spec.text_components, "latents": model.family_spec.latent_components}
-    found = dict[str, JsonDict]()
+    """Kind of shard -> fingerprint of its encoder's weights, as far as they are known without fetching anything."""
+    components = {"text": model.family_spec.text_components, "latents": model.family_spec.latent_components}
+    found, commit = dict[str, JsonDict](), JsonDict()
     if local_folder(model.source) is not None:
-        for kind, folders in parts.items():
+        for kind, parts in components.items():
             with suppress(WeightsError):
-                found[kind] = fingerprint_weights(model.source, folders, None, memo)
+                found[kind] = fingerprint_weights(model.source, parts, None, memo)
         return found
-    found = {kind: {"repo": model.source, "parts": sorted(folders)} for kind, folders in parts.items()}
     with suppress(WeightsError):
-        commit = fingerprint_weights(model.source, (), model.revision, memo)["commit"]
-        found = {kind: {**row, "commit": commit} for kind, row in found.items()}
-    return found
+        commit = {"commit": fingerprint_weights(model.source, (), model.revision, memo)["commit"]}
+    return {kind: {"repo": model.source, "parts": sorted(parts), **commit} for kind, parts in components.items()}
 
 
-def _set_json_path(name: str) -> str:
-    return f"sets/{name}/set.json"
+def _build_recipe(config: Config) -> JsonDict:
+    return build_recipe(config, bucket_side_multiple(config.model))
 
 
-def _pointer_prefix(made: Mapping[str, Any]) -> str:
-    return f"sets/current-{hash_json(dict(made))[:16]}-"
+def _pointer_prefix(recipe: Mapping[str, Any]) -> str:
+    return f"sets/current-{hash_json(dict(recipe))[:16]}-"
 
 
-def _find_configured_sets(store: Store, mine: JsonDict, weights: Mapping[str, JsonDict]) -> dict[str, str]:
+def _find_pointers(store: Store, recipe: JsonDict, weights: Mapping[str, JsonDict]) -> dict[str, str]:
     """Pointer -> id of the sets that a recipe makes with these weights, as far as they are known."""
     found = {}
     for rel in (f"sets/{name}" for name in store.list_names("sets")):
-        if rel.startswith(_pointer_prefix(mine)) and CONFIG_POINTER_PATTERN.fullmatch(rel):
-            name = read_pointer(store, rel)
-            there = store.exists(_set_json_path(name))
-            if not there or not _find_other_weights(store.read_json(_set_json_path(name)), weights):
-                found[rel] = name
+        if rel.startswith(_pointer_prefix(recipe)) and CONFIG_POINTER_PATTERN.fullmatch(rel):
+            set_id = read_pointer(store, rel)
+            path = f"sets/{set_id}/set.json"
+            if not store.exists(path) or not _find_other_weights(store.read_json(path), weights):
+                found[rel] = set_id
     return found
 
 
 def _recorded_weights(record: Mapping[str, Any]) -> JsonDict:
-    """kind -> what names the weights that a set was made with; nothing where its set.json does not say."""
+    """Kind of shard -> fingerprint of the weights that made a set's shards; empty where set.json lacks one."""
     made = record.get("provenance")
     rows = {kind: made[kind] for kind in ENCODER_NAMES if kind in made} if isinstance(made, dict) else {}
     found = {kind: row.get("weights") for kind, row in rows.items() if isinstance(row, dict)}
-    whole = found.keys() >= {"text", "latents"} and all(isinstance(row, dict) for row in found.values())
-    return found if whole else {}
+    is_complete = found.keys() >= {"text", "latents"} and all(isinstance(row, dict) for row in found.values())
+    return found if is_complete else {}
 
 
 def _find_other_weights(record: Mapping[str, Any], weights: Mapping[str, JsonDict]) -> list[str]:
-    """Kinds of shards that were not made with `weights`, of those that are known."""
+    """Kinds of shards that were made with other weights than these."""
     made = _recorded_weights(record)
-    return [kind for kind, mine in weights.items() if kind in made and not mine.items() <= made[kind].items()]
+    return [kind for kind, known in weights.items() if kind in made and not known.items() <= made[kind].items()]
 
 
-def _check_named_set(data: TrainSet, config: Config, warn: Callable[[str], None]) -> None:
-    """Of a set that was named: refuse other weights, tell of other settings."""
-    try:
-        weights = local_weights(config.model, Store(config.root))
-        mine = build_recipe(config, bucket_side_multiple(config.model)) if config.datasets else None
-    except WeightsError:
-        return  # the checkpoint is not here: nothing to compare with
-    made = _recorded_weights(data.meta)
-    for kind in _find_other_weights(data.meta, weights):
-        what = f"set {data.id} was made with another {ENCODER_NAMES[kind]} than that of {config.model.source}"
-        if "content" in weights[kind] and "content" in made[kind]:
-            raise WeightsMismatch(
-                f"{what}: what is trained on it would not fit that checkpoint",
-                "Correct model.path or train.set; or give a folder that holds the transformer alone.",
-            )
-        warn(f"{what}, by name: {printable(str(made[kind]))}; whether it is the same is not known")
-    if mine is None:
-        return
-    recorded = data.meta.get("recipe")
-    differ = diff_recipes(recorded, mine) if isinstance(recorded, dict) else []
-    data.recipe_differences = differ
-    if differ:
-        warn(f"set {data.id} is used as it was made, since train.set names it: {_join_first(differ)}")
-
-
-def _describe_differences(store: Store, name: str, mine: JsonDict, weights: Mapping[str, JsonDict]) -> list[str]:
-    """In words, what tells the set `name` from that of a configuration."""
-    if not store.exists(_set_json_path(name)):
+def _describe_differences(store: Store, set_id: str, recipe: JsonDict, weights: Mapping[str, JsonDict]) -> list[str]:
+    """How the set `set_id` differs from that of a configuration, in words."""
+    path = f"sets/{set_id}/set.json"
+    if not store.exists(path):
         return ["its set.json is not there"]
-    record = store.read_json(_set_json_path(name))
+    record = store.read_json(path)
     if not isinstance(record.get("recipe"), dict):
-        return ["it does not say by which configuration (an older release made it)"]
+        return ["its set.json does not name the configuration (an older release made it)"]
     other = [f"model.path: another {ENCODER_NAMES[kind]}" for kind in _find_other_weights(record, weights)]
-    return diff_recipes(record["recipe"], mine) + other or ["nothing, and only the file that points at it is missing"]
+    return diff_recipes(record["recipe"], recipe) + other or ["nothing, and only the file that points to it is missing"]
 
 
-def diff_recipes(made: JsonDict, mine: JsonDict) -> list[str]:
-    """In words, how two recipes differ, option by option."""
-    theirs, ours = dict(_flatten("", made)), dict(_flatten("", mine))
-    told, whole = list[str](), tuple[str, ...]()
+def diff_recipes(recorded: JsonDict, recipe: JsonDict) -> list[str]:
+    """How a set's recipe and the configuration's differ, option by option, in words."""
+    theirs, ours = dict(_flatten("", recorded)), dict(_flatten("", recipe))
+    found, covered = list[str](), tuple[str, ...]()
     for key in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(key, ...) == ours.get(key, ...) or key.startswith(whole):
+        if theirs.get(key, ...) == ours.get(key, ...) or key.startswith(covered):
             continue
+        option = printable(key.removeprefix("plan.").replace("latents.settings.", "latents."))
         if _LIST_ITEM in (theirs.get(key), ours.get(key)):
-            told.append(f"{_option_name(key)} is in the {'configuration' if key in ours else 'set'} alone")
-            whole += (f"{key}.",)
+            found.append(f"{option} is in the {'configuration' if key in ours else 'set'} alone")
+            covered += (f"{key}.",)
         else:
             values = _format_value(theirs.get(key)), _format_value(ours.get(key))
-            told.append(f"{_option_name(key)} is {values[0]} in the set and {values[1]} in the configuration")
-    return told
+            found.append(f"{option} is {values[0]} in the set and {values[1]} in the configuration")
+    return found
 
 
-_LIST_ITEM = object()  # in place of a value: an item of a list, or a section, begins here
+_LIST_ITEM = object()  # in place of a value: the start of a section or of an item of a list
 
 
 def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every setting. Items of a list go by their id or name, which is how --set names them."""
+    """(dotted name, value) of every setting. Items of a list are named by their id or name, as in --set."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         value = {str(item.get("id") or item.get("name")): item for item in value}
         yield from ((f"{key}.{name}", _LIST_ITEM) for name in value)
@@ -232,16 +219,11 @@ def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _flatten(f"{key}.{name}" if key else str(name), inner)
 
 
-def _option_name(key: str) -> str:
-    """The option as it is called in the configuration, where it is one."""
-    return printable(key.removeprefix("plan.").replace("latents.settings.", "latents."))
-
-
 def _format_value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return printable(text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}...")
 
 
-def _join_first(differ: list[str]) -> str:
-    more = f"; and {len(differ) - MAX_DIFFERENCES} more" if len(differ) > MAX_DIFFERENCES else ""
-    return "; ".join(differ[:MAX_DIFFERENCES]) + more
+def _join_first(differences: list[str]) -> str:
+    more = f"; and {len(differences) - MAX_DIFFERENCES} more" if len(differences) > MAX_DIFFERENCES else ""
+    return "; ".join(differences[:MAX_DIFFERENCES]) + more

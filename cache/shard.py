@@ -1,24 +1,23 @@
-"""What both shard formats share: rows and their checksum, the description a shard carries, the checks of a reader.
+"""What both shard formats share: rows and their checksum, a shard's description, base classes of writers and readers.
 
-A shard is the output of one unit. Its existence under its final name is the record that the unit is done.
-docs/cache-format.md specifies every byte.
+A shard is the output of one unit; once it exists under its final name the unit is done. docs/cache-format.md specifies
+every byte.
 """
 
 import json
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, BinaryIO, ClassVar, Self, TypeVar
 
 import pyarrow as pa
 
-from cache import json_checks
 from cache.damage import SHARD_PROGRAMS, DamageError, read_or_damage
 from cache.files import explained
+from cache.json_checks import check_count, check_list, check_name, check_names, check_object, check_text, printable
 from cache.store import Store
 from cache.tensors import Array
 from schemas.identity import hash_bytes
@@ -40,7 +39,7 @@ class RejectedMember:
 
 @dataclass(frozen=True)
 class TruncatedText:
-    """A row whose text has more tokens than the limit: of `tokens` the first `kept` are encoded."""
+    """A row whose text has more tokens than the limit: only the first `kept` of `tokens` are encoded."""
 
     id: str
     tokens: int
@@ -49,8 +48,8 @@ class TruncatedText:
 
 @dataclass
 class ShardMeta:
-    """What a shard says of itself. Given to a writer, `ids` are the unit's planned members (or empty), and `truncated`
-    may be added to until `finish`; read from a shard `ids` are its rows, in order."""
+    """The description of a shard. Given to a writer, `ids` are the unit's planned members (or empty), and `truncated`
+    may be added to until `finish`; read from a shard, `ids` are its rows in order."""
 
     kind: str
     fingerprint: str
@@ -65,40 +64,73 @@ class ShardMeta:
 
 @dataclass
 class ShardRow:
-    """One sample or text: its tensors by name (an absent one is left out) and a small JSON object."""
+    """One sample or text: its tensors by name (absent ones are left out) and a small JSON object."""
 
     id: str
     tensors: dict[str, Array]
     info: dict[str, Any] = field(default_factory=dict)
 
 
-class ShardWriter(Protocol):
-    """A context manager; leaving it before `finish` leaves nothing behind."""
+class BaseShardWriter(ABC):
+    """Writes a shard, its rows in the order in which they are added. A context manager: leaving it before `finish`
+    leaves nothing behind. columns: tensor name -> dtype."""
 
-    def add(self, row: ShardRow) -> None: ...
-    def set_aside(self, member: RejectedMember) -> None: ...
-    def finish(self) -> str: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exc: object) -> None: ...
+    suffix: ClassVar[str]
+    _file: BinaryIO
+
+    def __init__(self, store: Store, stem: str, meta: ShardMeta, columns: Mapping[str, str]) -> None:
+        self.store, self.rel, self.meta, self.columns = store, stem + self.suffix, meta, dict(columns)
+        self._ids: dict[str, None] = {}  # of the rows, in order
+        self._set_aside = list(meta.set_aside)
+        self._open()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Open `_file`, a temporary file of the store."""
+
+    @abstractmethod
+    def _write(self, row: ShardRow, info: bytes, checksum: str) -> None:
+        """Write one row. info: its JSON as it is stored."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Publish; returns the shard's relative path. StoreError where it can't be written."""
+
+    def add(self, row: ShardRow) -> None:
+        assert row.id and row.id not in self._ids, f"row {row.id!r} is empty or there already"
+        for name, array in row.tensors.items():
+            announced = self.columns.get(name)
+            assert array.dtype == announced, f"row {row.id}: {name} is {array.dtype}, announced as {announced}"
+        info = canonical_json(row.info)
+        with explained(self.store.path(self.rel)):
+            self._write(row, info, row_checksum(row.id, info, row.tensors))
+        self._ids[row.id] = None
+
+    def set_aside(self, member: RejectedMember) -> None:
+        self._set_aside.append(member)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.store.discard_temp(self._file)
 
 
 class BaseShardReader(ABC):
-    """A reader of one shard, twin of a ShardWriter. Opening raises DamageError where the shard can't be read
-    at all. Not safe for several threads at once; rows stay valid after `close`."""
+    """Reads one shard; twin of BaseShardWriter. Opening raises DamageError where the shard can't be read at all. Not
+    safe for several threads at once; rows stay valid after `close`."""
 
     meta: ShardMeta
 
     def __init__(self, store: Store, rel: str) -> None:
         self.store, self.rel, self.path = store, rel, store.path(rel)
-        try:
-            self.file = store.open(rel)
-        except FileNotFoundError as error:
-            raise DamageError(self.path, "the file is missing") from error
+        self.file = read_or_damage(self.path, lambda: store.open(rel), "it can't be opened")
         try:
             self._size = self.file.size()
             self._open()
-            for damage in check_location(self.meta, rel, self.path):
-                raise damage
+            parts, described = rel.split("/"), (self.meta.kind, self.meta.fingerprint, self.meta.unit)
+            if len(parts) == 3 and parts[0] in SHARD_PROGRAMS and (*parts[:2], unit_name(parts[2])) != described:
+                raise DamageError(self.path, f"it is shard {'/'.join(described)} under another name")
         except BaseException:
             self.file.close()
             raise
@@ -109,64 +141,56 @@ class BaseShardReader(ABC):
 
     @abstractmethod
     def _row(self, i: int) -> tuple[ShardRow, bytes, str]:
-        """Row `i`, its info as stored, and its stored checksum; any of PARSE_ERRORS where it can't be read."""
+        """Row `i`, its info as stored, and its stored checksum; one of PARSE_ERRORS where it can't be read."""
 
     @abstractmethod
     def _check_file(self) -> None:
-        """DamageError where something is wrong that reading every row would not show."""
+        """DamageError for damage that reading every row would not show."""
 
     def __len__(self) -> int:
         return len(self.meta.ids)
 
     def read(self, i: int, verify: bool = True) -> ShardRow:
-        """Row `i`, its tensors being views into the file where that is local. DamageError where the row is
-        not what was written; with verify=False only where it can't be read or is another row."""
+        """Row `i`; its tensors are views into a local file. DamageError where the row is not what was written; with
+        verify=False only where it can't be read or is another row."""
         if not 0 <= i < len(self):
             raise DamageError(self.path, f"it has {len(self)} rows", i)
-        id = self.meta.ids[i]
-        self._check_length()
-        return self.read_or_damage(lambda: self._checked(i, id, verify), "it can't be read", i, id)
-
-    def _checked(self, i: int, id: str, verify: bool) -> ShardRow:
-        row, info, checksum = self._row(i)
-        if row.id != id:
-            found = json_checks.printable(repr(row.id))
-            raise DamageError(self.path, f"its id is {found} where the description names {id!r}", i, id)
-        json_checks.check_object(row.info, "its info")
-        if verify and row_checksum(row.id, info, row.tensors) != checksum:
-            raise DamageError(self.path, "its checksum does not match", i, id)
-        return row
-
-    def _check_length(self) -> None:
-        """Reading a memory map beyond the end of a file that was cut kills the process, and no handler helps. So ask
-        before each row, which takes 2 microseconds; only a file cut within the next few can still kill."""
+        # Reading a memory map beyond the end of a file that was cut kills the process, and no handler helps. This check
+        # takes 2 microseconds; only a file that is cut within the next few can still kill.
         if isinstance(self.file, pa.MemoryMappedFile):
             size = os.fstat(self.file.fileno()).st_size
             if size < self._size:
                 raise DamageError(self.path, f"it was cut while it was open: it had {self._size} bytes and has {size}")
+        id = self.meta.ids[i]
+        return read_or_damage(self.path, lambda: self._read_checked(i, id, verify), "it can't be read", i, id)
 
-    def verify(self, look: Callable[[ShardRow], object] | None = None) -> list[DamageError]:
-        """Read everything; every damage found. look: given each row that is as it was written, it raises ValueError
-        with what is wrong with it all the same."""
-        checks: list[Callable[[], object]] = [
-            self._check_file,
-            *(partial(self._check_row, i, look) for i in range(len(self))),
-        ]
-        return [damage for check in checks if (damage := _catch_damage(check))]
+    def _read_checked(self, i: int, id: str, verify: bool) -> ShardRow:
+        row, info, checksum = self._row(i)
+        if row.id != id:
+            found = printable(repr(row.id))
+            raise DamageError(self.path, f"its id is {found} where the description names {id!r}", i, id)
+        check_object(row.info, "its info")
+        if verify and row_checksum(row.id, info, row.tensors) != checksum:
+            raise DamageError(self.path, "its checksum does not match", i, id)
+        return row
 
-    def _check_row(self, i: int, look: Callable[[ShardRow], object] | None) -> None:
-        row = self.read(i)
-        if look is not None:
+    def verify(self, check_row: Callable[[ShardRow], object] | None = None) -> list[DamageError]:
+        """Read every byte; all damage found. check_row: raises ValueError with further problems of an intact row."""
+        found = []
+        try:
+            self._check_file()
+        except DamageError as damage:
+            found.append(damage)
+        for i, id in enumerate(self.meta.ids):
             try:
-                look(row)
+                row = self.read(i)
+                if check_row is not None:
+                    check_row(row)
+            except DamageError as damage:
+                found.append(damage)
             except ValueError as error:
-                raise DamageError(self.path, str(error), i, row.id) from error
-
-    def read_or_damage(self, read: Callable[[], T], reason: str, row: int | None = None, id: str | None = None) -> T:
-        """`read()`, with what it raises on bytes that are not what they should be turned into DamageError. A disk
-        or a network that fails is no damage: StoreError."""
-        with explained(self.path):
-            return read_or_damage(self.path, read, reason, row, id)
+                found.append(DamageError(self.path, str(error), i, id))
+        return found
 
     def close(self) -> None:
         """Release the file; rows read from a memory map keep their part of it."""
@@ -177,24 +201,6 @@ class BaseShardReader(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _catch_damage(check: Callable[[], object]) -> DamageError | None:
-    try:
-        check()
-    except DamageError as damage:
-        return damage
-    return None
-
-
-def check_location(meta: ShardMeta, rel: str, path: str) -> list[DamageError]:
-    """Damage where the shard lies as <kind>/<fingerprint>/<unit> of which it says otherwise of itself."""
-    parts = rel.split("/")
-    if len(parts) != 3 or parts[0] not in SHARD_PROGRAMS:
-        return []
-    found = (parts[0], parts[1], unit_name(parts[2]))
-    said = (meta.kind, meta.fingerprint, meta.unit)
-    return [] if found == said else [DamageError(path, f"it is shard {'/'.join(said)} under another name")]
 
 
 def unit_name(name: str) -> str:
@@ -209,15 +215,14 @@ def find_done_units(store: Store, prefix: str) -> dict[str, str]:
 
 
 def remove_shard(store: Store, rel: str) -> None:
-    """Remove a shard: the file that says "done" first, then the description beside it."""
+    """Remove a shard: first the file whose existence means "done", then the sidecar of a tar."""
     store.remove(rel)
     if rel.endswith(TAR_SUFFIX):
         store.remove(rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX)
 
 
 def remove_other_format(store: Store, rel: str) -> None:
-    """Remove the unit's shard in the other format: a unit done again after a change of `cache.format` has one
-    shard, not two that differ."""
+    """Remove the unit's shard in the other format, in case `cache.format` changed: two shards could differ."""
     if rel.endswith(ARROW_SUFFIX):
         remove_shard(store, rel.removesuffix(ARROW_SUFFIX) + TAR_SUFFIX)
     else:
@@ -231,8 +236,8 @@ def canonical_json(value: Any) -> bytes:
 
 
 def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
-    """xxh3-128 over id, info and each present tensor's name, dtype, shape and bytes, sorted by name. Each
-    part is preceded by its length (8 bytes, little-endian), so no two rows share a framing."""
+    """xxh3-128 over id, info and each present tensor's name, dtype, shape and bytes, sorted by name. Each part is
+    preceded by its length (8 bytes, little-endian), so different rows never hash the same bytes."""
     parts: list[Any] = [id.encode(), info]
     for name in sorted(tensors):
         array = tensors[name]
@@ -241,12 +246,10 @@ def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
     return hash_bytes(*parts)
 
 
-def build_description(meta: ShardMeta, ids: Sequence[str], set_aside: Sequence[RejectedMember]) -> dict[str, Any]:
-    """The JSON object that a finished shard carries. Members set aside and truncated rows are sorted: they may have
-    been found in any order."""
+def build_description(meta: ShardMeta, ids: Collection[str], set_aside: Collection[RejectedMember]) -> dict[str, Any]:
+    """The JSON object in a finished shard. Members set aside and truncated texts are found in any order, so sorted."""
     if meta.ids:
-        accounted = {*ids, *(member.id for member in set_aside)}
-        unlike = accounted ^ set(meta.ids)
+        unlike = {*ids, *(member.id for member in set_aside)} ^ set(meta.ids)
         assert not unlike, f"unit {meta.unit}: members lost or invented: {unlike}"
     aside = sorted((asdict(member) for member in set_aside), key=lambda member: tuple(member.values()))
     truncated = sorted((asdict(row) for row in meta.truncated), key=itemgetter("id"))
@@ -254,54 +257,42 @@ def build_description(meta: ShardMeta, ids: Sequence[str], set_aside: Sequence[R
 
 
 def parse_description(value: Any, path: str) -> ShardMeta:
-    """The inverse of `describe`; DamageError where a part is missing or no such thing, or of another format version."""
+    """The inverse of `build_description`; DamageError where it is incomplete, wrong or of another format version."""
     version = value.get("format_version") if isinstance(value, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
-        found = json_checks.printable(repr(version))
+        found = printable(repr(version))
         raise DamageError(path, f"its format version is {found}; this program reads {FORMAT_VERSION}")
     try:
         meta = ShardMeta(
-            kind=json_checks.check_name(value["kind"], "kind"),
-            fingerprint=json_checks.check_name(value["fingerprint"], "fingerprint"),
-            unit=json_checks.check_name(value["unit"], "unit"),
-            bucket=json_checks.check_name(value["bucket"], "bucket", empty=True),
-            ids=json_checks.check_names(value["ids"], "ids"),
-            set_aside=[_parse_rejected(member) for member in json_checks.check_list(value["set_aside"], "set_aside")],
-            truncated=[
-                _parse_truncated(row) for row in json_checks.check_list(value.get("truncated", []), "truncated")
-            ],
-            provenance=json_checks.check_object(value["provenance"], "provenance"),
+            kind=check_name(value["kind"], "kind"),
+            fingerprint=check_name(value["fingerprint"], "fingerprint"),
+            unit=check_name(value["unit"], "unit"),
+            bucket=check_name(value["bucket"], "bucket", empty=True),
+            ids=check_names(value["ids"], "ids"),
+            set_aside=_parse_records(
+                value["set_aside"], RejectedMember, id=check_name, reason=check_name, message=check_text
+            ),
+            truncated=_parse_records(
+                value.get("truncated", []), TruncatedText, id=check_name, tokens=check_count, kept=check_count
+            ),
+            provenance=check_object(value["provenance"], "provenance"),
         )
-        if json_checks.check_count(value["count"], "count") != len(meta.ids):
-            raise ValueError(f"it says that it has {value['count']} rows and names {len(meta.ids)}")
+        if check_count(value["count"], "count") != len(meta.ids):
+            raise ValueError(f"its count is {value['count']} and it names {len(meta.ids)} rows")
         if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
             raise ValueError("a member is both a row and set aside")
         if not {row.id for row in meta.truncated}.issubset(meta.ids):
-            raise ValueError("a text is truncated that is no row")
+            raise ValueError("a truncated text is no row")
         return meta
     except (KeyError, ValueError) as error:
-        raise DamageError(path, f"its description is incomplete or wrong ({json_checks.printable(error)})") from error
+        raise DamageError(path, f"its description is incomplete or wrong ({printable(error)})") from error
 
 
-def _parse_rejected(value: Any) -> RejectedMember:
-    member = json_checks.check_object(value, "a member set aside")
-    if set(member) != {"id", "reason", "message"}:
-        raise ValueError(f"a member set aside has {json_checks.printable(sorted(member))}")
-    id, reason = json_checks.check_name(member["id"], "an id"), json_checks.check_name(member["reason"], "a reason")
-    return RejectedMember(id, reason, json_checks.check_text(member["message"], "a message"))
-
-
-def _parse_truncated(value: Any) -> TruncatedText:
-    row = json_checks.check_object(value, "a truncated row")
-    if set(row) != {"id", "tokens", "kept"}:
-        raise ValueError(f"a truncated row has {json_checks.printable(sorted(row))}")
-    tokens, kept = json_checks.check_count(row["tokens"], "tokens"), json_checks.check_count(row["kept"], "kept")
-    return TruncatedText(json_checks.check_name(row["id"], "an id"), tokens, kept)
-
-
-def check_row(row: ShardRow, columns: Mapping[str, str], taken: set[str]) -> None:
-    """Our own mistakes in a row to be written: a tensor or dtype not announced, an id twice."""
-    assert row.id and row.id not in taken, f"row {row.id!r} is empty or there already"
-    for name, array in row.tensors.items():
-        announced = columns.get(name)
-        assert array.dtype == announced, f"row {row.id}: {name} is {array.dtype}, announced as {announced}"
+def _parse_records(values: Any, record_class: Callable[..., T], **checks: Callable[[Any, str], Any]) -> list[T]:
+    """Instances of a dataclass from a list of JSON objects. checks: key -> check of its value."""
+    found = []
+    for value in check_list(values, "a list of members"):
+        if set(check_object(value, "a member")) != set(checks):
+            raise ValueError(f"a member has {printable(sorted(value))}")
+        found.append(record_class(**{key: check(value[key], f"its {key}") for key, check in checks.items()}))
+    return found

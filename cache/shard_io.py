@@ -1,4 +1,4 @@
-"""Opening a shard by its name, for reading, writing or verification, in whichever of the two formats it has."""
+"""Opening shards by name, in either format, for reading, writing or verification."""
 
 import threading
 from collections import OrderedDict
@@ -6,19 +6,18 @@ from collections.abc import Callable, Iterable, Mapping
 
 from cache import arrow, json_checks, wds
 from cache.damage import DamageError
-from cache.shard import ARROW_SUFFIX, SUFFIXES, TAR_SUFFIX, BaseShardReader, ShardMeta, ShardRow, ShardWriter
+from cache.shard import ARROW_SUFFIX, SUFFIXES, TAR_SUFFIX, BaseShardReader, BaseShardWriter, ShardMeta, ShardRow
 from cache.store import Store
 
 
 def open_writer(
     store: Store, rel_stem: str, meta: ShardMeta, columns: Mapping[str, str], format: str = "arrow"
-) -> ShardWriter:
-    """A writer of `<rel_stem>.arrow` or `.tar`. `columns`: tensor name -> dtype; a row may lack any."""
+) -> BaseShardWriter:
+    """A writer of `<rel_stem>.arrow` or `.tar`. columns: tensor name -> dtype; a row may lack any of them."""
     if format not in SUFFIXES:
         raise ValueError(f"cache format {format!r} is unknown; choose from {', '.join(SUFFIXES)}")
     assert not _escapes_root(rel_stem), f"{rel_stem!r} leads out of the root"
-    twin = arrow if format == "arrow" else wds
-    return twin.ShardWriter(store, rel_stem, meta, columns)
+    return (arrow if format == "arrow" else wds).ShardWriter(store, rel_stem, meta, columns)
 
 
 def open_reader(store: Store, rel: str) -> BaseShardReader:
@@ -27,39 +26,34 @@ def open_reader(store: Store, rel: str) -> BaseShardReader:
         raise ValueError(f"{rel!r} is no shard: its name must end with {ARROW_SUFFIX} or {TAR_SUFFIX}")
     if _escapes_root(rel):
         raise DamageError(store.path(json_checks.printable(rel)), "its name leads out of the root")
-    twin = arrow if rel.endswith(ARROW_SUFFIX) else wds
-    return twin.ShardReader(store, rel)
+    return (arrow if rel.endswith(ARROW_SUFFIX) else wds).ShardReader(store, rel)
 
 
 def _escapes_root(rel: str) -> bool:
-    """Whether this is no plain path below a root: the tables of a set that came from elsewhere name shards too."""
+    """Whether this is no plain path below a root: shard names also come from tables that others made."""
     return "\0" in rel or any(part in ("", ".", "..") for part in rel.split("/"))
 
 
 def verify(
     store: Store,
     rel: str,
-    whole: Callable[[ShardMeta], Iterable[str]] | None = None,
-    look: Callable[[ShardRow], object] | None = None,
+    check_meta: Callable[[ShardMeta], Iterable[str]] | None = None,
+    check_row: Callable[[ShardRow], object] | None = None,
 ) -> list[DamageError]:
-    """Read everything in the shard at `rel`; every damage found, also when it can't be opened.
+    """Read every byte of the shard at `rel`; all damage found, also where it can't be opened.
 
-    whole, look: what else is asked of its description (says what is wrong) and of each row (as BaseShardReader.verify).
+    check_meta: further problems of the description. check_row: as of BaseShardReader.verify.
     """
     try:
-        shard = open_reader(store, rel)
+        with open_reader(store, rel) as shard:
+            reasons = check_meta(shard.meta) if check_meta else ()
+            return [DamageError(shard.path, reason) for reason in reasons] + shard.verify(check_row)
     except DamageError as damage:
         return [damage]
-    try:
-        path = store.path(rel)
-        wrong = [DamageError(path, reason) for reason in (whole(shard.meta) if whole else ())]
-        return wrong + shard.verify(look)
-    finally:
-        shard.close()
 
 
 class ReaderPool:
-    """Open readers, the `limit` last used: a random order over many shards holds few files and maps open."""
+    """The `limit` last used readers, kept open: reading many shards in random order needs few open files and maps."""
 
     def __init__(self, store: Store, limit: int = 64) -> None:
         assert limit > 0
@@ -68,7 +62,7 @@ class ReaderPool:
         self._lock = threading.Lock()
 
     def read(self, path: str, row: int, verify: bool = True) -> ShardRow:
-        """Row `row` of the shard at `path` (relative to the store). Several threads may call it, in turn."""
+        """Row `row` of the shard at `path` (relative to the store). Threads that call it wait for each other."""
         with self._lock:
             return self._get(path).read(row, verify)
 

@@ -1,8 +1,8 @@
-"""What the values of tables can be: asked of a whole table, column by column, before any of them is followed.
+"""Checks of the values in tables, column by column, before any of them is used.
 
-A checksum says that a table is as somebody wrote it. These say that its numbers lie where they point to, so that what
-was made with intent, or by a mistake of ours, ends as damage and not in the wrong crop or a traceback. Each function
-raises ValueError with what is wrong.
+A checksum proves that a table is as it was written. These checks prove that its values are possible, so that a table
+made with intent, or by a mistake of ours, ends as damage and not as a wrong crop or a traceback. Each function raises
+ValueError with the problem.
 """
 
 from collections.abc import Collection
@@ -15,36 +15,21 @@ import pyarrow.compute as pc
 from cache import json_checks
 from cache.damage import ENCODE_PROGRAMS
 from cache.layout import UNIT_PATTERN
+from schemas import tables
 from schemas.geometry import Bucket
-from schemas.tables import (
-    ACTIVE_SCHEMA,
-    EXTRA_PREFIX,
-    MEDIA_SCHEMA,
-    REJECTS_SCHEMA,
-    SAMPLES_SCHEMA,
-    SET_SHARDS_SCHEMA,
-    SET_TEXTS_SCHEMA,
-    TEXTS_SCHEMA,
-    UNITS_SCHEMA,
-    further_kinds,
-    index_schema,
-)
 
 MAX_DRAWS = 10**6  # of repeats, or as a weight
 MAX_SIDE = 1 << 20  # pixels, or frames
 SET_ROLES = ("train", "eval")
 _KINDS = ("image", "video")
-_CHUNK_ROWS = 1 << 20  # ids looked at
+_CHUNK_ROWS = 1 << 20  # ids checked at a time
 _IS_HEX_DIGIT = np.zeros(256, bool)
 _IS_HEX_DIGIT[np.frombuffer(b"0123456789abcdef", np.uint8)] = True
 
 
-# -- plans --------------------------------------------------------------------------------------------------
-
-
 def check_samples(table: pa.Table) -> None:
-    _check_plan_columns(table, SAMPLES_SCHEMA)
-    _check_not_null(table, "sample_id", "role", "dataset", "path", "media_id", "kind", "geometry", "condition")
+    required = ("sample_id", "role", "dataset", "path", "media_id", "kind", "geometry", "condition")
+    _check_columns(table, tables.SAMPLES_SCHEMA, required, older=True)
     _check_ids(table, "sample_id", "media_id", "source_id", "mask_id")
     _check_choices(table, "role", (*SET_ROLES, "validation"))
     _check_choices(table, "kind", _KINDS)
@@ -57,16 +42,14 @@ def check_samples(table: pa.Table) -> None:
 
 
 def check_texts(table: pa.Table) -> None:
-    _check_plan_columns(table, TEXTS_SCHEMA)
-    _check_not_null(table, "text_id", "text")
+    _check_columns(table, tables.TEXTS_SCHEMA, ("text_id", "text"), older=True)
     _check_ids(table, "text_id", "image_id")
     _check_paths(table, "image_path")
     _check_crops(table, "image_geometry")
 
 
 def check_units(table: pa.Table) -> None:
-    _check_plan_columns(table, UNITS_SCHEMA)
-    _check_not_null(table, *UNITS_SCHEMA.names)
+    _check_columns(table, tables.UNITS_SCHEMA, tables.UNITS_SCHEMA.names, older=True)
     if not pc.all(pc.match_substring_regex(table["unit_id"], f"^{UNIT_PATTERN}$")).as_py() and len(table):
         raise ValueError("a unit has a name that no unit has")
     _check_choices(table, "kind", ("text", "latents"))
@@ -77,10 +60,8 @@ def check_units(table: pa.Table) -> None:
 
 
 def check_active(table: pa.Table) -> None:
-    _check_plan_columns(table, ACTIVE_SCHEMA)
-    _check_not_null(
-        table, "sample_id", "role", "dataset", "path", "bucket", "repeats", "weight", "regularisation", "texts"
-    )
+    required = ("sample_id", "role", "dataset", "path", "bucket", "repeats", "weight", "regularisation", "texts")
+    _check_columns(table, tables.ACTIVE_SCHEMA, required, older=True)
     _check_ids(table, "sample_id", "null_text")
     _check_choices(table, "role", (*SET_ROLES, "validation"))
     _check_paths(table, "path", "source_path", "mask_path")
@@ -90,21 +71,13 @@ def check_active(table: pa.Table) -> None:
     _check_hex(pc.list_flatten(table["texts"]), "texts")
 
 
-def _check_plan_columns(table: pa.Table, schema: pa.Schema) -> None:
-    """The columns of a plan's table; those of an older version lack some of the last."""
-    known = [name for name in schema.names if name in table.schema.names]
-    if not known or not table.schema.equals(pa.schema([schema.field(name) for name in known])):
-        raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
-
-
-# -- media and rejects --------------------------------------------------------------------------------------
-
-
 def check_media(table: pa.Table) -> None:
-    own = [field for field in table.schema if not field.name.startswith(EXTRA_PREFIX)]
-    if not pa.schema(own).equals(MEDIA_SCHEMA) or len(set(table.schema.names)) < len(table.schema):
+    extra = [field for field in table.schema if field.name.startswith(tables.EXTRA_PREFIX)]
+    if len(set(table.schema.names)) < len(table.schema):
         raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
-    _check_not_null(table, "path", "media_id", "kind")
+    _check_columns(
+        table.drop_columns([field.name for field in extra]), tables.MEDIA_SCHEMA, ("path", "media_id", "kind")
+    )
     _check_ids(table, "media_id", "source_id", "mask_id")
     _check_choices(table, "kind", _KINDS)
     _check_paths(table, "path", "source", "mask")
@@ -117,18 +90,12 @@ def check_media(table: pa.Table) -> None:
 
 
 def check_rejects(table: pa.Table) -> None:
-    if not table.schema.equals(REJECTS_SCHEMA):
-        raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
-    _check_not_null(table, "item", "reason", "message", "retry")
-
-
-# -- training sets ------------------------------------------------------------------------------------------
+    _check_columns(table, tables.REJECTS_SCHEMA, ("item", "reason", "message", "retry"))
 
 
 def check_index(table: pa.Table) -> None:
-    kinds = further_kinds(table.column_names)
-    _check_columns(table, index_schema([kind for kind in kinds if kind in ENCODE_PROGRAMS]))
-    _check_not_null(table, *(name for name in table.column_names if name != "null_text"))
+    kinds = [kind for kind in tables.further_kinds(table.column_names) if kind in ENCODE_PROGRAMS]
+    _check_columns(table, tables.index_schema(kinds), [name for name in table.column_names if name != "null_text"])
     _check_choices(table, "role", SET_ROLES)
     _check_buckets(table["bucket"])
     _check_draw_columns(table)
@@ -136,35 +103,34 @@ def check_index(table: pa.Table) -> None:
 
 
 def check_set_texts(table: pa.Table) -> None:
-    _check_columns(table, SET_TEXTS_SCHEMA)
-    _check_not_null(table, "text_id")
+    _check_columns(table, tables.SET_TEXTS_SCHEMA, ("text_id",))
 
 
 def check_set_shards(table: pa.Table) -> None:
-    _check_columns(table, SET_SHARDS_SCHEMA)
-    _check_not_null(table, *SET_SHARDS_SCHEMA.names)
+    _check_columns(table, tables.SET_SHARDS_SCHEMA, tables.SET_SHARDS_SCHEMA.names)
 
 
 def check_set_references(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
-    """That the tables of a set point at each other's rows."""
+    """The tables of a set refer to rows of each other that exist."""
     check_row_numbers(pc.list_flatten(index["texts"]), len(texts), "text")
     check_row_numbers(index["null_text"].drop_null(), len(texts), "text")
-    for table, kind in ((index, ""), (texts, ""), *((index, f"{kind}_") for kind in further_kinds(index.column_names))):
+    for table, kind in (
+        (index, ""),
+        (texts, ""),
+        *((index, f"{kind}_") for kind in tables.further_kinds(index.column_names)),
+    ):
         check_row_numbers(table[f"{kind}shard"].drop_null(), len(shards), "shard")
         check_row_numbers(table[f"{kind}row"].drop_null(), 1 << 31, "row")
 
 
-# -- columns ------------------------------------------------------------------------------------------------
-
-
-def _check_columns(table: pa.Table, schema: pa.Schema) -> None:
-    if not table.schema.equals(schema):
-        raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
-
-
-def _check_not_null(table: pa.Table, *names: str) -> None:
-    for name in names:
-        if name in table.schema.names and table[name].null_count:
+def _check_columns(table: pa.Table, schema: pa.Schema, required: Collection[str], older: bool = False) -> None:
+    """The columns of `schema`; those `required` have no nulls. older: a table of an older version may lack columns."""
+    names = table.schema.names
+    fields = [field for field in schema if field.name in names or not older]
+    if not fields or not table.schema.equals(pa.schema(fields)):
+        raise ValueError(f"it has the columns {json_checks.printable(names)}")
+    for name in required:
+        if name in names and table[name].null_count:
             raise ValueError(f"a value of {name} is missing")
 
 
@@ -174,7 +140,7 @@ def _check_choices(table: pa.Table, name: str, values: Collection[str]) -> None:
 
 
 def _check_numbers(table: pa.Table, name: str, low: float, high: float) -> None:
-    """Numbers from `low` to below `high`; null says nothing, NaN is no number."""
+    """Numbers from `low` to below `high`, or null; NaN is out of range."""
     if name not in table.schema.names:
         return
     values = np.asarray(table[name].drop_null())
@@ -183,14 +149,14 @@ def _check_numbers(table: pa.Table, name: str, low: float, high: float) -> None:
 
 
 def check_row_numbers(numbers: pa.ChunkedArray, count: int, what: str) -> None:
-    """Whole numbers of `count` things."""
+    """Row numbers below `count`, none of them null."""
     ends = pc.min_max(numbers).as_py()
     if numbers.null_count or (ends["min"] is not None and (ends["min"] < 0 or ends["max"] >= count)):
         raise ValueError(f"{what} {ends['max']} of {count}")
 
 
 def _check_draw_columns(table: pa.Table) -> None:
-    """What the order of training computes with."""
+    """The columns from which the batch schedule is computed."""
     _check_numbers(table, "repeats", 0, MAX_DRAWS)
     _check_numbers(table, "weight", np.nextafter(0, 1), MAX_DRAWS)
 
@@ -203,7 +169,7 @@ def _check_lists(table: pa.Table, name: str, least: int) -> None:
 
 
 def _check_paths(table: pa.Table, *names: str) -> None:
-    """No system has a file whose name holds a zero byte, and Python's own error about it is none of ours."""
+    """No system has a file name with a zero byte, and Python's error about one would be a traceback."""
     for name in names:
         if name in table.schema.names and pc.any(pc.match_substring(table[name], "\0")).as_py():
             raise ValueError(f"a {name} holds a zero byte")
@@ -216,7 +182,7 @@ def _check_ids(table: pa.Table, *names: str) -> None:
 
 
 def _check_hex(ids: pa.ChunkedArray | pa.Array, name: str) -> None:
-    """32 hex digits each."""
+    """Ids of 32 hex digits."""
     for start in range(0, len(ids), _CHUNK_ROWS):
         part = ids.slice(start, _CHUNK_ROWS)
         part = part.combine_chunks() if isinstance(part, pa.ChunkedArray) else part
@@ -245,7 +211,7 @@ def _parse_bucket(name: Any) -> Bucket:
 
 
 def _check_crops(table: pa.Table, name: str) -> None:
-    """A column of schemas.tables.GEOMETRY_TYPE: what is cut lies within what it is cut from."""
+    """A column of schemas.tables.GEOMETRY_TYPE: each crop is inside of its resized picture."""
     if name not in table.schema.names:
         return
     column = table[name].drop_null()

@@ -1,6 +1,6 @@
-"""An array as it lies in a shard: a dtype's name, a shape and raw little-endian bytes.
+"""An array as shards hold it: a dtype's name, a shape and raw little-endian bytes.
 
-Arrow and numpy have no bfloat16; here it is its 16-bit pattern, so that caches need no torch.
+Arrow and numpy have no bfloat16; it is held as 16-bit patterns, so that caches need no torch.
 """
 
 import math
@@ -9,34 +9,24 @@ from typing import Any
 
 import numpy as np
 
-#: dtype name -> the numpy dtype of its bytes. Names are torch's.
-NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype("<f4"),
-    "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype("<u2"),
-    "int32": np.dtype("<i4"),
-    "int64": np.dtype("<i8"),
-    "uint8": np.dtype("u1"),
-}
-
+_CODES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "int64": "<i8", "uint8": "u1"}
+#: torch's name of a dtype -> the numpy dtype of its bytes.
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in _CODES.items()}
 #: float dtype -> the pattern of its infinity.
 INFINITY_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
-CHECK_BLOCK = 1 << 17  # numbers looked at together
-MAX_DIMENSIONS, MAX_DIMENSION_SIZE = (
-    32,
-    (1 << 31) - 1,
-)  # of a shape: what numpy takes, and what an Arrow shard's int32 holds
+CHECK_BLOCK = 1 << 17  # numbers checked at a time
+MAX_DIMENSIONS, MAX_DIMENSION_SIZE = 32, (1 << 31) - 1  # limits of numpy, and of the int32 in Arrow shards
 
 
 def count_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of an array. ValueError for an unknown dtype or a shape that no array has."""
+    """Bytes of an array. ValueError for an unknown dtype or an impossible shape."""
     if dtype not in NUMPY_DTYPES:
         raise ValueError(f"dtype {dtype!r} is not stored in shards; choose from {', '.join(NUMPY_DTYPES)}")
     if len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"a shape of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are stored")
+        raise ValueError(f"a shape has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are stored")
     if any(size < 0 for size in shape):
         raise ValueError(f"shape {shape} has a negative dimension")
-    # Also where another dimension is 0: numpy refuses such a shape, when the array is used.
+    # Dimensions of 0 count as 1: numpy refuses such shapes too.
     if any(size > MAX_DIMENSION_SIZE for size in shape) or math.prod(size or 1 for size in shape) >= 1 << 60:
         raise ValueError(f"shape {shape} is larger than any array")
     return math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
@@ -44,8 +34,8 @@ def count_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Array:
-    """`data` is anything with the buffer protocol: contiguous, row-major, little-endian, as long as dtype
-    and shape say (ValueError otherwise). It may be a view into a memory map: it is not to be written."""
+    """data: anything with the buffer protocol, contiguous, row-major, little-endian and of the length that dtype and
+    shape give (ValueError otherwise). It may be a view into a memory map: do not write to it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,14 +44,11 @@ class Array:
     def __post_init__(self) -> None:
         expected = count_bytes(self.dtype, self.shape)
         if self.nbytes != expected:
-            raise ValueError(
-                f"{self.nbytes} bytes can't be {self.dtype} of shape {self.shape}, which has {expected} bytes"
-            )
+            raise ValueError(f"{self.nbytes} bytes can't be {self.dtype} of shape {self.shape} ({expected} bytes)")
 
     @classmethod
     def from_numpy(cls, array: np.ndarray, dtype: str | None = None) -> "Array":
-        """Wrap `array` without a copy where it is contiguous and little-endian. `dtype="bfloat16"` takes the
-        uint16 patterns; every other dtype is the array's own."""
+        """Wrap `array`, without a copy where possible. dtype: "bfloat16" for uint16 patterns, else the array's own."""
         name = dtype or array.dtype.name
         if name not in NUMPY_DTYPES:
             raise ValueError(f"dtype {name!r} is not stored in shards; choose from {', '.join(NUMPY_DTYPES)}")
@@ -83,18 +70,17 @@ class Array:
         return view.cast("B") if view.nbytes else memoryview(b"")
 
     def is_finite(self) -> bool:
-        """Whether no number is NaN or infinite: an exponent of ones alone is one or the other."""
+        """Whether no number is NaN or infinite, that is, has an exponent of ones only."""
         if self.dtype not in INFINITY_BITS or not self.nbytes:
             return True
         unsigned = np.frombuffer(self.data, f"<u{NUMPY_DTYPES[self.dtype].itemsize}")
         signed, positive = unsigned.view(unsigned.dtype.str.replace("u", "i")), INFINITY_BITS[self.dtype]
         negative = positive | 1 << (8 * unsigned.itemsize - 1)
-        blocks = range(0, len(unsigned), CHECK_BLOCK)
-        # Patterns grow with the magnitude, so a maximum finds all that is not finite. Two of them read a block from the
-        # processor's cache and write nothing: twice as fast as masks, which are arrays of the same size.
+        # Patterns grow with the magnitude, so two maxima find all numbers that are not finite. They read a block from
+        # the processor's cache and write nothing: twice as fast as masks of the array's size.
         return not any(
             signed[i : i + CHECK_BLOCK].max() >= positive or unsigned[i : i + CHECK_BLOCK].max() >= negative
-            for i in blocks
+            for i in range(0, len(unsigned), CHECK_BLOCK)
         )
 
     @property
@@ -105,5 +91,3 @@ class Array:
         if not isinstance(other, Array):
             return NotImplemented
         return (self.dtype, self.shape, self.raw()) == (other.dtype, other.shape, other.raw())
-
-    __hash__ = None  # type: ignore[assignment]

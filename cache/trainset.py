@@ -1,41 +1,36 @@
-"""A training set as the trainer reads it: the joined index over text and latent shards.
+"""A training set as the trainer reads it: an index that joins the rows of text, latents and other shards.
 
-Tables are memory-mapped and shards are opened as they are needed, at most MAX_OPEN_SHARDS at a time, so what stays in
-memory does not depend on how many samples there are. Every row read is checked against its checksum and against
-the identity that the index expects there.
+Tables are memory-mapped, and at most MAX_OPEN_SHARDS shards are open at a time, so memory does not grow with the number
+of samples. Every row read is compared with its checksum and with the id that the index expects.
 """
 
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import json_checks, plans, table_checks
+from cache import plans
 from cache.damage import DamageError, read_or_damage
-from cache.json_checks import check_object
+from cache.json_checks import check_count, check_list, check_name, check_object, check_text
 from cache.schedule import Ints, Span
 from cache.shard import ShardRow
 from cache.shard_io import ReaderPool
 from cache.store import Store
-from cache.table_checks import SET_ROLES
-from cache.tensor_checks import SAMPLE, find_tensor_problem, kind_of
+from cache.table_checks import SET_ROLES, check_index, check_set_references, check_set_shards, check_set_texts
+from cache.tensor_checks import SAMPLE, find_tensor_problem
 from cache.tensors import Array
 from schemas.config.section import NAME_PATTERN
 from schemas.errors import INCOMPLETE, USAGE, LatentpressError
 from schemas.tables import further_kinds
 
-TABLE_CHECKS = {
-    "index": table_checks.check_index,
-    "texts": table_checks.check_set_texts,
-    "shards": table_checks.check_set_shards,
-}
-PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are called by it
+TABLE_CHECKS = {"index": check_index, "texts": check_set_texts, "shards": check_set_shards}
+PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named after prompts
 MAX_OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
 
@@ -46,25 +41,25 @@ class SetError(LatentpressError):
 
 
 class SetNotFound(SetError):
-    """The set is still to be made."""
+    """The set does not exist yet."""
 
     exit_code = INCOMPLETE
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample. tensors, text: its own and those of one caption, by the names that the encoding stages give them:
-    "latent", "condition" (C, T, h, w), "embeds" (L, D), "pooled" (D2,), and whatever else a stage writes."""
+    """One sample. tensors: its own, such as "latent" and "condition" (C, T, h, w). text: those of one caption, "embeds"
+    (L, D) and "pooled" (D2,). Both have whatever tensors the encoding stages write, under the names used there."""
 
     id: str
     tensors: dict[str, Array]
     text: dict[str, Array]
-    regularisation: bool = False  # there to keep the model as it was, not to teach it
+    regularisation: bool = False  # preserves what the model knows instead of teaching it something new
 
 
 @dataclass(frozen=True)
 class ValidationPrompt:
-    """A prompt to denoise while training. bucket: "WxH@F" of the result. condition: (C, 1, h, w) or None."""
+    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: (C, 1, h, w) or None."""
 
     name: str
     prompt: str
@@ -75,26 +70,35 @@ class ValidationPrompt:
     condition: Array | None
 
 
+class Location(NamedTuple):
+    """A row of a shard: number of the shard, number of the row, and the row's id where the set names it."""
+
+    shard: int
+    row: int
+    id: str | None
+
+
 class TrainSet:
     """sets/<id> of a store. `meta` is set.json. Rows below `len` are trained on, `eval_rows` are held out.
 
-    Reading a damaged row, or a missing shard, raises DamageError, which names shard, row and what rebuilds it.
-    Several threads may read, in turn.
+    Reading a damaged row or a missing shard raises DamageError, which names shard, row and the command that rebuilds
+    it. Threads that read wait for each other.
     """
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         self.store, self.id, self.meta = store, set_id, meta
-        self.recipe_differences: list[str] = []  # how it differs from what the configuration that names it would make
-        #: Of texts, as the transformer reads them. Once they are given, `sample` and `validation` check that what they
-        #: give can be trained on.
+        self.recipe_differences: list[str] = []  # from what the configuration that names the set would make
+        #: Widths of a text's tensors that the transformer reads. Once they are set, `sample` and `validation` check
+        #: that their tensors can be trained on.
         self.text_widths: dict[str, int] | None = None
         self._index, self._texts, self._shards = (read_set_table(store, set_id, name) for name in TABLE_CHECKS)
-        self._attempt("index.arrow", lambda: table_checks.check_set_references(self._index, self._texts, self._shards))
-        self._attempt("set.json", lambda: check_set_json(meta, self._texts.num_rows, self._shards.num_rows))
+        self._check_file("index.arrow", check_set_references, self._index, self._texts, self._shards)
+        self._check_file("set.json", check_set_json, meta, self._texts.num_rows, self._shards.num_rows)
         self._readers = ReaderPool(store, MAX_OPEN_SHARDS)
 
-    def _attempt(self, file: str, check: Callable[[], object]) -> None:
-        read_or_damage(self.store.path(f"sets/{self.id}/{file}"), check, "its values can't be right")
+    def _check_file(self, file: str, check: Callable[..., object], *values: Any) -> None:
+        """Call `check`; DamageError about a file of the set where it fails."""
+        read_or_damage(self.store.path(f"sets/{self.id}/{file}"), lambda: check(*values), "its values can't be right")
 
     def __len__(self) -> int:
         """Samples to train on."""
@@ -102,26 +106,14 @@ class TrainSet:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """The rows to train on as `BatchSchedule` takes them: runs of one bucket, dataset, repeats and weight."""
+        """The rows to train on, for `BatchSchedule`: runs of one bucket, dataset, repeats and weight."""
         keys = ("role", "bucket", "dataset", "repeats", "weight")
         runs = _find_runs(self._index, keys)
         order = [(SET_ROLES.index(role), *values) for (role, *values), _, _ in runs]
         if any(later <= earlier for earlier, later in pairwise(order)):
             raise SetError(f"the index of set {self.id} is not sorted by {', '.join(keys)}", "Run `latentpress index`.")
-        return [
-            Span(bucket, start, stop - start, repeats, weight)
-            for (role, bucket, _, repeats, weight), start, stop in runs
-            if role == "train"
-        ]
-
-    @property
-    def buckets(self) -> dict[str, range]:
-        """bucket -> its row numbers, of those to train on."""
-        found: dict[str, range] = {}
-        for span in self.spans:
-            first = found.get(span.bucket, range(span.start, 0)).start
-            found[span.bucket] = range(first, span.start + span.count)
-        return found
+        train = [run for run in runs if run[0][0] == "train"]
+        return [Span(bucket, start, stop - start, *rest) for (_, bucket, _, *rest), start, stop in train]
 
     @property
     def eval_rows(self) -> range:
@@ -130,15 +122,15 @@ class TrainSet:
 
     @property
     def regularisation(self) -> int:
-        """How many samples to train on are regularisation data."""
+        """The number of samples to train on that are regularisation data."""
         return pc.sum(self._index.column("regularisation").slice(0, len(self))).as_py() or 0
 
     def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
-        """At most `count` rows to measure a loss on, always the same, and what they are: "held-out samples", no
-        sample twice, or, where the set has none, "training samples", spread evenly over the index.
+        """At most `count` rows to measure a loss on, always the same, and what they are: distinct "held-out samples"
+        or, where the set has none, "training samples", spread evenly over the index.
 
-        Of held-out samples they are those with the smallest ids. Ids are hashes, so these lie evenly among all, and
-        data that is added displaces few of them.
+        Held-out samples are chosen by smallest id. Ids are hashes, so the choice is even, and added data displaces few
+        of them.
         """
         if not self.eval_rows:
             count = min(count, len(self))
@@ -150,177 +142,148 @@ class TrainSet:
         return sorted(len(self) + row for row in rows), "held-out samples"
 
     def caption_counts(self, rows: Ints) -> Ints:
-        """(n,) how many captions each of `rows` has."""
+        """(n,) the number of captions of each of `rows`."""
         return np.array([len(self._index.column("texts")[int(row)]) for row in rows], dtype=np.int64)
 
     @cached_property
     def kinds(self) -> list[str]:
-        """Kinds of shards that hold more of each sample than its latents, such as "vision"."""
+        """Kinds of shards, beside latents, that have a row for each sample, such as "vision"."""
         return further_kinds(self._index.column_names)
 
     def sample(self, row: int, caption: int = 0, dropped: bool = False) -> Sample:
-        """Row `row` with its caption number `caption`, or with the null prompt where it is `dropped`."""
-        text = "null" if dropped else f"text{caption}"
+        """Row `row` with its caption number `caption`, or with the null prompt where the caption is `dropped`."""
+        text, locations = "null" if dropped else f"text{caption}", self.part_locations(row)
+        if dropped and text not in locations:
+            id = locations[SAMPLE].id
+            raise SetError(f"set {self.id} has no null prompt for {id}", "Run `latentpress index`.")
         parts = self.part_rows(row, (SAMPLE, *self.kinds, text))
-        self._check(parts, self._index.column("bucket")[row].as_py(), partial(self._place, row))
+        self._check_parts(parts, self._index.column("bucket")[row].as_py(), locations)
         tensors = dict(parts[SAMPLE].tensors)
         for kind in self.kinds:
             if both := tensors.keys() & parts[kind].tensors.keys():
-                raise SetError(
-                    f"{', '.join(sorted(both))} of {parts[kind].id} stands in several kinds of shards, {kind} the last",
-                    "Name the tensors of each encoding stage differently, and encode again.",
-                )
+                what = f"{', '.join(sorted(both))} of {parts[kind].id} is in several kinds of shards, {kind} the last"
+                raise SetError(what, "Name the tensors of each encoding stage differently, and encode again.")
             tensors |= parts[kind].tensors
         regularisation = self._index.column("regularisation")[row].as_py()
         return Sample(parts[SAMPLE].id, tensors, parts[text].tensors, regularisation)
 
-    def _check(self, parts: Mapping[str, ShardRow], bucket: str, place: Callable[[str], tuple[int, int]]) -> None:
-        """DamageError where a part can't be trained on, once `widths` are given. place: its shard and row."""
+    def _check_parts(self, parts: Mapping[str, ShardRow], bucket: str, locations: Mapping[str, Location]) -> None:
+        """DamageError where a part can't be trained on, once `text_widths` are set."""
         for name, part in parts.items() if self.text_widths is not None else ():
-            if found := find_tensor_problem(name, part, bucket, self.meta, self.text_widths or {}):
-                shard, row = place(name)
-                raise DamageError(self._path(shard), found, row, part.id)
+            if problem := find_tensor_problem(name, part, bucket, self.meta, self.text_widths or {}):
+                raise DamageError(self._path(locations[name].shard), problem, locations[name].row, part.id)
 
     @property
     def validation(self) -> list[ValidationPrompt]:
-        """The validation prompts of the configuration that the set was made with, everything read and checked."""
+        """The validation prompts of the configuration that made the set, everything read and checked."""
         prompts = []
         for number, entry in enumerate(self.meta["validation"]):
             parts = self.prompt_rows(number)
-            self._check(parts, entry["bucket"], partial(self._prompt_place, number))
+            self._check_parts(parts, entry["bucket"], self.prompt_locations(number))
             condition = parts["condition"].tensors["latent"] if "condition" in parts else None
-            names = (entry["name"], entry["prompt"], entry["negative_prompt"], entry["bucket"])
-            prompts.append(ValidationPrompt(*names, parts["text"].tensors, parts["negative"].tensors, condition))
+            values = (entry["name"], entry["prompt"], entry["negative_prompt"], entry["bucket"])
+            prompts.append(ValidationPrompt(*values, parts["text"].tensors, parts["negative"].tensors, condition))
         return prompts
 
-    def part_names(self, row: int) -> list[str]:
-        """What belongs to row `row`: "sample", further kinds, "text0", "text1", ... and, where there is a null prompt,
-        "null"."""
-        entry = self._entry(self._index, row)
-        texts = [f"text{i}" for i in range(len(entry["texts"]))]
-        return [SAMPLE, *self.kinds, *texts, *(["null"] if self._null(entry) is not None else [])]
+    def part_locations(self, row: int) -> dict[str, Location]:
+        """Part -> its location, of all parts of row `row`: "sample", further kinds, "text0", "text1", ... and, where
+        there is a null prompt, "null"."""
+        entry = {name: self._index.column(name)[row].as_py() for name in self._index.column_names}
+        id, null = entry["sample_id"], entry["null_text"]
+        found = {SAMPLE: Location(entry["shard"], entry["row"], id)}
+        found |= {
+            kind: Location(entry.get(f"{kind}_shard", -1), entry.get(f"{kind}_row", -1), id) for kind in self.kinds
+        }
+        found |= {f"text{i}": self._text_location(number) for i, number in enumerate(entry["texts"])}
+        null = self.meta["null_text"] if null is None else null
+        return found if null is None else found | {"null": self._text_location(null)}
 
-    def part_rows(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, ShardRow]:
-        """Rows of shards, checksums verified, that belong to row `row`: those in `names`, by default all of them.
-        verify: check again what an export says of each part of a row; in a root each is a row of its own."""
-        names = self.part_names(row) if names is None else names
-        return {name: self._read(*self._place(row, name), self.part_id(row, name)) for name in names}
-
-    def part_id(self, row: int, name: str) -> str:
-        """The id of a part of row `row`: of the sample, or of a text."""
-        entry = self._entry(self._index, row)
-        return self.text_id(self._text_number(entry, name)) if kind_of(name) == "text" else entry["sample_id"]
-
-    def _place(self, row: int, name: str) -> tuple[int, int]:
-        """Shard and row of a part of row `row`."""
-        entry = self._entry(self._index, row)
-        if kind_of(name) == "text":
-            return self._text_place(self._text_number(entry, name))
-        kind = "" if name == SAMPLE else f"{name}_"
-        return entry[f"{kind}shard"], entry[f"{kind}row"]
-
-    def prompt_rows(self, number: int, verify: bool = False) -> dict[str, ShardRow]:
-        """The rows of validation prompt `number`: "text", "negative" and, where it has an image, "condition"."""
+    def prompt_locations(self, number: int) -> dict[str, Location]:
+        """As `part_locations`, of validation prompt `number`: "text", "negative" and perhaps "condition"."""
         entry = self.meta["validation"][number]
-        ids: dict[str, str | None] = {name: self.text_id(entry[name]) for name in ("text", "negative")}
-        ids |= {"condition": None} if entry["condition"] else {}
-        return {name: self._read(*self._prompt_place(number, name), id) for name, id in ids.items()}
+        found = {name: self._text_location(entry[name]) for name in ("text", "negative")}
+        image = entry["condition"]
+        return found | {"condition": Location(image["shard"], image["row"], None)} if image else found
 
-    def _prompt_place(self, number: int, name: str) -> tuple[int, int]:
-        """Shard and row of a part of validation prompt `number`."""
-        place = self.meta["validation"][number][name]
-        return (place["shard"], place["row"]) if name == "condition" else self._text_place(place)
+    def _text_location(self, number: int) -> Location:
+        return Location(*(self._texts.column(name)[number].as_py() for name in ("shard", "row", "text_id")))
+
+    def part_rows(self, row: int, names: Collection[str] | None = None) -> dict[str, ShardRow]:
+        """Rows of shards, checksums verified, of parts of row `row`: of those in `names`, by default of all."""
+        locations = self.part_locations(row)
+        return {name: self._read(locations[name]) for name in (locations if names is None else names)}
+
+    def prompt_rows(self, number: int) -> dict[str, ShardRow]:
+        """Rows of shards, checksums verified, of all parts of validation prompt `number`."""
+        return {name: self._read(location) for name, location in self.prompt_locations(number).items()}
 
     @property
     def groups(self) -> list[tuple[str, str, int, int]]:
-        """(role, bucket, first row, row after the last) of the runs of rows that agree in role and bucket."""
+        """(role, bucket, first row, row after the last) of each run of rows with equal role and bucket."""
         return [
             (role, bucket, start, stop) for (role, bucket), start, stop in _find_runs(self._index, ("role", "bucket"))
         ]
 
     @property
     def tables(self) -> dict[str, pa.Table]:
-        """index, texts and shards, as schemas.tables has them."""
+        """The tables index, texts and shards of schemas.tables."""
         return {"index": self._index, "texts": self._texts, "shards": self._shards}
 
     def find_newer_plan(self) -> str | None:
-        """The newest plan of the settings this set was planned by, if the set is older; None where it is not."""
-        mine, published = self.meta["generation"], plans.list_plans(self.store)
-        if mine not in published:
+        """The newest plan made by the settings of this set's plan; None where that is the set's own."""
+        own = self.meta["generation"]
+        if own not in plans.list_plans(self.store):
             return None  # the set was copied here without its plans
-        newest = plans.newest_plan(self.store, plans.load_plan(self.store, mine).info["key"])
-        return newest.name if newest is not None and newest.name > mine else None
+        newest = plans.newest_plan(self.store, plans.load_plan(self.store, own).info["key"])
+        return newest.name if newest is not None and newest.name > own else None
 
     def close(self) -> None:
         self._readers.close()
 
-    def _entry(self, table: pa.Table, row: int) -> dict[str, Any]:
-        return {name: table.column(name)[row].as_py() for name in table.column_names}
-
-    def _null(self, entry: dict[str, Any]) -> int | None:
-        return self.meta["null_text"] if entry["null_text"] is None else entry["null_text"]
-
-    def _text_number(self, entry: dict[str, Any], name: str) -> int:
-        """Which text the part `name` of a row is: "null", "text0", "text1", ..."""
-        number = self._null(entry) if name == "null" else entry["texts"][int(name[4:])]
-        if number is None:
-            raise SetError(f"set {self.id} has no null prompt for {entry['sample_id']}", "Run `latentpress index`.")
-        return number
-
     def text_id(self, number: int) -> str:
         return self._texts.column("text_id")[number].as_py()
-
-    def _text_place(self, number: int) -> tuple[int, int]:
-        return self._texts.column("shard")[number].as_py(), self._texts.column("row")[number].as_py()
 
     def _path(self, shard: int) -> str:
         return self.store.path(self._shards.column("path")[shard].as_py())
 
-    def _read(self, shard: int, row: int, expected: str | None) -> ShardRow:
-        """Row `row` of shard number `shard`, checksum verified; it must be the one named `expected`."""
-        stored = self._readers.read(self._shards.column("path")[shard].as_py(), row)
-        if expected is not None and stored.id != expected:
-            raise SetError(
-                f"row {row} of {self._path(shard)} is {stored.id}; set {self.id} expects {expected} there",
-                "The shard was replaced after the set was made: run `latentpress index`.",
-            )
+    def _read(self, location: Location) -> ShardRow:
+        """The row at a location, checksum verified. SetError where it has another id than the set expects."""
+        stored = self._readers.read(self._shards.column("path")[location.shard].as_py(), location.row)
+        if location.id is not None and stored.id != location.id:
+            what = f"row {location.row} of {self._path(location.shard)} is {stored.id}"
+            step = "The shard was replaced after the set was made: run `latentpress index`."
+            raise SetError(f"{what}; set {self.id} expects {location.id} there", step)
         return stored
 
 
 def read_set_table(store: Store, id: str, name: str) -> pa.Table:
-    """The table `name` of a set, its values checked: "index", "texts" or "shards"."""
+    """The table "index", "texts" or "shards" of a set. DamageError where it is not as it was written."""
     rel = f"sets/{id}/{name}.arrow"
-    try:
-        return store.read_table(rel, TABLE_CHECKS[name])
-    except FileNotFoundError as error:
-        raise DamageError(store.path(rel), "the file is missing") from error
+    return read_or_damage(store.path(rel), lambda: store.read_table(rel, TABLE_CHECKS[name]), "it can't be read")
 
 
 def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
-    """Raises ValueError, or another of PARSE_ERRORS, where set.json refers to texts or shards that the set can't have.
-
-    texts, shards: how many of them the set has.
-    """
+    """One of PARSE_ERRORS where set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
     numbers = [] if meta["null_text"] is None else [meta["null_text"]]
-    for entry in json_checks.check_list(meta["validation"], "validation"):
+    for entry in check_list(meta["validation"], "validation"):
         prompt = check_object(entry, "a validation prompt")
-        if not PROMPT_NAME_PATTERN.fullmatch(json_checks.check_name(prompt["name"], "the name of a validation prompt")):
-            raise ValueError(f"a validation prompt is called {prompt['name']!r}")
-        json_checks.check_name(prompt["bucket"], "the bucket of a validation prompt")
+        if not PROMPT_NAME_PATTERN.fullmatch(check_name(prompt["name"], "the name of a validation prompt")):
+            raise ValueError(f"{prompt['name']!r} can't be the name of a validation prompt")
+        check_name(prompt["bucket"], "the bucket of a validation prompt")
         numbers += [prompt["text"], prompt["negative"]]
         for key in ("prompt", "negative_prompt"):
-            json_checks.check_text(prompt[key], key)
+            check_text(prompt[key], key)
         if prompt["condition"] is not None:
-            place = check_object(prompt["condition"], "a condition")
-            json_checks.check_count(place["row"], "the row of a condition")
-            if json_checks.check_count(place["shard"], "the shard of a condition") >= shards:
-                raise ValueError(f"a condition in shard {place['shard']} of {shards}")
-    if any(json_checks.check_count(number, "the number of a text") >= texts for number in numbers):
-        raise ValueError(f"it names texts beyond the {texts} that there are")
+            image = check_object(prompt["condition"], "a condition")
+            check_count(image["row"], "the row of a condition")
+            if check_count(image["shard"], "the shard of a condition") >= shards:
+                raise ValueError(f"a condition in shard {image['shard']} of {shards}")
+    if any(check_count(number, "the number of a text") >= texts for number in numbers):
+        raise ValueError(f"it names a text beyond the {texts} of the set")
 
 
 def _find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
-    """(values of `keys`, first row, row after the last) of each run of rows that agree in them."""
+    """(values of `keys`, first row, row after the last) of each run of rows in which they are equal."""
     bounds = {0, table.num_rows}
     for key in keys:
         begin = 0

@@ -1,7 +1,7 @@
-"""Where a checkpoint's weights lie, and what names them in a cache's fingerprint. Imports no torch.
+"""Finds the weights of a checkpoint, and identifies them for a cache's fingerprint. Imports no torch.
 
-A source is a local directory in diffusers layout or the id of a Hugging Face repository. HF_HOME,
-HF_ENDPOINT, HF_HUB_OFFLINE and the rest of huggingface_hub's own settings hold, as that library is called.
+A source is a local directory in diffusers layout or the id of a Hugging Face repository. Repositories are reached
+through huggingface_hub, so its own settings apply (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, ...).
 """
 
 import json
@@ -24,23 +24,23 @@ from schemas.identity import hash_json
 from schemas.weight_files import ALLOW_PATTERNS, find_weights_problem
 
 MODEL_INDEX = "model_index.json"
-MEMO_MIN_BYTES = 1 << 28  # bytes; hashing less takes no time worth remembering
+MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class WeightsError(LatentpressError, ValueError):
-    """A checkpoint, or a part of it, that isn't there or can't be reached."""
+    """A checkpoint, or a component of it, that is missing or can't be reached."""
 
 
 class UnsafeWeights(WeightsError):
-    """Weights that are not safetensors, or not there."""
+    """Weights that are not safetensors, or missing."""
 
     exit_code = USAGE
 
 
 class CheckpointNotFound(WeightsError):
-    """What the configuration names is no checkpoint at all."""
+    """The source that the configuration names is no checkpoint at all."""
 
     exit_code = USAGE
 
@@ -48,12 +48,11 @@ class CheckpointNotFound(WeightsError):
 def fingerprint_weights(
     source: str, parts: Sequence[str], revision: str | None, memo: Store | None = None
 ) -> dict[str, Any]:
-    """What determines the weights of `parts`, for a cache's fingerprint; small JSON.
+    """What determines the weights of the components `parts`, for a cache's fingerprint; small JSON.
 
-    A local directory: {"content"}, the xxh3 of every file of the parts' folders, whatever the directory's own
-    name. A repository: {"repo", "commit", "parts"}; nothing is fetched. Raises WeightsError. memo: where
-    `current_commit` left the commit, and where the hashes of large files are remembered by path, size and time, so that
-    each is read once.
+    A local directory: {"content"}, the xxh3 of every file of its components, whatever the directory's name. A
+    repository: {"repo", "commit", "parts"}; nothing is fetched. Raises WeightsError. memo: stores the commits that
+    `current_commit` finds, and the hashes of large files by path, size and time, so that each file is read once.
     """
     folder = local_folder(source)
     if folder is None:
@@ -64,43 +63,43 @@ def fingerprint_weights(
 
 
 def fetch_components(source: str, revision: str | None, parts: Sequence[str]) -> Path:
-    """The directory that holds the folders `parts`, the only ones fetched. Raises WeightsError."""
+    """The directory of the components `parts`; of a repository only these are fetched. Raises WeightsError."""
     folder = local_folder(source)
     if folder is None:
-        folder = _download(source, revision, parts)
+        from huggingface_hub import snapshot_download
+
+        patterns = [MODEL_INDEX, *(f"{part}/{pattern}" for part in parts for pattern in ALLOW_PATTERNS)]
+        folder = Path(call_hub(snapshot_download, source, revision, allow_patterns=patterns))
     _check_components(folder, parts)
     return folder
 
 
 def load_part(model_class: Any, source: str, revision: str | None, part: str, **settings: Any) -> Any:
-    """The model in folder `part` of a checkpoint, the only folder that is fetched. Raises WeightsError."""
+    """The model of one component of a checkpoint; only that is fetched. Raises WeightsError."""
     return load_pretrained(model_class, fetch_components(source, revision, (part,)) / part, **settings)
 
 
 def load_pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
-    """`model_class.from_pretrained(folder)`, of safetensors alone. UnsafeWeights where the weights are pickled."""
+    """`model_class.from_pretrained(folder)` of safetensors only. UnsafeWeights where the weights are pickled."""
     if problem := find_weights_problem(folder):
         raise UnsafeWeights(*problem)
     return model_class.from_pretrained(folder, use_safetensors=True, **settings)
 
 
 def read_component_config(source: str, revision: str | None, part: str) -> dict[str, Any]:
-    """The config.json of one part; of a repository only that file is fetched. Raises WeightsError."""
+    """The config.json of one component; of a repository only that file is fetched. Raises WeightsError."""
     folder = local_folder(source)
-    name = f"{part}/config.json"
     if folder is None:
         from huggingface_hub import hf_hub_download
 
-        path = Path(call_hub(hf_hub_download, source, revision, filename=name))
-    else:
-        _check_components(folder, (part,))
-        path = folder / name
-    return read_object(path)
+        return read_object(Path(call_hub(hf_hub_download, source, revision, filename=f"{part}/config.json")))
+    _check_components(folder, (part,))
+    return read_object(folder / part / "config.json")
 
 
 def read_object(path: Path) -> dict[str, Any]:
     try:
-        return check_object(json.loads(path.read_bytes()), "the whole")
+        return check_object(json.loads(path.read_bytes()), "the JSON")
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
 
@@ -109,54 +108,49 @@ PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the 
 
 
 def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
-    """The directory that `source` is, or None where it is a repository's id. WeightsError where it is neither."""
+    """The directory `source`, or None where it is a repository's id. WeightsError where it is neither."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     if _REPO_PATTERN.fullmatch(source) and not folder.exists():
         return None
-    raise CheckpointNotFound(
-        f"{source} is neither a directory nor a repository id (owner/name)",
-        advice,
-    )
+    raise CheckpointNotFound(f"{source} is neither a directory nor a repository id (owner/name)", advice)
 
 
 def _check_components(folder: Path, parts: Sequence[str]) -> None:
-    missing = [part for part in parts if not any(True for _ in _list_files(folder, part))]
-    if not missing:
-        return
-    there = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    raise WeightsError(
-        f"{folder} lacks {', '.join(missing)}; it holds {', '.join(there) or 'nothing'}",
-        f"in diffusers layout these folders hold a config and weights each: {', '.join(parts)}",
-    )
+    if missing := [part for part in parts if not _list_files(folder, part)]:
+        found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        raise WeightsError(
+            f"{folder} lacks {', '.join(missing)}; it holds {', '.join(found) or 'nothing'}",
+            f"in diffusers layout each of these folders holds a config and weights: {', '.join(parts)}",
+        )
 
 
 def _list_files(folder: Path, part: str) -> list[tuple[str, Path]]:
-    """(name relative to `folder`, path) of a part's files; hidden ones are what systems leave behind."""
+    """(name relative to `folder`, path) of a component's files, except hidden ones, which systems leave behind."""
     inside = [(path.relative_to(folder), path) for path in (folder / part).rglob("*") if path.is_file()]
     shown = [(name, path) for name, path in inside if not any(p.startswith(".") for p in name.parts)]
     return sorted((name.as_posix(), path) for name, path in shown)
 
 
 def hash_file(path: Path, memo: Store | None) -> str:
-    about, where = path.stat(), os.fspath(path.resolve())
-    key = [where, about.st_size, about.st_mtime_ns]
+    """xxh3-128 of a file's bytes; memo: where the hashes of large files are stored."""
+    about, name = path.stat(), os.fspath(path.resolve())
+    key = [name, about.st_size, about.st_mtime_ns]
+    if memo is None or about.st_size < MEMO_MIN_BYTES:
+        return _hash_content(*key)
     rel = f"weights/{hash_json(key)}.json"
-    remember = memo is not None and about.st_size >= MEMO_MIN_BYTES
-    if remember and memo is not None:
-        with suppress(FileNotFoundError, DamageError):  # a damaged one is written again
-            return memo.read_json(rel)["content"]
+    with suppress(FileNotFoundError, DamageError):  # a damaged one is written again
+        return memo.read_json(rel)["content"]
     content = _hash_content(*key)
-    if remember and memo is not None:
-        with suppress(StoreError):  # a root that can't be written to: the file is hashed again next time
-            memo.publish_json(rel, {"path": where, "content": content})
+    with suppress(StoreError):  # a read-only root: the file is hashed again next time
+        memo.publish_json(rel, {"path": name, "content": content})
     return content
 
 
 @lru_cache(maxsize=1024)
 def _hash_content(path: str, size: int, modified_ns: int) -> str:
-    """xxh3-128 of a file's bytes; size and time are there so that a changed file is read again."""
+    """size, modified_ns: so that a changed file is read again."""
     state = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while block := file.read(8 << 20):
@@ -169,7 +163,7 @@ def _memo_path(repo: str, revision: str | None) -> str:
 
 
 def _read_memo(rel: str, memo: Store) -> str | None:
-    """The commit that `current_commit` left; None where there is none that can be read."""
+    """The commit that `current_commit` stored; None where there is none or it can't be read."""
     with suppress(StoreError, OSError, DamageError, KeyError, TypeError):
         commit = memo.read_json(rel)["commit"]
         return commit if COMMIT_PATTERN.fullmatch(commit) else None
@@ -177,11 +171,10 @@ def _read_memo(rel: str, memo: Store) -> str | None:
 
 
 def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
-    """The commit that the last encoding stage was told for a revision, or that of the local cache. Asks nobody."""
+    """The commit that the last encoding stage found for a revision, or that of the local cache. No network."""
     if revision and COMMIT_PATTERN.fullmatch(revision):
         return revision
-    commit = _read_memo(_memo_path(repo, revision), memo) if memo is not None else None
-    if commit is not None:
+    if memo is not None and (commit := _read_memo(_memo_path(repo, revision), memo)):
         return commit
     from huggingface_hub import try_to_load_from_cache
 
@@ -190,16 +183,16 @@ def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
         return Path(found).parent.name
     at = f" at revision {revision}" if revision else ""
     raise WeightsError(
-        f"which commit of {repo}{at} the caches are made with is not known yet: no encoding stage has run for this "
+        f"the commit of {repo}{at} that the caches are made with is not known yet: no encoding stage has run for this "
         "root, and the repository was not downloaded on this machine",
-        "run `latentpress encode-text` or `latentpress encode-latents`, which asks the hub; or set model.revision to a "
+        "run `latentpress encode-text` or `latentpress encode-latents`, which ask the hub; or set model.revision to a "
         "full commit, or model.path to a local copy",
     )
 
 
 def current_commit(repo: str, revision: str | None, memo: Store) -> str:
-    """The commit that a revision stands for now, or, offline, as of the local cache. The hub is asked, here alone; it
-    is left in `memo` for every program that only looks, on this machine and on others."""
+    """The commit of a revision now or, offline, as of the local cache. The only function that asks the hub; it stores
+    the commit in `memo` for programs that only read, on this machine and on others."""
     from huggingface_hub import hf_hub_download
 
     commit = Path(call_hub(hf_hub_download, repo, revision, filename=MODEL_INDEX)).parent.name
@@ -210,16 +203,8 @@ def current_commit(repo: str, revision: str | None, memo: Store) -> str:
     return commit
 
 
-def _download(repo: str, revision: str | None, parts: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = [MODEL_INDEX, *(f"{part}/{pattern}" for part in parts for pattern in ALLOW_PATTERNS)]
-    return Path(call_hub(snapshot_download, repo, revision, allow_patterns=patterns))
-
-
 def call_hub(download: Any, repo: str, revision: str | None, *, key: str = "model.path", **options: Any) -> str:
-    """What a function of huggingface_hub gives; WeightsError where the repository can't be had. key: that may name a
-    local copy instead."""
+    """Call a function of huggingface_hub; WeightsError where it fails. key: the option for a local copy instead."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -227,7 +212,7 @@ def call_hub(download: Any, repo: str, revision: str | None, *, key: str = "mode
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision}" if revision else ""
         raise WeightsError(
-            f"the repository {repo}{at} can't be had (and there is no such folder): {error}",
+            f"the repository {repo}{at} can't be reached (and there is no such folder): {error}",
             "check its name and revision, the network (HF_ENDPOINT for a mirror) and, where it is gated, "
             f"`hf auth login`; or set {key} to a local copy",
         ) from error

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from cache import plans
 from cache.plans import Unit
 from cache.rejects import make_reject, read_undamaged, write_rejects
-from cache.shard import RejectedMember, ShardMeta, ShardRow, ShardWriter, TruncatedText
+from cache.shard import BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
 from cache.shard_io import open_writer
 from cache.store import Store
 from schemas.errors import LatentpressError
@@ -192,7 +192,7 @@ class _UnitShard:
         self._meta = ShardMeta(worker.kind, job.fingerprint, unit.unit_id, unit.bucket, ids, provenance=provenance)
         stem = f"{worker.kind}/{job.fingerprint}/{unit.unit_id}"
         columns = dict.fromkeys(worker.tensors, worker.precision)
-        self._writer: ShardWriter = open_writer(worker.store, stem, self._meta, columns, worker.config.cache.format)
+        self._writer: BaseShardWriter = open_writer(worker.store, stem, self._meta, columns, worker.config.cache.format)
         self._writer.__enter__()
 
     def batches(self, read: PreparedMembers, advance: AdvanceProgress) -> Iterator[tuple[list[str], list[Any]]]:

@@ -158,8 +158,8 @@ class TensorChecker:
             return "" if shape[:-1] == cells else problem
         if spec.strides is None and name in ("latent", "condition", "mask"):
             return ""
-        strides = spec.strides or (1, 1)
-        return find_shape_problem(name, shape, self.bucket, strides, spec.channels, given=spec.condition_frames)
+        strides, frames = spec.strides or (1, 1), spec.condition_frames
+        return find_shape_problem(name, shape, self.bucket, strides, spec.channels, condition_frames=frames)
 
     def _dtype_problem(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
         """How a tensor differs from the first row's, or from provenance.json, in dtype and in the shared dimension."""

@@ -44,6 +44,10 @@ def rows_of(bucket: str, plan_spans: list[Span]) -> set[int]:
     return {span.start + i for span in plan_spans if span.bucket == bucket for i in range(span.count)}
 
 
+def draws_of(plan: BatchSchedule) -> int:
+    return sum(bucket.draws for bucket in plan.buckets)
+
+
 def epoch_of(plan: BatchSchedule, epoch: int) -> list:
     return [plan.batch(epoch * plan.batches_per_epoch + i) for i in range(plan.batches_per_epoch)]
 
@@ -73,7 +77,7 @@ def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoc
         wanted.update({span.start + i: (1 + span.repeats) * int(span.weight) for i in range(span.count)})
     surplus = drawn - wanted
     assert not wanted - drawn
-    assert surplus.total() == sum(plan.fill_counts.values()) == len(batches) * size - plan.draws_per_epoch
+    assert surplus.total() == sum(bucket.fill for bucket in plan.buckets) == len(batches) * size - draws_of(plan)
     for batch in batches:
         assert set(batch.rows.tolist()) <= rows_of(batch.bucket, plan_spans)
         assert len(batch.rows) == size and batch.epoch == epoch
@@ -118,7 +122,7 @@ def test_weights_in_words() -> None:
     """0.5: every row every other epoch; 1.5: once and twice in turn; of two datasets in one bucket both are drawn."""
     plan = BatchSchedule([Span("a", 0, 10, 0, 0.5), Span("a", 10, 4, 0, 1.5)], 0, 11)
     epochs = [Counter(row for batch in epoch_of(plan, epoch) for row in batch.rows.tolist()) for epoch in range(4)]
-    assert plan.fill_counts == {} and plan.batches_per_epoch == 1
+    assert not any(bucket.fill for bucket in plan.buckets) and plan.batches_per_epoch == 1
     for first, second in ((epochs[0], epochs[1]), (epochs[2], epochs[3])):
         assert {first[row] + second[row] for row in range(10)} == {1}
         assert [first[row] + second[row] for row in range(10, 14)] == [3, 3, 3, 3]
@@ -164,7 +168,7 @@ def test_buckets_alternate_within_an_epoch() -> None:
 
 def test_leftovers_are_filled_and_short_buckets_named() -> None:
     plan = BatchSchedule([Span("wide", 0, 10), Span("tall", 10, 3, 1)], 0, 8)
-    assert plan.fill_counts == {"wide": 6, "tall": 2}
+    assert {bucket.name: bucket.fill for bucket in plan.buckets if bucket.fill} == {"wide": 6, "tall": 2}
     assert plan.buckets == [BucketDraws("wide", 10, 10, 6), BucketDraws("tall", 3, 6, 2)]
     assert plan.small_buckets == [SmallBucket("tall", 3)]
     assert BatchSchedule([Span("tall", 10, 3, 200)], 0, 8).small_buckets == [SmallBucket("tall", 3)], (
@@ -241,7 +245,7 @@ def test_a_billion_samples_cost_nothing() -> None:
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
     assert all(len(set(batch.rows.tolist())) > 250 for batch in steps)
-    assert plan.draws_per_epoch == 1001 * 10**9 + 3 * 10**8 + 10**6
+    assert draws_of(plan) == 1001 * 10**9 + 3 * 10**8 + 10**6
 
 
 def test_many_datasets_in_one_bucket() -> None:
@@ -250,6 +254,6 @@ def test_many_datasets_in_one_bucket() -> None:
     plan = BatchSchedule(members, 0, 64)
     drawn = Counter(int(row) // 100 % 12 for step in range(400) for row in plan.batch(step).rows)
     shares = np.array([members[i].draws for i in range(12)])
-    assert plan.draws_per_epoch == shares.sum() * (10_000 // 12) + sum(span.draws for span in members[9996:])
+    assert draws_of(plan) == shares.sum() * (10_000 // 12) + sum(span.draws for span in members[9996:])
     found = np.array([drawn[i] for i in range(12)])
     assert np.abs(found / found.sum() - shares / shares.sum()).max() < 0.01

@@ -162,7 +162,7 @@ def test_done_units_takes_either_format_and_no_leftovers(store):
     store.publish_bytes("text/f00d/.d.arrow.0123.tmp", b"")
     assert shard.find_done_units(store, "text/f00d") == {"a": "text/f00d/a.arrow", "b": "text/f00d/b.tar"}
     shard.remove_shard(store, "text/f00d/b.tar")
-    assert "text/f00d/b.tar.json" not in store.names("")
+    assert "text/f00d/b.tar.json" not in store.list_names("")
     assert shard.find_done_units(store, "text/absent") == {}
 
 
@@ -171,7 +171,7 @@ def test_a_unit_done_again_in_the_other_format_is_one_shard(store):
     tar = write(store, rows=1, format="webdataset")
     assert shard.find_done_units(store, "text/f00d") == {"t-1": tar}
     rel = write(store, format="arrow")
-    assert store.names("text/f00d") == ["t-1.arrow"]
+    assert store.list_names("text/f00d") == ["t-1.arrow"]
     assert shard_io.verify(store, rel) == []
 
 

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 
 import cache.files
-import cache.store as module
 from cache.damage import DamageError
 from cache.files import StoreError
 from cache.store import Store
@@ -24,19 +23,19 @@ def store(request, tmp_path) -> Store:
 
 
 def test_publish_read_list_remove(store):
-    assert store.names("") == [] and not store.exists("a/b")
+    assert store.list_names("") == [] and not store.exists("a/b")
     store.publish_bytes("a/b", b"1")
     store.publish_bytes("a/c/d", b"2")
     store.publish_bytes("ab", b"3")
-    assert store.names("a") == ["b", "c/d"]
-    assert store.names("") == ["a/b", "a/c/d", "ab"]
-    assert store.names("absent") == []
+    assert store.list_names("a") == ["b", "c/d"]
+    assert store.list_names("") == ["a/b", "a/c/d", "ab"]
+    assert store.list_names("absent") == []
     assert store.exists("a/b") and store.read_bytes("a/c/d") == b"2"
     store.publish_bytes("a/b", b"other")
     assert store.read_bytes("a/b") == b"other"
     store.remove("a/b")
     store.remove("a/b")
-    assert store.names("a") == ["c/d"]
+    assert store.list_names("a") == ["c/d"]
     with pytest.raises(FileNotFoundError):
         store.read_bytes("a/b")
     with pytest.raises(FileNotFoundError):
@@ -88,7 +87,7 @@ def test_a_body_that_fails_leaves_nothing(store, tmp_path):
     with pytest.raises(KeyError), store.create("a/b") as file:
         file.write(b"half")
         raise KeyError
-    assert store.names("") == [] and not Path(file.name).exists()
+    assert store.list_names("") == [] and not Path(file.name).exists()
 
 
 def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
@@ -123,7 +122,7 @@ def test_only_its_own_temporaries_are_swept(store, tmp_path):
     for name in (ours, *others):
         store.local("").joinpath("a").mkdir(exist_ok=True)
         store.local("a").joinpath(name).write_bytes(b"x")
-    assert [entry.name for entry in store.entries(temporaries=True)] == [f"a/{ours}"]
+    assert [entry.name for entry in store.list_files(temporaries=True)] == [f"a/{ours}"]
     assert store.remove_stale_temps(older_than_s=-1) == [str(store.local(f"a/{ours}"))]
     assert sorted(os.listdir(store.local("a"))) == sorted(others)
 
@@ -272,7 +271,7 @@ def test_no_permission_to_read_or_list():
                 os.chown({folder!r} + "/a", 65534, -1)
                 os.setuid(65534)
             store = Store({folder!r})
-            for attempt, name in ((store.names, "a"), (store.read_bytes, "a/b"), (store.open, "a/b")):
+            for attempt, name in ((store.list_names, "a"), (store.read_bytes, "a/b"), (store.open, "a/b")):
                 try:
                     attempt(name)
                     print("SUCCEEDED")
@@ -295,7 +294,7 @@ def test_a_url_that_nothing_here_can_open_is_named(url, monkeypatch):
 
 def test_a_folder_that_is_removed_while_a_file_is_opened_is_made_again(tmp_path, monkeypatch) -> None:
     """As gc of another configuration does with an empty one."""
-    make, times = module.make_folders, []
+    make, times = cache.files.make_folders, []
 
     def raced(folder) -> None:
         make(folder)
@@ -303,7 +302,7 @@ def test_a_folder_that_is_removed_while_a_file_is_opened_is_made_again(tmp_path,
             times.append(folder)
             folder.rmdir()
 
-    monkeypatch.setattr(module, "make_folders", raced)
+    monkeypatch.setattr(cache.files, "make_folders", raced)
     store = Store(tmp_path)
     store.publish_bytes("rejects/a/x.arrow", b"x")
     assert store.read_bytes("rejects/a/x.arrow") == b"x" and len(times) == 2

@@ -102,7 +102,7 @@ def store(request, tmp_path: Path) -> Store:
 
 def test_rows_captions_and_null_prompts(store: Store) -> None:
     data = open_set(store, "current", FAMILY, TASK)
-    assert len(data) == 3 and data.buckets == {"32x32": range(0, 2), "64x32": range(2, 3)}
+    assert len(data) == 3 and data.groups == [("train", "32x32", 0, 2), ("train", "64x32", 2, 3)]
     assert data.caption_counts(np.array([2, 0])).tolist() == [1, 2]
     sample = data.sample(0, 1)
     assert sample.id == "a" and sample.tensors["latent"].numpy()[0, 0, 0, 0] == 1 and "condition" not in sample.tensors
@@ -199,9 +199,8 @@ def test_rows_are_grouped_by_bucket_dataset_repeats_and_weight(tmp_path: Path) -
         Span("32x32", 4, 1),
         Span("64x32", 5, 1),
     ]
-    assert (
-        len(data) == 6 and data.eval_rows == range(6, 7) and data.buckets == {"32x32": range(5), "64x32": range(5, 6)}
-    )
+    assert len(data) == 6 and data.eval_rows == range(6, 7)
+    assert data.groups[:2] == [("train", "32x32", 0, 5), ("train", "64x32", 5, 6)]
 
 
 def test_chunks_of_the_table_make_no_spans(tmp_path: Path) -> None:
@@ -304,7 +303,7 @@ def work(root):
     for step in range(64):
         rows = plan.batch(step).rows
         data.caption_counts(rows)
-        data._entry(data._index, int(rows[0]))
+        data.part_locations(int(rows[0]))
     return data, plan
 
 small = work(sys.argv[1])

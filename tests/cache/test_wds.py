@@ -44,7 +44,7 @@ def test_safetensors_opens_what_we_write_and_we_what_it_writes():
         if name != "bfloat16"
     }
     tensors = {name: Array.from_numpy(array) for name, array in arrays.items()}
-    theirs = numpy_format.load(to_safetensors(tensors))
+    theirs = numpy_format.load(b"".join(to_safetensors(tensors)))
     assert all(np.array_equal(theirs[name], array) for name, array in arrays.items())
     assert from_safetensors(memoryview(numpy_format.save(arrays))) == tensors
 
@@ -62,7 +62,7 @@ def test_bfloat16_through_torch():
 
     value = torch.randn(3, 5).to(torch.bfloat16)
     array = Array.from_numpy(value.view(torch.uint16).numpy(), "bfloat16")
-    ours = to_safetensors({"x": array, "scalar": Array("float32", (), np.float32(2).tobytes())})
+    ours = b"".join(to_safetensors({"x": array, "scalar": Array("float32", (), np.float32(2).tobytes())}))
     loaded = load(ours)
     assert loaded["x"].dtype == torch.bfloat16 and torch.equal(loaded["x"], value)
     assert loaded["scalar"].item() == 2

@@ -148,9 +148,9 @@ def test_a_repository_that_is_not_there_says_what_to_do(home, call):
     result, error = offline(home, call, "someone/other", *arguments)
     assert result == "" and "model.path" in error
     if call == "resolve":
-        assert "someone/other at revision v2 can't be had" in error and "HF_ENDPOINT" in error
+        assert "someone/other at revision v2 can't be reached" in error and "HF_ENDPOINT" in error
     else:
-        assert "which commit of someone/other at revision v2" in error and "model.revision" in error
+        assert "the commit of someone/other at revision v2" in error and "model.revision" in error
 
 
 def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ def test_what_the_catalogue_says_of_attention_shapes_the_plan_and_is_compared(ho
 def test_an_unknown_checkpoint_is_asked(home) -> None:
     cached(home, "someone/video", attention_type="nabla")
     assert bucket_side_multiple(Model(family="kandinsky5-video", path="someone/video")) == 128
-    with pytest.raises(WeightsError, match="can't be had"):
+    with pytest.raises(WeightsError, match="can't be reached"):
         bucket_side_multiple(Model(family="kandinsky5-video", path="someone/else"))
 
 

@@ -353,7 +353,7 @@ def write_tar(
 def test_lies_in_a_safetensors_header(tmp_path, shards, safely, examples) -> None:
     store = Store(tmp_path)
     rel = shards.write(store, "webdataset", rows=1)
-    body = wds.to_safetensors(shards.row(0).tensors)
+    body = b"".join(wds.to_safetensors(shards.row(0).tensors))
     (size,) = struct.unpack("<Q", body[:8])
     header, content = json.loads(body[8 : 8 + size]), body[8 + size :]
 
@@ -372,5 +372,5 @@ def test_a_sane_tar_of_the_same_making_is_read(tmp_path, shards) -> None:
     """That the lies above are refused for what they are."""
     store = Store(tmp_path)
     (tmp_path / "text/f00d").mkdir(parents=True)
-    write_tar(store, "text/f00d/t-1.tar", [("id0.safetensors", wds.to_safetensors({})), ("id0.json", b"{}")])
+    write_tar(store, "text/f00d/t-1.tar", [("id0.safetensors", b"".join(wds.to_safetensors({}))), ("id0.json", b"{}")])
     assert look(store, "text/f00d/t-1.tar", [ShardRow("id0", {}, {})])

@@ -153,7 +153,7 @@ def test_several_rows_in_a_batch_and_many_batches(tmp_path, safely) -> None:
     write_arrow(store, two)
     safely(lambda: refused(store, ARROW, "2 rows in one batch"))
     write_arrow(store, one_row(), count=3000)
-    safely(lambda: refused(store, ARROW, "3000 rows and says that it has 1"))
+    safely(lambda: refused(store, ARROW, "3000 rows, and its description names 1"))
 
 
 @pytest.mark.parametrize("offset", [2**31 - 1, -1, 4096, -(2**31)])

@@ -67,5 +67,5 @@ def test_what_is_neither_folder_nor_repository_is_named(tmp_path: Path) -> None:
 
 def test_a_repository_that_cannot_be_had_is_named(monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(WeightsError, match="facebook/no-such-dino can't be had"):
+    with pytest.raises(WeightsError, match="facebook/no-such-dino can't be reached"):
         fingerprint_weights("facebook/no-such-dino", None)
