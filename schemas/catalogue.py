@@ -1,6 +1,6 @@
-"""The model families and their flavours, as data, and what else the configuration may name.
+"""The model families, their flavours and the vision models that a configuration may name.
 
-A new family is a file of rows in `schemas/families/`, joined here, beside its own modules in `stages/` and `trainer/`.
+A new family is a file of rows in `schemas/families/`, joined here, and its own modules in `stages/` and `trainer/`.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ FAMILIES: dict[str, Family] = {**kandinsky5.FAMILIES, **sana.FAMILIES}
 
 @dataclass(frozen=True)
 class VisionModel:
-    """A DINOv2 by the name that CREPA's users know it by. size: pixels of a square input, as they use it."""
+    """A DINOv2 that CREPA is published with. size: pixels of its square input there."""
 
     repo: str
     size: int

@@ -1,7 +1,7 @@
-"""Cleaning captions as the diffusers pipelines do before they encode them; a family's template names its cleaner.
+"""Caption cleaning, equal to that of the diffusers pipelines. A family's template names its cleaner.
 
-FOLDED is what some pipelines call `prompt_clean`, LOWERCASE their `_text_preprocessing` with `clean_caption=False`;
-tests compare both with the installed release.
+FOLDED is the pipelines' `prompt_clean`, LOWERCASE their `_text_preprocessing` with `clean_caption=False`; tests
+compare both with the installed release.
 """
 
 import html
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the catalogue is imported by `--help`, which loads no pyarrow
+if TYPE_CHECKING:  # `--help` imports the catalogue, and need not load pyarrow
     import pyarrow as pa
 
-# ftfy takes 65 to 220 microseconds a caption. Captions of printable ASCII words with single spaces between them,
-# and no "&" that could begin an entity, stay as they are. With the punctuation of typeset English besides, all that
-# ftfy does is straighten the quotes. Both are tested against it.
+# ftfy takes 65 to 220 us a caption. It leaves printable ASCII words with single spaces between them alone, if there is
+# no "&" that could begin an entity; where typographic punctuation is added, it straightens the quotes and nothing else.
+# Tests compare both with ftfy.
 _ALREADY_CLEAN = "^[!-%'-~]+( [!-%'-~]+)*$"
 _ONLY_TYPOGRAPHY = "^[ -%'-~\u2013\u2014\u2018\u2019\u201c\u201d\u2026]*$"
 _QUOTES = (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
@@ -23,8 +23,7 @@ _QUOTES = (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
 
 @dataclass(frozen=True)
 class Cleaner:
-    """text: cleans one caption. fast: cleans n captions at once with the same results, where that is quicker than one
-    by one."""
+    """text: cleans one caption. fast: cleans n captions at once, with the same results."""
 
     text: Callable[[str], str]
     fast: "Callable[[pa.Array], pa.Array] | None" = None
@@ -35,7 +34,7 @@ class Cleaner:
 
 
 def each(texts: "pa.Array", function: Callable[[str], str]) -> "pa.Array":
-    """`function` of n texts, called once for each distinct one."""
+    """Apply `function` to n texts, once for each distinct one."""
     import pyarrow as pa
 
     coded = texts.dictionary_encode()
@@ -43,8 +42,8 @@ def each(texts: "pa.Array", function: Callable[[str], str]) -> "pa.Array":
 
 
 def folded(text: str) -> str:
-    """ftfy, HTML unescaped twice, each run of whitespace one space."""
-    import ftfy  # a fifth of a second, which `--help` need not spend
+    """Apply ftfy, unescape HTML twice, make each run of whitespace one space."""
+    import ftfy  # takes 0.2 s, which `--help` need not spend
 
     text = html.unescape(html.unescape(ftfy.fix_text(text))).strip()
     return re.sub(r"\s+", " ", text).strip()
@@ -54,26 +53,18 @@ def folded_column(texts: "pa.Array") -> "pa.Array":
     """`folded` of n captions."""
     import pyarrow.compute as pc
 
-    unclean = pc.invert(pc.match_substring_regex(texts, _ALREADY_CLEAN))
-    return pc.replace_with_mask(texts, unclean, _fix_texts(texts.filter(unclean)))
-
-
-def _fix_texts(texts: "pa.Array") -> "pa.Array":
-    import pyarrow.compute as pc
-
-    plain = pc.match_substring_regex(texts, _ONLY_TYPOGRAPHY)
-    straight = texts
+    is_unclean = pc.invert(pc.match_substring_regex(texts, _ALREADY_CLEAN))
+    fixed = unclean = texts.filter(is_unclean)
     for pattern, quote in _QUOTES:
-        straight = pc.replace_substring_regex(straight, pattern, quote)
-    wide = pc.match_substring(straight, "  ")
-    spaced = pc.replace_with_mask(straight, wide, pc.replace_substring_regex(straight.filter(wide), " +", " "))
-    spaced = pc.utf8_trim(spaced, " ")
-    others = pc.invert(plain)
-    return pc.replace_with_mask(spaced, others, each(texts.filter(others), folded))
+        fixed = pc.replace_substring_regex(fixed, pattern, quote)
+    wide = pc.match_substring(fixed, "  ")
+    fixed = pc.replace_with_mask(fixed, wide, pc.replace_substring_regex(fixed.filter(wide), " +", " "))
+    others = pc.invert(pc.match_substring_regex(unclean, _ONLY_TYPOGRAPHY))
+    fixed = pc.replace_with_mask(pc.utf8_trim(fixed, " "), others, each(unclean.filter(others), folded))
+    return pc.replace_with_mask(texts, is_unclean, fixed)
 
 
 def lowercase(text: str) -> str:
-    """Lower case, without whitespace at either end."""
     return text.lower().strip()
 
 

@@ -1,7 +1,7 @@
-"""What goes wrong in a way that its reader can mend, and the exit codes of every program.
+"""Errors that a user can correct, and the exit codes of every program.
 
-An error of this family is shown as its message and its next step, without a traceback. Anything else that
-escapes a program is a bug of ours and keeps its traceback.
+A LatentpressError is shown as its message and its next step, without a traceback. Anything else that escapes a program
+is our own bug and keeps its traceback.
 """
 
 from typing import Any, ClassVar
@@ -15,10 +15,7 @@ TERMINATED = 143  # SIGTERM, likewise
 
 
 class LatentpressError(Exception):
-    """Base of the errors meant for a user: what is wrong, the valid choices, the next step.
-
-    `next_step` is a sentence or a command. A subclass says with `exit_code` how a program that met it ends.
-    """
+    """message: what is wrong, with the valid choices. next_step: a sentence or a command. exit_code: the program's."""
 
     exit_code: ClassVar[int] = INCOMPLETE
 
@@ -31,5 +28,5 @@ class LatentpressError(Exception):
         return f"{self.message}\n{self.next_step}" if self.next_step else self.message
 
     def to_dict(self) -> dict[str, Any]:
-        """The error as it stands under "error" in a JSON report; subclasses add their attributes."""
+        """The value of "error" in a JSON report; subclasses add their attributes."""
         return {"type": type(self).__name__, "message": self.message, "next_step": self.next_step}

@@ -1,7 +1,6 @@
-"""What a model family is, as types: the rows are in `schemas/families/`, and `schemas/catalogue.py` joins them.
+"""Types of model families: everything the stages and the trainer need to know without loading a model.
 
-Everything a stage or the trainer must know of a family without loading its model is stated here, so that no other code
-asks which family it deals with.
+The rows are in `schemas/families/`; `schemas/catalogue.py` joins them. No other code depends on a family's name.
 """
 
 from collections.abc import Mapping
@@ -15,12 +14,9 @@ Task = Literal["t2i", "i2i", "t2v", "i2v"]
 
 @dataclass(frozen=True)
 class Template:
-    """What stands around a caption, and how much of the encoder's output belongs to it.
-
-    text: the template, with `{}` where the caption goes. crop: tokens of constant prefix dropped from the output
-    (None: decided by the encoder). max_length: tokens kept after the crop. cleaner: applied to captions before the
-    template. layers: of which the hidden states are stored, concatenated along the channels, numbered as
-    transformers numbers `hidden_states` (0: embeddings, -1: after the last layer and its norm).
+    """text: the prompt, with `{}` for the caption. crop: tokens of constant prefix dropped from the encoder's output
+    (None: the encoder decides). max_length: tokens kept after the crop. layers: whose hidden states are stored, joined
+    along the channels, numbered as transformers numbers `hidden_states` (0: embeddings, -1: after the last norm).
     """
 
     name: str
@@ -35,10 +31,9 @@ class Template:
 
 @dataclass(frozen=True)
 class Condition:
-    """The picture that a task gives the model beside the text, encoded by the autoencoder by itself.
+    """The picture that a task gives the model beside the text, encoded separately by the autoencoder.
 
-    kind: "source", an image of its own that belongs to each sample; "first-frame", the first `frames` frames of the
-    clip itself. frames: pixel frames, which the autoencoder's temporal stride must allow.
+    kind: "source", a source image of each sample; "first-frame", the first `frames` (pixel frames) of the clip.
     """
 
     kind: Literal["source", "first-frame"]
@@ -49,7 +44,7 @@ class Condition:
 class Normalisation:
     """From the autoencoder's latents to the model's: (z - mean) / deviation * scale.
 
-    Each names a key of the autoencoder's config: a number, or a list with one number for each channel. None: left out.
+    Each names a key of the autoencoder's config, whose value is a number or a list of one per channel. None: left out.
     """
 
     scale: str | None = "scaling_factor"
@@ -59,10 +54,7 @@ class Normalisation:
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Attention over blocks, which asks for larger multiples of the sides.
-
-    A checkpoint uses it when its transformer's config has `value` at `key`. side_multiple: pixels.
-    """
+    """Attention over blocks, of checkpoints whose transformer config has `value` at `key`. side_multiple: pixels."""
 
     name: str
     key: str
@@ -75,9 +67,8 @@ class SparseAttention:
 
 @dataclass(frozen=True)
 class ScaleWindow:
-    """A range of sizes for which the transformer scales its positions otherwise, shown by `bucket` as scale class.
-
-    inside: factors (frames, height, width) where both sides are within low..high pixels; outside: elsewhere.
+    """Scale factors (frames, height, width) of the transformer's positions: `inside` where both sides are within
+    low..high pixels, else `outside`. `bucket` shows them as scale class.
     """
 
     low: int
@@ -96,9 +87,8 @@ class ScaleWindow:
 class Flavour:
     """One published checkpoint.
 
-    shift: the training default of sigma = s u / (1 + (s - 1) u). sizes: (width, height) in pixels that it was made
-    with, where they are published. sparse: whether its transformer uses the family's sparse attention. in_window:
-    whether it was made for sizes inside the family's scale window alone.
+    shift: training default of s in sigma = s u / (1 + (s - 1) u). sizes: published (width, height) in pixels of its
+    training. sparse: it uses the family's sparse attention. in_window: it was trained inside the family's scale window.
     """
 
     name: str
@@ -112,27 +102,20 @@ class Flavour:
 
 @dataclass(frozen=True)
 class Family:
-    """Everything a stage or the trainer must know of a family without loading it.
+    """A model family.
 
-    text_encoder, autoencoder, transformer: names of modules in stages/encoding/text/, stages/encoding/vae/ and
-    trainer/families/.
-    conditions: task -> what the model is given beside the text; tasks that are not there give nothing.
-    components: sub-folders of the checkpoint that hold its transformers (`trainer.experts.Experts`
-    of several).
-    side_multiple: both sides of a bucket are multiples of it (pixels). spatial_stride, temporal_stride: the
-    autoencoder's. resolution: default edge length whose square is the bucket's area (pixels). frames: of a validation
-    clip by default. text_width: channels of one stored text token. image_token: side in pixels of what one token of an
-    image inside a prompt covers, for estimates. text_parts, latent_parts: sub-folders of the checkpoint that determine
-    what the encoders give. latent_settings: what else determines the latents; the autoencoder checks at load
-    that the installed diffusers still agrees. latent_precision: in which the autoencoder computes where nothing else
-    is asked for (None: as the model). text_attention: the language model's attention where nothing else is asked for.
-    tile: side of the spatial tiles of `latents.tiling` and the distance between
-    their beginnings (pixels). models: what the config of a sub-folder calls its model, so that
-    another family's checkpoint is refused by name. transformer_config: task -> what the transformer's config has in
-    a checkpoint made for it, as far as that tells tasks apart. autoencoder_config: likewise of the autoencoder's; of a
-    list, its length. text_widths: tensor of a text -> what the transformer's config calls its width. pipelines: task
-    -> the pipeline of a checkpoint made for it, a class of diffusers.
-    posterior: whether the autoencoder gives a distribution to sample from.
+    text_encoder, autoencoder, transformer: modules in stages/encoding/text/, stages/encoding/vae/, trainer/families/.
+    components: the checkpoint's sub-folders of transformers; several are `trainer.experts.Experts`. text_components,
+    latent_components: those that determine embeddings and latents. model_classes: sub-folder -> the model that its
+    config names, to refuse another family's checkpoint. side_multiple: both sides of a bucket are multiples of it
+    (pixels). resolution: edge of the square that is a bucket's default area (pixels). frames: of a validation clip by
+    default. image_token: side of the pixels that one token of an image in a prompt covers, for estimates.
+    transformer_config: task -> values in the transformer's config that tell tasks apart. autoencoder_config: likewise;
+    of a list, its length. text_width: channels of a stored text token. text_widths: tensor of a text -> its width's key
+    in the transformer's config. pipelines: task -> diffusers class. conditions: task -> its condition, if it has one.
+    posterior: the autoencoder gives a distribution. latent_settings: what else determines latents; checked when the
+    autoencoder is loaded. latent_precision (None: the model's), text_attention: defaults of the configuration.
+    tile: side of the tiles of `latents.tiling`, and the distance between their beginnings (pixels).
     """
 
     name: str

@@ -1,13 +1,13 @@
-"""Why no folder can be where one is wanted: a link that leads nowhere, or a file in its place."""
+"""Why a folder can't be created: a broken link, or a file in its place."""
 
 import os
 from pathlib import Path
 
 
 def find_obstacle(path: str | Path) -> str | None:
-    """What stands where the folder `path` or one above it should be, with what to do; None where nothing does."""
-    whole = Path(os.path.abspath(path))
-    for part in (*reversed(whole.parents), whole):
+    """What is in the way of the folder `path` or one above it, and what to do; None where nothing is."""
+    folder = Path(os.path.abspath(path))
+    for part in (*reversed(folder.parents), folder):
         if os.path.isdir(part):
             continue
         if os.path.islink(part):

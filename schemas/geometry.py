@@ -1,10 +1,9 @@
-"""Sizes and crops: pure functions of numbers, or of whole columns of them at once.
+"""Sizes and crops: pure functions of numbers or of whole columns.
 
-Sizes are written WIDTHxHEIGHT in pixels, a bucket as WIDTHxHEIGHT@FRAMES. Where a parameter is a column, (n,), a
-plain number does as well and is used for every item; numbers alone give a number. Everything here depends on its
-arguments alone, never on the order in which files were met nor on the other items, and uses integers or correctly
-rounded divisions and square roots only (no logarithms), so that every machine makes the same choice, for sides of up
-to a million pixels.
+Sizes are written WIDTHxHEIGHT in pixels, a bucket as WIDTHxHEIGHT@FRAMES. Where a parameter is a column (n,), a number
+is valid too and is used for every item; numbers alone give a number. The result for an item does not depend on other
+items. Only integers and correctly rounded divisions and square roots are used (no logarithms), so every machine makes
+the same choice, for sides of up to a million pixels.
 """
 
 import math
@@ -34,7 +33,7 @@ _BUCKET_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?")
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The size in pixels and the frame count that all samples of one shard share; an image has one frame."""
+    """Width and height in pixels, and the frame count; an image has one frame."""
 
     width: int
     height: int
@@ -49,7 +48,7 @@ class Bucket:
 
     @classmethod
     def parse(cls, text: str) -> "Bucket":
-        """Read `640x384@29`, or `640x384` for one frame. Raises ValueError for anything else."""
+        """Read `640x384@29`, or `640x384` for one frame. ValueError for anything else."""
         match = _BUCKET_PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"bucket {text!r}: write WIDTHxHEIGHT or WIDTHxHEIGHT@FRAMES, as in 640x384@29")
@@ -63,10 +62,9 @@ class Bucket:
         return "landscape" if self.width > self.height else "portrait"
 
     def latent_shape(self, spatial_stride: int, temporal_stride: int = 1) -> tuple[int, int, int]:
-        """Latent (frames, height, width) of an autoencoder with these strides.
+        """Latent (frames, height, width) of an autoencoder with these strides, ValueError where they do not divide it.
 
         The first frame is a latent frame of its own and every `temporal_stride` further ones are another.
-        Raises ValueError where the bucket does not divide evenly.
         """
         if self.width % spatial_stride or self.height % spatial_stride:
             raise ValueError(f"bucket {self}: both sides must be multiples of {spatial_stride}")
@@ -79,7 +77,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Crop(Generic[Pixels]):
-    """Resize to (resize_width, resize_height), then cut the bucket's size with its upper left corner at (x, y)."""
+    """Resize to (resize_width, resize_height), then crop to the bucket's size from the upper left corner (x, y)."""
 
     resize_width: Pixels
     resize_height: Pixels
@@ -90,8 +88,8 @@ class Crop(Generic[Pixels]):
 def target_area(resolution: float, resolution_type: ResolutionType, *, aspect: float = 1.0) -> int:
     """Pixels that a bucket of this resolution should have.
 
-    `pixel_area`: the resolution is the edge whose square is the area. `area`: it is in megapixels (1e6 pixels).
-    `pixel`: it is the shorter edge, so that the area grows with `aspect` (longer side over shorter, 1 or more).
+    resolution: by its type, the edge of a square of that area (`pixel_area`), megapixels (`area`), or the shorter edge
+    (`pixel`; the area grows with `aspect`, longer side over shorter).
     """
     _check_resolution(resolution, resolution_type)
     if resolution_type == "pixel_area":
@@ -106,9 +104,9 @@ def target_area(resolution: float, resolution_type: ResolutionType, *, aspect: f
 def aspect_buckets(area: int, stride: int, *, max_aspect: float = MAX_ASPECT) -> tuple[tuple[int, int], ...]:
     """All (width, height) of about `area` pixels whose sides are multiples of `stride`, sorted.
 
-    One pair for each shorter side, with the longer side rounded to the nearest multiple, its mirror image, and always
-    a square. The area of each is within `stride * (longer side + stride)` of the one asked for, and the longer side
-    at most `max_aspect` times the shorter. Raises ValueError where the area is smaller than one stride squared.
+    For each shorter side a pair with the longer side rounded to the nearest multiple, and its mirror image; always a
+    square. Areas are within `stride * (longer side + stride)` of `area`, longer sides at most `max_aspect` times the
+    shorter. ValueError where the area is smaller than one stride squared.
     """
     edge = math.sqrt(area)
     _check_stride(edge, stride)
@@ -133,7 +131,7 @@ def shorter_edge_buckets(edge: float, stride: int, *, max_aspect: float = MAX_AS
 def resolution_buckets(
     resolution: float, resolution_type: ResolutionType, stride: int, *, max_aspect: float = MAX_ASPECT
 ) -> tuple[tuple[int, int], ...]:
-    """The bucket sizes of a dataset's `resolution` and `resolution_type`, whichever the type is."""
+    """The bucket sizes of a dataset's `resolution` and `resolution_type`."""
     if resolution_type == "pixel":
         _check_resolution(resolution, resolution_type)
         return shorter_edge_buckets(resolution, stride, max_aspect=max_aspect)
@@ -141,17 +139,15 @@ def resolution_buckets(
 
 
 def choose_buckets(width: Lengths, height: Lengths, candidates: Sequence[tuple[int, int]]) -> Ints:
-    """(n,) index of the candidate (width, height) nearest in aspect, by its logarithm.
-
-    Of equals the larger is chosen, and of those the wider. Raises ValueError without candidates or for a size that
-    is not positive.
+    """(n,) index of the candidate (width, height) nearest in the logarithm of the aspect; of equals the larger, then
+    the wider. ValueError without candidates or for a size that is not positive.
     """
     across, down = _check_sides(width, height)
     return _nearest_aspect(across.astype(np.float64), down.astype(np.float64), candidates)
 
 
 def nearest_aspects(aspect: Numbers, candidates: Sequence[tuple[int, int]]) -> Ints:
-    """choose_buckets for items of which only the aspect, width / height, is given."""
+    """`choose_buckets` by aspect, width / height."""
     across = np.asarray(aspect, np.float64)
     wrong = ~(np.isfinite(across) & (across > 0))
     if wrong.any():
@@ -168,11 +164,10 @@ def cover_crop(
     across: Numbers = 0.0,
     down: Numbers = 0.0,
 ) -> Crop:
-    """Scale (width, height) until it just covers the bucket, and cut it.
+    """Scale (width, height) until it just covers the bucket, and crop.
 
-    One side equals the bucket's; the other is rounded to the nearest pixel, which is all the distortion there is.
-    style: `center`; `corner` for the upper left; `random` for the place that `across` and `down`, each in [0, 1),
-    say: all places that leave the cut inside are equally likely where they are uniform.
+    One side equals the bucket's; the other is rounded to the nearest pixel. style: `center`; `corner`, the upper left;
+    `random`, at `across` and `down`, each in [0, 1): where they are uniform, so is the offset.
     """
     sides = _check_sides(width, height, bucket_width, bucket_height)
     return _make_crop(_cover_size(*sides), sides[2:], style, across, down)
@@ -188,17 +183,17 @@ def resize_then_crop(
     across: Numbers = 0.0,
     down: Numbers = 0.0,
 ) -> Crop:
-    """Scale (width, height) until its shorter side is `scaled_shorter` pixels, and cut the bucket from it.
+    """Scale (width, height) until its shorter side is `scaled_shorter` pixels, and crop to the bucket.
 
-    It is made no smaller than covers the bucket, as cover_crop does, and otherwise no larger than it is. The
-    shorter side is rounded to the nearest pixel and the other one to the nearest that keeps the aspect.
+    The picture always covers the bucket, as in `cover_crop`, and is not enlarged further. Both sides are rounded to the
+    nearest pixel, the longer one to keep the aspect.
     """
     sides = _check_sides(width, height, bucket_width, bucket_height)
     shorter = np.minimum(sides[0], sides[1])
-    wanted = np.minimum(scaled_shorter, shorter)
-    if not (wanted > 0).all():
+    exact = np.minimum(scaled_shorter, shorter)
+    if not (exact > 0).all():
         raise ValueError("scaled_shorter: every length must be more than 0 pixels")
-    scaled = np.floor(wanted + 0.5).astype(np.int64)
+    scaled = np.floor(exact + 0.5).astype(np.int64)
     # Both are roundings of the sides times one factor each, so the larger pair is that of the larger factor.
     pairs = zip(sides[:2], _cover_size(*sides), strict=True)
     size = [np.maximum(covering, _rounded_division(side * scaled, shorter)) for side, covering in pairs]
@@ -206,13 +201,13 @@ def resize_then_crop(
 
 
 def stretch_to_bucket(bucket_width: Lengths, bucket_height: Lengths, n: int | None = None) -> Crop:
-    """Stretch the whole picture to the bucket and cut nothing; for `n` items where the bucket is a number."""
+    """Stretch the picture to the bucket without a crop; for `n` items where the bucket is a number."""
     bucket = _check_sides(*(side if n is None else np.full(n, side) for side in (bucket_width, bucket_height)))
     return _make_crop(bucket, bucket, "corner", 0.0, 0.0)
 
 
 def measure_size(width: Lengths, height: Lengths, resolution_type: ResolutionType) -> Floats:
-    """Size by `resolution_type`: pixels of the shorter side, megapixels, or pixels of the edge of an equal square."""
+    """Size in the unit of `resolution_type` (see `target_area`)."""
     _check_type(resolution_type)
     across, down = np.asarray(width, np.float64), np.asarray(height, np.float64)
     if resolution_type == "pixel":
@@ -221,7 +216,7 @@ def measure_size(width: Lengths, height: Lengths, resolution_type: ResolutionTyp
 
 
 def shorter_side_at_size(width: Lengths, height: Lengths, size: Numbers, resolution_type: ResolutionType) -> Floats:
-    """Shorter side in pixels of the picture scaled so that its measured_size is `size`; a fraction, not rounded."""
+    """Shorter side, in pixels, not rounded, of the picture scaled to the `measure_size` of `size`."""
     _check_type(resolution_type)
     across, down = _check_sides(width, height)
     if resolution_type == "pixel":
@@ -231,7 +226,7 @@ def shorter_side_at_size(width: Lengths, height: Lengths, size: Numbers, resolut
 
 
 def cropped_share(width: Lengths, height: Lengths, crop: Crop, bucket_width: Lengths, bucket_height: Lengths) -> Floats:
-    """Share, in [0, 1), of the area of the picture, (width, height), that the cut loses."""
+    """Share, in [0, 1), of the picture's area that the crop loses."""
     sides = _check_sides(crop.resize_width, crop.resize_height, bucket_width, bucket_height)
     area = sides[0] * sides[1]
     return np.broadcast_arrays((area - sides[2] * sides[3]) / area, width, height)[0]
@@ -252,10 +247,18 @@ def is_upscaled(width: Lengths, height: Lengths, crop: Crop) -> NDArray[np.bool_
 def _nearest_aspect(across: Floats, down: Floats, candidates: Sequence[tuple[int, int]]) -> Ints:
     """(n,) index of the candidate nearest in aspect to across / down.
 
-    Of the distinct aspects, in order, only the one below and the one above can be the nearest: 2 of them are
-    compared, however many there are. The ratio of two aspects stands for the difference of their logarithms.
+    Of the sorted aspects only the next below and the next above are compared, by the ratio of aspects instead of the
+    difference of logarithms.
     """
-    index = _sort_by_aspect(candidates)
+    if not candidates:
+        raise ValueError("no bucket to choose from: give at least one (width, height)")
+    _check_sides(np.array(candidates))
+    largest: dict[Fraction, int] = {}  # of each aspect
+    for number, size in enumerate(candidates):
+        aspect = Fraction(*size)
+        if aspect not in largest or size > candidates[largest[aspect]]:
+            largest[aspect] = number
+    index = np.array([largest[aspect] for aspect in sorted(largest)], np.int64)
     width, height = np.array(candidates, np.float64)[index].T
     above = np.searchsorted(width / height, across / down)
     low, high = np.maximum(above - 1, 0), np.minimum(above, len(index) - 1)
@@ -264,19 +267,6 @@ def _nearest_aspect(across: Floats, down: Floats, candidates: Sequence[tuple[int
     area = width * height
     larger_above = np.append(area[1:] >= area[:-1], True)
     return index[np.where((to_high < from_low) | ((to_high == from_low) & larger_above[low]), high, low)]
-
-
-def _sort_by_aspect(candidates: Sequence[tuple[int, int]]) -> Ints:
-    """Indexes of the largest candidate of each aspect, the tallest aspect first."""
-    if not candidates:
-        raise ValueError("no bucket to choose from: give at least one (width, height)")
-    _check_sides(np.array(candidates))
-    best: dict[Fraction, int] = {}
-    for index, (width, height) in enumerate(candidates):
-        aspect = Fraction(width, height)
-        if aspect not in best or width > candidates[best[aspect]][0]:
-            best[aspect] = index
-    return np.array([best[aspect] for aspect in sorted(best)], np.int64)
 
 
 def _cover_size(width: Ints, height: Ints, bucket_width: Ints, bucket_height: Ints) -> tuple[Ints, Ints]:
@@ -288,25 +278,22 @@ def _cover_size(width: Ints, height: Ints, bucket_width: Ints, bucket_height: In
 
 
 def _make_crop(size: Sequence[Ints], bucket: Sequence[Ints], style: CropStyle, *shares: Numbers) -> Crop:
-    """Cut the bucket from a picture that covers it. size, bucket and shares: across, down."""
-    starts = (_crop_offset(length - cut, style, share) for length, cut, share in zip(size, bucket, shares, strict=True))
-    return Crop(*map(to_python_scalar, np.broadcast_arrays(*size, *starts)))
-
-
-def _crop_offset(free: Ints, style: CropStyle, share: Numbers) -> Ints:
-    """One of 0 .. free, in pixels; for the random style all alike where `share` is uniform in [0, 1)."""
-    if style == "center":
-        return free // 2
-    if style == "corner":
-        return np.zeros_like(free)
-    if style != "random":
+    """Cut the bucket from a picture that covers it. size, bucket and shares (of the free pixels): across, down."""
+    if style not in get_args(CropStyle):
         raise ValueError(f"crop_style {style!r}: choose one of {', '.join(get_args(CropStyle))}")
-    assert np.all((np.asarray(share) >= 0) & (np.asarray(share) < 1)), "across and down are shares in [0, 1)"
-    return np.floor(share * (free + 1)).astype(np.int64)
+    offsets = []
+    for length, cut, share in zip(size, bucket, shares, strict=True):
+        free = length - cut
+        if style == "random":
+            assert np.all((np.asarray(share) >= 0) & (np.asarray(share) < 1)), "across and down are in [0, 1)"
+            offsets.append(np.floor(share * (free + 1)).astype(np.int64))
+        else:
+            offsets.append(free // 2 if style == "center" else np.zeros_like(free))
+    return Crop(*map(to_python_scalar, np.broadcast_arrays(*size, *offsets)))
 
 
 def _check_sides(*values: Lengths) -> tuple[Ints, ...]:
-    """Lengths in pixels as int64, checked. Fractions are refused with TypeError."""
+    """Lengths in pixels as int64. ValueError for one below 1, TypeError for fractions."""
     sides = tuple(np.asarray(value).astype(np.int64, casting="same_kind", copy=False) for value in values)
     for side in sides:
         if (side < 1).any():

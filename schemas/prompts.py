@@ -1,4 +1,4 @@
-"""From a cleaned caption to the exact text an encoder is given. No tokenizer, no model."""
+"""Rendering prompts: the exact text that is tokenised."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -7,7 +7,7 @@ from schemas.family import Template
 
 
 def render_prompts(cleaned: pa.Array, template: Template, *, negative: bool = False) -> pa.Array:
-    """`render` of n texts at once."""
+    """`render_prompt` of n texts."""
     if negative and not template.negative_uses_template:
         return cleaned
     before, after = template.text.split("{}", 1)
@@ -15,7 +15,7 @@ def render_prompts(cleaned: pa.Array, template: Template, *, negative: bool = Fa
 
 
 def render_prompt(cleaned: str, template: Template, *, negative: bool = False) -> str:
-    """The text that is tokenised. Some templates are not put around negative and null prompts."""
+    """Put the template around a text; some templates leave negative and null prompts alone."""
     if negative and not template.negative_uses_template:
         return cleaned
     return template.text.replace("{}", cleaned, 1)

@@ -1,4 +1,4 @@
-"""Randomness that is a function of numbers alone: the same on every machine and in every release. No state."""
+"""Stateless random numbers, the same on every machine and in every release."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,5 +12,5 @@ def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def to_unit_interval(seeds: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) from seeds that were mixed."""
+    """Numbers in [0, 1) from mixed seeds."""
     return (seeds >> np.uint64(11)).astype(np.float64) * 2.0**-53

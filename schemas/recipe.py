@@ -1,9 +1,8 @@
-"""What a configuration makes: every setting that shapes its plan, its texts, its latents and its vision features. Reads
-no file.
+"""Every setting that determines a plan, texts, latents and vision features. Reads no file.
 
 The stages name plans and caches by these settings, `index` writes them into set.json, and the trainer computes them
-from its own configuration: its set is the one of which they are equal. A setting that changes none of them has no
-place here. Of the encoders' weights, which have to be read, see `cache/weights.py`.
+from its own configuration to find its set. Settings that change no bytes are not here. `cache/weights.py` identifies
+the encoders' weights, which have to be read.
 """
 
 from dataclasses import asdict
@@ -17,12 +16,11 @@ from schemas.family import Normalisation
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
-TEXT_VERSION = 3  # of what encode-text does to bytes; raise it with any change of them
-LATENTS_VERSION = 2  # of what encode-latents does to bytes; the same
-VISION_VERSION = 1  # of what encode-vision does to bytes; the same
-#: Options of a dataset that shape no plan: where the media lies on this machine, and whether it is looked at again.
+# Raise a version when its stage gives other bytes for the same settings.
+TEXT_VERSION, LATENTS_VERSION, VISION_VERSION = 3, 2, 1
+#: Options of a dataset that do not change a plan.
 MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
-#: Those that shape its media table: what is listed, and what is read of an item.
+#: Options that change its media table.
 DISCOVERY_OPTIONS = (
     *("instance_data_dir", "source", "dataset_type", "split", "media_column", "follow_links", "identity", "animations"),
     *("caption_strategy", "caption_file", "caption_column", "instance_prompt"),
@@ -33,36 +31,34 @@ Settings = dict[str, Any]
 
 
 def build_recipe(config: Config, side_multiple: int) -> Settings:
-    """All of it, as it stands in set.json. side_multiple: `cache.weights.side_multiple` of the model."""
-    return {
+    """All settings, as set.json has them. side_multiple: `cache.weights.side_multiple` of the model."""
+    recipe = {
         "family": config.model.family,
         "flavour": config.model.flavour_spec.name,
         "task": config.model.task,
         "plan": plan_settings(config, side_multiple),
         "text": text_settings(config),
         "latents": latents_settings(config),
-    } | ({"vision": _vision(config)} if config.vision.source else {})
-
-
-def _vision(config: Config) -> Settings:
-    """`vision_settings`, and the model by its name alone: its folder may lie elsewhere on another machine."""
-    return vision_settings(config) | {"model": PurePath(config.vision.source or "").name}
+    }
+    if config.vision.source:  # the model's name alone, as another machine may have it in another folder
+        recipe["vision"] = vision_settings(config) | {"model": PurePath(config.vision.source).name}
+    return recipe
 
 
 def plan_key(config: Config, side_multiple: int) -> str:
-    """The name of a configuration's plans."""
+    """The key by which a configuration finds its plans."""
     return hash_json(plan_settings(config, side_multiple))
 
 
 def plan_settings(config: Config, side_multiple: int) -> Settings:
-    """Every setting that shapes a plan; where media lies on this machine and how it is encoded are no part of it."""
+    """Every setting that determines a plan."""
     datasets = [dataset_settings(dataset) for dataset in config.datasets if not dataset.disabled]
-    # An image by its name alone: its folder may lie elsewhere on another machine, and its content is checked.
-    shown = [
+    # An image's name alone, as another machine may have it in another folder; its content is checked.
+    prompts = [
         prompt.model_dump(exclude={"image"}, mode="json") | {"image": prompt.image and PurePath(prompt.image).name}
         for prompt in config.validation.prompts
     ]
-    what = {
+    settings = {
         "tables": TABLES_VERSION,
         "family": config.model.family,
         "task": config.model.task,
@@ -70,16 +66,16 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         "template": config.model.template.name,
         "side_multiple": side_multiple,
         "datasets": sorted(datasets, key=lambda dataset: dataset["id"]),
-        "validation": {"size": config.validation.size, "prompts": shown},
+        "validation": {"size": config.validation.size, "prompts": prompts},
     }
     if config.model.condition is not None and config.model.condition.kind == "source":
-        what["sources"] = "as their targets"  # how they are cut; plans without it are made anew
-    return what
+        settings["sources"] = "as their targets"  # how they are cropped
+    return settings
 
 
 def dataset_settings(dataset: Dataset) -> Settings:
-    """A dataset's part of it. Places are named as the configuration names them. Those of companions may differ from
-    machine to machine, so of them it counts whether there are any."""
+    """A dataset's part of `plan_settings`. Locations of companions may differ between machines, so only whether there
+    are any counts."""
     return dataset.model_dump(exclude=set(MACHINE_OPTIONS), mode="json") | {
         "instance_data_dir": dataset.portable_path("instance_data_dir"),
         "source": dataset.resolved_source,
@@ -91,23 +87,22 @@ def dataset_settings(dataset: Dataset) -> Settings:
 
 
 def discovery_settings(dataset: Dataset) -> Settings:
-    """What shapes a dataset's media table, beyond the media."""
-    made = dataset_settings(dataset)
-    return {name: made[name] for name in DISCOVERY_OPTIONS} | {"video.scenes": dataset.video.scenes}
+    """What determines a dataset's media table, beside the media."""
+    settings = dataset_settings(dataset)
+    return {name: settings[name] for name in DISCOVERY_OPTIONS} | {"video.scenes": dataset.video.scenes}
 
 
-#: What is quantised, where a library's own answer would depend on its version or on the CPU.
+#: What is quantised exactly, where a library's default depends on its version or on the CPU.
 QUANTIZATION_NAMES = {"nf4-bnb": "nf4-bnb: matrices of the language model's blocks, multiples of 32x64"}
 
 
 def text_settings(config: Config) -> Settings:
-    """What, beyond the texts and the encoder's weights, determines the bytes of a shard of embeddings. Settings that
-    say the same have one name."""
+    """What determines the bytes of a shard of embeddings, beside the texts and the encoder's weights."""
     model, family, template = config.model, config.model.family_spec, config.model.template
     precision, quantization = config.text.precision or model.precision, config.text.quantization
     if quantization == "bf16" and precision == "bfloat16":
         quantization = "no_change"
-    what = {
+    settings = {
         "stage": "encode-text",
         "version": TEXT_VERSION,
         "encoder": family.text_encoder,
@@ -118,38 +113,41 @@ def text_settings(config: Config) -> Settings:
         "max_length": config.text.max_length or template.max_length,
     }
     if template.layers != (-1,):
-        what["layers"] = template.layers  # left out by default: caches that were made without it stay
+        settings["layers"] = template.layers  # left out by default, to keep the fingerprints of older caches
     if template.with_image:
-        what |= {"resize": preprocessing.RESIZE, "colour": preprocessing.COLOUR, "image": preprocessing.PROMPT_IMAGE}
-    return what
+        settings |= {
+            "resize": preprocessing.RESIZE,
+            "colour": preprocessing.COLOUR,
+            "image": preprocessing.PROMPT_IMAGE,
+        }
+    return settings
 
 
 def latents_settings(config: Config) -> Settings:
-    """What, beyond the samples and the autoencoder's weights, determines the bytes of a shard of latents."""
+    """What determines the bytes of a shard of latents, beside the samples and the autoencoder's weights."""
     model, family = config.model, config.model.family_spec
-    what = {
+    settings = {
         "stage": "encode-latents",
         "version": LATENTS_VERSION,
         "autoencoder": family.autoencoder,
         "settings": config.latents.settings(family),
         "precision": config.latents.precision or model.precision,
-        # What has no effect on this family's latents is no part of their name.
         "posterior": config.latents.posterior if family.posterior else None,
         "decoder": config.latents.decoder if family.video else None,
         "resize": preprocessing.RESIZE,
         "colour": preprocessing.COLOUR,
         "mask": preprocessing.MASK,
     }
-    # Left out where they say what held before there was a choice, so that caches made without them stay.
+    # Left out at their defaults, to keep the fingerprints of older caches.
     if family.normalisation != Normalisation():
-        what["normalisation"] = asdict(family.normalisation)
+        settings["normalisation"] = asdict(family.normalisation)
     if model.condition is not None and model.condition.frames != 1:
-        what["condition_frames"] = family.condition_frames(model.task)
-    return what
+        settings["condition_frames"] = family.condition_frames(model.task)
+    return settings
 
 
 def vision_settings(config: Config) -> Settings:
-    """What, beyond the samples and the vision model's weights, determines the bytes of a shard of vision features."""
+    """What determines the bytes of a shard of vision features, beside the samples and the model's weights."""
     vision, family = config.vision, config.model.family_spec
     return {
         "stage": "encode-vision",
@@ -158,7 +156,7 @@ def vision_settings(config: Config) -> Settings:
         "precision": vision.precision or config.model.precision,
         "pixels": preprocessing.VISION_PIXELS,
         "pooling": preprocessing.VISION_POOLING,
-        # Not the family: those with tokens of the same size share their features.
+        # Instead of the family: families with tokens of the same size share their features.
         "token": [family.temporal_stride, family.side_multiple],
         "decoder": config.latents.decoder if family.video else None,
         "resize": preprocessing.RESIZE,

@@ -1,16 +1,16 @@
-"""Which files of a checkpoint are read: weights as safetensors, and never pickled, since a pickle runs what it says."""
+"""Which files of a checkpoint are read: safetensors only, as reading a pickle runs code from it."""
 
 import json
 from pathlib import Path
 
 WEIGHTS_SUFFIX = ".safetensors"
-#: Of a part of a checkpoint: its weights, configurations, and what a tokenizer has. A pickle is not even fetched.
+#: Files of a component that are downloaded: weights, configurations, a tokenizer's files; never a pickle.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def find_weights_problem(folder: Path) -> tuple[str, str] | None:
-    """Of a folder with a model's weights: why they are not read, and what to do; None where they are safetensors."""
+    """Why a folder's weights can't be read, and what to do; None where they are safetensors."""
     files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     for name in files:
         if name.endswith(f"{WEIGHTS_SUFFIX}.index.json") and not _is_valid_index(folder / name):
@@ -22,18 +22,16 @@ def find_weights_problem(folder: Path) -> tuple[str, str] | None:
     if not pickled:
         return f"{folder} holds no *{WEIGHTS_SUFFIX}", "replace the checkpoint with a whole copy in diffusers layout"
     return (
-        f"{folder / pickled[0]} is pickled, and a pickle runs what it says: weights are read as "
-        f"*{WEIGHTS_SUFFIX} alone, and "
-        "there are none",
+        f"{folder / pickled[0]} is pickled, and a pickle can run code: only *{WEIGHTS_SUFFIX} is read; it has none",
         "take a checkpoint that has them; or, if you trust this one, load the folder with its class in diffusers or "
         "transformers, call save_pretrained(folder, safe_serialization=True) on it, and remove the pickled files",
     )
 
 
 def _is_valid_index(path: Path) -> bool:
-    """Whether it shares the weights out among safetensors files of its own folder."""
+    """Whether it maps every weight to a safetensors file of its own folder."""
     try:
-        shares = json.loads(path.read_bytes())["weight_map"].values()
+        files = json.loads(path.read_bytes())["weight_map"].values()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
-    return all(isinstance(name, str) and name.endswith(WEIGHTS_SUFFIX) and Path(name).name == name for name in shares)
+    return all(isinstance(name, str) and name.endswith(WEIGHTS_SUFFIX) and Path(name).name == name for name in files)

@@ -1,4 +1,4 @@
-"""train: a training set to an adapter or a model. Parses and plans first; torch is imported when there is work."""
+"""train: from a training set to an adapter or a model. torch is imported only when there is work."""
 
 import os
 import re
@@ -23,7 +23,7 @@ MAX_FULL_RANK_LR = 5e-5  # the highest learning rate at which full-rank training
 
 
 class UsageError(LatentpressError):
-    """An option that training has no use for."""
+    """An option that training does not support."""
 
     exit_code = USAGE
 
@@ -36,7 +36,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         )
     world, main = read_launch_variable("WORLD_SIZE", 1), read_launch_variable("RANK", 0) == 0
     if not main:
-        console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (rank 0 speaks for all)
+        console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (only rank 0 reports)
         console = Console(stdout=nowhere, stderr=nowhere)
     report = Report("train", dry_run=options.dry_run)
     try:
@@ -63,16 +63,9 @@ def run(config: Config, options: Options, console: Console) -> Report:
 
             summary = train(config, data, plan, console, options.device or config.train.device)
     except DamageError as damage:
-        row = "" if damage.row is None else f"row {damage.row}: "
-        report.damage.append(
-            {
-                "item": damage.id,
-                "path": damage.path,
-                "row": damage.row,
-                "reason": "damaged",
-                "message": row + damage.reason,
-            }
-        )
+        message = damage.reason if damage.row is None else f"row {damage.row}: {damage.reason}"
+        location = {"item": damage.id, "path": damage.path, "row": damage.row}
+        report.damage.append({**location, "reason": "damaged", "message": message})
         report.next_steps = [rebuild_advice(damage.path)]
         return report
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
@@ -92,11 +85,8 @@ def read_launch_variable(name: str, alone: int) -> int:
 
 
 def describe_run(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[str, Any]:
-    """What would be trained on: numbers that need no model."""
-    buckets = [
-        {"bucket": bucket.name, "samples": bucket.samples, "draws": bucket.draws, "fill": bucket.fill}
-        for bucket in plan.buckets
-    ]
+    """Details of the run that need no model."""
+    buckets = [{"bucket": it.name, "samples": it.samples, "draws": it.draws, "fill": it.fill} for it in plan.buckets]
     return {
         "run": str(run_folder(config)),
         "set": f"sets/{data.id}",
@@ -114,20 +104,19 @@ def describe_run(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[st
 def log_warnings(
     config: Config, data: TrainSet, plan: BatchSchedule, state: Mapping[str, Any] | None, console: Console
 ) -> None:
-    """Say what is allowed and may not be meant."""
+    """Warn of what is allowed but may be a mistake."""
     if plan.small_buckets:
         small = ", ".join(f"{short.bucket} ({short.count})" for short in plan.small_buckets)
         world = plan.global_batch // (config.train.batch_size * config.train.accumulate)
         console.warn(
-            f"buckets with fewer samples than an optimizer step draws ({plan.global_batch}), so that each of their "
-            f"steps shows some more than once: {small}. "
+            f"buckets with fewer samples than a step draws ({plan.global_batch}), so their steps repeat some: {small}. "
             f"{small_bucket_advice(plan.small_buckets, config.train.batch_size, world)}"
         )
     rate = config.train.optimizer.lr
     if config.train.adapter.type == "full" and rate > MAX_FULL_RANK_LR:
         console.warn(
-            f"train.optimizer.lr is {rate:g}, a LoRA's: training every weight (train.adapter.type: full) is stable "
-            "near 1e-05 and may diverge with this"
+            f"train.optimizer.lr is {rate:g}, a rate for LoRA: training every weight (train.adapter.type: full) is "
+            "stable near 1e-05 and may diverge"
         )
     if state and state["step"] > config.train.steps:
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")

@@ -1,4 +1,4 @@
-"""What one forward pass of training reads, and how captions of unequal length share a tensor."""
+"""The batch of one forward pass, and padding of texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,18 +6,17 @@ from typing import Any
 
 import torch
 
-#: What stands for a tensor that others of a batch have: a sample without a mask is trained everywhere.
+#: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
 ABSENT = {"mask": 1.0}
 
 
 @dataclass
 class Batch:
-    """Samples of one bucket, in model space (latents already multiplied by the autoencoder's scaling_factor).
+    """Samples of one bucket, latents in model space (normalised).
 
-    latents_BCTHW: images have T = 1. condition_BCTHW: i2v the first frame encoded alone (T = 1), i2i the
-    source image's latent (T = 1). text_BLD: zero-padded on the right; text_mask_BL: True for real tokens.
-    bucket: "WxH@F", pixels and frames. extras: every other tensor of a sample (B, ...), by the name that its encoding
-    stage gives it ("mask"); those of its text as "text.<name>".
+    latents_BCTHW: images have T = 1. condition_BCTHW: the first frames encoded alone (i2v), or the source image (i2i).
+    text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
+    (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>".
     """
 
     latents_BCTHW: torch.Tensor
@@ -33,33 +32,29 @@ class Batch:
         return self.latents_BCTHW.shape[0]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Batch":
-        """On a device, with every tensor of floating point in a dtype."""
+        """On a device, with floating-point tensors in a dtype."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
-        moved: dict[str, Any] = {
-            key: move(value) for key, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
+        moved: dict[str, Any] = {name: move(it) for name, it in vars(self).items() if isinstance(it, torch.Tensor)}
         return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
 
 
 def stack(ids: Sequence[str], samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """name -> (B, ...) of samples' tensors by name. ValueError where one lacks what another has and nothing stands for
-    it, or where their shapes differ."""
-    found = {}
+    """name -> (B, ...). ValueError where shapes differ, or a sample lacks a tensor that is not in ABSENT."""
+    stacked = {}
     for name in sorted({name for tensors in samples for name in tensors}):
-        some = next(tensors[name] for tensors in samples if name in tensors)
+        first = next(tensors[name] for tensors in samples if name in tensors)
         lacking = [id for id, tensors in zip(ids, samples, strict=True) if name not in tensors]
         if lacking and name not in ABSENT:
             raise ValueError(f"sample {lacking[0]} has no {name}, and others of its batch have one")
-        rows = [tensors[name] if name in tensors else torch.full_like(some, ABSENT[name]) for tensors in samples]
-        if shapes := {tuple(row.shape) for row in rows} - {tuple(some.shape)}:
-            raise ValueError(
-                f"{name} is of shape {tuple(some.shape)} in one sample of a batch and {min(shapes)} in another"
-            )
-        found[name] = torch.stack(rows)
-    return found
+        rows = [tensors[name] if name in tensors else torch.full_like(first, ABSENT[name]) for tensors in samples]
+        shape = tuple(first.shape)
+        if others := {tuple(row.shape) for row in rows} - {shape}:
+            raise ValueError(f"{name} is of shape {shape} in one sample of a batch and {min(others)} in another")
+        stacked[name] = torch.stack(rows)
+    return stacked
 
 
 def pad_text(texts_LD: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,10 +64,6 @@ def pad_text(texts_LD: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
     lengths = [text.shape[0] for text in texts_LD]
     if min(lengths) == 0:
         raise ValueError(f"text {lengths.index(0)} of the batch has no tokens; even an empty prompt has some")
-    longest, width = max(lengths), texts_LD[0].shape[1]
-    text_BLD = texts_LD[0].new_zeros(len(lengths), longest, width)
-    mask_BL = torch.zeros(len(lengths), longest, dtype=torch.bool, device=text_BLD.device)
-    for i, text in enumerate(texts_LD):
-        text_BLD[i, : lengths[i]] = text
-        mask_BL[i, : lengths[i]] = True
-    return text_BLD, mask_BL
+    text_BLD = torch.nn.utils.rnn.pad_sequence(list(texts_LD), batch_first=True)
+    positions_L = torch.arange(max(lengths), device=text_BLD.device)
+    return text_BLD, positions_L < torch.tensor(lengths, device=text_BLD.device)[:, None]

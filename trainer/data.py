@@ -1,8 +1,7 @@
 """From shards to tensors: the only place where numpy becomes torch.
 
-Everything random about a sample, its noise, its sigma and the draw from its posterior where moments are stored, is a
-function of (seed, step, position in the global batch), so a resumed run, or one on another number of ranks, sees the
-same.
+Noise, sigma and the draw from a stored posterior are functions of (seed, step, position in the global batch), so a
+resumed run, or one on another number of ranks, gets the same.
 """
 
 import queue
@@ -30,7 +29,7 @@ PREFETCH_STEPS = 2  # steps read ahead
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass on one rank. noise_BCTHW like the latents, normal_B for sigma: standard normal, float32."""
+    """One forward pass on one rank. noise_BCTHW and sigma_normal_B (for sigma): standard normal, float32."""
 
     batch: Batch
     noise_BCTHW: torch.Tensor
@@ -56,8 +55,7 @@ def to_tensor(array: Array) -> torch.Tensor:
 def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Sequence[str]) -> Batch:
     """Samples of one bucket as a float32 batch on the CPU; text is padded with zeros to the longest.
 
-    draws: of each sample, what determines the noise of its latent where the shard holds moments; its condition has
-    noise of its own.
+    draws: of each sample, the identity that seeds the draw from its posterior where the shard has moments.
     """
     columns = []
     for sample, draw in zip(samples, draws, strict=True):
@@ -66,12 +64,12 @@ def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Seque
             if name in tensors:
                 tensors[name] = posterior.sample_latents(tensors[name], family, identity)
         tensors |= {f"text.{name}": to_tensor(array) for name, array in sample.text.items() if name != "embeds"}
-        columns.append({name: each.float() if each.is_floating_point() else each for name, each in tensors.items()})
+        columns.append({name: it.float() if it.is_floating_point() else it for name, it in tensors.items()})
     ids = [sample.id for sample in samples]
     text, mask = pad_text([to_tensor(sample.text["embeds"]).float() for sample in samples])
     extras = stack(ids, columns)
-    own = extras.pop("latent"), extras.pop("condition", None), text, mask, extras.pop("text.pooled", None)
-    return Batch(*own, ids, bucket, extras)
+    latent, condition, pooled = extras.pop("latent"), extras.pop("condition", None), extras.pop("text.pooled", None)
+    return Batch(latent, condition, text, mask, pooled, ids, bucket, extras)
 
 
 def draw_noise(seed: int, step: int, positions: Ints, shape_CTHW: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,18 +100,17 @@ class BatchLoader:
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
         positions, share = self.plan.batch(number).for_rank(self.rank, self.world)
-        seed, parts = self.plan.seed, []
+        seed, micro_batches = self.plan.seed, []
         captions = choose_captions(seed, share.rows, share.passes, self.data.caption_counts(share.rows))
         dropped = draw_caption_dropout(seed, number, positions, self.caption_dropout)
         for first in range(0, len(positions), self.batch_size):
-            part = range(first, first + self.batch_size)
-            samples = [self.data.sample(int(share.rows[i]), int(captions[i]), bool(dropped[i])) for i in part]
-            places = [f"{seed}/{number}/{int(positions[i])}" for i in part]
-            named = [f"{place}/{sample.id}" for place, sample in zip(places, samples, strict=True)]
-            batch = collate(samples, share.bucket, self.family, named)
-            noise, normal = draw_noise(seed, number, positions[first : part.stop], batch.latents_BCTHW.shape[1:])
-            parts.append(MicroBatch(batch, noise, normal))
-        return StepBatches(number, share.epoch, share.bucket, parts)
+            indices = range(first, first + self.batch_size)
+            samples = [self.data.sample(int(share.rows[i]), int(captions[i]), bool(dropped[i])) for i in indices]
+            draws = [f"{seed}/{number}/{positions[i]}/{it.id}" for i, it in zip(indices, samples, strict=True)]
+            batch = collate(samples, share.bucket, self.family, draws)
+            noise, normal = draw_noise(seed, number, positions[first : indices.stop], batch.latents_BCTHW.shape[1:])
+            micro_batches.append(MicroBatch(batch, noise, normal))
+        return StepBatches(number, share.epoch, share.bucket, micro_batches)
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by a thread."""
@@ -121,10 +118,10 @@ class BatchLoader:
 
 
 def prefetch(read: Callable[[int], T], numbers: range, depth: int = PREFETCH_STEPS) -> Iterator[T]:
-    """`read(n)` of each number in order, at most `depth` results ahead, made by one background thread.
+    """`read(n)` of each number in order, at most `depth` results ahead, by one background thread.
 
-    An exception in the thread is raised here, at its place in the order. Leaving the iterator ends the thread.
-    A thread is enough: reading is a memory map and a checksum, both outside of Python's lock.
+    An exception in the thread is raised at its place in the order. Leaving the iterator ends the thread. One thread is
+    enough: reading is a memory map and a checksum, both of which release the GIL.
     """
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
@@ -142,7 +139,7 @@ def prefetch(read: Callable[[int], T], numbers: range, depth: int = PREFETCH_STE
                 return
             try:
                 put((read(number), None))
-            except BaseException as error:  # handed to the consumer, which raises it
+            except BaseException as error:  # the consumer raises it
                 return put((None, error))
 
     thread = threading.Thread(target=work, name="read-ahead", daemon=True)

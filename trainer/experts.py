@@ -1,4 +1,4 @@
-"""Several transformers of one checkpoint that are trained as one model, each for its own part of the noise levels."""
+"""Several transformers of one checkpoint, trained as one model, each for a range of noise levels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class Experts(torch.nn.Module):
-    """Transformers by the names of their sub-folders. A family's `load` returns one, and its `predict` chooses."""
+    """Transformers by sub-folder, returned by a family's `load`; its `predict` chooses one."""
 
     def __init__(self, experts: Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
@@ -15,7 +15,7 @@ class Experts(torch.nn.Module):
 
     @property
     def config(self) -> Any:
-        """The first one's; they differ in their weights alone."""
+        """That of the first; only their weights differ."""
         return next(iter(self.experts.values())).config
 
     def enable_gradient_checkpointing(self) -> None:
@@ -24,5 +24,5 @@ class Experts(torch.nn.Module):
 
 
 def components(model: Any) -> dict[str, Any]:
-    """The transformers of what a family's `load` returned, by their sub-folders of a checkpoint."""
+    """Sub-folder -> transformer of what a family's `load` returned."""
     return dict(model.experts.items()) if isinstance(model, Experts) else {"transformer": model}

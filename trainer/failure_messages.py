@@ -1,4 +1,4 @@
-"""What the machine can't give, room on the disk or memory, as errors with a reason and a next step."""
+"""Full disks and too little memory as errors with a reason and a next step."""
 
 import os
 import re
@@ -19,8 +19,8 @@ class DeviceOutOfMemory(LatentpressError):
 
 @contextmanager
 def explain_failures(folder: Path) -> Iterator[None]:
-    """Training that writes under `folder`: a full disk, no permission or no memory end it with a message, and what
-    stands in the folder's way does before anything is loaded."""
+    """Turn a full disk, missing permissions or memory in training under `folder` into errors for the user; an obstacle
+    to creating the folder is found before anything is loaded."""
     check_folder(folder)
     with explained(str(folder)):
         try:

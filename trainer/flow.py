@@ -1,7 +1,7 @@
 """Flow matching as pure functions of tensors.
 
-x_sigma = (1 - sigma) x0 + sigma noise, and the model is asked for the velocity noise - x0; sigma 1 is noise,
-0 is data. The shift moves a distribution of sigma towards noise (above 1) or towards data (below 1).
+x_sigma = (1 - sigma) x0 + sigma noise; the model predicts the velocity noise - x0. sigma is 1 for noise, 0 for data. A
+shift above 1 moves the distribution of sigma towards noise, one below 1 towards data.
 """
 
 import torch
@@ -13,28 +13,24 @@ def sigma_from_normal(normal_B: torch.Tensor, shift: float) -> torch.Tensor:
 
 
 def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
-    """s u / (1 + (s - 1) u): keeps 0 and 1, the order, and is undone by the shift 1 / s."""
+    """s u / (1 + (s - 1) u): monotonic from 0 to 1; the shift 1 / s is its inverse."""
     if shift <= 0:
         raise ValueError(f"shift {shift}: must be more than 0; 1 changes nothing")
     return shift * u_B / (1 + (shift - 1) * u_B)
 
 
 def interpolate(x0_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor, sigma_B: torch.Tensor) -> torch.Tensor:
-    """The sample with its share sigma of noise, shaped as x0."""
     sigma = sigma_B.to(x0_BCTHW.dtype).view(-1, *[1] * (x0_BCTHW.ndim - 1))
     return (1 - sigma) * x0_BCTHW + sigma * noise_BCTHW
 
 
 def velocity(x0_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor) -> torch.Tensor:
-    """What the model is to predict, the same at every sigma."""
+    """The prediction's target, the same at every sigma."""
     return noise_BCTHW - x0_BCTHW
 
 
 def loss_per_sample(prediction_BCTHW: torch.Tensor, target_BCTHW: torch.Tensor, skip_frames: int = 0) -> torch.Tensor:
-    """Mean squared error (B,) in float32 over each sample's own elements.
-
-    skip_frames: leading latent frames that are given to the model and so are no part of the loss (i2v: 1).
-    """
+    """Mean squared error (B,) in float32, without the `skip_frames` leading latent frames that are given (i2v: 1)."""
     assert prediction_BCTHW.shape == target_BCTHW.shape, (prediction_BCTHW.shape, target_BCTHW.shape)
     frames = target_BCTHW.shape[2]
     if frames <= skip_frames:

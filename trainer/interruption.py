@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: what was done since the last checkpoint is lost, and that is said."""
+"""Ctrl-C and SIGTERM in training, which lose the steps since the last checkpoint."""
 
 import signal
 import sys
@@ -15,33 +15,37 @@ from trainer.run_state import run_folder
 
 
 class TrainingInterrupted(LatentpressError):
-    """Training was told to stop."""
+    """A signal stopped training."""
 
     def __init__(self, number: int, config: Config) -> None:
+        every = config.train.checkpoint_every
         super().__init__(
-            f"train was stopped by {signal.Signals(number).name}. {describe_progress(config)}", checkpoint_hint(config)
+            f"train was stopped by {signal.Signals(number).name}. {describe_progress(config)}",
+            f"A checkpoint is written every {every} steps (train.checkpoint_every); a smaller number loses less.",
         )
         self.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED  # type: ignore[misc]
 
 
 @contextmanager
 def handle_interrupts(config: Config, main: bool) -> Iterator[None]:
-    """The first SIGINT or SIGTERM ends the body by Stopped; a second Ctrl-C by KeyboardInterrupt, at once. main: of
-    several processes, the one that says so."""
-    told: list[int] = []
+    """Raise TrainingInterrupted for the first SIGINT or SIGTERM, and KeyboardInterrupt at once for a second SIGINT.
+
+    main: whether this process reports it; others exit.
+    """
+    received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-        # A second SIGTERM, as launchers send one after a Ctrl-C, must not disturb the cleaning up.
-        if len(told) == 1 or number == signal.SIGINT:
+        received.append(number)
+        # Launchers send SIGTERM after a Ctrl-C: it must not disturb the clean-up.
+        if len(received) == 1 or number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    ours = threading.current_thread() is threading.main_thread()  # signals are the main thread's
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if ours}
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only it can set handlers
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
     try:
         yield
     except KeyboardInterrupt as error:
-        stopped = TrainingInterrupted(told[0] if told else signal.SIGINT, config)
+        stopped = TrainingInterrupted(received[0] if received else signal.SIGINT, config)
         if not main:
             sys.exit(stopped.exit_code)
         raise stopped from error
@@ -51,7 +55,7 @@ def handle_interrupts(config: Config, main: bool) -> Iterator[None]:
 
 
 def describe_progress(config: Config) -> str:
-    """What of a run is kept and what is lost."""
+    """Which steps are saved and which are lost."""
     folder = run_folder(config)
     try:
         found, _ = newest_checkpoint(folder / "checkpoints")
@@ -65,8 +69,3 @@ def describe_progress(config: Config) -> str:
     if not saved:
         return f"There is no checkpoint yet: {lost} lost, and started again the run begins at step 1."
     return f"The last checkpoint is at step {saved}: {lost} lost, and started again the run goes on from there."
-
-
-def checkpoint_hint(config: Config) -> str:
-    every = config.train.checkpoint_every
-    return f"A checkpoint is written every {every} steps (train.checkpoint_every); a smaller number loses less."

@@ -1,7 +1,6 @@
-"""What is told while training: metrics.jsonl, TensorBoard, and a line on the console."""
+"""The training log: metrics.jsonl, TensorBoard, and a line on the console."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,20 +9,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # it imports torch, and reading needs none
+from schemas.text_format import to_json_values
+
+if TYPE_CHECKING:  # imports torch, which reading does not need
     from accelerate import Accelerator
 
 METRICS_FILE = "metrics.jsonl"
 
 
 class RecordMetrics(Protocol):
-    """Takes the numbers of a step, "step" among them; `shown` ones appear on the console too."""
+    """Records the metrics of a step, with "step" among them; `shown`: on the console too."""
 
     def __call__(self, numbers: dict[str, Any], shown: bool = True) -> None: ...
 
 
 class StepTimer:
-    """Speed over the steps of this process, and from it the time left."""
+    """Speed over the steps of this process, and the time left."""
 
     def __init__(self, first: int, last: int, global_batch: int):
         self._first, self._last, self._batch, self._began = first, last, global_batch, time.monotonic()
@@ -35,29 +36,32 @@ class StepTimer:
 
 @contextmanager
 def open_metrics_log(
-    accelerator: "Accelerator", folder: Path, first: int, last: int, say: Callable[[str], None]
+    accelerator: "Accelerator", folder: Path, first: int, last: int, log: Callable[[str], None]
 ) -> Iterator[RecordMetrics]:
-    """Record to `folder`/metrics.jsonl, to TensorBoard and with `say`, on the main process alone.
+    """Record to `folder`/metrics.jsonl, to TensorBoard and with `log`, on the main process only.
 
-    first: steps done. The file is only appended to: where it has lines already, one with "resumed" says that those
-    after it go on from `first`. The accelerator's trackers and processes end with the context.
+    first: steps done. The file is append-only: where it has lines already, one with "resumed" marks that the next ones
+    continue from `first`. The accelerator's trackers and processes end with the context.
     """
     path = folder / METRICS_FILE
-    if accelerator.is_main_process:
-        _append_resume_line(path, first)
-    purge = first + 1 if first else 0  # a run that begins again looks at step 0 again
+    if accelerator.is_main_process and path.exists() and path.stat().st_size:
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            cut_off = file.read(1) != b"\n"  # the last line, by a kill
+            file.write((b"\n" if cut_off else b"") + json.dumps({"step": first, "resumed": True}).encode() + b"\n")
+    purge = first + 1 if first else 0  # a run that begins again validates at step 0 again
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge}})
 
     def record(numbers: dict[str, Any], shown: bool = True) -> None:
         if not accelerator.is_main_process:
             return
-        line = {key: _nan_to_null(value) for key, value in numbers.items()}
+        line = to_json_values(numbers)  # JSON has no NaN
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         scalars = {key: value for key, value in line.items() if isinstance(value, float)}
         accelerator.log(scalars, step=numbers["step"])
         if shown:
-            say(format_metrics(numbers, last))
+            log(format_metrics(numbers, last))
 
     try:
         yield record
@@ -66,10 +70,7 @@ def open_metrics_log(
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl that are of the run as it stands: each step once.
-
-    Lines that a resumed run went back behind are left out, so are lines that are not whole (a kill cuts one off).
-    """
+    """The lines of a metrics.jsonl, without those that a resumed run repeated or a kill cut off."""
     found: list[dict[str, Any]] = []
     for raw in path.read_bytes().split(b"\n") if path.exists() else []:
         try:
@@ -83,21 +84,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         else:
             found.append(line)
     return found
-
-
-def _append_resume_line(path: Path, first: int) -> None:
-    """Say in the file that what follows goes on from step `first`, unless nothing stands there yet."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        cut = file.read(1) != b"\n"  # the last line, by a kill
-        file.write((b"\n" if cut else b"") + json.dumps({"step": first, "resumed": True}).encode() + b"\n")
-
-
-def _nan_to_null(value: Any) -> Any:
-    """JSON has no NaN: null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def format_metrics(numbers: dict[str, Any], last: int) -> str:

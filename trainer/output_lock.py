@@ -1,4 +1,4 @@
-"""One trainer in an output folder at a time, and a folder that can be written to, before any model is loaded."""
+"""A lock for one trainer per output folder, taken before a model is loaded."""
 
 import errno
 import fcntl
@@ -13,18 +13,18 @@ from schemas.cli.console import Console
 from schemas.errors import LatentpressError
 
 LOCK_NAME = ".lock"
-#: What flock says on a file system that has no locks.
+#: Errors of flock on a file system without locks.
 NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class OutputLocked(LatentpressError):
-    """Another trainer is at work in this folder."""
+    """Another trainer is running in this folder."""
 
 
 @contextmanager
 def lock_output(folder: Path, console: Console) -> Iterator[None]:
-    """Make `folder` and hold its lock, which the kernel drops when this process ends, however it ends. Busy where
-    another process holds it, StoreError where the folder can't be written to."""
+    """Create `folder` and hold its lock, which the kernel releases when this process ends. OutputLocked where another
+    process holds it, StoreError where the folder can't be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -33,9 +33,8 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
     except OSError as error:
         step = "check `output` and `train.run` in the configuration, and run the same command again"
         reason = REASONS.get(error.errno or 0, error.strerror or str(error))
-        raise StoreError(
-            str(folder), f"can't be written to: {reason}", NEXT_STEPS.get(error.errno or 0, step)
-        ) from error
+        step = NEXT_STEPS.get(error.errno or 0, step)
+        raise StoreError(str(folder), f"can't be written to: {reason}", step) from error
     try:
         _acquire_lock(lock, folder, console)
         yield
@@ -48,10 +47,9 @@ def _acquire_lock(lock: int, folder: Path, console: Console) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise OutputLocked(
-            f"another trainer is at work in {folder}",
-            "Wait until it has ended, stop it, or choose another train.run.",
+            f"another trainer is at work in {folder}", "Wait until it has ended, stop it, or choose another train.run."
         ) from error
     except OSError as error:
         if error.errno not in NO_LOCK_ERRNOS:
             raise StoreError(str(folder / LOCK_NAME), error.strerror or str(error), "check the file system") from error
-        console.warn(f"{folder} lies on a file system without locks: a second trainer there would not be noticed")
+        console.warn(f"{folder} is on a file system without locks: a second trainer there would not be noticed")

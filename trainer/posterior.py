@@ -1,4 +1,4 @@
-"""Latents out of stored moments: where a shard holds mean and log-variance, training samples anew at every step."""
+"""Latents from stored moments: where a shard has mean and log-variance, every training step draws a new sample."""
 
 import torch
 
@@ -8,11 +8,10 @@ from schemas.identity import derive_seed
 
 
 def sample_latents(stored_CTHW: torch.Tensor, family: Family, identity: str) -> torch.Tensor:
-    """float32 latents (C, T, h, w) of what a shard holds: latents themselves, or moments in twice the channels.
+    """float32 latents (C, T, h, w) from stored ones, or from moments, of twice the channels; else SetError.
 
-    Moments are mean and log-variance in the model's space, one after the other along the channels; the latent is
-    mean + exp(logvar / 2) * noise, with standard normal noise that `identity` alone determines, the same on every
-    device. Which of both it is, the number of channels says. Raises SetError for any other number.
+    Moments are mean and log-variance in model space, joined along the channels; the latent is mean + exp(logvar / 2) *
+    noise, with standard normal noise that `identity` determines, the same on every device.
     """
     stored, channels = stored_CTHW.float(), family.latent_channels
     if len(stored) == channels:

@@ -1,7 +1,4 @@
-"""What a run was made on, and whether it is finished: answered from files, without torch.
-
-A checkpoint's state.json holds the terms that a continuation must share; see `trainer/resume.py`.
-"""
+"""A run's folder, resume signature and progress, computed from files, without torch."""
 
 import json
 from collections.abc import Mapping
@@ -25,14 +22,13 @@ from trainer.resume import ResumeError, check_signature, newest_checkpoint
 
 
 class PrecisionError(LatentpressError):
-    """A precision that training does not have."""
+    """A precision that training does not support."""
 
     exit_code = USAGE
 
 
 def resume_signature(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[str, Any]:
-    """The terms of a run that its configuration and training set determine; those of the transformer join them once it
-    is loaded."""
+    """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
     return {
         "data": data_signature(data),
         "family": config.model.family,
@@ -45,19 +41,18 @@ def resume_signature(config: Config, data: TrainSet, plan: BatchSchedule) -> dic
     }
 
 
-HASH_ROWS = 1 << 18  # rows that are looked at together
+HASH_ROWS = 1 << 18  # rows hashed at a time
 HASHED_STRINGS = ("sample_id", "bucket", "dataset")
 HASHED_NUMBERS = ("repeats", "weight", "regularisation")
 
 
 def data_signature(data: TrainSet) -> dict[str, Any]:
-    """What of a set changes training. digest: of its rows to train on, in order, and of the caches that they come from.
-    Validation prompts, held-out samples, and where shards lie have no part in it."""
+    """digest: a hash of the rows that are trained on, in order, and of their caches' fingerprints. Validation prompts,
+    held-out samples and locations of shards have no part in it."""
     index, texts = data.tables["index"].slice(0, len(data)), data.tables["texts"].column("text_id")
     null, captions = data.meta["null_text"], 0
-    digest = xxhash.xxh3_128(
-        canonical_json({kind: source_fingerprints(data).get(kind) for kind in ("latents", "text")})
-    )
+    fingerprints = source_fingerprints(data)
+    digest = xxhash.xxh3_128(canonical_json({kind: fingerprints.get(kind) for kind in ("latents", "text")}))
     for start in range(0, len(data), HASH_ROWS):
         rows = index.slice(start, HASH_ROWS)
         numbers, own = pc.list_flatten(rows.column("texts")), rows.column("null_text")
@@ -71,7 +66,7 @@ def data_signature(data: TrainSet) -> dict[str, Any]:
 
 
 def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
-    """Of each value its length (-1 for null), then the values."""
+    """Hash the length of each value (-1 for null), then the values."""
     values = column.cast(pa.large_binary()).combine_chunks()
     digest.update(np.asarray(pc.fill_null(pc.binary_length(values), -1)).astype("<i8").tobytes())
     _, ends, raw = values.buffers()
@@ -81,31 +76,22 @@ def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
 
 
 def train_shift(config: Config) -> float:
-    """The training shift of sigma: as configured, else the flavour's."""
     return config.train.shift or config.model.flavour_spec.shift
 
 
 def train_precision(config: Config) -> str:
-    """In which the transformer computes: train.precision, else model.precision."""
+    """The transformer's compute dtype: train.precision, else model.precision."""
     name = config.train.precision or config.model.precision
     if name == "float16":
         raise PrecisionError(
-            "training has no float16, which model.precision names: it needs loss scaling",
+            "training does not support the float16 of model.precision: it needs loss scaling",
             "Set train.precision to bfloat16 or float32.",
         )
     return name
 
 
-def describe_regularisation(data: TrainSet) -> str | None:
-    """What is to be said of regularisation data in the set."""
-    count = data.regularisation
-    if not count:
-        return None
-    return f"{count} samples are regularisation data; this release trains on them as on any other"
-
-
 def result_folder(config: Config) -> Path:
-    """The folder of what the run saves at its end: adapter/ for a LoRA, model/transformer/ for a full-rank run."""
+    """adapter/ for a LoRA, model/transformer/ for a full-rank run."""
     folder = run_folder(config)
     return folder / "model" / "transformer" if config.train.adapter.type == "full" else folder / "adapter"
 
@@ -115,8 +101,8 @@ def run_folder(config: Config) -> Path:
 
 
 def find_resume_state(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[str, Any] | None:
-    """state.json of the checkpoint that the run would go on from; None where it would begin. ResumeError where it may
-    not go on, CheckpointDamage where no checkpoint is whole."""
+    """state.json of the checkpoint to continue from; None for a new run. ResumeError where the run can't be continued,
+    NoUsableCheckpoint where all checkpoints are damaged."""
     folder = run_folder(config)
     found, _ = newest_checkpoint(folder / "checkpoints")
     if found is None:
@@ -131,8 +117,8 @@ def find_resume_state(config: Config, data: TrainSet, plan: BatchSchedule) -> di
 
 
 def write_config(config: Config, data: TrainSet) -> None:
-    """<run>/config.yaml: every setting as resolved, with the set's id in place of "current"; a path or URL stays. Where
-    a set was named that other settings made, those that were not in force are named at the top."""
+    """Write <run>/config.yaml: every resolved setting, with the set's id in place of "current". Settings that differ
+    from those of a named set are listed at the top as not in force."""
     from ruamel.yaml import YAML
 
     values = config.model_dump(mode="json", by_alias=True)
@@ -145,18 +131,18 @@ def write_config(config: Config, data: TrainSet) -> None:
 
 
 def record_result(config: Config, step: int) -> None:
-    """Record, once the result is saved whole, after how many steps it was."""
+    """Record that the result of `step` steps has been saved."""
     with replacing(_result_note(config)) as temporary:
         temporary.write_text(json.dumps({"step": step, "result": str(result_folder(config))}))
 
 
 def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
-    """Whether the run, whose newest checkpoint has this state, has done its steps and their result is saved."""
+    """Whether the run, whose newest checkpoint has this state, has done its steps and saved its result."""
     if state is None or state["step"] < config.train.steps or not result_folder(config).is_dir():
         return False
     try:
         return check_object(parse_json(_result_note(config).read_bytes()), "the whole").get("step") == state["step"]
-    except (FileNotFoundError, IsADirectoryError, ValueError):  # it is saved anew
+    except (FileNotFoundError, IsADirectoryError, ValueError):  # save it again
         return False
 
 

@@ -1,7 +1,4 @@
-"""Denoising, as the pipelines do it: the checkpoint's own scheduler, guidance, and what a task adds.
-
-For equal weights, embeddings and noise the latents equal the pipeline's `output_type="latent"`.
-"""
+"""Denoising, equal to the pipelines' `output_type="latent"` for equal weights, embeddings and noise."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +11,15 @@ from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule
 
-SHIFT_KEYS = ("shift", "flow_shift")  # FlowMatchEulerDiscreteScheduler's name for it, and the others'
+SHIFT_KEYS = ("shift", "flow_shift")  # of FlowMatchEulerDiscreteScheduler, and of the others
 
 
 def load_scheduler(source: str, revision: str | None = None, shift: float | None = None) -> Any:
-    """The scheduler of a checkpoint (its folder `scheduler`), as the class that it names.
+    """The scheduler of a checkpoint's folder `scheduler`. shift: replaces the checkpoint's own.
 
-    shift: of sigma, instead of the checkpoint's own. Raises ValueError for a class that diffusers lacks or
-    that has no shift to set.
+    ValueError for a class that diffusers lacks, or that has no shift to set.
     """
-    any_class = diffusers.schedulers.FlowMatchEulerDiscreteScheduler  # each reads the same file
+    any_class = diffusers.schedulers.FlowMatchEulerDiscreteScheduler  # all classes read the same file
     config = any_class.load_config(source, subfolder="scheduler", revision=revision)
     name = config.get("_class_name", "")
     scheduler_class = getattr(diffusers.schedulers, name, None) if name.endswith("Scheduler") else None
@@ -43,7 +39,7 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
 
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; afterwards the model is in the mode it was in."""
+    """Without dropout and gradients; restores the model's mode."""
     training = model.training
     model.eval()
     try:
@@ -64,10 +60,9 @@ def denoise(
     steps: int,
     guidance: float,
 ) -> torch.Tensor:
-    """Latents (B, C, T, h, w) on the model's device, from noise, in model space (decode divides by scale).
+    """Latents (B, C, T, h, w) in model space, on the model's device, from noise.
 
-    family: a module of trainer.families. batch, negative: their texts and conditions are read, their latents
-    are not; the negative is used above guidance 1. The model is in eval mode meanwhile.
+    batch, negative: their texts and conditions are used, their latents are not; the negative only above guidance 1.
     """
     device = batch.text_BLD.device
     dtype = family.sampling_dtype(getattr(model, "module", model))
@@ -76,13 +71,13 @@ def denoise(
     scheduler.set_timesteps(steps, device=device)
     with eval_mode(model):
         for t in scheduler.timesteps:
-            # In float64, so that 1000 sigma is the scheduler's timestep again, to the last bit.
+            # In float64, so that 1000 sigma equals the scheduler's timestep exactly.
             sigma_B = (t.double() / 1000).expand(x.shape[0])
             # Guided and stepped in the dtype in which the family's pipeline keeps latents.
             velocity = family.predict(model, x, sigma_B, batch, task).to(dtype)
             if guidance > 1 and negative is not None:
-                away = family.predict(model, x, sigma_B, negative, task).to(dtype)
-                velocity = away + guidance * (velocity - away)
+                unguided = family.predict(model, x, sigma_B, negative, task).to(dtype)
+                velocity = unguided + guidance * (velocity - unguided)
             stepped = scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
             x = torch.cat([x[:, :, :given], stepped], 2)
     return family.postprocess_latents(x, task)

@@ -1,4 +1,4 @@
-"""Weights as files, readable to whoever may read the files beside them."""
+"""Safetensors files with ordinary permissions."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """`path` in safetensors' format, with the permissions that the umask leaves to any new file: the library's own are
-    for the owner alone."""
+    """Write a safetensors file with the permissions of the umask; the library's own are for the owner only."""
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))

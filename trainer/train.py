@@ -1,7 +1,7 @@
-"""The training loop: `train` prepares, steps, looks, keeps and saves, in this order.
+"""The training loop: `train` prepares, steps, validates, writes checkpoints and saves the result, in this order.
 
-Every random number of a step is a function of (seed, step, position in the global batch or rank), so a run that
-was killed and resumed, or moved to another number of GPUs, goes on as if nothing had happened.
+Every random number of a step is a function of (seed, step, position in the global batch or rank), so a run that is
+killed and resumed, or moved to another number of GPUs, continues with the same numbers.
 """
 
 import json
@@ -24,36 +24,26 @@ from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Task
 from schemas.identity import derive_seed, hash_json
-from trainer import checkpoint, flow, metrics, resume, validation
+from trainer import checkpoint, flow, metrics, resume, run_state, validation
 from trainer.batch import Batch
 from trainer.data import BatchLoader, MicroBatch, StepBatches
 from trainer.failure_messages import explain_failures
 from trainer.families.base import FamilyModule, module_of
-from trainer.run_state import (
-    describe_regularisation,
-    record_result,
-    result_folder,
-    resume_signature,
-    run_folder,
-    train_precision,
-    train_shift,
-    write_config,
-)
 from trainer.setup import adapters
 from trainer.setup.optim import BadStepCounter, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 
-# Rank 0 looks and saves while the others wait, for videos longer than the ten minutes that torch would wait.
+# The other ranks wait while rank 0 validates and saves, for videos longer than torch's ten minutes.
 PROCESS_TIMEOUT = timedelta(hours=6)
 
 
 class RunError(LatentpressError):
-    """The run can't be started as it is configured."""
+    """The run can't be started with this configuration."""
 
     exit_code = USAGE
 
 
 class Denoiser(torch.nn.Module):
-    """The transformer as the loss sees it: noisy latents in, float32 velocity out. What DDP wraps."""
+    """The transformer from noisy latents to float32 velocity. This is what DDP wraps."""
 
     def __init__(self, model: torch.nn.Module, family: FamilyModule, task: Task, autocast: torch.dtype | None):
         super().__init__()
@@ -66,7 +56,7 @@ class Denoiser(torch.nn.Module):
 
 @dataclass
 class TrainState:
-    """What the parts of one training run share."""
+    """The objects of one training run."""
 
     config: Config
     console: Console
@@ -79,12 +69,11 @@ class TrainState:
     trainable: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     bad_steps: BadStepCounter
-    base_fingerprint: str  # a fingerprint of the weights that training starts from
-    signature: dict[str, Any]  # as `trainer.run_state.resume_signature` gives them
+    signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
 
     @property
     def skip_frames(self) -> int:
-        """Leading latent frames that are given, and so are no part of the loss."""
+        """Leading latent frames that are given, and not in the loss."""
         return self.family.clean_frames(self.config.model.task)
 
     @property
@@ -97,25 +86,25 @@ class TrainState:
 
 
 def train(config: Config, data: TrainSet, plan: BatchSchedule, console: Console, device: str) -> dict[str, Any]:
-    """Train to config.train.steps and save the result under <output>/<run>.
+    """Train to config.train.steps and save the result under <output>/<run>; returns details for the report.
 
-    device: auto, cpu, cuda or cuda:N. Returns what was done, for the report. Raises DamageError before a damaged
-    row reaches a gradient, DivergedError after too many steps that were not finite, StoreError on a full disk.
+    device: auto, cpu, cuda or cuda:N. DamageError before a damaged row reaches a gradient, DivergedError after too many
+    non-finite steps, StoreError on a full disk.
     """
-    with explain_failures(run_folder(config)):
+    with explain_failures(run_state.run_folder(config)):
         return train_loop(prepare_training(config, data, plan, console, device))
 
 
 def train_loop(run: TrainState) -> dict[str, Any]:
-    """Steps, looks, checkpoints and the result of a prepared run; the numbers of `summary`."""
+    """Train a prepared run; returns `summarize`."""
     config, first = run.config, resume_run(run)
     with metrics.open_metrics_log(run.accelerator, run.folder, first, config.train.steps, run.log) as record:
         if first == 0:
             validate(run, record, 0)
         clock = metrics.StepTimer(first, config.train.steps, run.loader.plan.global_batch)
-        for data_of_step in run.loader.steps(first, config.train.steps):
-            numbers = train_step(run, data_of_step)
-            done = data_of_step.step + 1
+        for batches in run.loader.steps(first, config.train.steps):
+            numbers = train_step(run, batches)
+            done = batches.step + 1
             shown = is_due(done, config.train.log_every, config.train.steps)
             record({"step": done, **numbers, **clock.rates(done)}, shown=shown)
             if is_due(done, config.validation.every, config.train.steps):
@@ -126,72 +115,75 @@ def train_loop(run: TrainState) -> dict[str, Any]:
         return summarize(run, first, done, save_result(run, done))
 
 
-# --- preparing ---------------------------------------------------------------------------------------------
+# --- preparing ---
 
 
 def prepare_training(config: Config, data: TrainSet, plan: BatchSchedule, console: Console, device: str) -> TrainState:
-    """Load the transformer, make what is trained trainable, and put both on the device."""
+    """Load the transformer, add what is trained, and move both to the device."""
     settings = config.train
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    folder = run_folder(config)
-    agreed = resume_signature(config, data, plan)
+    folder = run_state.run_folder(config)
+    signature = run_state.resume_signature(config, data, plan)
     accelerator = make_accelerator(device, folder)
     ranks = accelerator.num_processes
     assert plan.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
-    feed = BatchLoader(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)
+    loader = BatchLoader(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)
     family = module_of(config.model.family_spec)
-    half = train_precision(config) == "bfloat16"
-    full = settings.adapter.type == "full"
+    half, full = run_state.train_precision(config) == "bfloat16", settings.adapter.type == "full"
     # Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
     dtype = torch.bfloat16 if half and not full else torch.float32
     if accelerator.is_main_process:
-        what = f"the transformer of {config.model.source}, its weights in {str(dtype).removeprefix('torch.')}"
-        console.log(f"loading {what}, on {accelerator.device}")
+        weights = f"its weights in {str(dtype).removeprefix('torch.')}"
+        console.log(f"loading the transformer of {config.model.source}, {weights}, on {accelerator.device}")
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     try:
         model = family.load(config.model.source, config.model.revision, dtype, accelerator.device)
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
-        base = fingerprint_model(model)
+        signature["base weights"] = fingerprint_model(model)
         trainable = make_trainable(model, family, config)
-    except torch.OutOfMemoryError:
+    except (LatentpressError, torch.OutOfMemoryError):
         raise
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
-        # How diffusers and the family refuse a source, and the adapter a target; or the weights are damaged.
-        if isinstance(error, LatentpressError):
-            raise
+        # diffusers or the family refuse the checkpoint, or peft a target; or the weights are damaged.
         step = "Correct model.path, model.flavour or train.adapter, or replace the checkpoint with a whole copy."
         raise RunError(f"{config.model.source}: {str(error) or type(error).__name__}", step) from error
+    shape = {key: value for key, value in model.config.items() if not key.startswith("_")}
+    signature["transformer"] = hash_json(json.loads(json.dumps(shape)))
     if settings.gradient_checkpointing:
         model.enable_gradient_checkpointing()
-    autocast = torch.bfloat16 if half and full else None
-    denoiser = accelerator.prepare(Denoiser(model, family, config.model.task, autocast))
+    denoiser = Denoiser(model, family, config.model.task, torch.bfloat16 if half and full else None)
+    denoiser = accelerator.prepare(denoiser)
     optimizer = make_optimizer(trainable.values(), settings.optimizer)
-    bad = BadStepCounter(settings.max_bad_steps)
+    bad_steps = BadStepCounter(settings.max_bad_steps)
     run = TrainState(
-        config, console, accelerator, folder, feed, family, model, denoiser, trainable, optimizer, bad, base, agreed
+        config,
+        console,
+        accelerator,
+        folder,
+        loader,
+        family,
+        model,
+        denoiser,
+        trainable,
+        optimizer,
+        bad_steps,
+        signature,
     )
-    run.log(
-        f"training {format_parameter_count(trainable)} of "
-        f"{format_parameter_count(dict(model.named_parameters()))} parameters"
-    )
-    log_setup(run)
+    counts = (sum(each.numel() for each in weights) for weights in (trainable.values(), model.parameters()))
+    run.log("training {:,} of {:,} parameters".format(*counts))
+    if data.regularisation and run.is_main:
+        console.warn(
+            f"{data.regularisation} samples are regularisation data; this release trains on them as on any other"
+        )
+    if config.validation.eval_samples and config.validation.eval_sigmas:
+        rows, source = data.choose_eval_rows(config.validation.eval_samples)
+        run.log(f"eval loss on {len(rows)} {source}")
     return run
 
 
-def log_setup(run: TrainState) -> None:
-    """Say what the loss and the eval loss will be of."""
-    note = describe_regularisation(run.loader.data)
-    if note and run.is_main:
-        run.console.warn(note)
-    settings = run.config.validation
-    if settings.eval_samples and settings.eval_sigmas:
-        rows, on = run.loader.data.choose_eval_rows(settings.eval_samples)
-        run.log(f"eval loss on {len(rows)} {on}")
-
-
 def make_accelerator(device: str, folder: Path) -> Accelerator:
-    """Accelerate on this device; it would take a CPU without a word where there is no GPU."""
+    """Accelerate on this device. Without the check it would silently use the CPU where there is no GPU."""
     if device.startswith("cuda"):
         index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
         if index >= count:
@@ -207,68 +199,57 @@ def make_accelerator(device: str, folder: Path) -> Accelerator:
 
 
 def fingerprint_model(model: torch.nn.Module) -> str:
-    """Of a few numbers of every weight, as bfloat16: the same however they are loaded and where they lie."""
+    """A hash of the first numbers of every weight, as bfloat16: the same for any dtype and device."""
     digest = xxhash.xxh3_64()
     for parameter in model.parameters():
-        some = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)
-        digest.update(some.view(torch.uint8).numpy().tobytes())
+        first = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)
+        digest.update(first.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def format_parameter_count(parameters: dict[str, torch.nn.Parameter]) -> str:
-    return f"{sum(parameter.numel() for parameter in parameters.values()):,}"
-
-
 def make_trainable(model: torch.nn.Module, family: FamilyModule, config: Config) -> dict[str, torch.nn.Parameter]:
-    """Add a LoRA, or free every weight; name -> parameter of what gradients reach."""
+    """Add a LoRA, or unfreeze every weight; name -> parameter of what gradients reach."""
     adapter = config.train.adapter
     if adapter.type == "full":
         adapters.unfreeze_all(model)
-        return adapters.trainable_parameters(model)
-    targets = adapters.choose_targets(model, adapter.targets) if adapter.targets else family.lora_targets(model)
-    adapters.add_lora(model, targets, adapter.rank, adapter.alpha, adapter.dropout)
+    else:
+        targets = adapters.choose_targets(model, adapter.targets) if adapter.targets else family.lora_targets(model)
+        adapters.add_lora(model, targets, adapter.rank, adapter.alpha, adapter.dropout)
     return adapters.trainable_parameters(model)
 
 
-def full_signature(run: TrainState) -> dict[str, Any]:
-    """What a checkpoint and its continuation must have in common."""
-    shape = {key: value for key, value in run.model.config.items() if not key.startswith("_")}
-    transformer = hash_json(json.loads(json.dumps(shape)))
-    return {**run.signature, "transformer": transformer, "base weights": run.base_fingerprint}
-
-
 def resume_run(run: TrainState) -> int:
-    """Go on from the newest checkpoint that is whole, if there is one; the number of steps done. Writes config.yaml."""
+    """Continue from the newest intact checkpoint, if there is one; returns the steps done. Writes config.yaml."""
     folder = run.folder / "checkpoints"
     if run.is_main:
         found, damaged = resume.newest_checkpoint(folder, verify=True)
-        for one in damaged:
+        for bad in damaged:
             assert found is not None
-            kept = checkpoint.quarantine(one)
+            kept = checkpoint.quarantine(bad)
             run.console.warn(
-                f"{one.path} is damaged ({one.reason}): the run goes on from {found.path.name}, the newest checkpoint "
-                f"that is whole, and the damaged one is kept as {kept.name}"
+                f"{bad.path} is damaged ({bad.reason}): the run goes on from {found.path.name}, the newest intact "
+                f"checkpoint, and the damaged one is kept as {kept.name}"
             )
     run.accelerator.wait_for_everyone()
     found, _ = resume.newest_checkpoint(folder)
     if found is not None:
-        resume.check_signature(found, full_signature(run))
+        resume.check_signature(found, run.signature)
         checkpoint.restore(found, run.trainable, run.optimizer)
         run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
         run.log(f"going on from {found.path}, {found.step} steps done")
     if run.is_main:
-        write_config(run.config, run.loader.data)
+        run_state.write_config(run.config, run.loader.data)
     run.accelerator.wait_for_everyone()
     return found.step if found is not None else 0
 
 
-# --- one step ----------------------------------------------------------------------------------------------
+# --- one step ---
 
 
 def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
-    """One optimizer step over this rank's share of the global batch; the numbers to record.
+    """One optimizer step over this rank's share of the global batch; returns the metrics.
 
-    The loss is the mean over the global batch of each sample's own mean, however it is cut into forward passes.
+    The loss is the mean over the global batch of each sample's own mean, for any batch_size and accumulate.
     """
     config, step = run.config.train, data.step
     torch.manual_seed(derive_seed(f"{config.seed}/{step}/{run.accelerator.process_index}", "step"))
@@ -276,10 +257,9 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     set_learning_rate(run.optimizer, rate)
     run.denoiser.train()
     total, share = torch.zeros((), device=run.accelerator.device), config.batch_size * config.accumulate
-    for number, part in enumerate(data.micro_batches):
-        more = number + 1 < len(data.micro_batches)
-        with run.accelerator.no_sync(run.denoiser) if more else nullcontext():
-            loss = compute_loss(run, part).sum() / share
+    for number, micro_batch in enumerate(data.micro_batches, 1):
+        with run.accelerator.no_sync(run.denoiser) if number < len(data.micro_batches) else nullcontext():
+            loss = compute_loss(run, micro_batch).sum() / share
             loss.backward()
         total += loss.detach()
     value = float(run.accelerator.reduce(total, "mean"))
@@ -292,16 +272,16 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     return numbers if taken else {**numbers, "skipped": True}
 
 
-def compute_loss(run: TrainState, part: MicroBatch) -> torch.Tensor:
+def compute_loss(run: TrainState, micro_batch: MicroBatch) -> torch.Tensor:
     """(B,) flow-matching loss of each sample of one forward pass."""
-    batch = part.batch.to(run.accelerator.device, torch.float32)
-    x0, noise = batch.latents_BCTHW, part.noise_BCTHW.to(run.accelerator.device)
-    sigma_B = flow.sigma_from_normal(part.sigma_normal_B.to(x0.device), train_shift(run.config))
+    batch = micro_batch.batch.to(run.accelerator.device, torch.float32)
+    x0, noise = batch.latents_BCTHW, micro_batch.noise_BCTHW.to(run.accelerator.device)
+    sigma_B = flow.sigma_from_normal(micro_batch.sigma_normal_B.to(x0.device), run_state.train_shift(run.config))
     predicted = run.denoiser(flow.interpolate(x0, noise, sigma_B), sigma_B, batch)
     return flow.loss_per_sample(predicted, flow.velocity(x0, noise), run.skip_frames)
 
 
-# --- looking and keeping -----------------------------------------------------------------------------------
+# --- validating and saving ---
 
 
 def is_due(done: int, every: int, last: int) -> bool:
@@ -315,14 +295,11 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
         predict.eval()
         grid = validation.EvalGrid(settings.eval_samples, settings.eval_sigmas, settings.seed, run.loader.batch_size)
         if grid.samples and grid.sigmas:
-            found = validation.compute_eval_loss(
-                predict, run.loader.data, grid, run.accelerator.device, run.skip_frames
-            )
+            on, frames = run.accelerator.device, run.skip_frames
+            found = validation.compute_eval_loss(predict, run.loader.data, grid, on, frames)
             record({"step": done, "eval_loss": found.mean, "eval_by_sigma": found.by_sigma, "eval_on": found.on})
-        folder = run.folder / "validation" / f"step-{done:06d}"
-        count = validation.write_validation_latents(
-            run.model, run.family, run.config, run.loader.data, folder, predict.autocast
-        )
+        folder, data = run.folder / "validation" / f"step-{done:06d}", run.loader.data
+        count = validation.write_validation_latents(run.model, run.family, run.config, data, folder, predict.autocast)
         if count:
             run.log(f"step {done}: {count} validation latents in {folder}")
     run.accelerator.wait_for_everyone()
@@ -335,31 +312,28 @@ def save_checkpoint(run: TrainState, done: int) -> None:
         epoch, batch = divmod(done, plan.batches_per_epoch)
         extra = {"epoch": epoch, "batch": batch, "random": {"seed": plan.seed, "step": done}}
         extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total}
-        path = checkpoint.save(folder, done, run.trainable, run.optimizer, full_signature(run), extra)
+        path = checkpoint.save(folder, done, run.trainable, run.optimizer, run.signature, extra)
         checkpoint.prune(folder, run.config.train.keep_checkpoints)
         run.log(f"step {done}: checkpoint {path}")
     run.accelerator.wait_for_everyone()
 
 
 def save_result(run: TrainState, done: int) -> Path:
-    """Write the result after `done` steps: <run>/adapter/ for a LoRA, <run>/model/transformer/ for a full-rank run.
-
-    It is noted last.
-    """
-    config, path = run.config, result_folder(run.config)
+    """Write the result after `done` steps to `run_state.result_folder`, and record it last."""
+    config, path = run.config, run_state.result_folder(run.config)
     if run.is_main:
         if config.train.adapter.type == "full":
             adapters.save_full(run.model, path)
         else:
             notes = {"set": run.loader.data.id, "steps": str(done), "flavour": config.model.flavour_spec.name}
             adapters.save_lora(run.model, path, config.model.family, notes)
-        record_result(config, done)
+        run_state.record_result(config, done)
     run.accelerator.wait_for_everyone()
     return path
 
 
 def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, Any]:
-    """The report of the run, resumed parts included."""
+    """Details for the report, over the whole run."""
     lines = metrics.read_metrics(run.folder / metrics.METRICS_FILE)
     losses = [line["loss"] for line in lines if "loss" in line]
     evals = [line for line in lines if "eval_loss" in line]

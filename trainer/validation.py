@@ -1,6 +1,6 @@
-"""What is looked at while training: a loss on a fixed grid, and the validation prompts denoised.
+"""Validation in training: a loss on a fixed grid, and the validation prompts denoised.
 
-Nothing here draws from a global random state, so looking more or less often does not change the training.
+Nothing here uses a global random state, so validating more or less often does not change the training.
 """
 
 import json
@@ -33,7 +33,7 @@ PredictVelocity = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
 @dataclass(frozen=True)
 class EvalGrid:
-    """Where the eval loss is measured: on `samples` rows, at each of `sigmas` (0: data, 1: noise)."""
+    """The eval loss is measured on `samples` rows, at each of `sigmas` (0: data, 1: noise)."""
 
     samples: int
     sigmas: tuple[float, ...]
@@ -43,7 +43,7 @@ class EvalGrid:
 
 @dataclass(frozen=True)
 class EvalLoss:
-    """on: whose loss it is, as `TrainSet.eval_choice` says it."""
+    """on: a description of the samples, from `TrainSet.choose_eval_rows`."""
 
     mean: float
     by_sigma: dict[str, float]
@@ -54,11 +54,10 @@ class EvalLoss:
 def compute_eval_loss(
     predict: PredictVelocity, data: TrainSet, grid: EvalGrid, device: torch.device, skip_frames: int = 0
 ) -> EvalLoss:
-    """Mean loss over a few rows of the set (`TrainSet.eval_choice`), their first captions, at every sigma of the grid.
+    """Mean loss over rows of the set (`TrainSet.choose_eval_rows`) with their first captions, at every sigma.
 
-    A row's noise, and the draw from its posterior where moments are stored, depend on (grid.seed, its sample id) alone,
-    so the number compares checkpoints and runs of one set with each other. The loss of samples that are trained on
-    shows fitting, not generalising.
+    Noise and draws from stored posteriors depend only on (grid.seed, sample id), so checkpoints and runs of one set can
+    be compared. The loss of training samples shows fitting, not generalising.
     """
     losses: dict[float, list[float]] = {sigma: [] for sigma in grid.sigmas}
     rows, on = data.choose_eval_rows(grid.samples)
@@ -82,7 +81,7 @@ def compute_eval_loss(
 
 
 def seeded_noise(identity: str, purpose: str, shape_CTHW: tuple[int, ...]) -> torch.Tensor:
-    """Standard normal noise that depends on its arguments alone, the same on every device: float32, CPU."""
+    """Standard normal noise, a function of its arguments: float32, on the CPU."""
     generator = torch.Generator().manual_seed(derive_seed(identity, purpose))
     return torch.randn(tuple(shape_CTHW), generator=generator)
 
@@ -97,8 +96,8 @@ def write_validation_latents(
 ) -> int:
     """Denoise every validation prompt of the set to `folder`/<name>.safetensors; returns how many.
 
-    Each file has one float32 tensor, `latent` (C, T, h, w) in model space, and under the metadata key
-    "latentpress" JSON that says what it is. Files appear whole. `latentpress decode` makes pictures of them.
+    Each file has a float32 tensor, `latent` (C, T, h, w) in model space, and JSON under the metadata key "latentpress".
+    Files appear whole. `latentpress decode` makes pictures of them.
     """
     prompts = data.validation
     if not prompts:
@@ -109,9 +108,9 @@ def write_validation_latents(
     for prompt in prompts:
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             latent = _denoise_prompt(model, family, config, prompt, scheduler, device)
-        about = _latent_metadata(config, prompt, data.id)
+        metadata = _latent_metadata(config, prompt, data.id)
         temp = folder / f".{prompt.name}.{os.getpid()}.tmp"
-        write_tensors({"latent": latent.contiguous()}, temp, {"latentpress": json.dumps(about)})
+        write_tensors({"latent": latent.contiguous()}, temp, {"latentpress": json.dumps(metadata)})
         temp.replace(folder / f"{prompt.name}.safetensors")
     return len(prompts)
 
@@ -126,38 +125,26 @@ def _denoise_prompt(
 ) -> torch.Tensor:
     """The prompt's latent (C, T, h, w), float32 on the CPU; the same noise at every step of every run."""
     spec = config.model.family_spec
-    shape = (spec.latent_channels, *_latent_shape(config, prompt))
+    grid_THW = Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
+    shape = (spec.latent_channels, *grid_THW)
     noise_BCTHW = seeded_noise(f"{config.validation.seed}/{prompt.name}", "validation", shape)[None]
-    given = {"latent": Array.from_numpy(np.zeros(shape, np.float32))}
-    given |= {} if prompt.condition is None else {"condition": prompt.condition}
+    tensors = {"latent": Array.from_numpy(np.zeros(shape, np.float32))}
+    tensors |= {} if prompt.condition is None else {"condition": prompt.condition}
     draw = f"{config.validation.seed}/{prompt.name}/validation"
     batch, negative = (
-        collate([Sample(prompt.name, given, text)], prompt.bucket, spec, [draw]).to(device, torch.float32)
+        collate([Sample(prompt.name, tensors, text)], prompt.bucket, spec, [draw]).to(device, torch.float32)
         for text in (prompt.text, prompt.negative)
     )
-    latents = denoise(
-        model,
-        family,
-        config.model.task,
-        batch,
-        negative,
-        noise_BCTHW,
-        scheduler,
-        config.validation.steps or spec.steps,
-        guidance_scale(config),
-    )
+    steps, guidance = config.validation.steps or spec.steps, guidance_scale(config)
+    task = config.model.task
+    latents = denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps, guidance)
     return latents[0].float().cpu()
 
 
 def guidance_scale(config: Config) -> float:
-    """As configured, else the family's. 0 is a choice of its own."""
-    given = config.validation.guidance
-    return config.model.family_spec.guidance if given is None else given
-
-
-def _latent_shape(config: Config, prompt: ValidationPrompt) -> tuple[int, int, int]:
-    spec = config.model.family_spec
-    return Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
+    """As configured, else the family's; 0 is valid."""
+    configured = config.validation.guidance
+    return config.model.family_spec.guidance if configured is None else configured
 
 
 def _latent_metadata(config: Config, prompt: ValidationPrompt, set_id: str) -> dict[str, Any]:

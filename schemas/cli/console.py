@@ -1,19 +1,16 @@
-"""How every program speaks: its options, its log and progress, its report, its exit code.
+"""What every program shares: its options, log, progress, report and exit code.
 
 A program is a function of the configuration that returns a report, and one line:
 
     def run(config: Config, options: Options, console: Console) -> Report: ...
 
-    app = program("bucket", "Divide media into buckets and plan the work.", run)
+    app = make_app("bucket", "Divide media into buckets and plan the work.", run)
     if __name__ == "__main__":
         app()
 
-Keyword-only parameters of `run` become options of that program alone, declared as typer declares them:
-
-    def run(config, options, console, *, fix: Annotated[bool, typer.Option(help="...")] = False): ...
-
-Log and progress go to standard error and the report to standard output (with --json as one JSON document), so
-that a pipe always gets the report alone.
+Keyword-only parameters of `run` are options of that program alone, declared as typer declares them.
+Log and progress go to standard error, the report to standard output (with --json as one JSON document), so a pipe gets
+the report alone.
 """
 
 import inspect
@@ -31,7 +28,7 @@ from typing import Any, TextIO
 
 import typer
 
-import schemas.cli.log_filters  # noqa: F401  (what it does is done on import)
+import schemas.cli.log_filters  # noqa: F401  (filters are added on import)
 from schemas.cli.options import (
     NOT_PARTITIONED,
     ConfigOption,
@@ -48,20 +45,20 @@ from schemas.cli.report import Report
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
 from schemas.text_format import escape_unprintable, to_json_values
 
-# What a program's file needs, in one import.
+# Everything that a program needs, in one import.
 __all__ = ["DAMAGE", "INCOMPLETE", "OK", "USAGE", "Console", "Options", "Partition", "Progress", "Report", "make_app"]
 
-PROGRESS_INTERVAL_S = 5.0  # of progress where there is no terminal
+PROGRESS_INTERVAL_S = 5.0  # between lines of progress where there is no terminal
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
-#: True of every program: each writes its files whole or not at all, and looks at what is there before it begins.
+#: True of every program: files appear whole or not at all.
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
 EXIT_CODES = "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
 
 
 class Progress:
-    """Counts what is done of `total` (None: not known). Safe to advance from several threads.
+    """Counts the units done of `total` (None: unknown). Safe to advance from several threads.
 
-    The rate is measured from the first advance on, so that loading a model does not count as slow work.
+    The rate is measured from the first advance on, so that loading a model does not count.
     """
 
     def __init__(self, total: float | None, show: Callable[["Progress"], None], clock: Callable[[], float]) -> None:
@@ -81,31 +78,22 @@ class Progress:
 
     def state(self, unit: str) -> str:
         """Like "12/140 units, 1.5 units/s, 0:01:25 left"."""
-        rate = self._rate()
-        text = f"{self.done:.10g}" if self.total is None else f"{self.done:.10g}/{self.total:.10g}"
-        text += f" {unit}" + (f", {_format_rate(rate)} {unit}/s" if rate else "")
+        start, counted = self._first or (self._start, self.done)
+        elapsed = self._clock() - start
+        rate = (self.done - counted) / elapsed if elapsed > 0 else 0.0
+        text = f"{self.done:.10g} {unit}" if self.total is None else f"{self.done:.10g}/{self.total:.10g} {unit}"
+        if rate:
+            text += f", {rate:.3g} {unit}/s" if rate < 100 else f", {rate:.0f} {unit}/s"
         if self.total is None or rate == 0 or self.done >= self.total:
             return text
         return f"{text}, {timedelta(seconds=round((self.total - self.done) / rate))} left"
 
-    def _rate(self) -> float:
-        """Units a second since the first advance; 0 before a second one."""
-        if self._first is None:
-            return 0.0
-        since, counted = self._first
-        elapsed = self._clock() - since
-        return (self.done - counted) / elapsed if elapsed > 0 else 0.0
-
-
-def _format_rate(rate: float) -> str:
-    """Three digits for slow work, whole numbers for fast."""
-    return f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"
-
 
 class Console:
-    """A program's voice. Everything but the report goes to `stderr`; the report goes to `stdout`.
+    """A program's output: the report to `stdout`, everything else to `stderr`.
 
-    On a terminal progress is a bar; elsewhere a line at most every `interval` seconds, and one at the end.
+    On a terminal progress is a bar; elsewhere a line at most every `interval` seconds, and one at the end. complete:
+    adds this program's options to the commands in a warning.
     """
 
     def __init__(
@@ -116,25 +104,23 @@ class Console:
         stderr: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         interval: float = PROGRESS_INTERVAL_S,
-        completed: Callable[[str], str] = str,
+        complete: Callable[[str], str] = str,
     ) -> None:
         from rich.console import Console as RichConsole
 
-        plainly: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
         self.json = json
         self.stdout = stdout or sys.stdout
-        for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is escaped, no crash
+        for stream in (sys.stdout, sys.stderr):  # characters that the terminal's encoding lacks are escaped
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        self._rich = RichConsole(file=stderr or sys.stderr, **plainly)
-        self._clock, self._interval = clock, interval
-        self._completed = completed  # commands in what is said, with the options that this program was given
+        self._rich = RichConsole(file=stderr or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._clock, self._interval, self._complete = clock, interval, complete
 
     def log(self, message: str) -> None:
         self._rich.print(_escape_lines(message))
 
     def warn(self, message: str) -> None:
-        self._rich.print(f"warning: {_escape_lines(self._completed(message))}", style="yellow")
+        self._rich.print(f"warning: {_escape_lines(self._complete(message))}", style="yellow")
 
     def error(self, message: str) -> None:
         self._rich.print(f"error: {_escape_lines(message)}", style="bold red")
@@ -142,15 +128,13 @@ class Console:
     @contextmanager
     def progress(self, total: float | None, description: str, unit: str = "items") -> Iterator[Progress]:
         """A context in which `.advance(n)` moves the progress of `total` units."""
-        terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
-        with (self._bar if terminal else self._lines)(total, description, unit) as progress:
-            yield progress
-
-    @contextmanager
-    def _bar(self, total: float | None, description: str, unit: str) -> Iterator[Progress]:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
+        if not self._on_terminal:
+            with self._progress_lines(total, description, unit) as progress:
+                yield progress
+            return
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
         with Bar(*columns, console=self._rich) as bar:
             task = bar.add_task(description, total=total, state="")
@@ -158,8 +142,12 @@ class Console:
             progress.advance(0)
             yield progress
 
+    @property
+    def _on_terminal(self) -> bool:
+        return self._rich.is_terminal and not self._rich.is_dumb_terminal
+
     @contextmanager
-    def _lines(self, total: float | None, description: str, unit: str) -> Iterator[Progress]:
+    def _progress_lines(self, total: float | None, description: str, unit: str) -> Iterator[Progress]:
         last = self._clock()
 
         def show(progress: Progress) -> None:
@@ -172,14 +160,13 @@ class Console:
         try:
             yield progress
         finally:
-            took = timedelta(seconds=round(progress.seconds))
-            self.log(f"{description}: {progress.state(unit)}, after {took}")
+            self.log(f"{description}: {progress.state(unit)}, after {timedelta(seconds=round(progress.seconds))}")
 
     @contextmanager
     def live_display(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:
-        """A context's `show(lines, text)`. On a terminal `text` is drawn in place of the last one, and is gone at the
-        end; elsewhere the values of `lines` are printed whose keys were not there the last time."""
-        if self._rich.is_terminal and not self._rich.is_dumb_terminal:
+        """Give `show(lines, text)`. On a terminal `text` replaces the last one and disappears at the end; elsewhere
+        the values of `lines` whose keys are new are printed."""
+        if self._on_terminal:
             from rich.live import Live
             from rich.text import Text
 
@@ -190,19 +177,19 @@ class Console:
 
         def show(lines: Mapping[str, str], text: str) -> None:
             nonlocal shown
-            for line in [line for key, line in lines.items() if key not in shown]:
-                self.log(line)
+            for key in [key for key in lines if key not in shown]:
+                self.log(lines[key])
             shown = lines
 
         yield show
 
     def print_report(self, report: Report) -> int:
-        """Print the report and give the exit code."""
+        """Print the report; returns the exit code."""
         print(report.json() if self.json else report.summary(), file=self.stdout, flush=True)
         return report.exit_code
 
     def print_error(self, name: str, error: LatentpressError) -> int:
-        """Print the error and its next step, with --json as a document too, and give its exit code."""
+        """Print the error and its next step, with --json as a document too; returns its exit code."""
         self.error(error.message)
         if error.next_step:
             self.log(error.next_step)
@@ -217,7 +204,6 @@ class Interrupted(LatentpressError):
 
 
 def _escape_lines(message: str) -> str:
-    """Every line as `visible` shows it."""
     return "\n".join(map(escape_unprintable, message.split("\n")))
 
 
@@ -227,8 +213,7 @@ RunFunction = Callable[..., Report]
 def make_app(name: str, help: str, run: RunFunction, *, examples: Sequence[str] = (), extra: str = "") -> typer.Typer:
     """The typer application of one program. `run(config, options, console, **own options) -> Report`.
 
-    examples: argument lines shown under --help, without the program's name. extra: the installation extra
-    whose libraries the program imports; where one is missing, the error says how to install it.
+    examples: argument lines for --help. extra: the installation extra that the error names where a library is missing.
     """
 
     def command(
@@ -258,17 +243,16 @@ def make_app(name: str, help: str, run: RunFunction, *, examples: Sequence[str] 
 def run_program(
     name: str, run: RunFunction, options: Options, own: Mapping[str, Any] | None = None, *, extra: str = ""
 ) -> int:
-    """Load the configuration, run, print the report or the error, and give the exit code."""
+    """Load the configuration, run, print the report or the error; returns the exit code."""
     from schemas.config.loading import load_config
 
-    console = Console(json=options.json, completed=options.add_given_options)
+    console = Console(json=options.json, complete=options.add_given_options)
     try:
         config = load_config(options.config, options.overrides)
         report = run(config, options, console, **(own or {}))
-        steps, said = [options.add_given_options(step) for step in report.next_steps], report.details
-        details = {
-            key: options.add_given_options(text) if isinstance(text, str) else text for key, text in said.items()
-        }
+        complete = options.add_given_options
+        steps = [complete(step) for step in report.next_steps]
+        details = {key: complete(it) if isinstance(it, str) else it for key, it in report.details.items()}
         return console.print_report(replace(report, dry_run=options.dry_run, next_steps=steps, details=details))
     except LatentpressError as error:
         error.next_step = options.add_given_options(error.next_step)

@@ -1,7 +1,7 @@
-"""Nothing of the working directory can be imported: a file there that is called like a module must not run.
+"""Keep modules of the working directory from being imported: a file there with a module's name must not run.
 
-Python puts the working directory first on the import path for `python -m` and `python -c` (multiprocessing starts its
-processes with the latter), and for every empty or relative entry of PYTHONPATH.
+Python puts the working directory first on the import path for `python -m`, for `python -c` (which multiprocessing uses)
+and for every empty or relative entry of PYTHONPATH.
 """
 
 import os
@@ -9,9 +9,9 @@ import sys
 
 
 def remove_working_directory() -> None:
-    """Of this process, and by the environment of all that it starts. For programs, before their other imports.
+    """For this process and, by the environment, all that it starts. Programs call it before their other imports.
 
-    An absolute entry of PYTHONPATH stays. What `python -m` put first is removed by the packages' `__init__`.
+    Absolute entries of PYTHONPATH stay. The packages' `__init__` remove the entry of `python -m`.
     """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [entry for entry in entries if os.path.isabs(entry)]

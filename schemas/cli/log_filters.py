@@ -1,13 +1,13 @@
-"""What libraries log in an ordinary run and no user can act on, each by its own words, so that nothing else is hidden.
+"""Hide messages of libraries that no user can act on, each by its own words.
 
-Imported by schemas.cli.console, and so by every program and worker before the libraries are.
+schemas.cli.console imports this, and so every program and worker does before the libraries.
 """
 
 import logging
 
-#: Logger -> how its messages begin.
+#: Logger -> beginning of the message.
 IGNORED_MESSAGES = {
-    # On CPUs with AVX512-BF16, wherever bitsandbytes is installed: it then computes with its own library.
+    # On CPUs with AVX512-BF16, with bitsandbytes installed, which then computes with its own library.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
 }
 

@@ -11,23 +11,21 @@ import typer
 
 from schemas.config.encoding import Resources
 from schemas.config.pipeline import Config
-from schemas.config.types import MOST_PROCESSES
+from schemas.config.types import DEVICE, MOST_PROCESSES
 
 T = TypeVar("T")
-#: "latentpress PROGRAM" as a whole step, between backticks, or behind a colon at the end of a text.
-_COMMAND_PATTERN = re.compile(
-    r"(^latentpress [a-z][a-z-]*|(?<=`)latentpress [a-z][a-z-]*|(?<=: )latentpress [a-z][a-z-]*$)"
-)
+#: "latentpress PROGRAM" at the beginning of a text, after a backtick, or at the end after a colon.
+_COMMAND_PATTERN = re.compile(r"((^|(?<=`))latentpress [a-z][a-z-]*|(?<=: )latentpress [a-z][a-z-]*$)")
 
 
 class Partition(NamedTuple):
-    """This process' part of the work: number `number` (from 0) of `total`."""
+    """This process's share of the work: number `number` (from 0) of `total`."""
 
     number: int = 0
     total: int = 1
 
     def select(self, items: Sequence[T]) -> list[T]:
-        """Every total-th item, from `number` on: the parts are disjoint and together they are everything."""
+        """Every total-th item, from `number` on."""
         return list(items[self.number :: self.total])
 
     def __str__(self) -> str:
@@ -40,15 +38,13 @@ NOT_PARTITIONED = Partition()
 def parse_partition(text: str | Partition) -> Partition:
     """Read "i/n" with 0 <= i < n; anything else is wrong usage."""
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", str(text))
-    shard = Partition(int(match[1]), int(match[2])) if match else None
-    if shard is None or shard.number >= shard.total:
+    if match is None or int(match[1]) >= int(match[2]):
         raise typer.BadParameter(f"{text!r} is not i/n with 0 <= i < n; three parts are 0/3, 1/3 and 2/3")
-    return shard
+    return Partition(int(match[1]), int(match[2]))
 
 
 def parse_device(text: str) -> str:
-    """Read a device's name; anything else is wrong usage."""
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+    if not re.fullmatch(DEVICE, text):
         raise typer.BadParameter(f"{text!r} is not one of auto, cpu, cuda, cuda:N")
     return text
 
@@ -56,31 +52,20 @@ def parse_device(text: str) -> str:
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The configuration.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override one key: train.optimizer.lr=1e-4, datasets.photos.resolution=256. Repeatable.",
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key: train.optimizer.lr=1e-4. Repeatable."),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done and how much, no more.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done; do nothing.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")]
 PartitionOption = Annotated[
     Partition,
     typer.Option(
-        "--shard",
-        parser=parse_partition,
-        show_default=False,
-        metavar="I/N",
-        help="Do part I (from 0) of N alone.  [default: all]",
+        "--shard", parser=parse_partition, show_default=False, metavar="I/N", help="Do only part I (from 0) of N."
     ),
 ]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        "--device",
-        parser=parse_device,
-        metavar="NAME",
-        help="auto, cpu, cuda or cuda:N.  [default: as configured]",
+        "--device", parser=parse_device, metavar="NAME", help="auto, cpu, cuda or cuda:N.  [default: as configured]"
     ),
 ]
 WorkersOption = Annotated[
@@ -93,7 +78,7 @@ WorkersOption = Annotated[
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says. `device` and `workers` are None where the configuration decides."""
+    """The command line. `device` and `workers` are None where the configuration decides."""
 
     config: Path = Path("pipeline.yaml")
     overrides: tuple[str, ...] = ()
@@ -104,26 +89,26 @@ class Options:
     workers: int | None = None
 
     def resources(self, config: Config, stage: str) -> Resources:
-        """The stage's resources as configured, with --device and --workers put over them."""
+        """The stage's resources as configured, overridden by --device and --workers."""
         given = {"device": self.device, "workers": self.workers}
         update = {key: value for key, value in given.items() if value is not None}
         return config.stages.resources(stage).model_copy(update=update)
 
     def add_given_options(self, text: str) -> str:
-        """A command "latentpress PROGRAM ...", or a text with such commands between backticks or at its end, with the
-        configuration and overrides that this one was given. What has been given some stays."""
-        given = ["--config", str(self.config)] if self.config != Options.config else []
-        given += [word for override in self.overrides for word in ("--set", override)]
+        """Add this program's --config and --set to the latentpress commands in a text that has none of them."""
+        given = self._argv_of_config() if self.config != Options.config else self._argv_of_config()[2:]
         if not given or " --config " in text or " --set " in text:
             return text
         words = " ".join(map(shlex.quote, given))
         return _COMMAND_PATTERN.sub(lambda found: f"{found[0]} {words}", text)
 
     def argv(self) -> list[str]:
-        """These options as another program of the project takes them."""
-        out = ["--config", str(self.config)]
-        out += [word for override in self.overrides for word in ("--set", override)]
+        """These options as arguments of another program."""
+        out = self._argv_of_config()
         out += [flag for flag, on in (("--dry-run", self.dry_run), ("--json", self.json)) if on]
         out += ["--shard", str(self.partition)] if self.partition.total > 1 else []
         out += ["--device", self.device] if self.device else []
         return out + (["--workers", str(self.workers)] if self.workers else [])
+
+    def _argv_of_config(self) -> list[str]:
+        return ["--config", str(self.config), *(word for override in self.overrides for word in ("--set", override))]

@@ -1,4 +1,4 @@
-"""What a program says when it ends: as one JSON document, or as a summary for a reader. Pure."""
+"""A program's report, as one JSON document or as a summary for a reader. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,13 @@ MOST_COLUMNS = 10  # of a table; rows of more are shown one below the other
 
 @dataclass
 class Report:
-    """What a program did. done, skipped, remaining: counts of its own kind of item.
+    """done, skipped, remaining: counts of the program's kind of item, which `what` names unless it is obvious.
 
-    set_aside, truncated, failed, damage: one dict an item, with "item", "path", "reason" and "message" where they
-    apply; truncated ones count as done.
-    more_set_aside: how many further ones stand in the full list alone. Items set aside are no failure; failed ones
-    are, and are tried again by the next run. rejects: where the full list of what was set aside is kept.
-    next_steps: commands. details: anything else; a value that is a list of flat dicts is shown as a table.
-    Keys are snake_case at every level, with the unit of a number at their end (`written_mib`), and name no data: what
-    there is of each dataset or bucket is a list of rows. `heading` makes of them what a person sees.
+    set_aside, truncated, failed, damage: a dict per item, with "item", "path", "reason" and "message" where they apply;
+    truncated ones count as done. Set-aside items are no failure; failed ones are, and the next run tries them again.
+    more_set_aside: those that only the full list (`rejects`) has. next_steps: commands. details: anything else; a list
+    of flat dicts is shown as a table. Keys are snake_case at every level, with a number's unit at their end
+    (`written_mib`), and never data such as a bucket: those are rows of a list. `heading` makes them readable.
     """
 
     program: str
@@ -38,28 +36,25 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
     rejects: str = ""
     dry_run: bool = False
-    what: str = ""  # that is counted, where it does not go without saying
+    what: str = ""
 
     @property
     def exit_code(self) -> int:
-        """DAMAGE before INCOMPLETE before OK. What a dry run would do is not work that was left."""
+        """DAMAGE before INCOMPLETE before OK. A dry run's `remaining` is not incomplete work."""
         if self.damage:
             return DAMAGE
         return INCOMPLETE if self.failed or (self.remaining and not self.dry_run) else OK
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON values; numbers that JSON has no word for (NaN) become null."""
+        """The report as plain JSON values; NaN and infinities become null."""
         return to_json_values({**vars(self), "exit_code": self.exit_code})
 
     def json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
 
     def summary(self) -> str:
-        """The report for a reader: counts, details, what needs attention, what to do next."""
-        counts = {
-            "to do" if self.dry_run else "remaining": self.remaining,
-            "set aside": len(self.set_aside) + self.more_set_aside,
-        }
+        set_aside = len(self.set_aside) + self.more_set_aside
+        counts = {"to do" if self.dry_run else "remaining": self.remaining, "set aside": set_aside}
         counts |= {"truncated": len(self.truncated), "failed": len(self.failed), "damaged": len(self.damage)}
         words = [f"{self.done} {self.what} done".replace("  ", " "), f"{self.skipped} skipped"]
         words += [f"{count} {what}" for what, count in counts.items() if count]
@@ -77,12 +72,12 @@ _WORDS = {"mib": "MiB", "percent": "%", "psnr": "PSNR", "db": "dB", "tensorboard
 
 
 def heading(key: str) -> str:
-    """A key of a report as a person reads it: `latents_mib` is "latents MiB"."""
+    """A key as a person reads it: `latents_mib` is "latents MiB"."""
     return " ".join(_WORDS.get(word, word) for word in key.split("_"))
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Aligned lines, one a row, under the headings of the first row; numbers to the right."""
+    """Aligned lines, one per row, under the headings of the first row; numbers are right-aligned."""
     keys = list(rows[0])
     cells = [[heading(key) for key in keys]] + [
         [escape_unprintable(str(row.get(key, ""))) for key in keys] for row in rows
@@ -101,21 +96,17 @@ def _format_detail(key: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return [f"  {name}:", *(f"  {line}" for inner in value.items() for line in _format_detail(*inner))]
     if isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value):
-        if len(value[0]) > MOST_COLUMNS:
-            return [f"  {name}:", *(f"  {line}" for row in value for line in _block(row))]
+        if len(value[0]) > MOST_COLUMNS:  # of each row the first value, and below it the others
+            lines = [f"  {name}:"]
+            for row in value:
+                (_, title), *others = row.items()
+                lines += [f"    {escape_unprintable(str(title))}:"]
+                lines += [f"    {line}" for key, cell in others for line in _format_detail(key, cell)]
+            return lines
         return [f"  {name}:", *(f"    {line}" for line in format_table(value))]
     if isinstance(value, list | tuple):
         value = ", ".join(str(item) for item in value)
     return [f"  {name}: {value:g}" if isinstance(value, float) else f"  {name}: {value}"]
-
-
-def _block(row: Mapping[str, Any]) -> list[str]:
-    """A row that is too wide for a table: its first value, and below it the others."""
-    (_, title), *others = row.items()
-    return [
-        f"  {escape_unprintable(str(title))}:",
-        *(f"  {line}" for key, value in others for line in _format_detail(key, value)),
-    ]
 
 
 def _format_items(title: str, items: Sequence[Mapping[str, Any]], full: str = "", unlisted: int = 0) -> list[str]:
@@ -126,12 +117,11 @@ def _format_items(title: str, items: Sequence[Mapping[str, Any]], full: str = ""
         what = item.get("path") or item.get("item") or "?"
         why = ": ".join(str(item[key]) for key in ("reason", "message") if item.get(key))
         lines.append(escape_unprintable(f"  {what}  {why}".rstrip()))
-    more = max(0, len(items) - MAX_LISTED) + unlisted
-    if more:
+    if more := max(0, len(items) - MAX_LISTED) + unlisted:
         lines.append(f"  ... and {more} more")
     return lines + ([f"  the full list: {full}"] if full else [])
 
 
 def printable(text: str) -> str:
-    """`text` with the bytes of a file's name that are not UTF-8 shown as escapes."""
+    """`text` with bytes of a file's name that are not UTF-8 as escapes."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,7 +1,6 @@
 """`datasets` of pipeline.yaml: where media comes from, its captions and companions, and how it is cut.
 
-The names are those that users of these models know from other trainers; docs/datasets.md explains each with an
-example.
+The names are those of other trainers for these models; docs/datasets.md explains each with an example.
 """
 
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from schemas.config.section import InconsistentValues, Name, Problem, Section, UnitFloat
+from schemas.config.section import Name, Problem, Section, UnitFloat, refuse
 
 SourceName = Literal["folder", "remote", "webdataset", "huggingface", "manifest"]
 CaptionStrategy = Literal[
@@ -19,57 +18,49 @@ MediaKind = Literal["image", "video"]
 TABLE_STRATEGIES: tuple[CaptionStrategy, ...] = ("csv", "jsonl", "parquet")
 
 Aspect = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
-MAX_CLIP_FRAMES = 99_999  # of a clip
-MAX_EDGE = 1_000_000  # pixels, as far as `schemas/geometry.py` computes; megapixels stay below it
+MAX_CLIP_FRAMES = 99_999
+MAX_EDGE = 1_000_000  # pixels: the limit of `schemas/geometry.py`
 ColumnNames = tuple[str, ...]
+Size = Annotated[float, Field(gt=0, le=MAX_EDGE)]  # in the unit of resolution_type
+ClipFrames = Annotated[int, Field(ge=1, le=MAX_CLIP_FRAMES)]
+VideoFrames = Annotated[int, Field(ge=1, le=10**9)]
 
 
 class TagShuffle(Section):
-    """A fixed number of orders of a caption's tags, encoded once each; the passes take turns."""
+    """A fixed number of orders of a caption's tags, each encoded once; they take turns in training."""
 
     variants: int = Field(
         4, ge=1, le=64, description="orders of each caption, the first as written; equal ones count once"
     )
-    delimiter: str = Field(",", min_length=1, description="what stands between tags; spaces around it are dropped")
-    keep: int = Field(0, ge=0, le=10_000, description="tags at the beginning that stay where they are")
+    delimiter: str = Field(",", min_length=1, description="separates tags; spaces around it are dropped")
+    keep: int = Field(0, ge=0, le=10_000, description="tags at the beginning that keep their place")
 
 
 class Video(Section):
-    num_frames: int = Field(
-        121, ge=1, le=MAX_CLIP_FRAMES, description="frames of a clip; rounded down to 1 + a multiple of 4"
-    )
-    min_frames: int = Field(5, ge=1, le=MAX_CLIP_FRAMES, description="a video that yields fewer is set aside")
-    max_frames: int | None = Field(
-        None, ge=1, le=10**9, description="a video that yields more is set aside; default: no limit"
-    )
+    num_frames: ClipFrames = Field(121, description="frames of a clip; rounded down to 1 + a multiple of 4")
+    min_frames: ClipFrames = Field(5, description="a video that yields fewer is set aside")
+    max_frames: VideoFrames | None = Field(None, description="a video that yields more is set aside; default: no limit")
     frame_rate: float = Field(24.0, gt=0, le=1000, description="frames per second; frames are chosen by timestamp")
     bucket_strategy: Literal["resolution_frames", "aspect_ratio"] = Field(
         "resolution_frames",
         description="resolution_frames: shorter videos make shorter clips; aspect_ratio: all have num_frames",
     )
-    frame_interval: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_CLIP_FRAMES,
-        description="frame counts of resolution_frames are 1 + a multiple of it; default: the model's 4",
+    frame_interval: ClipFrames | None = Field(
+        None, description="frame counts of resolution_frames are 1 + a multiple of it; default: the model's 4"
     )
     clip: Literal["head", "middle", "random", "uniform", "chunks", "slide"] = Field(
         "head", description="which part of a longer video; chunks: every part; slide: a clip every clip_stride"
     )
     clips: int = Field(1, ge=1, le=10_000, description="clips of each video, where clip is random or uniform")
-    clip_stride: int | None = Field(
-        None, ge=1, le=10**9, description="frames between the starts of clips, where clip is slide"
-    )
+    clip_stride: VideoFrames | None = Field(None, description="frames between the starts of clips, where clip is slide")
     scenes: bool = Field(False, description="find cuts; no clip crosses one, and each scene counts as a video")
     max_repeated_frames: UnitFloat | None = Field(
         None, description="largest share of a clip's frames that may repeat the one before; default: no limit"
     )
 
     @model_validator(mode="after")
-    def _coherent(self) -> "Video":
-        problems = list(self._problems())
-        if problems:
-            raise InconsistentValues(problems)
+    def _consistent(self) -> "Video":
+        refuse(self._problems())
         return self
 
     def _problems(self) -> Iterator[Problem]:
@@ -89,20 +80,19 @@ class Dataset(Section):
     disabled: bool = False
     source: SourceName | None = Field(
         None,
-        description="default, by instance_data_dir: a URL: remote; *.tar: webdataset; a table file: manifest; else "
-        "folder. huggingface must be named",
+        description="default, by instance_data_dir: URL: remote; *.tar: webdataset; table file: manifest; else folder",
     )
     instance_data_dir: str = Field(
-        min_length=1, description="folder, URL, tars (shards/{00000..00012}.tar), manifest file, or dataset name"
+        min_length=1, description="folder, URL, tars ({00000..00012}.tar), manifest or dataset"
     )
-    media_root: str | None = Field(None, description="where the media lies on this machine, if elsewhere")
+    media_root: str | None = Field(None, description="location of the media on this machine, if another")
     split: str = Field("train", description="of a huggingface dataset")
     media_column: str | None = Field(None, description="column of a manifest or huggingface dataset with the media")
     follow_links: bool = Field(False, description="follow symbolic links that lead outside the folder")
     identity: Literal["content", "store"] = Field(
         "content", description="content: hash every file once; store: the store's own checksum and size"
     )
-    skip_file_discovery: bool = Field(False, description="take the media table as it is; look for nothing new")
+    skip_file_discovery: bool = Field(False, description="use the media table as it is")
 
     caption_strategy: CaptionStrategy | None = Field(
         None, description="default: the source's own: textfile, webdataset, huggingface, or the manifest's kind"
@@ -113,78 +103,61 @@ class Dataset(Section):
     )
     instance_prompt: str | None = Field(None, description="the caption of every item, for instanceprompt")
     prepend: str = Field("", description="put before every caption")
-    append: str = Field("", description="put behind every caption")
+    append: str = Field("", description="put after every caption")
     tag_shuffle: TagShuffle | None = None
-    caption_filter: ColumnNames = Field(
-        (), strict=False, description="removed from captions: plain text, or /regular expression/"
-    )
+    caption_filter: ColumnNames = Field((), strict=False, description="plain text or /regex/, removed from captions")
 
     conditioning_data: str | None = Field(None, description="folder or URL of i2i source images, named as the targets")
-    conditioning_column: str | None = Field(
-        None, description="column (for webdataset: extension of the member) of the i2i source image"
-    )
+    conditioning_column: str | None = Field(None, description="column (webdataset: extension) of the i2i source image")
     mask_data: str | None = Field(None, description="folder or URL of masks, named as the media; white is trained on")
-    mask_column: str | None = Field(None, description="column (for webdataset: extension of the member) of the mask")
+    mask_column: str | None = Field(None, description="column (webdataset: extension) of the mask")
 
     where: str | None = Field(None, description="filter on extra columns: score > 5 and licence in ('cc0', 'cc-by')")
     repeats: int = Field(0, ge=0, le=1_000_000, description="extra passes in an epoch: 0 = once")
     weight: float = Field(1.0, gt=0, le=1e6, description="draws in an epoch, times this; 0.5: every other epoch")
-    is_regularisation_data: bool = Field(False, description="trained towards the base model's own prediction")
+    is_regularisation_data: bool = Field(
+        False, description="marked as regularisation data, which training does not use yet"
+    )
     eval: bool = Field(False, description="held out: the whole dataset is for evaluation")
     eval_fraction: UnitFloat = Field(0.0, description="share held out for evaluation, chosen by content")
 
-    resolution: float | None = Field(
-        None, gt=0, le=MAX_EDGE, description="see resolution_type; default: the family's own"
-    )
+    resolution: Size | None = Field(None, description="see resolution_type; default: the family's own")
     resolution_type: Literal["pixel_area", "area", "pixel"] = Field(
-        "pixel_area",
-        description="pixel_area: edge of a square of that area; area: megapixels; pixel: shorter edge",
+        "pixel_area", description="pixel_area: edge of a square of that area; area: megapixels; pixel: shorter edge"
     )
     buckets: Literal["computed", "family"] = Field(
         "computed", description="computed: from resolution and strides; family: the sizes the model was made with"
     )
     max_aspect: float = Field(2.5, ge=1, le=100, description="longest side of a bucket over its shorter one")
-    crop: bool = Field(True, description="true: cover the bucket and cut; false: stretch to it")
+    crop: bool = Field(True, description="true: cover the bucket and crop; false: stretch to it")
     crop_aspect: Literal["preserve", "square", "closest", "random"] = Field(
-        "preserve", description="shape of the cut: the nearest bucket, square, or one of crop_aspect_buckets"
+        "preserve", description="shape of the crop: the nearest bucket, square, or one of crop_aspect_buckets"
     )
     crop_aspect_buckets: tuple[Aspect, ...] = Field(
         (), strict=False, description="width / height to choose among, for closest and random"
     )
     crop_style: Literal["center", "random", "corner"] = Field(
-        "center", description="where it is cut; random: seeded by the item's identity; corner: upper left"
+        "center", description="place of the crop; random: seeded by the item's identity; corner: upper left"
     )
-    minimum_image_size: float | None = Field(
-        None, gt=0, le=MAX_EDGE, description="smaller is set aside; in the unit of resolution_type"
+    minimum_image_size: Size | None = Field(None, description="smaller is set aside; in the unit of resolution_type")
+    maximum_image_size: Size | None = Field(
+        None, description="larger is set aside, or first scaled down to target_downsample_size where that is given"
     )
-    maximum_image_size: float | None = Field(
-        None,
-        gt=0,
-        le=MAX_EDGE,
-        description="larger is set aside, or scaled down first where target_downsample_size is given",
-    )
-    target_downsample_size: float | None = Field(
-        None,
-        gt=0,
-        le=MAX_EDGE,
-        description="size to which what is over maximum_image_size is scaled before it is cut",
+    target_downsample_size: Size | None = Field(
+        None, description="what maximum_image_size excludes is scaled to this first"
     )
     allow_upscale: bool = Field(False, description="false: a file smaller than its bucket is set aside")
-    max_distortion: float | None = Field(
-        None, ge=0, le=1000, description="largest change of aspect by stretching: 0.05 is 5 %"
-    )
-    max_cropped: UnitFloat | None = Field(None, description="largest share of the area that cutting may lose")
-    animations: Literal["first-frame", "video"] = Field(
-        "first-frame", description="how a GIF, WebP or APNG in motion is taken"
-    )
+    max_distortion: float | None = Field(None, ge=0, le=1000, description="largest change of aspect: 0.05 is 5 %")
+    max_cropped: UnitFloat | None = Field(None, description="largest share of the area that a crop may lose")
+    animations: Literal["first-frame", "video"] = Field("first-frame", description="how an animated image is read")
     video: Video = Video()
 
-    _written: dict[str, str] = PrivateAttr(default_factory=dict)
+    _portable_paths: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def portable_path(self, key: str) -> str | None:
-        """A place by the name that it has on every machine: relative to the configuration's folder where it is written
-        so, or lies below it. `schemas/config/loading.py` notes it; without a file it is the place itself."""
-        return self._written.get(key, getattr(self, key))
+        """A location as every machine names it: relative to the configuration's folder where it is written so or is
+        below it. `schemas/config/loading.py` records it; without a file it is the location itself."""
+        return self._portable_paths.get(key, getattr(self, key))
 
     @property
     def root(self) -> str:
@@ -192,7 +165,7 @@ class Dataset(Section):
 
     @property
     def resolved_source(self) -> SourceName:
-        """The source, as set or as the location says."""
+        """As configured, else by the location."""
         if self.source:
             return self.source
         where = self.instance_data_dir.split("?")[0].lower()
@@ -204,7 +177,7 @@ class Dataset(Section):
 
     @property
     def resolved_caption_strategy(self) -> CaptionStrategy:
-        """The caption strategy, as set or as the source has it."""
+        """As configured, else the source's own."""
         if self.caption_strategy:
             return self.caption_strategy
         source = self.resolved_source
@@ -214,21 +187,19 @@ class Dataset(Section):
         return source if source in ("webdataset", "huggingface") else "textfile"
 
     @model_validator(mode="after")
-    def _coherent(self) -> "Dataset":
-        problems = [*self._secret_problems(), *self._caption_problems(), *self._geometry_problems()]
-        if self.conditioning_data and self.conditioning_column:
-            problems.append((("conditioning_column",), "and conditioning_data name the same thing; keep one"))
-        if self.mask_data and self.mask_column:
-            problems.append((("mask_column",), "and mask_data name the same thing; keep one"))
-        if self.animations == "video" and self.dataset_type != "video":
-            problems.append((("animations",), "video needs dataset_type: video; images take first-frame"))
-        if self.eval and self.eval_fraction:
-            problems.append((("eval_fraction",), "means nothing where eval: true holds everything out"))
-        if problems:
-            raise InconsistentValues(problems)
+    def _consistent(self) -> "Dataset":
+        refuse((*self._problems(), *self._caption_problems(), *self._geometry_problems()))
         return self
 
-    def _secret_problems(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
+        if self.conditioning_data and self.conditioning_column:
+            yield ("conditioning_column",), "and conditioning_data name the same thing; keep one"
+        if self.mask_data and self.mask_column:
+            yield ("mask_column",), "and mask_data name the same thing; keep one"
+        if self.animations == "video" and self.dataset_type != "video":
+            yield ("animations",), "video needs dataset_type: video; images take first-frame"
+        if self.eval and self.eval_fraction:
+            yield ("eval_fraction",), "has no effect where eval: true holds out everything"
         for key in ("instance_data_dir", "media_root", "caption_file", "conditioning_data", "mask_data"):
             _, scheme, rest = (getattr(self, key) or "").rpartition("://")
             if scheme and "@" in rest.partition("/")[0]:

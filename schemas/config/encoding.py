@@ -1,4 +1,4 @@
-"""Sections about the model, what is encoded with it, and what the stages may use of a machine."""
+"""Sections about the model, encoding, and what the stages may use of a machine."""
 
 import os
 from typing import Literal, get_args
@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from schemas.catalogue import FAMILIES, VISION_MODELS, get_flavour
 from schemas.config.section import Section
-from schemas.config.types import MOST_PROCESSES, Device, Precision
+from schemas.config.types import Count, Device, Precision, Processes
 from schemas.family import Condition, Family, Flavour, Task, Template
 
 StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode"]
@@ -24,11 +24,9 @@ class Cache(Section):
 class Model(Section):
     family: str = Field(description=", ".join(FAMILIES))
     flavour: str | None = Field(None, description="published checkpoint; default: the family's own default")
-    path: str | None = Field(
-        None, description="local directory or repo in diffusers layout; default: the flavour's repo"
-    )
+    path: str | None = Field(None, description="folder or repo in diffusers layout; default: the flavour's repo")
     revision: str | None = Field(None, description="commit or tag of the repo")
-    precision: Precision = Field("bfloat16", description="in which encoders and the diffusion model compute")
+    precision: Precision = Field("bfloat16", description="of the encoders and the transformer")
 
     @field_validator("family")
     @classmethod
@@ -58,7 +56,6 @@ class Model(Section):
 
     @property
     def condition(self) -> Condition | None:
-        """What the task gives the model beside the text, if anything."""
         return self.family_spec.conditions.get(self.task)
 
     @property
@@ -67,76 +64,56 @@ class Model(Section):
 
     @property
     def source(self) -> str:
-        """Local directory or repo id that weights are loaded from."""
+        """Folder or repo id of the weights."""
         return self.path or self.flavour_spec.repo
 
 
 class Text(Section):
-    max_length: int | None = Field(
-        None, gt=0, le=131_072, description="tokens kept, such as 256, 512 or 1024; default: the pipeline's own"
-    )
+    max_length: int | None = Field(None, gt=0, le=131_072, description="tokens kept; default: the pipeline's own")
     batch_tokens: int = Field(4096, gt=0, le=2**24, description="tokens of one forward pass of the text encoder")
     precision: Precision | None = Field(None, description="default: model.precision")
     quantization: Literal["no_change", "bf16", "int8-quanto", "nf4-bnb"] = Field(
-        "no_change", description="how the language model's weights are held; embeddings are stored in `precision`"
+        "no_change", description="of the language model's weights; embeddings are stored in `precision`"
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(
         None, description="the language model's attention; default: as the family's pipelines"
     )
     offload: Literal["none", "blocks"] = Field(
-        "none", description="blocks: weights stay in host memory, one block at a time is on the device; same numbers"
+        "none", description="blocks: weights stay in host memory, one block at a time is on the device; same result"
     )
 
 
 class Latents(Section):
     posterior: Literal["sample", "mode", "moments"] = Field(
         "sample",
-        description="sample: as the reference, seeded by the sample's identity; mode: the mean; "
-        "moments: mean and log-variance, sampled anew at every step of training",
+        description="sample: seeded by the sample's id; mode: the mean; moments: sampled at every training step",
     )
-    batch_pixels: int = Field(
-        1024 * 1024,
-        ge=1,
-        le=2**40,
-        description="frames x width x height of one forward pass of the autoencoder; a larger sample is one of its own",
-    )
+    batch_pixels: int = Field(1024 * 1024, ge=1, le=2**40, description="frames x width x height of one forward pass")
     precision: Precision | None = Field(None, description="default: the family's own, else model.precision")
     decoder: Literal["pyav", "decord"] = Field("pyav", description="video decoder; decord: constant frame rate only")
-    chunk_frames: int = Field(
-        0,
-        ge=0,
-        le=99_999,
-        description="frames that a convolution of the video autoencoder computes at once, to save memory; 0: all",
-    )
-    slicing: bool = Field(False, description="one sample after another through the autoencoder, whatever the batch")
-    tiling: bool = Field(False, description="in overlapping spatial tiles, to save memory: gives other latents")
+    chunk_frames: int = Field(0, ge=0, le=99_999, description="frames of one convolution, to save memory; 0: all")
+    slicing: bool = Field(False, description="encode one sample of a batch after another, to save memory")
+    tiling: bool = Field(False, description="encode overlapping spatial tiles, to save memory: gives other latents")
 
     def settings(self, family: Family) -> dict[str, int | bool | str]:
-        """What beyond weights and precision determines a family's latents: part of the cache's name. What is off, or
-        has no effect, is left out."""
-        found = dict(family.latent_settings)
+        """What determines latents beside weights and precision: part of the fingerprint, without what has no effect."""
+        settings = dict(family.latent_settings)
         if self.tiling:
-            found |= {"tiling": True, "tile": family.tile[0], "tile_stride": family.tile[1]}
+            settings |= {"tiling": True, "tile": family.tile[0], "tile_stride": family.tile[1]}
         if self.chunk_frames and family.video:
-            found |= {"chunk_frames": self.chunk_frames}
-        return found
+            settings |= {"chunk_frames": self.chunk_frames}
+        return settings
 
 
 class Vision(Section):
-    """Features that CREPA compares the transformer's hidden states with. Without `model` there are none."""
+    """Features to which CREPA aligns the transformer's hidden states; none without `model`."""
 
-    model: str | None = Field(
-        None, description="dinov2_vits14, dinov2_vitg14, or a DINOv2 as local directory or repo; default: no features"
-    )
+    model: str | None = Field(None, description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a DINOv2")
     revision: str | None = Field(None, description="commit or tag of the repo")
     size: int | None = Field(
-        None,
-        ge=14,
-        le=14 * 148,
-        multiple_of=14,
-        description="pixels, a multiple of 14: frames get as many patches as a square of it; default: 224, vitg14 518",
+        None, ge=14, le=14 * 148, multiple_of=14, description="pixels, a multiple of 14; default: 224, vitg14 518"
     )
-    batch_size: int = Field(32, ge=1, le=65_536, description="frames of one forward pass")
+    batch_size: Count = Field(32, description="frames of one forward pass")
     precision: Precision | None = Field(None, description="default: model.precision; features are stored in bfloat16")
 
     @field_validator("model")
@@ -148,12 +125,11 @@ class Vision(Section):
 
     @property
     def source(self) -> str | None:
-        """Local directory or repo id that weights are loaded from; None where no features are wanted."""
+        """Folder or repo id of the weights; None for no features."""
         return VISION_MODELS[self.model].repo if self.model in VISION_MODELS else self.model
 
     @property
     def pixels(self) -> int:
-        """`size`, or the model's own."""
         return self.size or (VISION_MODELS[self.model].size if self.model in VISION_MODELS else 224)
 
 
@@ -165,31 +141,19 @@ def cores() -> int:
 class Resources(Section):
     """What one stage may use on this machine."""
 
-    workers: int = Field(1, ge=1, le=MOST_PROCESSES, description="processes")
-    threads: int = Field(2, ge=1, le=MOST_PROCESSES, description="CPU threads of one process; recorded in the shards")
+    workers: Processes = Field(1, description="processes")
+    threads: Processes = Field(2, description="CPU threads of one process; recorded in the shards")
     device: Device = "auto"
 
 
 class Encoding(Resources):
-    """What an encoding stage may use."""
-
-    readers: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_PROCESSES,
-        description="processes that decode for one that encodes; default: the cores, less one, shared",
-    )
+    readers: Processes | None = Field(None, description="decoding processes of one worker; default: the cores less one")
     prefetch: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_PREFETCH,
-        description="samples or texts read ahead by one process; default: 64, or as many as fit in 1 GiB; of texts "
-        "without an image about four batches",
+        None, ge=1, le=MOST_PREFETCH, description="members read ahead by one worker; default: 64, at most 1 GiB"
     )
 
     @property
     def readers_per_worker(self) -> int:
-        """Processes that decode for each that encodes."""
         return self.readers or max(1, min(MOST_READERS, (cores() - 1) // self.workers))
 
 
@@ -197,12 +161,8 @@ class Stages(Section):
     order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="what `latentpress run` runs")
     engine: Literal["local"] = "local"
     max_reject_fraction: float = Field(0.2, ge=0, le=1, description="a stage stops when more is set aside")
-    item_timeout_s: float = Field(
-        300.0, gt=0, le=7 * 86400, description="an item that takes longer to read is set aside"
-    )
-    item_memory_mib: int = Field(
-        8192, ge=256, le=2**24, description="an item that takes more memory to read is set aside"
-    )
+    item_timeout_s: float = Field(300.0, gt=0, le=7 * 86400, description="an item that takes longer is set aside")
+    item_memory_mib: int = Field(8192, ge=256, le=2**24, description="an item that takes more memory is set aside")
     discover: Resources = Resources(workers=4)
     encode_text: Encoding = Field(Encoding(), alias="encode-text")
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")

@@ -1,4 +1,4 @@
-"""From pydantic's errors to sentences with the value, the valid choices and the next step. Pure."""
+"""Pydantic's errors as sentences with the value, the valid choices and the next step. Pure."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ def dotted_path(path: KeyPath) -> str:
 
 
 def section_fields(section: type[Section]) -> dict[str, Any]:
-    """The section's keys as they are written in YAML, and the type of each."""
+    """The section's keys as written in YAML, and their types."""
     return {info.alias or name: info.annotation for name, info in section.model_fields.items()}
 
 
@@ -47,15 +47,13 @@ def find_sections_with(key: str, section: type[Section] = Config, above: str = "
     for name, kind in section_fields(section).items():
         if name == key:
             yield above or "the top level"
-        inner, item = kind, ""
-        if get_origin(kind) is tuple:
-            inner, item = get_args(kind)[0], ".N"
+        inner, item = (get_args(kind)[0], ".N") if get_origin(kind) is tuple else (kind, "")
         if is_section(inner):
             yield from find_sections_with(key, inner, f"{above}.{name}{item}".lstrip("."))
 
 
 def explain_error(error: ErrorDetails) -> list[Problem]:
-    """What is wrong, in words, and where (one pydantic error can hold several)."""
+    """The problems of one pydantic error, in words."""
     path, context = error["loc"], error.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, InconsistentValues):
@@ -63,13 +61,19 @@ def explain_error(error: ErrorDetails) -> list[Problem]:
     if cause is not None:
         return [(path, str(cause))]
     if error["type"] == "too_short" and error["input"]:
-        return []  # items that are wrong are not counted, and have errors of their own
+        return []  # pydantic does not count invalid items, which have errors of their own
     return [(path, _describe(error["type"], path, error["input"], context, error["msg"]))]
 
 
 def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], message: str) -> str:
     if kind == "extra_forbidden":
-        return _describe_unknown_key(path)
+        key, valid = str(path[-1]), list(section_fields(type_at(path[:-1])))
+        if known := migration_hints.find_hint(path):  # before near misses: type is not the crop_style that it resembles
+            return f"unknown key; {known}"
+        hint = _suggest(key, valid)
+        if not hint and (sections := list(find_sections_with(key))):
+            hint = f"; it belongs to {' or '.join(sections)}"
+        return f"unknown key{hint}; valid: {', '.join(valid)}"
     if kind == "missing":
         return "an item is missing" if isinstance(path[-1], int) else "this key is required and missing"
     if kind == "literal_error":
@@ -78,7 +82,12 @@ def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], 
     if kind == "string_pattern_mismatch":
         return f"{value!r} is not valid; {PATTERNS[context['pattern']]}"
     if kind in _EXPECTED_TYPES:
-        return _describe_wrong_type(kind, value)
+        expected = f"expected {_EXPECTED_TYPES[kind]}, got {_format_value(value)}"
+        if kind == "string_type" and isinstance(value, int | float):
+            return f"{expected}; put it in quotes"
+        if isinstance(value, str) and kind in _PYTHON_TYPES and isinstance(_parse_unquoted(value), _PYTHON_TYPES[kind]):
+            return f"{expected}; write it without quotes"
+        return f"{expected}; valid: true, false" if kind == "bool_type" else expected
     if kind in ("model_type", "model_attributes_type"):
         section = type_at(path)
         return f"expected a section, got {_format_value(value)}; valid keys: {', '.join(section_fields(section))}"
@@ -98,32 +107,11 @@ _EXPECTED_TYPES = {
 _PYTHON_TYPES: dict[str, Any] = {"bool_type": bool, "float_type": (int, float), "int_type": int}
 
 
-def _describe_wrong_type(kind: str, value: Any) -> str:
-    expected = f"expected {_EXPECTED_TYPES[kind]}, got {_format_value(value)}"
-    if kind == "string_type" and isinstance(value, int | float):
-        return f"{expected}; put it in quotes"
-    if isinstance(value, str) and kind in _PYTHON_TYPES and isinstance(_parse_unquoted(value), _PYTHON_TYPES[kind]):
-        return f"{expected}; write it without quotes"
-    return f"{expected}; valid: true, false" if kind == "bool_type" else expected
-
-
 def _parse_unquoted(text: str) -> Any:
-    """What the text would be in YAML without its quotes."""
     try:
         return parse_yaml(text).value
     except ValueError:
         return text
-
-
-def _describe_unknown_key(path: KeyPath) -> str:
-    key = str(path[-1])
-    valid = list(section_fields(type_at(path[:-1])))
-    if said := migration_hints.find_hint(path):  # before near misses: type is not the crop_style that it looks like
-        return f"unknown key; {said}"
-    hint = _suggest(key, valid)
-    if not hint and (places := list(find_sections_with(key))):
-        hint = f"; it belongs to {' or '.join(places)}"
-    return f"unknown key{hint}; valid: {', '.join(valid)}"
 
 
 def _suggest(value: Any, choices: list[str]) -> str:
@@ -134,11 +122,11 @@ def _suggest(value: Any, choices: list[str]) -> str:
 def _format_value(value: Any) -> str:
     if value is None:
         return "nothing (null)"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     text = shorten(repr(value))
+    if isinstance(value, bool):
+        return text.lower()
     return f"the text {text}" if isinstance(value, str) else text

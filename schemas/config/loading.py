@@ -1,8 +1,8 @@
 """Read pipeline.yaml: overrides applied, relative paths resolved, every error with its file, line and key.
 
 Relative paths in the configuration (and in --set) are relative to the folder of the configuration file. URLs
-(`s3://...`, `memory://...`) stay as they are; `file://` is a path like any other. `model.path` may name a repo: it
-stays as it is unless such a folder exists or it begins with "." or "~".
+(`s3://...`, `memory://...`) are unchanged; `file://` is a path. `model.path` may name a repo: it is unchanged unless
+such a folder exists or it begins with "." or "~".
 
 `python -m schemas.config.loading` prints the JSON Schema that editors use.
 """
@@ -24,14 +24,12 @@ from schemas.config.pipeline import Config
 from schemas.config.yaml_reader import MAX_CHARACTERS, Document, KeyPath, YamlError, parse_yaml
 from schemas.errors import USAGE, LatentpressError
 
-MAX_ERRORS = 100  # that are explained: near misses of a key take a millisecond each
-
-
-PORTABLE_PATHS = ("instance_data_dir", "caption_file")  # places that a dataset is known by
+MAX_ERRORS = 100  # that are explained: finding near misses of a key takes a millisecond
+PORTABLE_PATHS = ("instance_data_dir", "caption_file")  # those that identify a dataset
 
 
 class ConfigError(LatentpressError, ValueError):
-    """The configuration cannot be used; `errors` has one line for each thing that is wrong with it."""
+    """An invalid configuration; `errors` has one line per problem."""
 
     exit_code: ClassVar[int] = USAGE
 
@@ -44,9 +42,9 @@ class ConfigError(LatentpressError, ValueError):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the file `path` with `overrides` ("train.steps=10") put over it.
+    """Read the file `path` and apply `overrides` ("train.steps=10").
 
-    Raises ConfigError with every error found, each as "pipeline.yaml:17: train.optimizer.lr: what is wrong".
+    ConfigError has every error found, each as "pipeline.yaml:17: train.optimizer.lr: what is wrong".
     """
     path = Path(path)
     document = _read_document(path)
@@ -54,9 +52,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         document.value = {}
     if not isinstance(document.value, dict):
         raise ConfigError([f"{path}:1: expected keys and values; valid keys: {', '.join(section_fields(Config))}"])
-    set_paths, errors = _apply_overrides(document.value, overrides)
+    set_paths: dict[KeyPath, str] = {}  # path of each override -> its key as written
+    errors = []
+    for text in overrides:
+        try:
+            key, value = parse_override(text)
+            set_paths[set_value(document.value, key, value)] = key
+        except ValueError as error:
+            errors.append(f"--set {text.partition('=')[0].strip()}: {error}")
     _drop_empty_sections(document.value, Config)
-    written = [_portable_paths(dataset, path.absolute().parent) for dataset in _list_items(document.value, "datasets")]
+    portable = [_portable_paths(dataset, path.absolute().parent) for dataset in _list_items(document.value, "datasets")]
     _resolve_paths(document.value, path.absolute().parent)
     try:
         config = Config.model_validate(document.value)
@@ -68,13 +73,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             errors.append(f"{path}: and {len(found) - MAX_ERRORS} more")
     if errors:
         raise ConfigError(errors)
-    for dataset, places in zip(config.datasets, written, strict=True):
-        dataset._written.update(places)
+    for dataset, paths in zip(config.datasets, portable, strict=True):
+        dataset._portable_paths.update(paths)
     return config
 
 
 def dump_yaml(config: Config) -> str:
-    """The whole configuration, defaults included, as YAML that `load` reads back as an equal one."""
+    """The configuration with its defaults, as YAML from which `load_config` reads an equal one."""
     out = io.StringIO()
     yaml = YAML(pure=True)
     yaml.width = 4096
@@ -88,23 +93,16 @@ def json_schema() -> dict[str, Any]:
     model = schema["$defs"]["Model"]
     model["properties"]["family"]["enum"] = list(FAMILIES)
     model["allOf"] = [
-        {
-            "if": {"properties": {"family": {"const": name}}},
-            "then": {"properties": {"flavour": {"enum": [*family.flavours, None]}}},
-        }
-        for name, family in FAMILIES.items()
+        {"if": {"properties": {"family": {"const": name}}}, "then": {"properties": {"flavour": {"enum": flavours}}}}
+        for name, flavours in ((name, [*family.flavours, None]) for name, family in FAMILIES.items())
     ]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "title": "latentpress pipeline",
-    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "latentpress pipeline"}
 
 
 def _read_document(path: Path) -> Document:
     try:
         with path.open(encoding="utf-8-sig") as file:
-            return parse_yaml(file.read(MAX_CHARACTERS + 1))  # no more, be it /dev/zero
+            return parse_yaml(file.read(MAX_CHARACTERS + 1))  # limited: it may be /dev/zero
     except FileNotFoundError as error:
         step = "Copy the pipeline.yaml of the source tree and edit it, or name yours with --config."
         raise ConfigError([f"{path}: no such file"], step) from error
@@ -118,23 +116,10 @@ def _read_document(path: Path) -> Document:
         raise ConfigError([f"{str(path)!r}: cannot be read: {error}"]) from error
 
 
-def _apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[KeyPath, str], list[str]]:
-    """Apply the overrides; give the path of each with its key as written, and the errors."""
-    paths: dict[KeyPath, str] = {}
-    errors = []
-    for text in overrides:
-        try:
-            key, value = parse_override(text)
-            paths[set_value(config, key, value)] = key
-        except ValueError as error:
-            errors.append(f"--set {text.partition('=')[0].strip()}: {error}")
-    return paths, errors
-
-
 def _locate_error(
     file: Path, document: Document, set_paths: dict[KeyPath, str], path: KeyPath, message: str
 ) -> tuple[int, str]:
-    """The line to sort by, and the error with its place: the --set that caused it, or the file and line."""
+    """The line to sort by, and the error after its location: the --set that caused it, or file and line."""
     for set_path, key in set_paths.items():
         if path == set_path or (set_path[: len(path)] == path and path not in document.lines):
             return 0, f"--set {key}: {message}"
@@ -146,7 +131,7 @@ def _locate_error(
 
 
 def _drop_empty_sections(value: Any, kind: Any) -> None:
-    """Take out sections in which every key is commented out (they read as null): the defaults serve."""
+    """Remove sections in which every key is commented out; YAML reads them as null."""
     if is_section(kind) and isinstance(value, dict):
         for key, inner in section_fields(kind).items():
             if is_section(inner) and key in value and value[key] is None:
@@ -172,7 +157,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     _map_texts(config.get("vision"), ("model",), absolute_if_there)
     _map_texts(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)
     for dataset in _list_items(config, "datasets"):
-        named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps of a hub
+        named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps a dataset of the hub
         _map_texts(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)
         _map_texts(dataset, ("media_root", "caption_file", "conditioning_data", "mask_data"), absolute)
     for prompt in _list_items(config.get("validation"), "prompts"):
@@ -180,8 +165,8 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
 
 
 def _portable_paths(dataset: Any, folder: Path) -> dict[str, str]:
-    """What names a dataset's places on every machine, so that a project can be moved: paths from the folder of the
-    configuration, where they are written so or lie below it. What follows "?" in a URL may be a signature."""
+    """A dataset's PORTABLE_PATHS, relative to the configuration's folder where they are written so or are below it, so
+    that a project can be moved. URLs without their query, which may be a signature."""
     found = dict[str, str]()
     for key in PORTABLE_PATHS:
         text = dataset.get(key) if isinstance(dataset, dict) else None
@@ -199,7 +184,7 @@ def _list_items(section: Any, key: str) -> list[Any]:
 
 
 def _map_texts(section: Any, keys: Sequence[str], change: Callable[[str], str]) -> None:
-    """Change the texts at `keys`; anything else there is left to validation."""
+    """Change the texts at `keys`; validation reports other values."""
     for key in keys if isinstance(section, dict) else ():
         if isinstance(section.get(key), str) and section[key]:
             section[key] = change(section[key])

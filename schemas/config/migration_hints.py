@@ -1,11 +1,12 @@
 """Keys of other trainers' configurations (SimpleTuner, musubi-tuner, diffusion-pipe): what they are called here, or why
-they are not needed. Shown where such a key is met; nothing is imported from those configurations."""
+they are not needed. Shown in the error for such a key."""
 
-_CACHE_HINT = "not needed: caches lie under root, and each stage finds its own"
+_CACHE_HINT = "not needed: caches are under root, and each stage finds its own"
 _RESOURCES_HINT = "stages.<stage>.workers and .threads say what each stage may use"
 _FRAMES_HINT = "here video.num_frames, and video.clip says which part"
+_ASPECT_HINT = "here max_aspect: longest side of a bucket over its shorter one"
 
-#: Key -> hint. "datasets.KEY" is met below datasets alone.
+#: Key -> hint; "datasets.KEY": below datasets only.
 HINTS = {
     # SimpleTuner: multidatabackend.json
     "datasets.type": "here source: folder (its local), remote, webdataset, huggingface, manifest; without it, by "
@@ -15,12 +16,8 @@ HINTS = {
     "metadata_backend": "not needed: discover reads sizes from the files into one table",
     "metadata_update_interval": "not needed: discover keeps what it has read as it goes",
     "write_batch_size": "not needed: cache.unit_mib says how large a shard is",
-    "read_batch_size": _RESOURCES_HINT,
-    "image_processing_batch_size": _RESOURCES_HINT,
-    "max_workers": _RESOURCES_HINT,
-    "cache_dir_vae": _CACHE_HINT,
-    "cache_dir_text": _CACHE_HINT,
-    "cache_dir_conditioning_image_embeds": _CACHE_HINT,
+    **dict.fromkeys(("read_batch_size", "image_processing_batch_size", "max_workers"), _RESOURCES_HINT),
+    **dict.fromkeys(("cache_dir_vae", "cache_dir_text", "cache_dir_conditioning_image_embeds"), _CACHE_HINT),
     "vae_cache_clear_each_epoch": "not needed: what changes is encoded again",
     "vae_batch_size": "here latents.batch_pixels",
     "text_embeds": "not needed: texts are cached under root",
@@ -92,8 +89,8 @@ HINTS = {
     "directory": "here datasets, an item with instance_data_dir: the path",
     "resolutions": "here resolution, one for each item of datasets",
     "enable_ar_bucket": "not needed: media always go into buckets by aspect",
-    "min_ar": "here max_aspect: longest side of a bucket over its shorter one",
-    "max_ar": "here max_aspect: longest side of a bucket over its shorter one",
+    "min_ar": _ASPECT_HINT,
+    "max_ar": _ASPECT_HINT,
     "num_ar_buckets": "not needed: buckets are computed from resolution and strides (buckets: computed)",
     "frame_buckets": _FRAMES_HINT,
     "micro_batch_size_per_gpu": "here train.batch_size",
@@ -103,8 +100,5 @@ HINTS = {
 
 
 def find_hint(path: tuple[str | int, ...]) -> str | None:
-    """What is to be said of the unknown key at `path`; None where it is no known key of another trainer."""
-    below = f"{path[0]}.{path[-1]}" if len(path) > 1 else ""
-    if below in HINTS:
-        return HINTS[below]
-    return HINTS.get(str(path[-1]))
+    """The hint for the unknown key at `path`; None where no other trainer has such a key."""
+    return HINTS.get(f"{path[0]}.{path[-1]}", HINTS.get(str(path[-1])))

@@ -1,4 +1,4 @@
-"""`--set KEY=VALUE`: one key of the configuration, put over what the file says. Pure."""
+"""`--set KEY=VALUE`, which replaces one key of the configuration. Pure."""
 
 from collections.abc import Sequence
 from typing import Any, get_origin
@@ -10,7 +10,7 @@ from schemas.config.yaml_reader import MAX_DEPTH, KeyPath, YamlError, parse_yaml
 def parse_override(text: str) -> tuple[str, Any]:
     """Read "train.optimizer.lr=1e-4" as ("train.optimizer.lr", 0.0001); the value is YAML.
 
-    Raises ValueError where there is no "=", no key, or the value is not valid YAML.
+    ValueError where there is no "=", no key, or the value is not valid YAML.
     """
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -27,10 +27,10 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def set_value(config: dict[str, Any], key: str, value: Any) -> KeyPath:
-    """Put `value` at `key` into nested dicts and lists, in place; give the key's path.
+    """Put `value` at `key` into nested dicts and lists, in place; returns the key's path.
 
-    Sections that are missing are created. An item of a list is named by its id or name, or by its number from
-    0. Raises ValueError where the path leads through a value, or to an item that is not there.
+    Missing sections are created. Items of a list are addressed by id, name or number (from 0). ValueError where the
+    path leads through a plain value or to a missing item.
     """
     here: Any = config
     step: Any
@@ -54,7 +54,7 @@ def set_value(config: dict[str, Any], key: str, value: Any) -> KeyPath:
 
 
 def _find_item(here: Any, words: Sequence[str], path: KeyPath) -> tuple[int, list[str]]:
-    """The item of the list `here` that the first words name (an id may hold dots), and the other words."""
+    """The item of the list `here` that the first words address (an id may contain dots), and the other words."""
     if not isinstance(here, list):
         raise ValueError(f"{dotted_path(path)} is the value {here!r} and has no keys below it")
     names = [item.get("id", item.get("name")) if isinstance(item, dict) else None for item in here]

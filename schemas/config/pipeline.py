@@ -1,7 +1,4 @@
-"""pipeline.yaml as a whole, typed, and what its sections must agree on. Unknown keys are refused.
-
-Reading, overriding and reporting errors with their line is `schemas/config/loading.py`; this folder is only the shape.
-"""
+"""The root of pipeline.yaml, and the consistency of its sections. `schemas/config/loading.py` reads the file."""
 
 import os
 from collections.abc import Iterator
@@ -10,17 +7,17 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from schemas.clips import largest_valid_frames
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Latents, Model, Stages, Text, Vision
-from schemas.config.section import InconsistentValues, Problem, Section
+from schemas.config.section import Problem, Section, refuse
 from schemas.config.training import Train, Validation
 from schemas.folder_checks import find_obstacle
 from schemas.geometry import resolution_buckets, target_area
 
 MAX_BUCKET_PIXELS = 8192 * 8192
-VALIDATION = "validation"  # the dataset that the images of validation prompts belong to
-_SOURCE = Path(__file__).resolve().parents[2]
-PACKAGES = tuple(_SOURCE / name for name in ("schemas", "cache", "stages", "trainer"))
+VALIDATION = "validation"  # the dataset of the images of validation prompts
+PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("schemas", "cache", "stages", "trainer"))
 
 
 class Config(Section):
@@ -38,30 +35,24 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _elsewhere(cls, given: Any) -> Any:
-        """To train on a set that lies elsewhere takes neither datasets nor a root of one's own."""
+    def _train_on_other_set(cls, given: Any) -> Any:
+        """With a set by path or URL, `datasets` and `root` may be left out."""
         train = given.get("train") if isinstance(given, dict) else None
-        place = train.get("set") if isinstance(train, dict) else None
-        if isinstance(place, str) and "/" in place:
-            return {"root": place.rstrip("/").rpartition("/sets/")[0] or place, "datasets": (), **given}
+        location = train.get("set") if isinstance(train, dict) else None
+        if isinstance(location, str) and "/" in location:
+            return {"root": location.rstrip("/").rpartition("/sets/")[0] or location, "datasets": (), **given}
         return given
 
     @model_validator(mode="after")
-    def _precise(self) -> "Config":
-        """latents.precision, where it is not given and the family's autoencoder has one of its own."""
+    def _complete(self) -> "Config":
+        """Set latents.precision to the family's own where it is not given; refuse inconsistent sections."""
         if self.latents.precision is None and self.model.family_spec.latent_precision is not None:
-            precise = self.latents.model_copy(update={"precision": self.model.family_spec.latent_precision})
-            object.__setattr__(self, "latents", precise)  # sections are frozen once they are whole
+            latents = self.latents.model_copy(update={"precision": self.model.family_spec.latent_precision})
+            object.__setattr__(self, "latents", latents)  # sections are frozen
+        refuse((*self._folder_problems(), *self._dataset_problems(), *self._validation_problems()))
         return self
 
-    @model_validator(mode="after")
-    def _coherent(self) -> "Config":
-        problems = [*self._folders(), *self._data(), *self._prompts(), *self._size()]
-        if problems:
-            raise InconsistentValues(problems)
-        return self
-
-    def _folders(self) -> Iterator[Problem]:
+    def _folder_problems(self) -> Iterator[Problem]:
         for key in ("root", "output"):
             value = getattr(self, key)
             if key == "output" and "://" in value:
@@ -72,49 +63,39 @@ class Config(Section):
             if "://" not in value and any(Path(os.path.realpath(value)).is_relative_to(top) for top in PACKAGES):
                 yield (key,), f"{value!r} lies inside a package of the source code; choose another folder"
 
-    def _data(self) -> Iterator[Problem]:
-        ids = [dataset.id for dataset in self.datasets]
+    def _dataset_problems(self) -> Iterator[Problem]:
+        ids, task, condition = [dataset.id for dataset in self.datasets], self.model.task, self.model.condition
         for i, dataset in enumerate(self.datasets):
+            here = ("datasets", i)
             if dataset.id in ids[:i]:
-                yield (
-                    ("datasets", i, "id"),
-                    f"{dataset.id!r} is the id of an earlier dataset; ids must differ",
-                )
+                yield (*here, "id"), f"{dataset.id!r} is the id of an earlier dataset; ids must differ"
             if dataset.id == VALIDATION:
-                yield ("datasets", i, "id"), f"{VALIDATION!r} stands for the validation prompts' images; choose another"
+                yield (*here, "id"), f"{VALIDATION!r} is reserved for the validation prompts' images; choose another"
             if dataset.disabled:
                 continue
-            if problem := self._resolution(dataset):
-                yield ("datasets", i, "resolution"), problem
+            if problem := self._resolution_problem(dataset):
+                yield (*here, "resolution"), problem
             video = dataset.dataset_type == "video"
             if video and not self.model.family_spec.video:
-                yield (
-                    ("datasets", i, "dataset_type"),
-                    f"'video' cannot train {self.model.family}; valid: image",
-                )
-            task, condition = self.model.task, self.model.condition
-            kind = None if condition is None else condition.kind
-            if kind == "first-frame" and not video:
-                yield ("datasets", i, "dataset_type"), f"{task} starts from a clip's first frame; valid: video"
-            if kind == "source" and not (dataset.conditioning_data or dataset.conditioning_column):
-                yield (
-                    ("datasets", i, "conditioning_data"),
-                    f"{task} needs the source images: a folder, or conditioning_column",
-                )
-        if not self.datasets:
-            if "/" not in self.train.set:
-                yield ("datasets",), "needs at least one item"
-        elif all(dataset.disabled for dataset in self.datasets):
+                yield (*here, "dataset_type"), f"'video' cannot train {self.model.family}; valid: image"
+            if condition and condition.kind == "first-frame" and not video:
+                yield (*here, "dataset_type"), f"{task} starts from a clip's first frame; valid: video"
+            has_sources = dataset.conditioning_data or dataset.conditioning_column
+            if condition and condition.kind == "source" and not has_sources:
+                needed = f"{task} needs the source images: a folder, or conditioning_column"
+                yield (*here, "conditioning_data"), needed
+        if not self.datasets and "/" not in self.train.set:
+            yield ("datasets",), "needs at least one item"
+        if self.datasets and all(dataset.disabled for dataset in self.datasets):
             yield ("datasets",), "every dataset is disabled"
 
-    def _resolution(self, dataset: Dataset) -> str | None:
-        """What is wrong with a dataset's resolution, or None."""
+    def _resolution_problem(self, dataset: Dataset) -> str | None:
         resolution, kind = dataset.resolution or self.model.family_spec.resolution, dataset.resolution_type
         area = target_area(resolution, kind)
         if area > MAX_BUCKET_PIXELS:
             meaning = {"area": "megapixels", "pixel": "the shorter edge", "pixel_area": "the edge of a square"}[kind]
             return (
-                f"{resolution:g} asks for pictures of {area / 1e6:.0f} megapixels (resolution_type {kind}: {meaning}); "
+                f"{resolution:g} makes pictures of {area / 1e6:.0f} megapixels (resolution_type {kind}: {meaning}); "
                 f"at most {MAX_BUCKET_PIXELS / 1e6:.0f}"
             )
         try:
@@ -123,7 +104,7 @@ class Config(Section):
             return str(error)
         return None
 
-    def _prompts(self) -> Iterator[Problem]:
+    def _validation_problems(self) -> Iterator[Problem]:
         task, prompts = self.model.task, self.validation.prompts
         names = [prompt.name for prompt in prompts]
         for i, prompt in enumerate(prompts):
@@ -135,16 +116,15 @@ class Config(Section):
             if self.model.condition is None and prompt.image is not None:
                 yield (*here, "image"), f"{task} takes no image; remove it from prompt {prompt.name!r}"
 
-    def _size(self) -> Iterator[Problem]:
         if self.validation.size is None:
             return
-        here, spec = ("validation", "size"), self.model.family_spec
+        at, spec = ("validation", "size"), self.model.family_spec
         size, _, frames = self.validation.size.partition("@")
         if any(int(side) % spec.side_multiple for side in size.split("x")):
-            yield here, f"sides of {size!r} must be multiples of {spec.side_multiple} for {spec.name}"
+            yield at, f"sides of {size!r} must be multiples of {spec.side_multiple} for {spec.name}"
         if frames and not spec.video and frames != "1":
-            yield here, f"{spec.name} makes images; write {size!r}"
+            yield at, f"{spec.name} makes images; write {size!r}"
         elif frames and (int(frames) - 1) % spec.temporal_stride:
-            below = (int(frames) - 1) // spec.temporal_stride * spec.temporal_stride + 1
+            below = largest_valid_frames(int(frames), spec.temporal_stride)
             multiple = f"frames - 1 must be a multiple of {spec.temporal_stride}"
-            yield here, f"{frames} frames: {multiple}; the next below is {below}"
+            yield at, f"{frames} frames: {multiple}; the next below is {below}"

@@ -6,16 +6,16 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from schemas.config.section import Name, Section, UnitFloat
-from schemas.config.types import MOST_PROCESSES, MOST_STEPS, SIZE, Beta, Device, Seed
+from schemas.config.types import MOST_STEPS, SIZE, Beta, Count, Device, Processes, Seed, Steps
 
 
 class Adapter(Section):
     type: Literal["lora", "full"] = "lora"
-    rank: int = Field(16, ge=1, le=65_536)
+    rank: Count = 16
     alpha: float | None = Field(None, gt=0, le=1e6, description="default: rank")
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: tuple[str, ...] | None = Field(
-        None, strict=False, description="regular expressions of full module paths; default: the family's"
+        None, strict=False, description="regular expressions; default: the family's"
     )
 
     @field_validator("targets")
@@ -43,13 +43,11 @@ class Optimizer(Section):
 class Train(Section):
     run: Name = "run"
     set: str = Field(
-        "current",
-        min_length=1,
-        description="training set: 'current', the id of one under root's sets/, or the path or URL of an export",
+        "current", min_length=1, description="'current', the id of a training set, or an export's path or URL"
     )
-    steps: int = Field(1000, ge=1, le=MOST_STEPS, description="optimizer steps")
-    batch_size: int = Field(1, ge=1, le=65_536, description="samples of one forward pass on one device")
-    accumulate: int = Field(1, ge=1, le=65_536, description="forward passes of one optimizer step")
+    steps: Steps = Field(1000, description="optimizer steps")
+    batch_size: Count = Field(1, description="samples of one forward pass on one device")
+    accumulate: Count = Field(1, description="forward passes of one optimizer step")
     seed: Seed = 0
     precision: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.precision")
     gradient_checkpointing: bool = True
@@ -57,14 +55,14 @@ class Train(Section):
     caption_dropout: float = Field(0.1, ge=0, le=1, description="share of samples given the null prompt")
     adapter: Adapter = Adapter()
     optimizer: Optimizer = Optimizer()
-    checkpoint_every: int = Field(500, ge=1, le=MOST_STEPS, description="steps")
-    keep_checkpoints: int = Field(3, ge=1, le=MOST_STEPS)
-    resume: bool = Field(True, description="go on from the newest checkpoint of this run, if there is one")
-    log_every: int = Field(1, ge=1, le=MOST_STEPS, description="steps")
+    checkpoint_every: Steps = Field(500, description="steps")
+    keep_checkpoints: Steps = 3
+    resume: bool = Field(True, description="continue from the run's newest checkpoint, if there is one")
+    log_every: Steps = Field(1, description="steps")
     device: Device = "auto"
-    threads: int | None = Field(None, ge=1, le=MOST_PROCESSES, description="CPU threads; default: torch's own")
+    threads: Processes | None = Field(None, description="CPU threads; default: torch's own")
     max_bad_steps: int = Field(
-        5, ge=0, le=MOST_STEPS, description="steps with a loss or gradient that is not finite, before it stops"
+        5, ge=0, le=MOST_STEPS, description="steps with a non-finite loss or gradient before it stops"
     )
 
 
@@ -72,20 +70,13 @@ class Prompt(Section):
     name: Name
     prompt: str
     negative_prompt: str | None = Field(None, description="default: the pipeline's own")
-    image: str | None = Field(
-        None,
-        description="source image (i2i) or first frame (i2v); a clip where the family starts from several frames",
-    )
+    image: str | None = Field(None, description="source image (i2i), first frame or clip (i2v)")
 
 
 class Validation(Section):
     prompts: tuple[Prompt, ...] = Field((), strict=False)
-    size: str | None = Field(
-        None,
-        pattern=SIZE,
-        description="WxH or WxH@F; default: the family's resolution, square",
-    )
-    every: int = Field(500, ge=1, le=MOST_STEPS, description="steps")
+    size: str | None = Field(None, pattern=SIZE, description="WxH or WxH@F; default: the family's resolution, square")
+    every: Steps = Field(500, description="steps")
     steps: int | None = Field(None, ge=1, le=10_000, description="denoising steps; default: the family's")
     guidance: float | None = Field(None, ge=0, le=1000, description="default: the family's")
     shift: float | None = Field(None, gt=0, le=1000, description="of the sampling schedule; default: the checkpoint's")

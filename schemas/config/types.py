@@ -8,7 +8,7 @@ from schemas.config.section import NAME_PATTERN
 
 DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"
-#: What a pattern asks for, in words.
+#: Pattern -> its description in an error.
 PATTERNS = {
     NAME_PATTERN: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
     DEVICE: "valid: auto, cpu, cuda, cuda:N",
@@ -20,5 +20,8 @@ Device = Annotated[str, Field(pattern=DEVICE, description="auto, cpu, cuda or cu
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-MOST_STEPS = 10**9  # of training; also "never", where something happens every so many
+MOST_STEPS = 10**9  # of training; for an interval it means "never"
 MOST_PROCESSES = 1024  # of one stage on one machine, and threads of one process
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Count = Annotated[int, Field(ge=1, le=65_536)]
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]

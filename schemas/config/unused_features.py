@@ -1,4 +1,4 @@
-"""What can be asked for and is prepared, and what training does not use yet: said whenever it is asked for."""
+"""Features that can be configured and are prepared, but that training does not use yet."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -9,16 +9,14 @@ Topic = Literal["masks", "regularisation", "vision"]
 
 
 def find_unused_features(config: Config, *topics: Topic) -> Iterator[str]:
-    """A sentence for each of `topics` that the configuration asks for."""
+    """A sentence for each of `topics` that the configuration uses."""
     used = [dataset for dataset in config.datasets if not dataset.disabled]
     masked = [dataset.id for dataset in used if dataset.mask_data or dataset.mask_column]
-    kept = [dataset.id for dataset in used if dataset.is_regularisation_data]
+    regularisation = [dataset.id for dataset in used if dataset.is_regularisation_data]
     if "masks" in topics and masked:
         yield f"{', '.join(masked)}: masks are encoded, but training does not use them yet"
-    if "regularisation" in topics and kept:
-        yield (
-            f"{', '.join(kept)}: is_regularisation_data is kept with the samples, but training does not use it yet: it "
-            "trains on them as on any other"
-        )
+    if "regularisation" in topics and regularisation:
+        named = ", ".join(regularisation)
+        yield f"{named}: training does not use is_regularisation_data yet and treats these samples like any others"
     if "vision" in topics and config.vision.model:
         yield f"vision.model {config.vision.model}: features are encoded, but training does not use them yet (no CREPA)"

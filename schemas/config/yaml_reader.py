@@ -1,8 +1,8 @@
-"""YAML 1.2 read with the line of everything in it.
+"""A YAML 1.2 reader that knows the line of every key.
 
-The core schema and nothing more: `1e-4` is a number, `no`, `on` and `yes` are text, a date is text. Tags and
-merge keys are refused, duplicate keys are errors. A document has limits, so that none takes minutes or ends in a
-traceback: its length, its depth, its values with every alias written out, the digits of a number.
+Only the core schema: `1e-4` is a number, `no`, `on`, `yes` and dates are text. Tags, merge keys and duplicate keys are
+errors. Length, depth, number of values (with aliases expanded) and digits are limited, so that no document takes
+minutes or ends in a traceback.
 """
 
 import math
@@ -19,16 +19,16 @@ from schemas.text_format import shorten
 
 KeyPath = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
-MAX_CHARACTERS = 256 * 1024  # the parser takes up to 50 us a character
+MAX_CHARACTERS = 256 * 1024  # the parser takes up to 50 us per character
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
 MAX_DIGITS = 64
-_TOO_DEEP = f"lists and sections stand more than {MAX_DEPTH} deep in one another"
+_TOO_DEEP = f"lists and sections are nested more than {MAX_DEPTH} deep"
 _INTEGER = re.compile(r"[-+]?(0x_*[0-9a-f][0-9a-f_]*|0o_*[0-7][0-7_]*|0b_*[01][01_]*|_*[0-9][0-9_]*)", re.A | re.I)
 
 
 class YamlError(ValueError):
-    """What is wrong with a document: (line from 1, message) of each problem."""
+    """problems: (line from 1, message) of each."""
 
     def __init__(self, problems: list[tuple[int, str]]) -> None:
         super().__init__("; ".join(f"line {line}: {message}" for line, message in problems))
@@ -37,7 +37,7 @@ class YamlError(ValueError):
 
 @dataclass
 class Document:
-    """`value`: plain dicts, lists and scalars. `lines`: the line (from 1) where each key path stands."""
+    """value: plain dicts, lists and scalars. lines: the line (from 1) of each key path. values: their number."""
 
     value: Any = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Document:
 
 
 def parse_yaml(text: str) -> Document:
-    """Read one document; an empty one has the value None. Raises YamlError with every problem found."""
+    """Read one document; the value of an empty one is None. YamlError has every problem found."""
     if len(text) > MAX_CHARACTERS:
         line = text.count("\n", 0, MAX_CHARACTERS) + 1
         raise YamlError([(line, f"the document is longer than {MAX_CHARACTERS:,} characters; shorten it")])
@@ -65,9 +65,7 @@ def parse_yaml(text: str) -> Document:
         if "'\\t'" in message:
             message = "a tab cannot indent YAML; use spaces"
         raise YamlError([(mark.line + 1 if mark else 1, f"not valid YAML: {message}")]) from error
-    except YAMLError as error:
-        raise YamlError([(1, f"not valid YAML: {error}")]) from error
-    except (ValueError, OverflowError) as error:  # the parser's own: an escape beyond the last character, "\\U00110000"
+    except (YAMLError, ValueError, OverflowError) as error:  # such as an escape beyond Unicode, "\\U00110000"
         raise YamlError([(1, f"not valid YAML: {error}")]) from error
     document = Document(lines={(): 1})
     if root is not None:
@@ -80,14 +78,14 @@ def parse_yaml(text: str) -> Document:
 def _build(node: Node, path: KeyPath, document: Document, above: tuple[int, ...]) -> Any:
     line = node.start_mark.line + 1
     document.values += 1
-    if document.values > MAX_VALUES or len(path) > MAX_DEPTH:  # the parser has not looked into aliases
-        many = f"more than {MAX_VALUES:,} values, each alias counted as what it stands for; write fewer"
+    if document.values > MAX_VALUES or len(path) > MAX_DEPTH:  # aliases are expanded here
+        many = f"more than {MAX_VALUES:,} values, with aliases expanded; write fewer"
         message = many if document.values > MAX_VALUES else _TOO_DEEP
         raise YamlError([*document.problems, (document.lines.get(path[:1], line), message)])
     document.lines.setdefault(path, line)
     tag = str(node.tag).removeprefix(_TAG)
     if id(node) in above:
-        document.problems.append((line, "an alias cannot stand inside what it names"))
+        document.problems.append((line, "an alias cannot be inside the value that it names"))
         return None
     above = (*above, id(node))
     if isinstance(node, MappingNode) and tag == "map":
@@ -97,11 +95,9 @@ def _build(node: Node, path: KeyPath, document: Document, above: tuple[int, ...]
     if isinstance(node, ScalarNode) and tag in ("str", "null", "bool", "int", "float", "timestamp", "value"):
         try:
             return _scalar(tag, node.value)
-        except UnicodeDecodeError:
-            document.problems.append((line, "half of a surrogate pair is no character"))
-            return None
         except ValueError as error:
-            document.problems.append((line, str(error)))
+            unpaired = isinstance(error, UnicodeDecodeError)
+            document.problems.append((line, "half of a surrogate pair is no character" if unpaired else str(error)))
             return None
     document.problems.append((line, f"tag {node.tag} is not supported; remove it"))
     return None
@@ -117,7 +113,7 @@ def _mapping(node: MappingNode, path: KeyPath, document: Document, above: tuple[
         name = str(key.value)
         if name in out:
             dotted, before = ".".join(map(str, (*path, name))), document.lines[(*path, name)]
-            document.problems.append((line, f"{dotted}: this key stands already in line {before}"))
+            document.problems.append((line, f"{dotted}: this key is already in line {before}"))
             continue
         document.lines[(*path, name)] = line
         out[name] = _build(value, (*path, name), document, above)
@@ -131,10 +127,8 @@ def _scalar(tag: str, text: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{shorten(text)!r} is tagged as a truth value; valid: true, false")
         return text.lower() == "true"
-    if tag == "int":
-        return _integer(text)
-    if tag == "float":
-        return _float(text)
+    if tag in ("int", "float"):
+        return _integer(text) if tag == "int" else _float(text)
     if "\0" in text:
         raise ValueError("a zero byte is no character of a text")
     # JSON writes a character beyond 16 bits as two escapes, which YAML reads as two characters.

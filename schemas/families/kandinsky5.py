@@ -53,16 +53,16 @@ _LITE_VIDEO_SIZES = ((512, 512), (512, 768), (768, 512))
 
 
 def _flavours(task: Task, names: dict[str, str]) -> dict[str, Flavour]:
-    """NABLA: as the configs of the original release have it (kandinskylab/kandinsky-5, configs/: 10 s and Pro HD), and
-    where diffusers' documentation sets the flex backend. A bucket made for NABLA suits full attention too."""
-    made = {}
+    """NABLA: by the original release's configs (kandinskylab/kandinsky-5, configs/: 10 s and Pro HD) and diffusers'
+    documentation (the flex backend). A bucket made for NABLA suits full attention too."""
+    flavours = {}
     for name, repo in names.items():
         video, lite = task in ("t2v", "i2v"), "Lite" in repo
         sizes = _LITE_VIDEO_SIZES if video and lite else _HD_SIZES
         sparse = video and ("10s" in repo or not lite)
-        where = f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers"
-        made[name] = Flavour(name, where, task, sizes=sizes, sparse=sparse, in_window=video and lite)
-    return made
+        repository = f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers"
+        flavours[name] = Flavour(name, repository, task, sizes=sizes, sparse=sparse, in_window=video and lite)
+    return flavours
 
 
 _VIDEO_NEGATIVE = (
@@ -141,11 +141,7 @@ FAMILIES = {
         latent_components=("vae",),
         model_classes={**_QWEN_MODELS, "vae": "AutoencoderKLHunyuanVideo"},
         transformer_config={"t2v": {"in_visual_dim": 16}, "i2v": {"in_visual_dim": 16}},
-        autoencoder_config={
-            "latent_channels": 16,
-            "spatial_compression_ratio": 8,
-            "temporal_compression_ratio": 4,
-        },
+        autoencoder_config={"latent_channels": 16, "spatial_compression_ratio": 8, "temporal_compression_ratio": 4},
         text_widths=_TEXT_WIDTHS,
         pipelines={"t2v": "Kandinsky5T2VPipeline", "i2v": "Kandinsky5I2VPipeline"},
         latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},

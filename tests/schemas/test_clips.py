@@ -214,8 +214,8 @@ def test_largest_valid_frames(frames, strides):
 
 
 def test_no_frames_are_never_valid():
-    assert largest_valid_frames(8) == 5
-    for wrong in (lambda: largest_valid_frames(0), lambda: largest_valid_frames(np.array([5, 0]), 4)):
+    assert largest_valid_frames(8, 4) == 5
+    for wrong in (lambda: largest_valid_frames(0, 4), lambda: largest_valid_frames(np.array([5, 0]), 4)):
         with pytest.raises(ValueError, match="1 or more"):
             wrong()
     with pytest.raises(ValueError, match="stride of 4, 0"):

@@ -150,7 +150,7 @@ def dataset_problems(**changes):
         ),
         ({"conditioning_data": "/s", "conditioning_column": "s"}, "conditioning_column", "keep one"),
         ({"mask_data": "/m", "mask_column": "m"}, "mask_column", "keep one"),
-        ({"eval": True, "eval_fraction": 0.1}, "eval_fraction", "means nothing"),
+        ({"eval": True, "eval_fraction": 0.1}, "eval_fraction", "has no effect"),
         ({"video": {"num_frames": 5, "min_frames": 9}}, "video.min_frames", "9 is more than num_frames, 5"),
         ({"video": {"min_frames": 9, "max_frames": 5}}, "video.max_frames", "5 is less than min_frames, 9"),
         ({"video": {"clips": 2}}, "video.clips", "valid with random and uniform"),

@@ -264,7 +264,7 @@ def test_a_random_cut_reaches_every_place_alike():
     assert np.bincount(crop.x).tolist() == [1000] * 4
     assert set(crop.y.tolist()) == {0}
     assert crop.resize_width.tolist() == [103] * 4000
-    with pytest.raises(AssertionError, match="shares"):
+    with pytest.raises(AssertionError, match="across and down"):
         cover_crop(103, 100, 100, 100, "random", 1.0, 0.0)
 
 

@@ -17,10 +17,10 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
 )
 CASES = {
-    "alias bomb": (BOMB, ":5: more than 100,000 values, each alias counted as what it stands for"),
+    "alias bomb": (BOMB, ":5: more than 100,000 values, with aliases expanded"),
     "long integer": (BASE + f"train: {{steps: {'9' * 5000}}}\n", ":5: a number of 5,000 digits; at most 64"),
     "long hexadecimal": (BASE + f"train: {{steps: 0x{'f' * 5000}}}\n", ":5: a number of 5,002 digits; at most 64"),
-    "deep lists": (BASE + "text: " + "[" * 5000 + "]" * 5000, ":5: lists and sections stand more than 32 deep"),
+    "deep lists": (BASE + "text: " + "[" * 5000 + "]" * 5000, ":5: lists and sections are nested more than 32 deep"),
     "deep blocks": (BASE + "text:\n" + "".join(" " * i + "a:\n" for i in range(1, 400)), ":36: lists and sections"),
     "deep aliases": (
         "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 9000)),
@@ -64,7 +64,7 @@ def test_aliases_of_a_usual_kind_are_read(tmp_path) -> None:
             "--set datasets.photos.repeats: should be less than or equal to 1000000",
         ),
         (f"train.steps={'9' * 5000}", "--set train.steps: a number of 5,000 digits"),
-        (f"train.steps={'[' * 5000}", "--set train.steps: lists and sections stand more than 32 deep"),
+        (f"train.steps={'[' * 5000}", "--set train.steps: lists and sections are nested more than 32 deep"),
         (f"{'a.' * 5000}a=1", "a key has at most 32 parts"),
         ("train.device=cuda:99999999999999999999", "'cuda:99999999999999999999' is not valid; valid: auto, cpu"),
     ],

@@ -247,7 +247,7 @@ def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) ->
     home.run(bucket.run)
     said = " ".join(home.said.split())
     assert "photos: masks are encoded, but training does not use them yet" in said
-    assert "photos: is_regularisation_data is kept with the samples, but training does not use it yet" in said
+    assert "photos: training does not use is_regularisation_data yet" in said
     assert "vision.model dinov2_vits14: features are encoded, but training does not use them yet (no CREPA)" in said
     home.run(encode_latents.run, dry_run=True)
-    assert "masks are encoded, but" in home.said and "is_regularisation_data is" in home.said
+    assert "masks are encoded, but" in home.said and "does not use is_regularisation_data" in home.said

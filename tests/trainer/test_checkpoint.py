@@ -119,7 +119,7 @@ def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
         "  train.adapter.alpha: default in the checkpoint, 2.0 now",
         "  train.adapter.rank: 8 in the checkpoint, 4 now",
         "  train.seed: 1 in the checkpoint, 2 now",
-        "  what it is trained on: set a with 3 samples and 4 captions in the checkpoint, "
+        "  training data: set a with 3 samples and 4 captions in the checkpoint, "
         "set b with 5 samples and 6 captions now",
     ]
     assert "Set train.adapter back." in caught.value.next_step and "another train.run" in caught.value.next_step

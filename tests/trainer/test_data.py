@@ -133,7 +133,7 @@ def test_ranks_and_micro_batches_cut_the_same_global_batch(make_config, make_set
         return (
             [id for part in parts for id in part.batch.ids],
             torch.cat([part.noise_BCTHW for part in parts]),
-            torch.cat([part.normal_B for part in parts]),
+            torch.cat([part.sigma_normal_B for part in parts]),
         )
 
     for step in range(3):

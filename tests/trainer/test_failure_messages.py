@@ -15,7 +15,7 @@ from cache.schedule import BatchSchedule
 from cache.store import Store
 from schemas.cli.console import OK, USAGE, Console, Options, run_program
 from tests.processes import in_child
-from trainer import checkpoint
+from trainer import checkpoint, run_state
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.failure_messages import DeviceOutOfMemory
@@ -73,7 +73,7 @@ def test_killed_while_the_result_is_saved(make_config, make_set, monkeypatch, tm
     make_set(config)
 
     def work() -> None:
-        monkeypatch.setattr(loop, "record_result", lambda *_: os._exit(7))
+        monkeypatch.setattr(run_state, "record_result", lambda *_: os._exit(7))
         train(config)
 
     assert in_child(work) == 7

@@ -80,7 +80,7 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
     for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []
         for row in (len(data) // 4, 3 * len(data) // 4):
-            batch = collate([data.sample(row)], "", config.model.spec, [""])
+            batch = collate([data.sample(row)], "", config.model.family_spec, [""])
             noise = validation.seeded_noise(f"3/{batch.ids[0]}", "eval", batch.latents_BCTHW.shape[1:])[None]
             losses.append(defined_loss(config, batch, noise, torch.tensor([sigma])))
         assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
@@ -89,7 +89,7 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
 def pipeline(config, transformer):
     """The flavour's pipeline around a transformer and the checkpoint's scheduler at validation.shift."""
     family = sana if config.model.family == "sana" else kandinsky5
-    folder, wanted = Path(config.model.path), getattr(diffusers, config.model.spec.pipelines[config.model.task])
+    folder, wanted = Path(config.model.path), getattr(diffusers, config.model.family_spec.pipelines[config.model.task])
     names = {"vae", "text_encoder", "tokenizer"} | (set() if family is sana else {"text_encoder_2", "tokenizer_2"})
     name = json.loads((folder / "scheduler/scheduler_config.json").read_text())["_class_name"]
     scheduler_class = getattr(diffusers, name)
@@ -114,7 +114,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor) ->
         texts |= {f"{prefix}prompt_embeds_qwen": part.text_BLD, f"{prefix}prompt_embeds_clip": part.pooled_BD}
         lengths = torch.tensor([0, part.text_BLD.shape[1]], dtype=torch.int32)
         texts |= {f"{prefix}prompt_cu_seqlens": lengths}
-    options = {"num_frames": 4 * noise.shape[2] - 3} if config.model.spec.video else {}
+    options = {"num_frames": 4 * noise.shape[2] - 3} if config.model.family_spec.video else {}
     if config.model.family == "sana":
         options |= {"latents": noise[:, :, 0], "negative_prompt": None, "use_resolution_binning": False}
     else:
@@ -144,7 +144,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     """After training: result loaded by the pipeline's own loader, its own denoising, cached prompts, same noise."""
     config = make_config(kind, validation=LOOK, steps=2, adapter=ADAPTERS.get(kind, {"rank": 4, "alpha": 6.0}))
     items, null, (shown,) = made.mixed_items(config)
-    if config.model.spec.video:
+    if config.model.family_spec.video:
         shown.bucket = "64x64@17"  # of fewer frames the i2v pipeline makes no numbers
     make_set(config, items, null, [shown])
     data, _ = trained(config)
@@ -159,7 +159,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     sample = data.sample(0)
     given = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
     batch, negative = (
-        collate([type(sample)("one", given, text)], prompt.bucket, config.model.spec, [""])
+        collate([type(sample)("one", given, text)], prompt.bucket, config.model.family_spec, [""])
         for text in (prompt.text, prompt.negative)
     )
     wanted = sampled(config, pipe, batch, negative, noise)[0]

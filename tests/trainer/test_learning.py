@@ -69,8 +69,8 @@ def learn(make_config, make_set, made):
         settings = {**FAST, **settings, "seed": seed}
         config = make_config(kind, name=f"right{seed}", validation=GRID, **settings)
         other = make_config(kind, name=f"swapped{seed}", validation=GRID, **settings)
-        side = size * config.model.spec.spatial_stride
-        bucket = f"{side}x{side}" + ("@9" if config.model.spec.video else "")
+        side = size * config.model.family_spec.spatial_stride
+        bucket = f"{side}x{side}" + ("@9" if config.model.family_spec.video else "")
         make_set(config, *make(made, config, bucket, size))
         make_set(other, *make(made, config, bucket, size, 1))
         data = opened(config)

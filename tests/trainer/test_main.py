@@ -132,7 +132,7 @@ def test_other_data_is_refused_in_words(make_config, make_set, made, tmp_path, c
         path.write_text(json.dumps(json.loads(path.read_text()) | {"null_text": 1}))
     code, report, log = program(make_config("t2i", steps=2), tmp_path, capsys)
     assert code == USAGE and LOADS not in log
-    assert "what it is trained on: set set1 with 12 samples and 18 captions in" in report["error"]["message"]
+    assert "training data: set set1 with 12 samples and 18 captions in" in report["error"]["message"]
     assert "Set train.set" in report["error"]["next_step"]
     assert log.count("can't be continued") == 1
 
@@ -262,7 +262,7 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(make_config, make_set, tmp_p
         state.write_text("")
     for dry_run in (True, False):
         code, report, log = program(make_config("t2i", steps=4), tmp_path, capsys, dry_run=dry_run)
-        assert code == DAMAGE and "is whole" in report["error"]["message"] and LOADS not in log
+        assert code == DAMAGE and "is intact" in report["error"]["message"] and LOADS not in log
         assert "train.run" in report["error"]["next_step"]
 
 

@@ -100,7 +100,7 @@ def test_every_step_draws_anew_and_ranks_draw_alike(make_config, moments_set, ki
             others = again[step][name], (ranks[0][step] | ranks[1][step])[name]
             assert all(torch.equal(latent, other[0]) for other in others)
             if condition is not None:
-                assert condition.shape[0] == config.model.spec.latent_channels
+                assert condition.shape[0] == config.model.family_spec.latent_channels
                 assert all(torch.equal(condition, other[1]) for other in others)
                 own = (condition - mean[:, :1]) / np.exp(-0.5)
                 assert abs(own.std() - 1) < 0.1 and (own - noise[:, :1]).abs().max() > 1, "noise of its own"
@@ -128,7 +128,7 @@ def test_training_on_moments_goes_on_as_if_never_stopped(make_config, moments_se
         rows = metrics.read_metrics(run / "metrics.jsonl")
         kept = [{key: row[key] for key in ("step", "loss", "eval_loss") if key in row} for row in rows]
         latent = load_file(run / "validation" / "step-000004" / "one.safetensors")["latent"]
-        assert latent.shape[0] == config.model.spec.latent_channels
+        assert latent.shape[0] == config.model.family_spec.latent_channels
         found.append((kept, latent))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
     assert sum("loss" in row for row in found[0][0]) == 4 and sum("eval_loss" in row for row in found[0][0]) == 3

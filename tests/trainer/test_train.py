@@ -70,8 +70,8 @@ def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
         latent = file.get_tensor("latent")
     assert about["family"] == config.model.family and about["prompt"] == "one"
     length = 2 if kind in ("t2v", "i2v") else 1
-    side = 64 // config.model.spec.spatial_stride
-    assert latent.shape == (config.model.spec.latent_channels, length, side, side) and latent.isfinite().all()
+    side = 64 // config.model.family_spec.spatial_stride
+    assert latent.shape == (config.model.family_spec.latent_channels, length, side, side) and latent.isfinite().all()
     assert not torch.equal(latent, load_file(folder / shown[0])["latent"])
 
 
@@ -395,7 +395,7 @@ def test_other_base_weights_are_refused(make_config, make_set, tmp_path) -> None
         return changed.model_copy(update={"model": changed.model.model_copy(update={"path": str(path)})})
 
     build("kandinsky5-image-t2i", tmp_path / "other", seed=1, only=["transformer", "scheduler"])
-    with pytest.raises(ResumeError, match=r"weights that training starts from are others\n.*model\.path"):
+    with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
         train(other(tmp_path / "other"))
     shutil.copytree(Path(config.model.path), tmp_path / "same")
     assert train(other(tmp_path / "same", precision="bfloat16"))["done"] == 1

@@ -1,7 +1,7 @@
-"""Kandinsky 5 Image and Video: the transformer, what it reads for each task, and what LoRA adapts.
+"""Kandinsky 5 Image and Video: the transformer, its inputs for each task, and what LoRA adapts.
 
-Equal to what the diffusers pipelines (pipelines/kandinsky5) give the model at inference, since that is where
-trained weights are used.
+Inputs equal those of the diffusers pipelines (pipelines/kandinsky5), where trained weights are used. FamilyModule
+documents the functions.
 """
 
 import re
@@ -33,38 +33,33 @@ def load(
     device: torch.device | str = "cpu",
     float32_rotary: bool = False,
 ) -> Kandinsky5Transformer3DModel:
-    """The transformer of a checkpoint (a local folder or a repo id), alone, with masked attention.
-
-    Time embeddings and modulations stay in float32 whatever the dtype: never call `.to(dtype)` on the result.
-    """
+    """Time embeddings and modulations stay in float32 for any dtype: never call `.to(dtype)` on the result."""
     model = load_part(Kandinsky5Transformer3DModel, source, revision, "transformer", torch_dtype=dtype)
     install_processors(model, float32_rotary)
     return model.to(device)
 
 
 def clean_frames(task: Task) -> int:
-    """Leading latent frames that are given: neither noised nor in the loss."""
     return 1 if task == "i2v" else 0
 
 
 def compute_dtype(model: Any) -> torch.dtype:
-    """The dtype that frozen weights have; adapters and modulations may be in float32 beside it."""
+    """That of frozen weights; adapters and modulations may be float32."""
     return model.visual_embeddings.in_layer.weight.dtype
 
 
 def sampling_dtype(model: Any) -> torch.dtype:
-    """In which the pipelines keep latents between denoising steps."""
     return compute_dtype(model)
 
 
 def visual_input(
     noisy_BCTHW: torch.Tensor, condition_BCTHW: torch.Tensor | None, task: Task, visual_cond: bool
 ) -> torch.Tensor:
-    """What the pipelines' `prepare_latents` build, channels last: (B, T, H, W, 16), or 33 channels with
-    conditioning: the latent, the condition's latent, a mask channel.
+    """The result of the pipelines' `prepare_latents`, (B, T, H, W, C): the latent's 16 channels, and with `visual_cond`
+    those of the condition and a mask.
 
-    i2v: frame 0 of the latent is the clean first frame, the conditioning channels are zero, the mask is 1 on
-    frame 0. i2i: the source's latent and ones. t2v: zeros. ValueError where checkpoint and task do not fit.
+    i2v: frame 0 of the latent is the clean first frame and has mask 1, the condition is zero. i2i: the source's latent
+    and ones. t2v: zeros. ValueError where checkpoint and task do not fit.
     """
     if task in ("i2i", "i2v") and condition_BCTHW is None:
         raise ValueError(f"{task} needs the condition's latent, and this batch has none; run encode-latents")
@@ -84,16 +79,9 @@ def visual_input(
 
 
 def model_inputs(
-    model: Any,
-    noisy_BCTHW: torch.Tensor,
-    sigma_B: torch.Tensor,
-    batch: Batch,
-    task: Task,
+    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
 ) -> dict[str, Any]:
-    """Keyword arguments of the transformer's forward pass.
-
-    The timestep is rounded to the compute dtype, as at inference.
-    """
+    """Arguments of the transformer's forward pass. The timestep is rounded to the compute dtype, as at inference."""
     dtype, device = compute_dtype(model), noisy_BCTHW.device
     _, _, frames, height, width = noisy_BCTHW.shape
     if height % 2 or width % 2:
@@ -118,16 +106,11 @@ def model_inputs(
 
 
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    """The predicted velocity, shaped as the latents. Of given frames (see `clean_frames`) it means nothing.
-
-    model: the transformer, or a DistributedDataParallel around it.
-    """
     arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
     return model(**arguments, return_dict=False).movedim(-1, 1)  # BTHWC -> BCTHW
 
 
 def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    """What denoising starts from: i2v has its clean first frame."""
     if task != "i2v":
         return noise_BCTHW
     assert batch.condition_BCTHW is not None
@@ -135,13 +118,9 @@ def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torc
 
 
 def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
-    """What the pipelines do to latents after denoising: for i2v, `normalize_first_frame`.
-
-    It moves the mean and deviation of the first four latent frames towards those of the next five, within
-    limits, against mesh artefacts.
-
-    With fewer than five latent frames there is nothing to compare with (the pipeline's are not finite then),
-    and they stay as they are.
+    """For i2v the pipeline's `normalize_first_frame`: mean and deviation of the first four latent frames move towards
+    those of the next five, within limits, against mesh artefacts. With fewer than five frames, where the pipeline's
+    result is not finite, latents are unchanged.
     """
     if task != "i2v" or latents_BCTHW.shape[2] <= NORMALIZED_FRAMES:
         return latents_BCTHW
@@ -156,7 +135,7 @@ def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor
 
 
 def lora_targets(model: Any) -> list[str]:
-    """Full module paths: the bare name `out_layer` would also match modules that LoRA cannot wrap."""
+    """Full paths, as the bare name `out_layer` would also match modules that LoRA cannot wrap."""
     return [name for name, _ in model.named_modules() if _LORA_TARGETS.fullmatch(name)]
 
 

@@ -1,12 +1,12 @@
-"""Attention of the Kandinsky 5 transformer in training: padded text masked, NABLA as inference computes it.
+"""Attention of the Kandinsky 5 transformer in training: padded text is masked, NABLA is as at inference.
 
-The stock forward pass takes no text mask, so padding is attended and a sample's output depends on its batch
-mates. Here the keys of padded text are masked in the text blocks' self-attention and in the visual blocks'
-cross-attention; without padding every number equals the stock one.
+The stock forward pass takes no text mask, so padding is attended to and a sample's output depends on its batch mates.
+Here the keys of padded text are masked in the text blocks' self-attention and the visual blocks' cross-attention;
+without padding every number equals the stock one.
 
-The mask reaches the processors through a holder that has a value only inside a forward pass. Gradient
-checkpointing computes blocks again during backward, when that pass is over: the model's own checkpointing
-puts back the mask that the block saw, and a processor that finds none refuses to go on.
+The processors get the mask from a TextMask, which has a value only inside a forward pass. Gradient checkpointing
+recomputes blocks during backward, after that pass: `_checkpoint` restores the block's mask, and a processor without one
+raises an error.
 """
 
 import functools
@@ -29,7 +29,7 @@ Mask = torch.Tensor | None
 
 
 class TextMask:
-    """The (B, L) mask of real text tokens of the forward pass that is running; None where none is padded."""
+    """The (B, L) mask of real text tokens in the current forward pass; None without padding."""
 
     def __init__(self) -> None:
         self._running: list[Mask] = []
@@ -46,21 +46,21 @@ class TextMask:
     def current(self) -> Mask:
         assert self._running, (
             "an attention layer ran outside of the model's forward pass; checkpoint blocks with the model's "
-            "own enable_gradient_checkpointing(), which brings the text mask along"
+            "own enable_gradient_checkpointing(), which restores the text mask"
         )
         return self._running[-1]
 
 
 class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
-    """The diffusers model, whose forward pass also takes `text_mask_BL`. `install` must have been called.
-
-    It has the stock name because save_pretrained writes it into config.json.
+    """The diffusers model, with `text_mask_BL` in its forward pass; call `install_processors` first. It has the stock
+    name, which save_pretrained writes into config.json.
     """
 
     text_mask: TextMask
 
     def forward(self, *args: Any, text_mask_BL: Mask = None, **kwargs: Any) -> Any:
-        with self.text_mask.using(text_mask_BL):
+        # A copy, which the caller can't change before the backward pass computes blocks again.
+        with self.text_mask.using(None if text_mask_BL is None else text_mask_BL.clone()):
             return super().forward(*args, **kwargs)
 
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Callable | None = None) -> None:
@@ -68,10 +68,8 @@ class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
 
     def _checkpoint(self, block: torch.nn.Module, *args: Any) -> Any:
         mask = self.text_mask.current
-        version = None if mask is None else mask._version
 
         def run(*inputs: Any) -> Any:
-            assert mask is None or mask._version == version, "the text mask was changed before the backward pass"
             with self.text_mask.using(mask):
                 return block(*inputs)
 
@@ -81,8 +79,8 @@ class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
 def install_processors(model: Any, float32_rotary: bool = False) -> None:
     """Give every attention of the model its processor.
 
-    float32_rotary: keep the rotary embedding in float32, where the stock model rounds queries and keys to
-    bfloat16. For tests: it takes away the largest rounding error, and inference does not have it.
+    float32_rotary: for tests, keep the rotary embedding in float32, where the stock model rounds to bfloat16: the
+    largest rounding error.
     """
     model.text_mask = TextMask()
     for block in model.text_transformer_blocks:
@@ -93,9 +91,10 @@ def install_processors(model: Any, float32_rotary: bool = False) -> None:
 
 
 class MaskedAttnProcessor:
-    """The stock Kandinsky5AttnProcessor, with keys masked by `text_mask` where the keys are text."""
+    """The stock Kandinsky5AttnProcessor, with text keys masked by `text_mask`."""
 
-    _attention_backend = None  # set by set_attention_backend; used where keys are not text and not sparse
+    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names.
+    _attention_backend = None  # used where keys are neither text nor sparse
     _parallel_config = None
 
     def __init__(self, text_mask: TextMask | None, float32_rotary: bool) -> None:
@@ -143,10 +142,7 @@ class MaskedAttnProcessor:
 
 
 def sparse_params(model: Any, frames: int, height: int, width: int) -> SparseParams | None:
-    """The forward pass's `sparse_params` for latents of this size; None without NABLA.
-
-    Raises ValueError where the size is not a whole number of blocks.
-    """
+    """The forward pass's `sparse_params`; None without NABLA. ValueError for a size without whole blocks."""
     config = model.config
     if config.attention_type != "nabla":
         return None
@@ -175,21 +171,17 @@ def sparse_params(model: Any, frames: int, height: int, width: int) -> SparsePar
 def window_mask(
     blocks: tuple[int, int, int], window: tuple[int, int, int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Which blocks always see which: those within half a window on each axis, as `fast_sta_nabla` has it.
-
-    (N, N) bool for N = T * H * W blocks.
-    """
-    axes = [torch.arange(size, device=device) for size in blocks]
-    places_N3 = torch.cartesian_prod(*axes).view(-1, 3)
-    distances_NN3 = (places_N3[:, None] - places_N3[None]).abs()
+    """(N, N) bool, N = T * H * W blocks: whether they are within half a window on each axis, as in `fast_sta_nabla`."""
+    positions_N3 = torch.cartesian_prod(*(torch.arange(size, device=device) for size in blocks)).view(-1, 3)
+    distances_NN3 = (positions_N3[:, None] - positions_N3[None]).abs()
     return (distances_NN3 <= torch.tensor([size // 2 for size in window], device=device)).all(-1)
 
 
 def nabla_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: SparseParams) -> torch.Tensor:
     """Attention (B, L, heads, D) over the blocks that `nablaT_v2` chooses; L in the order of blocks.
 
-    On CUDA compiled flex attention skips the other blocks; elsewhere a dense mask gives the same result, with
-    memory and time of full attention and more: for tests.
+    On CUDA compiled flex attention skips the other blocks; elsewhere, for tests, a dense mask gives the same result at
+    the cost of full attention.
     """
     with torch.no_grad():  # the choice of blocks has no gradient
         blocks = stock.nablaT_v2(query, key, sparse["sta_mask"], thr=sparse["P"])
@@ -215,10 +207,7 @@ def compiled_flex(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ca
 def check_block_mask_used(
     flex: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Raise RuntimeError unless `flex` obeys a block mask.
-
-    Flex attention that is not compiled ignores the block indices and computes full attention without a word.
-    """
+    """RuntimeError unless `flex` obeys a block mask: without compilation it silently computes full attention."""
     from torch.nn.attention.flex_attention import BlockMask
 
     generator = torch.Generator().manual_seed(0)
@@ -229,11 +218,11 @@ def check_block_mask_used(
     with torch.no_grad():
         out = flex(*qkv, block_mask=diagonal)
         halves = zip(*(x.split(BLOCK_TOKENS, 2) for x in qkv), strict=True)
-        apart = torch.cat([F.scaled_dot_product_attention(q, k, v) for q, k, v in halves], 2)
-    wrong = (out - apart).abs().max().item()
-    if not math.isfinite(wrong) or wrong > 0.05:
+        expected = torch.cat([F.scaled_dot_product_attention(q, k, v) for q, k, v in halves], 2)
+    error = (out - expected).abs().max().item()
+    if not math.isfinite(error) or error > 0.05:
         raise RuntimeError(
-            f"flex attention on {device} ignores its block mask (off by {wrong:.3g}): NABLA would silently "
+            f"flex attention on {device} ignores its block mask (off by {error:.3g}): NABLA would silently "
             "be full attention. It must be compiled: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, "
             "and check that torch.compile works here"
         )

@@ -1,4 +1,4 @@
-"""Sana: the transformer, what it reads, and what LoRA adapts. Equal to what SanaPipeline gives the model."""
+"""Sana: the transformer, its inputs (equal to SanaPipeline's), and what LoRA adapts. See FamilyModule."""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -22,32 +22,26 @@ _LORA_TARGETS = re.compile(
 
 
 def load(
-    source: str,
-    revision: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    source: str, revision: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> SanaTransformer2DModel:
-    """The transformer of a checkpoint, a local folder or a repo id, and nothing else of it."""
     model = load_part(SanaTransformer2DModel, source, revision, "transformer", torch_dtype=dtype)
     if model.config.guidance_embeds:
         raise ValueError(
-            f"{source}: a guidance-distilled model (Sana Sprint) cannot be trained; choose Sana or Sana 1.5"
+            f"{source}: a guidance-distilled model (Sana Sprint) can't be trained; choose Sana or Sana 1.5"
         )
     return model.to(device)
 
 
 def clean_frames(task: Task) -> int:
-    """Leading latent frames that are given: none."""
     return 0
 
 
 def compute_dtype(model: Any) -> torch.dtype:
-    """The dtype that frozen weights have; adapters may be in float32 beside it."""
+    """That of frozen weights; adapters may be float32."""
     return model.patch_embed.proj.weight.dtype
 
 
 def sampling_dtype(model: Any) -> torch.dtype:
-    """In which the pipeline keeps latents between denoising steps."""
     return torch.float32
 
 
@@ -68,26 +62,19 @@ def model_inputs(
 
 
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    """The predicted velocity, shaped as the latents.
-
-    model: the transformer, or a DistributedDataParallel around it.
-    """
     arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
     return model(**arguments, return_dict=False)[0][:, :, None]  # BCHW -> BCTHW
 
 
 def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    """What denoising starts from: the noise."""
     return noise_BCTHW
 
 
 def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
-    """What the pipeline does to latents after denoising: nothing."""
     return latents_BCTHW
 
 
 def lora_targets(model: Any) -> list[str]:
-    """Full module paths of the attention projections and the feed-forward's pointwise convolutions."""
     return [name for name, _ in model.named_modules() if _LORA_TARGETS.fullmatch(name)]
 
 

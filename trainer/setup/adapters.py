@@ -1,4 +1,4 @@
-"""LoRA through peft, and saving what was trained in the formats that diffusers' pipelines load."""
+"""LoRA through peft, and saving results in the formats that diffusers' pipelines load."""
 
 import json
 import re
@@ -16,15 +16,18 @@ from trainer.experts import Experts, components
 from trainer.tensor_files import write_tensors
 
 ADAPTER_NAME = "default"
-Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no types to check
+Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no type annotations
 
 
 def choose_targets(model: Model, patterns: Sequence[str]) -> list[str]:
-    """Full paths of the modules that LoRA can wrap and that one of the regular expressions matches whole.
-
-    LoRA wraps linear layers and convolutions that are not grouped. ValueError for a pattern without any.
+    """Full paths of the modules that LoRA can wrap (linear layers, convolutions without groups) and that a regular
+    expression matches whole. ValueError for a pattern without matches.
     """
-    wrappable = [name for name, module in model.named_modules() if _is_wrappable(module)]
+
+    def is_wrappable(module: torch.nn.Module) -> bool:
+        return isinstance(module, torch.nn.Linear) or (isinstance(module, torch.nn.Conv2d) and module.groups == 1)
+
+    wrappable = [name for name, module in model.named_modules() if is_wrappable(module)]
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in wrappable):
             raise ValueError(
@@ -32,10 +35,6 @@ def choose_targets(model: Model, patterns: Sequence[str]) -> list[str]:
                 f"{', '.join(wrappable[:8])}, ... ({len(wrappable)} in all)"
             )
     return [name for name in wrappable if any(re.fullmatch(pattern, name) for pattern in patterns)]
-
-
-def _is_wrappable(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Linear) or (isinstance(module, torch.nn.Conv2d) and module.groups == 1)
 
 
 def add_lora(
@@ -48,10 +47,10 @@ def add_lora(
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
 ) -> None:
-    """Freeze the model; give each target (a full module path) a float32 LoRA drawn from torch's generator.
+    """Freeze the model, and add a float32 LoRA, drawn from torch's generator, to each target (a full module path).
 
-    alpha: default the rank; the update is scaled by alpha / rank. rank_pattern, alpha_pattern: exceptions, by
-    module path or a regular expression of its end.
+    alpha: default the rank; the update is scaled by alpha / rank. rank_pattern, alpha_pattern: exceptions, by module
+    path or a regular expression of its end.
     """
     if not targets:
         raise ValueError("LoRA needs at least one target module")
@@ -75,18 +74,19 @@ def add_lora(
 
 
 def _by_expert(model: Model, targets: Sequence[str]) -> list[tuple[Model, list[str]]]:
-    """Each transformer with the targets that are its own, as paths within it."""
+    """Each transformer with its own targets, as paths within it."""
     if not isinstance(model, Experts):
         return [(model, list(targets))]
     found = []
     for name, expert in model.experts.items():
-        own = [target.removeprefix(f"experts.{name}.") for target in targets if target.startswith(f"experts.{name}.")]
+        prefix = f"experts.{name}."
+        own = [target.removeprefix(prefix) for target in targets if target.startswith(prefix)]
         found += [(expert, own)] if own else []
     return found
 
 
 def unfreeze_all(model: Model) -> None:
-    """Every parameter trainable, in float32: the master weights of a full-rank run (autocast computes)."""
+    """Make every parameter trainable, in float32: the master weights of a full-rank run, which autocasts."""
     model.requires_grad_(True)
     model.float()
 
@@ -97,15 +97,15 @@ def list_adapted_modules(model: Model) -> list[str]:
 
 
 def trainable_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
-    """Name -> parameter of everything that gradients reach, in the model's order."""
+    """Name -> parameter with gradients, in the model's order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str, str] | None = None) -> Path:
     """Write `directory`/pytorch_lora_weights.safetensors, which a pipeline's `load_lora_weights` reads.
 
-    metadata: further text for the file's header (under `latentpress.<key>`), beside the family and the
-    adapter's configuration, without which a pipeline would guess alpha. Written whole or not at all.
+    metadata: further text for the file's header (`latentpress.<key>`), which also has the family and the adapter's
+    configuration, without which a pipeline would guess alpha. The file appears whole.
     """
     tensors, settings = dict[str, torch.Tensor](), dict[str, Any]()
     for part, expert in components(model).items():
@@ -113,33 +113,27 @@ def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str,
             continue
         state = get_peft_model_state_dict(expert, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
         tensors |= {f"{part}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
-        settings |= _adapter_config(expert, part)
+        config = expert.peft_config[ADAPTER_NAME].to_dict()
+        # peft may have shortened the paths to suffixes that are unambiguous in this model only.
+        config["target_modules"] = sorted(list_adapted_modules(expert))
+        # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
+        config["lora_dropout"] = 0.0
+        sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
     header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, sort_keys=True)}
-    notes = {"family": family, **(metadata or {})}
-    header |= {f"latentpress.{key}": value for key, value in notes.items()}
+    header |= {f"latentpress.{key}": value for key, value in {"family": family, **(metadata or {})}.items()}
     final = directory / LORA_WEIGHT_NAME_SAFE
     with replacing(final) as temporary:
         write_tensors(tensors, temporary, header)
     return final
 
 
-def _adapter_config(model: Model, part: str) -> dict[str, Any]:
-    """The peft configuration of a transformer's adapter, keyed as diffusers does."""
-    config = model.peft_config[ADAPTER_NAME].to_dict()
-    # peft may have shortened the paths to suffixes that are unambiguous in this model; say what was adapted.
-    config["target_modules"] = sorted(list_adapted_modules(model))
-    # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
-    config["lora_dropout"] = 0.0
-    return {f"{part}.{key}": sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-
-
 def save_full(model: Model, directory: Path) -> Path:
-    """Write the whole transformer as `directory`, in diffusers' layout, for its class's `from_pretrained`; of several
-    the others beside it, by their names."""
+    """Write the transformer to `directory` for its `from_pretrained`; further experts into folders beside it."""
     for part, expert in components(model).items():
         folder = directory.with_name(part)
         expert.save_pretrained(folder)
-        mode = (folder / "config.json").stat().st_mode & 0o777  # of weights it is the owner's alone
+        mode = (folder / "config.json").stat().st_mode & 0o777  # safetensors makes weights private to their owner
         for path in folder.glob("*.safetensors"):
             path.chmod(mode)
     return directory

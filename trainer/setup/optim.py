@@ -1,4 +1,4 @@
-"""AdamW, its learning rate as a function of the step, and what to do about steps that are not finite."""
+"""AdamW, its learning rate as a function of the step, and the handling of non-finite steps."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ BAD_STEP_WINDOW = 100  # steps over which skipped ones are counted
 
 
 class DivergedError(LatentpressError):
-    """Too many steps had a loss or gradient that was not finite."""
+    """Too many steps had a non-finite loss or gradient."""
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
@@ -38,18 +38,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
-
-    A norm that is not finite is returned and leaves the gradients useless: do not step.
-    """
+    """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before. Do not step where that is
+    not finite."""
     return float(torch.nn.utils.clip_grad_norm_(list(parameters), max_norm))
 
 
 @dataclass
 class BadStepCounter:
-    """Counts the steps that were skipped because their loss or gradient was not finite.
+    """Counts steps skipped for a non-finite loss or gradient: more than `limit` of BAD_STEP_WINDOW steps end the run.
 
-    More than `limit` of them among WINDOW consecutive steps end the run. Skipped steps use up their samples.
+    Skipped steps use up their samples.
     """
 
     limit: int
@@ -57,16 +55,15 @@ class BadStepCounter:
     total: int = 0
 
     def check(self, step: int, loss: float, norm: float) -> bool:
-        """Whether the step may be taken. Counts it otherwise, and raises DivergedError past the limit."""
+        """Whether to take the step. Otherwise it is counted; DivergedError past the limit."""
         if math.isfinite(loss) and math.isfinite(norm):
             return True
         self.total += 1
         self.steps = [*(past for past in self.steps if past > step - BAD_STEP_WINDOW), step]
         if len(self.steps) > self.limit:
             raise DivergedError(
-                f"step {step}: loss {loss}, gradient norm {norm}; {len(self.steps)} of the last "
-                f"{BAD_STEP_WINDOW} steps were "
-                f"not finite (train.max_bad_steps is {self.limit})",
+                f"step {step}: loss {loss}, gradient norm {norm}; {len(self.steps)} of the last {BAD_STEP_WINDOW} "
+                f"steps were not finite (train.max_bad_steps is {self.limit})",
                 "Lower train.optimizer.lr (1e-5 for full-rank training), lengthen train.optimizer.warmup, set "
                 "train.precision to float32, or train a LoRA (train.adapter.type=lora). The last checkpoint is "
                 "from before: training goes on from it with the new settings.",

@@ -232,7 +232,7 @@ def test_the_json_schema_knows_families_flavours_and_every_key():
             "7: datasets.1.id: 'photos' is the id of an earlier dataset; ids must differ",
         ),
         ("root: work", "root:", "1: root: expected text, got nothing (null)"),
-        ("root: work", "root: work\nroot: play", "2: root: this key stands already in line 1"),
+        ("root: work", "root: work\nroot: play", "2: root: this key is already in line 1"),
         ("  family: sana", "\tfamily: sana", "3: not valid YAML: a tab cannot indent YAML; use spaces"),
         (
             "family: sana",
@@ -404,7 +404,7 @@ def test_a_file_url_is_a_path_like_any_other(write, tmp_path):
     [
         ("datasets.photos.type=local", "datasets.photos.type: unknown key; here source: folder (its local)"),
         ("datasets.photos.metadata_backend=discovery", "unknown key; not needed: discover reads sizes"),
-        ("datasets.photos.cache_dir_vae=x", "unknown key; not needed: caches lie under root"),
+        ("datasets.photos.cache_dir_vae=x", "unknown key; not needed: caches are under root"),
         ("datasets.photos.num_repeats=1", "unknown key; here repeats: extra passes"),
         ("datasets.photos.probability=1", "unknown key; here weight"),
         ("train_batch_size=1", "--set train_batch_size: unknown key; here train.batch_size"),

@@ -70,13 +70,13 @@ def test_every_key_and_item_has_its_line():
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("a: 1\nb: {c: 1, c: 2}", 2, "b.c: this key stands already in line 2"),
-        ("a: 1\n\na: 2", 3, "a: this key stands already in line 1"),
+        ("a: 1\nb: {c: 1, c: 2}", 2, "b.c: this key is already in line 2"),
+        ("a: 1\n\na: 2", 3, "a: this key is already in line 1"),
         ("a:\n\tb: 1", 2, "a tab cannot indent YAML; use spaces"),
         ("a: 1\nb: [1", 2, "not valid YAML"),
         ("a: b: c", 1, "mapping values are not allowed here"),
         ("a: 1\n---\nb: 2", 2, "another document"),
-        ("a: &x [*x]", 1, "an alias cannot stand inside what it names"),
+        ("a: &x [*x]", 1, "an alias cannot be inside the value that it names"),
         ("a: !!python/object:os.system x", 1, "not supported"),
         ("a: 1\nb: {<<: {c: 1}}", 2, "merge"),
         ("? [1]\n: 2", 1, "keys are plain words"),
