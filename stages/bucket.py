@@ -1,7 +1,7 @@
-"""bucket: from media tables to a plan generation: samples, texts, work units, and what is active.
+"""bucket: from media tables to a plan: samples, texts, work units, and the list of active samples.
 
-Pure arithmetic over tables (`stages/planning/`); publishes only what no earlier generation planned, and the whole
-list of what is active. Run again with nothing changed, it publishes nothing.
+The planning itself is pure (`stages/planning/`). A plan contains only samples and texts that no earlier one has, and
+the complete list of active samples. If nothing changed, nothing is published.
 """
 
 from pathlib import Path
@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from cache import plans, rejects
 from cache.compatibility import bucket_side_multiple
-from cache.plans import Plan
 from cache.schedule import small_bucket_advice
 from cache.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
@@ -29,13 +28,13 @@ from stages.planning.plan_builder import DraftPlan, build_plan
 from stages.planning.validation_prompts import PromptImage, add_validation_prompts
 
 TableRow = dict[str, Any]
-MAX_LISTED_ITEMS = 30  # items put out, or warned of, that are listed by name
-MAX_LISTED_BUCKETS = 10  # buckets that a warning names
+MAX_LISTED_ITEMS = 30  # excluded items, and items of a warning, that are listed by name
+MAX_LISTED_BUCKETS = 10  # buckets listed in a warning
 
 
 def run(config: Config, options: Options, console: Console) -> Report:
     refuse_partition(options, "bucket")
-    pa.set_memory_pool(pa.system_memory_pool())  # for large tables that come and go: a fifth less time and memory
+    pa.set_memory_pool(pa.system_memory_pool())  # saves a fifth of time and memory with large temporary tables
     store = Store(config.root)
     multiple = bucket_side_multiple(config.model)
     used = [dataset for dataset in config.datasets if not dataset.disabled]
@@ -55,51 +54,51 @@ def run(config: Config, options: Options, console: Console) -> Report:
         "validation": plan.validation,
     }
     report.details = _report_details(config, plan, new_samples, new_texts)
-    report.details |= {"changes": summary.diff_active(_latest_active(store, info), plan.active) or "none"}
+    report.details["changes"] = summary.diff_active(_latest_active(store, info), plan.active) or "none"
     _print_warnings(config, plan, report.details["buckets"], multiple, console)
-    _report_excluded(report, plan.rejects)
+    report.set_aside = plan.rejects.slice(0, MAX_LISTED_ITEMS).to_pylist()
+    report.more_set_aside = plan.rejects.num_rows - len(report.set_aside)
     if options.dry_run:
         report.remaining = new_samples.num_rows + new_texts.num_rows
         report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.remaining
         return report
-    made = pa.concat_tables([units.sample_units(config, new_samples), units.text_units(config, new_texts)])
+    new_units = pa.concat_tables([units.sample_units(config, new_samples), units.text_units(config, new_texts)])
     before = plans.list_plans(store)
     generation = plans.publish_plan(
-        store, key=key, samples=new_samples, texts=new_texts, units=made, active=plan.active, info=info
+        store, key=key, samples=new_samples, texts=new_texts, units=new_units, active=plan.active, info=info
     )
     list_name = f"{config.model.family}-{config.model.task}"
     rejects.write_rejects(store, "bucket", list_name, plan.rejects)
     report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.rejects.num_rows else ""
     report.done = new_samples.num_rows + new_texts.num_rows
     report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.done
-    report.details["new_units"] = {kind: _count_equal(made, "kind", kind) for kind in ("latents", "text")}
+    report.details["new_units"] = {kind: _count_equal(new_units, "kind", kind) for kind in ("latents", "text")}
     report.details["generation"] = generation.name + ("" if generation.name not in before else " (unchanged)")
     return report
 
 
 def _set_aside_damaged_plans(store: Store, options: Options, console: Console) -> None:
-    """Plans that are not as they were written make way: what they held is planned again. Units are called by their
-    members, so that the shards of those that are planned as before are found again."""
+    """Quarantine damaged plans, so that their samples and texts are planned again. Unit ids are made of the members'
+    ids, so the shards of units that are planned again stay in use."""
     for name in plans.list_plans(store):
         damage = plans.find_damage(store, name)
-        if damage is None:
-            continue
-        if options.dry_run:
+        if damage and options.dry_run:
             raise damage
-        console.warn(f"{damage.message}; this plan is kept as {plans.quarantine(store, name)} and planned again")
+        if damage:
+            console.warn(f"{damage.message}; this plan is kept as {plans.quarantine(store, name)} and planned again")
 
 
 def probe_prompt_image(path: Path, kind: str) -> PromptImage:
-    """What opening a validation prompt's image, or its clip for a condition of several frames, tells."""
+    """Probe a validation prompt's file. kind: "image", or "video" for a condition of several frames."""
     from stages.media.probe import probe_media
 
     try:
-        found = probe_media(path, kind, animations="video" if kind == "video" else "first-frame")
+        info = probe_media(path, kind, animations="video" if kind == "video" else "first-frame")
     except (MediaError, OSError) as error:
         raise LatentpressError(
             f"a validation prompt's {kind} can't be read: {error}", "correct validation.prompts"
         ) from error
-    return PromptImage(found["media_id"], found["width"], found["height"], found["duration"] or 0.0)
+    return PromptImage(info["media_id"], info["width"], info["height"], info["duration"] or 0.0)
 
 
 def _require_training_samples(plan: DraftPlan) -> None:
@@ -114,7 +113,7 @@ def _require_training_samples(plan: DraftPlan) -> None:
     else:
         why = "everything is held out for evaluation"
     raise LatentpressError(
-        f"nothing could be trained: {why}",
+        f"there would be nothing to train on: {why}",
         "add media, or relax the datasets' limits (minimum_image_size, video.min_frames, resolution, where)",
     )
 
@@ -128,10 +127,10 @@ def _count_equal(table: pa.Table, column: str, value: str) -> int:
 
 
 def _latest_active(store: Store, info: TableRow) -> pa.Table:
-    """What was active in the newest plan of this family and task, whatever its other settings; empty before any."""
+    """The active rows of the newest plan of this family and task, whatever its other settings; none without a plan."""
     for name in reversed(plans.list_plans(store)):
-        generation: Plan = plans.load_plan(store, name)
-        if all(generation.info.get(part) == info[part] for part in ("family", "task")):
+        generation = plans.load_plan(store, name)
+        if all(generation.info.get(key) == info[key] for key in ("family", "task")):
             return generation.active if generation.active.schema.equals(ACTIVE_SCHEMA) else ACTIVE_SCHEMA.empty_table()
     return ACTIVE_SCHEMA.empty_table()
 
@@ -141,8 +140,9 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
     latents_new, text_new = summary.estimate_disk_mib(config, new_samples, new_texts)
     trained = plan.samples.select(["geometry", "condition", "mask_id", "role"])
     trained = trained.filter(pc.not_equal(trained.column("role"), VALIDATION))
-    details: TableRow = {
-        "buckets": summary.bucket_table(config, plan.active, trained, plan.cuts),
+    crops = [row for notes in plan.notes.values() for row in notes.crop_statistics]
+    return {
+        "buckets": summary.bucket_table(config, plan.active, trained, crops),
         "excluded": summary.count_excluded(plan.rejects) or "nothing",
         "datasets": summary.dataset_table(config, plan),
         "texts": plan.texts.num_rows,
@@ -151,63 +151,43 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
             {"estimated": "text", "plan_mib": round(text, 2), "to_encode_mib": round(text_new, 2)},
         ],
     }
-    return details
-
-
-def _report_excluded(report: Report, out: pa.Table) -> None:
-    """Some of what was put out by name, the rest by number: a filter may put out a million."""
-    shown = out.slice(0, MAX_LISTED_ITEMS)
-    report.set_aside = shown.to_pylist()
-    report.more_set_aside = out.num_rows - shown.num_rows
 
 
 def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], multiple: int, console: Console) -> None:
-    _warn_small_buckets(config, plan, console)
+    batch = config.train.batch_size * config.train.accumulate  # of one optimizer step on one device
+    epoch = summary.epoch_schedule(plan.active, batch)
+    if small := sorted(epoch.small_buckets, key=lambda bucket: bucket.count):
+        named = ", ".join(f"{row.bucket} ({row.count})" for row in small[:MAX_LISTED_BUCKETS])
+        more = f" and {len(small) - MAX_LISTED_BUCKETS} more" if len(small) > MAX_LISTED_BUCKETS else ""
+        console.warn(
+            f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than an optimizer step draws ({batch}: "
+            f"train.batch_size x train.accumulate), so each of its steps shows some more than once: {named}{more}. "
+            + small_bucket_advice(small, config.train.batch_size)
+        )
     for dataset in config.datasets:
         notes = plan.notes.get(dataset.id)
         if notes and notes.repeating:
             console.warn(
-                f"{dataset.id}: {notes.repeating} clips repeat frames, their videos having fewer than "
+                f"{dataset.id}: {notes.repeating} clips repeat frames, because their videos have fewer than "
                 f"{dataset.video.frame_rate:g} per second; a lower frame_rate or max_repeated_frames avoids it"
             )
-        if notes and len(notes.aspect_differs):
-            more = (
-                f" and {len(notes.aspect_differs) - MAX_LISTED_ITEMS} more"
-                if len(notes.aspect_differs) > MAX_LISTED_ITEMS
-                else ""
-            )
+        if notes and (count := len(notes.aspect_differs)):
+            named = ", ".join(notes.aspect_differs[:MAX_LISTED_ITEMS].to_pylist())
+            more = f" and {count - MAX_LISTED_ITEMS} more" if count > MAX_LISTED_ITEMS else ""
             console.warn(
-                f"{dataset.id}: {len(notes.aspect_differs)} of {notes.planned} sources have another aspect than "
-                f"their target. "
-                "Each is used, cut for itself, and need not show the same part as its target; crop the source as the "
-                f"target was cropped, or remove the pair: "
-                f"{', '.join(notes.aspect_differs[:MAX_LISTED_ITEMS].to_pylist())}{more}"
+                f"{dataset.id}: {count} of {notes.planned} sources have another aspect than their target. They are "
+                "used with a crop of their own, which may show another part than the target; crop the source as the "
+                f"target was cropped, or remove the pair: {named}{more}"
             )
         if notes and dataset.eval_fraction and not notes.held_out:
             console.warn(
-                f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {notes.planned} items, since "
-                "each is chosen by its content alone; raise it, or set eval: true on a dataset of its own"
+                f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {notes.planned} items, "
+                "because each is chosen by its own content; raise it, or set eval: true on a separate dataset"
             )
     for text in find_unused_features(config, "masks", "regularisation", "vision"):
         console.warn(text)
     if scale := summary.scale_warning(config, buckets, multiple):
         console.warn(scale)
-
-
-def _warn_small_buckets(config: Config, plan: DraftPlan, console: Console) -> None:
-    """Warn of the buckets that hold fewer samples than one optimizer step on one device draws."""
-    batch = config.train.batch_size * config.train.accumulate
-    epoch = summary.epoch_schedule(plan.active, batch)
-    small = sorted(epoch.small_buckets, key=lambda shortage: shortage.count)
-    if not small:
-        return
-    named = ", ".join(f"{row.bucket} ({row.count})" for row in small[:MAX_LISTED_BUCKETS])
-    more = f" and {len(small) - MAX_LISTED_BUCKETS} more" if len(small) > MAX_LISTED_BUCKETS else ""
-    console.warn(
-        f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than an optimizer step draws ({batch}: "
-        f"train.batch_size x train.accumulate), so each of its steps shows some more than once: {named}{more}. "
-        + small_bucket_advice(small, config.train.batch_size)
-    )
 
 
 app = make_app("bucket", "Divide media into buckets and plan samples, texts and work units.", run, extra="media")

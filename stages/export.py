@@ -1,6 +1,6 @@
-"""export: a training set as shards that need nothing beside them, each row holding a latent and all its texts.
+"""export: writes a training set as self-contained shards, with a latent and all its texts in each row.
 
-What is written is a root of its own, which `train.set` may name; docs/cache-format.md says every byte of it.
+An export is a root of its own that `train.set` may name; docs/cache-format.md describes its format.
 """
 
 from typing import Annotated
@@ -37,29 +37,34 @@ def run(
         ),
     ] = None,
     shard_mib: Annotated[
-        float, typer.Option("--shard-mib", min=1e-3, max=65_536, help="About the size of a shard, MiB.")
+        float, typer.Option("--shard-mib", min=1e-3, max=65_536, help="Approximate size of a shard in MiB.")
     ] = 256,
-    with_captions: Annotated[bool, typer.Option("--with-captions", help="Include the words of captions.")] = False,
+    with_captions: Annotated[bool, typer.Option("--with-captions", help="Include the captions as text.")] = False,
 ) -> Report:
     refuse_partition(options, "export")
     data = open_configured_set(config, console.warn)
-    place = to or f"{config.output}/export/{data.id}"
-    exporter = Exporter(data, Store(place), form or config.cache.format, shard_mib, with_captions)
+    target = to or f"{config.output}/export/{data.id}"
+    exporter = Exporter(data, Store(target), form or config.cache.format, shard_mib, with_captions)
     exporter.check_target()
+    counts = [last - first for _, _, first, last in exporter.groups]
+    row_bytes = sum(count * size.row for count, size in zip(counts, exporter.sizes, strict=True))
+    text_bytes = sum(count * size.text for count, size in zip(counts, exporter.sizes, strict=True))
     report = Report(program="export", dry_run=options.dry_run)
-    report.details = {"set": f"sets/{data.id}", "to": place, "shards": len(exporter.shards)} | _estimate_sizes(exporter)
+    report.details = {"set": f"sets/{data.id}", "to": target, "shards": len(exporter.shards)}
+    report.details["estimated_mib"] = round(row_bytes / MIB, 2)
+    report.details["estimated_texts_mib"] = round(text_bytes / MIB, 2)  # part of it: texts are repeated in each row
     if options.dry_run:
-        report.remaining = sum(piece.stop - piece.start for piece in exporter.missing_shards)
-        report.skipped = sum(piece.stop - piece.start for piece in exporter.shards) - report.remaining
+        report.remaining = sum(shard.stop - shard.start for shard in exporter.missing_shards)
+        report.skipped = sum(shard.stop - shard.start for shard in exporter.shards) - report.remaining
         return report
-    written, total = 0, len(data.tables["index"])
-    with console.progress(total, "export", "samples") as progress:
-        for piece in exporter.shards:
-            count = piece.stop - piece.start
-            if exporter.is_complete(piece):
+    written = 0
+    with console.progress(len(data.tables["index"]), "export", "samples") as progress:
+        for shard in exporter.shards:
+            count = shard.stop - shard.start
+            if exporter.is_complete(shard):
                 report.skipped += count
             else:
-                written += exporter.write(piece)
+                written += exporter.write(shard)
                 report.done += count
             progress.advance(count)
     exporter.write_prompts()
@@ -69,23 +74,9 @@ def run(
     return report
 
 
-def _estimate_sizes(exporter: Exporter) -> dict[str, float]:
-    """About how large the export is, and how much of that are texts, which stand in the row of each sample."""
-    counts = [last - first for _, _, first, last in exporter.groups]
-    every = list(zip(counts, exporter.sizes, strict=True))
-    row, text = (
-        sum(count * size for count, size in each)
-        for each in (
-            [(count, size.row) for count, size in every],
-            [(count, size.text) for count, size in every],
-        )
-    )
-    return {"estimated_mib": round(row / MIB, 2), "estimated_texts_mib": round(text / MIB, 2)}
-
-
 app = make_app(
     "export",
-    "Write a training set as shards that need nothing beside them.",
+    "Write a training set as self-contained shards.",
     run,
     examples=["--to s3://bucket/photos --format webdataset", "--set train.set=0123456789abcdef --to /mnt/disk/photos"],
 )

@@ -1,4 +1,4 @@
-"""import: an export, from anywhere, into ordinary shards under `root` and a set over them, bit by bit as it was."""
+"""import: turns an export into ordinary shards under `root` and a training set, equal to the original in every bit."""
 
 from typing import Annotated
 
@@ -21,33 +21,33 @@ def run(
     console: Console,
     *,
     source: Annotated[
-        str | None, typer.Option("--from", metavar="PLACE", help="The export: a folder or URL, or .../sets/ID in it.")
+        str | None, typer.Option("--from", metavar="PLACE", help="The export: its folder or URL, or .../sets/ID in it.")
     ] = None,
 ) -> Report:
     refuse_partition(options, "import")
     if source is None:
-        raise UsageError("nothing says where the export lies", "latentpress import --from FOLDER-OR-URL")
-    place = source if "/" in source else f"./{source}"
-    data = find_set(config.root, place, config.model.family, config.model.task)
+        raise UsageError("--from is missing: the folder or URL of the export", "latentpress import --from PLACE")
+    location = source if "/" in source else f"./{source}"
+    data = find_set(config.root, location, config.model.family, config.model.task)
     if not isinstance(data, ExportedSet):
-        step = "name it as it is: --set root=... or --set train.set=...; or export it first"
-        raise SetError(f"{source} is no export but a root of its own, with set {data.id}", step)
+        advice = "use it directly, with --set root=... or --set train.set=...; or export it first"
+        raise SetError(f"{source} is not an export but a root, with set {data.id}", advice)
     importer = Importer(data, Store(config.root), config.cache.format)
     report = Report(program="import", dry_run=options.dry_run)
     report.details = {"set": f"sets/{data.id}", "from": source, "samples": len(data), "shards": len(importer.shards)}
-    total, there = data.tables["index"].num_rows, importer.is_present()
-    if there or options.dry_run:
-        report.skipped, report.remaining = (total, 0) if there else (0, total)
+    total, is_present = data.tables["index"].num_rows, importer.is_present()
+    if is_present or options.dry_run:
+        report.skipped, report.remaining = (total, 0) if is_present else (0, total)
         return report
     written = 0
     with console.progress(total, "import", "samples") as progress:
-        for part in importer.shards:
-            if importer.is_complete(part):
-                report.skipped += len(part.rows)
+        for shard in importer.shards:
+            if importer.is_complete(shard):
+                report.skipped += len(shard.rows)
             else:
-                written += importer.write(part)
-                report.done += len(part.rows)
-            progress.advance(len(part.rows))
+                written += importer.write(shard)
+                report.done += len(shard.rows)
+            progress.advance(len(shard.rows))
     importer.publish(importer.write_prompts())
     report.details["written_mib"] = round(written / MIB, 2)
     data.close()

@@ -1,10 +1,11 @@
-"""preview: what is encoded, beside what it was made from, as an HTML page and PNG contact sheets.
+"""preview: an HTML page and PNG contact sheets of encoded samples beside their originals.
 
-Of each bucket some samples that are encoded: the original as it was read for encoding, what the autoencoder makes of
-its latents, their PSNR, captions with their tokens. With --plan the current plan instead, before anything is encoded.
+Shows some samples of each bucket: the original as it was read for encoding, the decoded latents, their PSNR, and the
+captions with their tokens. With --plan it shows the current plan instead, before anything is encoded.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -38,131 +39,108 @@ def run(
         typer.Option(metavar="FILE", help="The page.  [default: <output>/preview/latents|plan-<generation>.html]"),
     ] = None,
     items: Annotated[
-        int, typer.Option("--samples", "--items", min=1, max=100_000, metavar="N", help="Samples shown of each bucket.")
+        int,
+        typer.Option("--samples", "--items", min=1, max=100_000, metavar="N", help="Samples to show of each bucket."),
     ] = 6,
-    bucket: Annotated[list[str] | None, typer.Option(metavar="WxH@F", help="This bucket alone. Repeatable.")] = None,
+    bucket: Annotated[list[str] | None, typer.Option(metavar="WxH@F", help="Only this bucket. Repeatable.")] = None,
 ) -> Report:
     refuse_partition(options, "preview")
     store = Store(config.root)
     current = current_plan(store, config)
     report = Report(program="preview", dry_run=options.dry_run, details={"generation": current.name})
-    sheet = PlanTable.of(store, config, current)
-    buckets = _select_buckets(bucket, sheet.buckets)
+    table = PlanTable(store, config, current)
+    try:
+        requested = {str(Bucket.parse(text)) for text in bucket or table.buckets}
+    except ValueError as error:
+        raise UsageError(f"--bucket: {error}", f"the plan has {', '.join(table.buckets)}") from error
+    if unknown := requested.difference(table.buckets):
+        raise UsageError(f"--bucket: the plan has no {min(unknown)}", f"it has {', '.join(table.buckets)}")
+    buckets = [name for name in table.buckets if name in requested]
     page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
     check_folder(page.parent)
     show = _show_plan if plan else _show_latents
-    return show(sheet, buckets, items, page, options, console, report)
-
-
-def _select_buckets(asked: Sequence[str] | None, there: Sequence[str]) -> list[str]:
-    """The buckets to show, in the plan's order. Raises UsageError for one that the plan lacks."""
-    for text in asked or ():
-        try:
-            known = str(Bucket.parse(text)) in there
-        except ValueError as error:
-            raise UsageError(f"--bucket: {error}", f"the plan has {', '.join(there)}") from error
-        if not known:
-            raise UsageError(f"--bucket: the plan has no {Bucket.parse(text)}", f"it has {', '.join(there)}")
-    names = {str(Bucket.parse(text)) for text in asked or there}
-    return [name for name in there if name in names]
+    return show(table, buckets, items, page, options, console, report)
 
 
 def _show_plan(
-    sheet: PlanTable, buckets: list[str], items: int, page: Path, options: Options, console: Console, report: Report
+    table: PlanTable, buckets: list[str], items: int, page: Path, options: Options, console: Console, report: Report
 ) -> Report:
-    chosen = sheet.choose(items, buckets)
+    chosen = table.choose(items, buckets)
     total = sum(map(len, chosen.values()))
     report.details["buckets"] = [
-        {"bucket": name, "samples": sheet.count(name), "shown": len(rows)} for name, rows in chosen.items()
+        {"bucket": name, "samples": table.count(name), "shown": len(rows)} for name, rows in chosen.items()
     ]
     report.details["page"] = str(page)
     if options.dry_run:
         report.remaining = total
         return report
-    _require_media(sheet, chosen)
+    _require_media(table, chosen)
     with console.progress(total, "preview") as progress:
-        size = _write_atomically(page, plan_page.render_plan_page(sheet, chosen, options, report, progress))
+        size = _write_atomically(page, plan_page.render_plan_page(table, chosen, options, report, progress))
     report.details["written_mib"] = round(size / 2**20, 2)
     return report
 
 
 def _show_latents(
-    sheet: PlanTable, buckets: list[str], samples: int, page: Path, options: Options, console: Console, report: Report
+    table: PlanTable, buckets: list[str], samples: int, page: Path, options: Options, console: Console, report: Report
 ) -> Report:
     from stages.pages.encoded_plan import EncodedPlan
 
-    cached = EncodedPlan.of(sheet)
-    chosen = sheet.choose(samples, buckets, among=cached.encoded)
+    encoded = EncodedPlan(table)
+    chosen = table.choose(samples, buckets, among=encoded.encoded)
     total = sum(map(len, chosen.values()))
-    report.details["cache"] = cached.folder
-    if cached.missing:
-        report.details["not_encoded"] = cached.missing
+    report.details["cache"] = encoded.folder
+    if encoded.missing:
+        report.details["not_encoded"] = encoded.missing
         report.next_steps.append("latentpress encode-latents")
     if not total:
-        where = "" if buckets == sheet.buckets else f" of {', '.join(buckets)}"
+        where = "" if buckets == table.buckets else f" of {', '.join(buckets)}"
         raise LatentpressError(
-            f"no sample{where} of plan {sheet.plan.name} is encoded yet",
+            f"no sample{where} of plan {table.plan.name} is encoded yet",
             "run `latentpress encode-latents`; `latentpress preview --plan` shows the plan without it",
         )
     report.details["page"] = str(page)
     if options.dry_run:
         report.remaining = total
-        report.details["buckets"] = [cached.bucket_row(name, len(rows)) for name, rows in chosen.items()]
+        report.details["buckets"] = [encoded.bucket_row(name, len(rows)) for name, rows in chosen.items()]
         return report
-    _require_torch()
-    _require_media(sheet, chosen)
-    from stages.pages import contact_sheet, result_comparison, result_page
-
-    with console.progress(total, "preview", "samples") as progress:
-        found = result_comparison.compare_samples(
-            sheet, cached, chosen, options.resources(sheet.config, "decode"), progress
-        )
-    result_comparison.add_to_report(found, report, everything=options.json)
-    report.details["buckets"] = table = result_page.bucket_rows(cached, found, buckets)
-    size = _write_atomically(page, result_page.render_result_page(cached, found, table))
-    sheets = _write_contact_sheets(page, contact_sheet.draw_sheets(found, table))
-    report.details["contact_sheets"] = [str(path) for path in sheets]
-    report.details["written_mib"] = round((size + sum(path.stat().st_size for path in sheets)) / 2**20, 2)
-    return report
-
-
-def _require_media(sheet: PlanTable, chosen: dict[str, list[int]]) -> None:
-    rows = pa.array([row for rows in chosen.values() for row in rows], pa.int64())
-    samples = sheet.active.column("sample_id").take(rows).combine_chunks()
-    missing_media.require_media(
-        MediaLocations(sheet.config, sheet.plan),
-        "latents",
-        missing_media.select_probed_members(sheet.plan, "latents", samples),
-    )
-
-
-def _require_torch() -> None:
-    """Reading a plan takes less than decoding latents does."""
-    from importlib.util import find_spec
-
     missing = [name for name in ("torch", "diffusers") if find_spec(name) is None]
     if missing:
         raise LatentpressError(
             f"decoding latents needs the library {missing[0]!r}: not found",
-            "Install what it needs: pip install -e '.[encode]'; `latentpress preview --plan` does without",
+            "Install it with: pip install -e '.[encode]'; `latentpress preview --plan` works without it",
         )
+    _require_media(table, chosen)
+    from stages.pages import contact_sheet, result_comparison, result_page
 
-
-def _write_contact_sheets(page: Path, sheets: Iterable[bytes]) -> list[Path]:
-    """Write the contact sheets beside the page: <page>-1.png and so on; those that an earlier one had more go."""
-    written = []
-    for number, data in enumerate(sheets, 1):
-        written.append(page.with_name(f"{page.stem}-{number}.png"))
-        _write_atomically(written[-1], [data])
-    number = len(written) + 1
-    while (path := page.with_name(f"{page.stem}-{number}.png")).exists():
-        path.unlink()
+    with console.progress(total, "preview", "samples") as progress:
+        resources = options.resources(table.config, "decode")
+        results = result_comparison.compare_samples(encoded, chosen, resources, progress)
+    result_comparison.add_to_report(results, report, with_samples=options.json)
+    report.details["buckets"] = rows = result_page.bucket_rows(encoded, results, buckets)
+    size = _write_atomically(page, result_page.render_result_page(encoded, results, rows))
+    sheets = []
+    for number, sheet in enumerate(contact_sheet.draw_sheets(results, rows), 1):
+        sheets.append(page.with_name(f"{page.stem}-{number}.png"))
+        size += _write_atomically(sheets[-1], [sheet])
+    number = len(sheets) + 1
+    while (stale := page.with_name(f"{page.stem}-{number}.png")).exists():  # of an earlier run with more sheets
+        stale.unlink()
         number += 1
-    return written
+    report.details["contact_sheets"] = [str(path) for path in sheets]
+    report.details["written_mib"] = round(size / 2**20, 2)
+    return report
+
+
+def _require_media(table: PlanTable, chosen: dict[str, list[int]]) -> None:
+    rows = pa.array([row for rows in chosen.values() for row in rows], pa.int64())
+    samples = table.active.column("sample_id").take(rows).combine_chunks()
+    probed = missing_media.select_probed_members(table.plan, "latents", samples)
+    missing_media.require_media(MediaLocations(table.config, table.plan), "latents", probed)
 
 
 def _write_atomically(path: Path, pieces: Iterable[bytes]) -> int:
-    """Write a file whole; returns its bytes."""
+    """Write a file atomically; returns its size in bytes."""
     with explained(str(path)), replacing(path) as temporary, temporary.open("wb") as file:
         return sum(map(file.write, pieces))
 

@@ -1,4 +1,4 @@
-"""Video files through PyAV: opened, closed, decoded from a keyframe on; FFmpeg's errors become MediaError."""
+"""Opening and decoding video files with PyAV; FFmpeg's errors become MediaError."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -15,14 +15,14 @@ from av.video.stream import VideoStream
 from stages.media.errors import MediaError, out_of_memory_error, unreadable_error
 from stages.media.files import Blob, MediaPath, media_size, open_media
 
-REPLACE_ADVICE = "replace it with a whole copy"
-REMUX_ADVICE = "write it anew, for example with ffmpeg -i IN OUT.mp4"
-# FFmpeg asks a Blob for this much at once: few requests, and little that a look at the header reads in vain.
+REPLACE_ADVICE = "replace it with an intact copy"
+REMUX_ADVICE = "convert it, for example with ffmpeg -i IN OUT.mp4"
+# Read from a Blob at once: few requests, and little wasted when only the header is needed.
 _BUFFER_BYTES = 1 << 16
 
 
 class OpenVideo(NamedTuple):
-    """An open video: its first real video stream, and the file beneath where FFmpeg doesn't read a path itself."""
+    """An open video and its first real video stream. file: that FFmpeg reads from, or None if it opened the path."""
 
     container: InputContainer
     stream: VideoStream
@@ -32,23 +32,35 @@ class OpenVideo(NamedTuple):
 
 @contextmanager
 def open_video(path: MediaPath, threads: int = 1) -> Iterator[OpenVideo]:
-    """The container and its first real video stream, closed at the end; FFmpeg's errors become MediaError.
+    """The container and its first real video stream, closed at the end. Errors until then become MediaError.
 
-    The decoder refuses damaged data instead of painting over it (`err_detect=explode`). A Blob is read by ranges,
-    as FFmpeg asks for them.
+    The decoder refuses damaged data instead of concealing it (`err_detect=explode`). A Blob is read in the ranges that
+    FFmpeg requests.
     """
     media_size(path)
     with ExitStack() as stack, _translate_errors(path):
         file = stack.enter_context(open_media(path)) if isinstance(path, Blob) else None
         container = stack.enter_context(_open_container(path, file))
-        yield OpenVideo(container, _first_video_stream(container, path, threads), path, file)
+        # Cover images are video streams, too.
+        streams = [s for s in container.streams.video if not s.disposition & s.disposition.attached_pic]
+        if not streams:
+            raise MediaError("no-video-stream", path, "has no video in it", "remove it from the dataset")
+        stream = streams[0]
+        if stream.codec_context is None:
+            problem = "has a codec that this FFmpeg can't decode, or its header is damaged"
+            raise MediaError("unknown-codec", path, problem, REMUX_ADVICE)
+        stream.codec_context.options = {"err_detect": "explode"}
+        stream.thread_count = threads
+        if threads > 1:
+            stream.thread_type = "AUTO"
+        yield OpenVideo(container, stream, path, file)
 
 
 @contextmanager
 def _translate_errors(path: MediaPath) -> Iterator[None]:
     try:
         yield
-    except MemoryError as error:  # FFmpeg's own is one of these
+    except MemoryError as error:  # also FFmpeg's own
         raise out_of_memory_error(path, error) from error
     except av.error.FFmpegError as error:
         problem = f"can't be decoded ({error.strerror})"
@@ -61,10 +73,10 @@ def _open_container(path: MediaPath, file: BinaryIO | None) -> InputContainer:
     try:
         if file is not None:
             return av.open(file, "r", metadata_errors="replace", buffer_size=_BUFFER_BYTES)
-        # "file:" keeps FFmpeg from taking a name with a colon for a protocol.
+        # With "file:" a name that contains a colon is not taken as a protocol.
         return av.open(f"file:{os.fspath(path)}", "r", metadata_errors="replace")
     except (av.error.InvalidDataError, av.error.EOFError) as error:
-        problem = "is no video that FFmpeg knows, or its header or index is missing"
+        problem = "is not a video that FFmpeg knows, or its header or index is missing"
         raise MediaError("not-a-video", path, problem, f"{REPLACE_ADVICE} or remove it") from error
     except av.error.MemoryError:
         raise
@@ -73,30 +85,15 @@ def _open_container(path: MediaPath, file: BinaryIO | None) -> InputContainer:
         raise MediaError("unreadable", path, problem, "check its permissions and the disk, then run again") from error
 
 
-def _first_video_stream(container: InputContainer, path: MediaPath, threads: int) -> VideoStream:
-    pictures = [s for s in container.streams.video if not s.disposition & s.disposition.attached_pic]
-    if not pictures:
-        raise MediaError("no-video-stream", path, "has no video in it", "remove it from the dataset")
-    stream = pictures[0]
-    if stream.codec_context is None:
-        problem = "is coded in a way that this FFmpeg can't decode, or its header is damaged"
-        raise MediaError("unknown-codec", path, problem, REMUX_ADVICE)
-    stream.codec_context.options = {"err_detect": "explode"}
-    stream.thread_count = threads
-    if threads > 1:
-        stream.thread_type = "AUTO"
-    return stream
-
-
 def packets_from_keyframe(reader: OpenVideo) -> Iterator[Packet]:
-    """The packets of the stream from where the container stands, without those before the first keyframe."""
+    """The stream's next packets, from the first keyframe on."""
     return dropwhile(lambda packet: not packet.is_keyframe, reader.container.demux(reader.stream))
 
 
 def decode_packets(packets: Iterable[Packet], reader: OpenVideo) -> Iterator[VideoFrame]:
-    """Frames in order of presentation from packets that begin with a keyframe.
+    """Frames in presentation order, from packets that begin with a keyframe.
 
-    Frames presented before that keyframe refer to others before it, which were not read, and are left out.
+    Frames presented before that keyframe are left out: they depend on earlier frames, which were not read.
     """
     start: int | None = None
     for packet in packets:
@@ -113,15 +110,11 @@ def decode_packets(packets: Iterable[Packet], reader: OpenVideo) -> Iterator[Vid
             raise
         for frame in frames:
             if start is None or frame.pts is None or frame.pts >= start:
-                yield _require_undamaged(frame, reader.path)
-
-
-def _require_undamaged(frame: VideoFrame, path: MediaPath) -> VideoFrame:
-    if frame.is_corrupt:
-        raise MediaError("unreadable", path, "has a damaged frame", REPLACE_ADVICE)
-    return frame
+                if frame.is_corrupt:
+                    raise MediaError("unreadable", reader.path, "has a damaged frame", REPLACE_ADVICE)
+                yield frame
 
 
 def average_rate(stream: VideoStream) -> float:
-    """Frames per second, or FFmpeg's guess, or the 25 that it assumes itself."""
+    """Frames per second: declared, or guessed by FFmpeg, or its default of 25."""
     return float(stream.average_rate or stream.guessed_rate or 25)

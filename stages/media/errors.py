@@ -1,10 +1,10 @@
-"""What is raised for a file that can't be used, whatever is wrong with it."""
+"""MediaError: a media file can't be used."""
 
 import errno
 import os
 import stat
 
-#: What the system says of a file whose disk or server is no longer there.
+# The file, its disk or its server is not there.
 _MISSING_ERRNOS = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -18,27 +18,23 @@ RESTORE_ADVICE = "restore it, mount its disk, or correct media_root"
 
 
 class MediaError(Exception):
-    """A media file can't be used. The item is set aside with `reason`; nothing else stops.
+    """A media file can't be used. The item is set aside; nothing stops.
 
-    reason: a short code that reports count by ("empty-file", "not-an-image", "truncated", …).
-    problem: what is wrong with the file, to follow "PATH: ".
-    advice: what a person can do about it.
+    reason: a short code that reports count by ("empty-file", "not-an-image", "truncated", …). problem: what is wrong
+    with the file; follows "PATH: ". advice: what to do about it.
     """
 
     def __init__(self, reason: str, path: str | os.PathLike[str], problem: str, advice: str) -> None:
-        # All four as arguments of Exception, so that the error survives pickling between worker processes.
+        # All four are arguments of Exception, so that the error can be pickled.
         super().__init__(reason, os.fspath(path), problem, advice)
-        self.reason = reason
-        self.path = os.fspath(path)
-        self.problem = problem
-        self.advice = advice
+        self.reason, self.path, self.problem, self.advice = reason, os.fspath(path), problem, advice
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem}; {self.advice}"
 
 
 def require_regular_file(path: str | os.PathLike[str]) -> int:
-    """The size in bytes of a regular file that has content; MediaError otherwise."""
+    """The size of a regular file in bytes. Raises MediaError for an empty file and for anything else."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -51,16 +47,15 @@ def require_regular_file(path: str | os.PathLike[str]) -> int:
 
 
 def unreadable_error(path: str | os.PathLike[str], error: OSError) -> MediaError:
-    """The MediaError for a file that the operating system doesn't let us read: "missing" where it, or the disk that it
-    lies on, is not there."""
-    if error.errno in _MISSING_ERRNOS and type(error).__module__ == "builtins":  # FFmpeg has such numbers of its own
-        said = "" if error.errno == errno.ENOENT else f" ({error.strerror})"
-        return MediaError("missing", path, f"is not there{said}", RESTORE_ADVICE)
+    """The MediaError for an error of the operating system: "missing" if the file or its disk is not there."""
+    if error.errno in _MISSING_ERRNOS and type(error).__module__ == "builtins":  # FFmpeg's errors use other numbers
+        detail = "" if error.errno == errno.ENOENT else f" ({error.strerror})"
+        return MediaError("missing", path, f"is not there{detail}", RESTORE_ADVICE)
     problem = f"can't be read ({error.strerror or error})"
     return MediaError("unreadable", path, problem, "check its permissions and the disk, then run again")
 
 
 def out_of_memory_error(path: str | os.PathLike[str], error: BaseException) -> MediaError:
-    """The MediaError for a file whose decoding asks for more memory than there is, or claims to need it."""
+    """The MediaError for a file whose decoding needs, or claims to need, more memory than there is."""
     problem = f"takes more memory than there is{f' ({error})' if str(error) else ''}"
     return MediaError("out-of-memory", path, problem, "scale it down, or give the workers more memory")

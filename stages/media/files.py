@@ -1,4 +1,4 @@
-"""Opening what a source gives, on disk or elsewhere, and naming it by its content."""
+"""Opening media files and Blobs, and computing their media ids."""
 
 import io
 import os
@@ -13,10 +13,10 @@ _HASH_BLOCK_BYTES = 1 << 22
 
 
 class Blob(os.PathLike[str]):
-    """Something that is read like a file and is not one: a member of an archive, an object, a row of a table.
+    """A file-like thing that is no local file: a member of an archive, an object, a row of a table.
 
-    Wherever this project takes the path of a media file it takes a Blob as well. As a path it is its name, for
-    messages. Picklable: it holds what is needed to open it, nothing open.
+    Accepted wherever the path of a media file is; as a path it is its name, for messages. Picklable: it has the data
+    needed to open it, but nothing open.
     """
 
     name: str
@@ -33,19 +33,18 @@ class Blob(os.PathLike[str]):
         """Bytes. Raises MediaError."""
 
     def media_id(self) -> str | None:
-        """The id that the store itself vouches for (`identity: store`), None where the content is hashed."""
+        """The id that the store itself provides (`identity: store`), or None if the content is to be hashed."""
         return None
 
     def refresh(self) -> None:
-        """Forget what was learnt about the thing, so that the next question is answered anew."""
+        """Drop cached properties, so that they are requested again."""
 
     def verify(self) -> None:
-        """Raise MediaError where the content contradicts what the store vouches for; reads it all where that can be
-        told. Nothing where the id is that of the content."""
+        """Raise MediaError if the content contradicts the id that the store provides. May read all of the content."""
 
 
 class SeekableReader(io.RawIOBase):
-    """A raw reader that can seek; what reads it says how."""
+    """A raw reader that can seek; subclasses define `readinto`, `seek` and `tell`."""
 
     def readable(self) -> bool:
         return True
@@ -55,7 +54,7 @@ class SeekableReader(io.RawIOBase):
 
 
 class FileWindow(SeekableReader):
-    """The bytes [offset, offset + size) of a seekable reader, as a reader of their own; closes it when closed."""
+    """A reader of the bytes [offset, offset + size) of another seekable reader, which it closes when closed."""
 
     def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ def open_media(path: MediaPath) -> BinaryIO:
 
 
 def media_size(path: MediaPath) -> int:
-    """Bytes of a file or Blob that has content; MediaError otherwise."""
+    """Size of a file or Blob in bytes. Raises MediaError if it is empty or can't be read."""
     if not isinstance(path, Blob):
         return require_regular_file(path)
     size = path.size()
@@ -114,7 +113,7 @@ def media_size(path: MediaPath) -> int:
 
 
 def hash_file(path: MediaPath) -> str:
-    """xxh3-128 of the bytes, 32 hex digits: the media id by content."""
+    """xxh3-128 of the content, 32 hex digits: the usual media id."""
     state = xxhash.xxh3_128()
     try:
         with open_media(path) as file:
@@ -126,16 +125,14 @@ def hash_file(path: MediaPath) -> str:
 
 
 def compute_media_id(path: MediaPath) -> str:
-    """The id of a file or Blob: the store's where it vouches for one, else that of its content."""
-    given = path.media_id() if isinstance(path, Blob) else None
-    return given or hash_file(path)
+    """The media id of a file or Blob: that which the store provides, else that of the content."""
+    return (path.media_id() if isinstance(path, Blob) else None) or hash_file(path)
 
 
 def require_unchanged(path: MediaPath, planned: str) -> None:
     """Raise MediaError ("missing", "changed") unless the item still has the content it was planned with.
 
-    Where the store vouches for the content (`identity: store`), its word is asked for anew, and then held against the
-    content itself.
+    An id provided by the store (`identity: store`) is requested again, and then verified against the content.
     """
     if isinstance(path, Blob):
         path.refresh()

@@ -1,4 +1,4 @@
-"""Which of a video's frames answers a time: the last one at or before it, whoever decodes."""
+"""Which frame of a video belongs to a time: the last one at or before it, for all decoders."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,16 +22,16 @@ class TimedFrame(NamedTuple):
 
 
 def require_ascending(times: Sequence[float]) -> None:
-    """ValueError unless each time is finite and not before the one ahead of it."""
+    """Raise ValueError unless times are finite and ascending."""
     if not all(map(math.isfinite, times)) or any(later < earlier for earlier, later in pairwise(times)):
         raise ValueError(f"frame times {list(times)}: give finite seconds in ascending order")
 
 
 def time_tolerance(stream: VideoStream) -> float:
-    """Seconds by which a timestamp may lie behind a time and still count as at it.
+    """Seconds by which a timestamp may follow a time and still count as equal.
 
-    One tick of the time base or a millisecond, whichever is longer, and never more than a quarter of a frame.
-    A tick as long as that (AVI counts in frames) is no rounding, and then it is the millisecond.
+    One tick of the time base or a millisecond, whichever is longer, but at most a quarter of a frame. A longer tick
+    (AVI counts in frames) does not come from rounding; then it is the millisecond.
     """
     tick, quarter = float(stream.time_base or 0), 0.25 / average_rate(stream)
     return min(max(tick if tick < quarter else 0.0, TIME_TOLERANCE), quarter)
@@ -40,21 +40,21 @@ def time_tolerance(stream: VideoStream) -> float:
 def select_frames(
     shown: Iterator[TimedFrame], times: Sequence[float], tolerance: float, path: MediaPath
 ) -> Iterator[Any]:
-    """For each time, ascending, the last frame at or before it; one frame of `shown` is read ahead, no more."""
-    held = next(shown, None)
-    if held is None:
+    """For each time, ascending, the last frame at or before it. Reads one frame of `shown` ahead."""
+    current = next(shown, None)
+    if current is None:
         raise MediaError("zero-frames", path, f"has no frame to decode at {times[0]:.3f} s", REPLACE_ADVICE)
     ahead = next(shown, None)
     for time in times:
         while ahead is not None and ahead.time <= time + tolerance:
-            held, ahead = ahead, next(shown, None)
+            current, ahead = ahead, next(shown, None)
         if ahead is None:
-            require_time_within(path, time, held.time + held.duration, tolerance)
-        yield held.frame
+            require_time_within(path, time, current.time + current.duration, tolerance)
+        yield current.frame
 
 
 def require_time_within(path: MediaPath, time: float, end: float, tolerance: float) -> None:
-    """MediaError for a time at or behind the end of the last frame that can be decoded, in seconds."""
+    """Raise MediaError for a time at or after `end`, the end of the last frame that can be decoded; seconds."""
     if time > end - min(tolerance, TIME_TOLERANCE):
-        problem = f"ends at {end:.3f} s, and the frame at {time:.3f} s was asked for"
+        problem = f"ends at {end:.3f} s, before the frame at {time:.3f} s"
         raise MediaError("truncated", path, problem, f"{REPLACE_ADVICE}, or run discover again if it changed")

@@ -1,9 +1,8 @@
 """Images: headers without decoding, and pixels as plain 8-bit sRGB.
 
-What every loaded image has gone through: EXIF (or XMP) orientation applied; an embedded ICC profile
-converted to sRGB (one that is broken is ignored, as viewers do; without one the numbers are taken as sRGB);
-transparency composited over white; grey, palette, CMYK and 16-bit samples converted to 8-bit RGB. Of an
-animation the first frame. High dynamic range (PQ, HLG) is refused.
+Loading applies the EXIF (or XMP) orientation; converts an embedded ICC profile to sRGB (a broken one is ignored, as
+viewers do; without one the pixels are taken as sRGB); composites transparency over white; converts grey, palette, CMYK
+and 16-bit samples to 8-bit RGB; and takes the first frame of an animation. High dynamic range (PQ, HLG) is refused.
 """
 
 import io
@@ -11,7 +10,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,12 +20,11 @@ from PIL import Image, ImageCms
 from stages.media.errors import MediaError, out_of_memory_error, unreadable_error
 from stages.media.files import MediaPath, media_size, open_media
 
-# Named, so that Pillow's interpreters of programs (EPS) and its guesses at text (XPM) are never tried on a
-# dataset.
+# A fixed list, so that Pillow never tries its interpreter of programs (EPS) or its text formats (XPM) on a dataset.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
-# Pillow's own limit for what it takes for a decompression bomb.
+# Pillow's own limit, above which an image counts as a decompression bomb.
 MAX_PIXELS = 178_956_970
-#: Formats whose animations can be taken as videos (stages/media/animation.py).
+# Formats whose animations can be read as videos (stages/media/animation.py).
 ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
 
 _ORIENTATION_TAG = 0x0112
@@ -39,22 +37,10 @@ _TRANSPOSES = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# What Pillow's decoders raise for damaged bytes, beside OSError.
-_DECODE_ERRORS = (
-    RuntimeError,  # AVIF
-    SyntaxError,
-    ValueError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    struct.error,
-    zlib.error,
-)
-
-
-# Brands of the HEIF container (ISO/IEC 23008-12) whose pictures Pillow doesn't read by itself.
+# What Pillow's decoders raise for damaged bytes, apart from OSError; RuntimeError comes from AVIF.
+_DECODE_ERRORS: tuple[type[Exception], ...] = (RuntimeError, SyntaxError, ValueError, EOFError, IndexError, KeyError)
+_DECODE_ERRORS += (TypeError, OverflowError, struct.error, zlib.error)
+# Brands of the HEIF container (ISO/IEC 23008-12) that Pillow can't read without a plug-in.
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF_BRANDS = (b"avif", b"avis")
 # Transfer characteristics of ITU-T H.273: PQ and HLG.
@@ -64,9 +50,7 @@ _HEADER_BYTES = 4096
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """width, height: pixels as the picture is seen, orientation applied. format: Pillow's name for it. moving: it
-    has several frames.
-    """
+    """width, height: pixels, with the orientation applied. format: Pillow's name. is_animated: has several frames."""
 
     width: int
     height: int
@@ -80,30 +64,36 @@ def probe_image(path: MediaPath) -> ImageInfo:
         width, height = image.size
         if _exif_orientation(image) >= 5:
             width, height = height, width
-        moving = bool(getattr(image, "is_animated", False)) and image.format in ANIMATED_FORMATS
-        return ImageInfo(width, height, image.format or "unknown", moving)
+        is_animated = bool(getattr(image, "is_animated", False)) and image.format in ANIMATED_FORMATS
+        return ImageInfo(width, height, image.format or "unknown", is_animated)
 
 
 def load_image(path: MediaPath, *, background: str = "white") -> Image.Image:
-    """The whole picture in mode RGB, as the module's header says. Raises MediaError, also for a truncated
-    file.
-    """
+    """The picture in mode RGB, as described above. Raises MediaError, also for a truncated file."""
     with open_image(path) as image:
         return to_srgb(image, path, background)
 
 
 def to_srgb(image: Image.Image, path: MediaPath, background: str = "white") -> Image.Image:
-    """The frame at which an open image stands, decoded, upright, in mode RGB."""
-    # Read before the pixels, so that the size agrees with `probe_image` wherever the file keeps its EXIF.
+    """The current frame of an open image: decoded, upright, in mode RGB."""
+    # EXIF is read before the pixels, so that the size agrees with `probe_image` wherever the file keeps its EXIF.
     transpose = _TRANSPOSES.get(_exif_orientation(image))
     image.load()
-    picture = _composite_srgb(image, path, background)
+    profile = image.info.get("icc_profile")
+    image = _to_8_bit(image, path)
+    if image.has_transparency_data:
+        grey = image.mode in ("L", "LA", "La")
+        layered = image.convert("LA" if grey else "RGBA")
+        picture = Image.new("RGB", image.size, background)
+        picture.paste(_colours_to_srgb(layered.convert("L" if grey else "RGB"), profile), mask=layered.getchannel("A"))
+    else:
+        picture = _colours_to_srgb(image, profile)
     return picture if transpose is None else picture.transpose(transpose)
 
 
 @contextmanager
 def open_image(path: MediaPath) -> Iterator[Image.Image]:
-    """The image with its header read, closed at the end; whatever goes wrong with it meanwhile is a MediaError."""
+    """The image with its header read, closed at the end. Errors until then become MediaError."""
     media_size(path)
     with _translate_errors(path), open_media(path) as file:
         head = file.read(_HEADER_BYTES)
@@ -113,7 +103,7 @@ def open_image(path: MediaPath) -> Iterator[Image.Image]:
             raise MediaError("hdr", path, "has high dynamic range (PQ or HLG)", advice)
         file.seek(0)
         with warnings.catch_warnings():
-            # Pillow warns at half of its limit; here there is one limit, and reaching it is an error.
+            # Pillow warns at half of its limit; here only the limit counts, and exceeding it is an error.
             warnings.simplefilter("ignore")
             with Image.open(file, formats=formats) as image:
                 yield image
@@ -129,7 +119,7 @@ def _translate_errors(path: MediaPath) -> Iterator[None]:
         problem = f"has more than {MAX_PIXELS // 10**6} million pixels, or claims to"
         raise MediaError("too-large", path, problem, "scale it down or remove it") from error
     except Image.UnidentifiedImageError as error:
-        problem = "is no image of a known format, or its header is damaged"
+        problem = "is not an image of a known format, or its header is damaged"
         advice = f"use one of {', '.join(FORMATS)} or remove it"
         raise MediaError("not-an-image", path, problem, advice) from error
     except OSError as error:
@@ -141,11 +131,11 @@ def _translate_errors(path: MediaPath) -> Iterator[None]:
 
 
 def _required_plugin(head: bytes, path: MediaPath) -> tuple[str, ...]:
-    """The name of the format that a HEIC file needs, its plug-in registered; nothing for other files."""
+    """Register the plug-in for a HEIC file and return its format; nothing for other files."""
     if head[4:8] != b"ftyp":
         return ()
     length = min(int.from_bytes(head[:4], "big"), 256)
-    brands = [head[place : place + 4] for place in range(8, length, 4) if place != 12]
+    brands = [head[i : i + 4] for i in range(8, length, 4) if i != 12]
     if any(brand in _AVIF_BRANDS for brand in brands) or not any(brand in _HEIC_BRANDS for brand in brands):
         return ()
     try:
@@ -158,75 +148,52 @@ def _required_plugin(head: bytes, path: MediaPath) -> tuple[str, ...]:
 
 
 def _is_hdr(head: bytes) -> bool:
-    """Whether the head of an AVIF, HEIC (box colr) or PNG (chunk cICP) says that its transfer is PQ or HLG."""
+    """Whether the header of an AVIF, HEIC (box colr) or PNG (chunk cICP) declares PQ or HLG."""
     if head[4:8] == b"ftyp":
-        place = head.find(b"colrnclx")
-        return place > 0 and int.from_bytes(head[place + 10 : place + 12], "big") in _HDR_TRANSFERS
-    place = head.find(b"cICP") if head.startswith(b"\x89PNG") else -1
-    return place > 0 and len(head) > place + 5 and head[place + 5] in _HDR_TRANSFERS
+        at = head.find(b"colrnclx")
+        return at > 0 and int.from_bytes(head[at + 10 : at + 12], "big") in _HDR_TRANSFERS
+    at = head.find(b"cICP") if head.startswith(b"\x89PNG") else -1
+    return at > 0 and len(head) > at + 5 and head[at + 5] in _HDR_TRANSFERS
 
 
 def _decode_error(path: MediaPath, error: Exception) -> MediaError:
-    cut = "truncated" in str(error) or isinstance(error, EOFError)
-    reason = "truncated" if cut else "unreadable"
-    return MediaError(reason, path, f"can't be decoded ({error})", "replace it with a whole copy")
+    reason = "truncated" if "truncated" in str(error) or isinstance(error, EOFError) else "unreadable"
+    return MediaError(reason, path, f"can't be decoded ({error})", "replace it with an intact copy")
 
 
 def _exif_orientation(image: Image.Image) -> int:
-    """1 to 8 as in EXIF; 1 where there is none or it makes no sense."""
+    """1 to 8 as in EXIF; 1 if there is none or it is invalid."""
     if image.format == "TIFF":
-        return 1  # Pillow itself turns these, and reports the turned size.
+        return 1  # Pillow itself turns these, and reports the turned size
     try:
-        # The base class's method: the one for PNG decodes the whole picture to look for EXIF behind the
-        # pixels.
+        # The method of the base class: that of PNG decodes the whole picture to find EXIF behind the pixels.
         value = Image.Image.getexif(image).get(_ORIENTATION_TAG, 1)
     except (OSError, *_DECODE_ERRORS):
         return 1
     return value if value in _TRANSPOSES else 1
 
 
-def _composite_srgb(image: Image.Image, path: MediaPath, background: str) -> Image.Image:
-    profile = image.info.get("icc_profile")
-    image = _to_8_bit(image, path)
-    if not image.has_transparency_data:
-        return _colours_to_srgb(image, profile)
-    grey = image.mode in ("L", "LA", "La")
-    layered = image.convert("LA" if grey else "RGBA")
-    colours = _colours_to_srgb(layered.convert("L" if grey else "RGB"), profile)
-    picture = Image.new("RGB", image.size, background)
-    picture.paste(colours, mask=layered.getchannel("A"))
-    return picture
-
-
 def _to_8_bit(image: Image.Image, path: MediaPath) -> Image.Image:
-    """16-bit grey, also where Pillow holds it in 32 bits, rounded to 8; every other mode is 8-bit already."""
-    if image.mode == "F" or (image.mode == "I" and not _is_16_bit(image)):
-        problem = f"has samples of a kind that has no fixed white ({image.mode}, 32 bits)"
-        raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
-    if image.mode != "I" and not image.mode.startswith("I;16"):
+    """16-bit grey, which Pillow may store in 32 bits, rounded to 8 bits; every other mode is 8-bit already."""
+    if image.mode not in ("F", "I") and not image.mode.startswith("I;16"):
         return image
-    samples = np.asarray(image).astype(np.uint32)
-    return Image.fromarray(((samples * 255 + 32767) // 65535).astype(np.uint8))
-
-
-def _is_16_bit(image: Image.Image) -> bool:
-    low, high = image.getextrema()
-    return low >= 0 and high <= 65535  # type: ignore[operator]  # one band: two numbers
+    samples = np.asarray(image)
+    if image.mode == "F" or samples.min() < 0 or samples.max() > 65535:
+        problem = f"has samples without a fixed white ({image.mode}, 32 bits)"
+        raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
+    return Image.fromarray(((samples.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
 
 
 def _colours_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     if image.mode not in ("L", "RGB", "CMYK", "LAB", "YCbCr"):
         image = image.convert("RGB")
     if profile:
-        try:
+        with suppress(ImageCms.PyCMSError, OSError, ValueError):
             source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-            if ImageCms.getProfileDescription(source).startswith("sRGB"):
-                return image.convert("RGB")
-            converted = ImageCms.profileToProfile(image, source, _srgb_profile(), outputMode="RGB")
-        except (ImageCms.PyCMSError, OSError, ValueError):
-            return image.convert("RGB")
-        assert converted is not None  # None only when converting in place
-        return converted
+            if not ImageCms.getProfileDescription(source).startswith("sRGB"):
+                converted = ImageCms.profileToProfile(image, source, _srgb_profile(), outputMode="RGB")
+                assert converted is not None  # None only when converting in place
+                return converted
     return image.convert("RGB")
 
 

@@ -1,4 +1,4 @@
-"""From a picture to the numbers that an autoencoder takes, equal to what diffusers' pipelines make of it."""
+"""From a picture to an autoencoder's input, equal to that of diffusers' pipelines."""
 
 import numpy as np
 from PIL import Image
@@ -10,21 +10,19 @@ from stages.media.image import MAX_PIXELS
 
 
 def resize_and_crop(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "image") -> np.ndarray:
-    """Resize with Lanczos and cut: uint8 (bucket.height, bucket.width, 3).
+    """Resize with Lanczos, as diffusers' VaeImageProcessor and VideoProcessor do, and crop: uint8 (bucket.height,
+    bucket.width, 3).
 
-    The filter is that of diffusers' VaeImageProcessor and VideoProcessor. The picture is stretched to the
-    crop's resize as it is, so that frames with pixels that are not square get their true shape in the same
-    step, where the crop was computed from the display size. Raises MediaError, naming `path`, where the
-    resize would be enormous.
+    If the crop was computed from the display size, the resize also corrects pixels that are not square. Raises
+    MediaError for `path` if the resized picture would be enormous.
     """
     return np.asarray(_resize_and_crop(image, crop, bucket, Image.Resampling.LANCZOS, path).convert("RGB"))
 
 
 def resize_and_crop_mask(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "mask") -> np.ndarray:
-    """As `fit`, in grey: uint8 (bucket.height, bucket.width).
+    """As `resize_and_crop`, in grey: uint8 (bucket.height, bucket.width).
 
-    Linear between samples where it is enlarged, averaged where it is reduced: Lanczos would ring beyond the mask's
-    edges and train a little on what is masked.
+    The filter is bilinear: Lanczos would ring beyond the mask's edges and so train a little on what is masked.
     """
     return np.asarray(_resize_and_crop(image.convert("L"), crop, bucket, Image.Resampling.BILINEAR, path))
 
@@ -45,9 +43,8 @@ def _resize_and_crop(
 
 
 def normalise_pixels(pixels: np.ndarray) -> np.ndarray:
-    """uint8 (H, W, 3) or (T, H, W, 3) to float32 in [-1, 1], (3, H, W) or (3, T, H, W), contiguous. The same
-    operations in the same order as VaeImageProcessor's, so that the numbers are equal to the last bit.
-    """
+    """uint8 (H, W, 3) or (T, H, W, 3) to float32 in [-1, 1], (3, H, W) or (3, T, H, W), contiguous. The operations and
+    their order are those of VaeImageProcessor, so the results are equal in every bit."""
     assert pixels.dtype == np.uint8 and pixels.ndim in (3, 4) and pixels.shape[-1] == 3, pixels.shape
     scaled = np.float32(2.0) * (pixels.astype(np.float32) / np.float32(255.0)) - np.float32(1.0)
     return np.ascontiguousarray(np.moveaxis(scaled, -1, 0))

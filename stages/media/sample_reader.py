@@ -1,4 +1,4 @@
-"""A plan's samples as pixels: which frames, cut how."""
+"""Reads the samples of a plan: their frames, cropped."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,12 +18,12 @@ def parse_crop(geometry: dict) -> tuple[Crop, Bucket]:
 
 
 def read_cropped_image(path: MediaPath, geometry: dict) -> np.ndarray:
-    """uint8 (H, W, 3): the image cut to its bucket."""
+    """uint8 (H, W, 3): the image cropped to its bucket."""
     return pixels.resize_and_crop(load_image(path), *parse_crop(geometry), path=path)
 
 
 def read_sample_frames(path: MediaPath, sample: dict, decoder: str) -> np.ndarray:
-    """uint8 (T, H, W, 3): the sample's chosen frames cut to its bucket; T = 1 for an image."""
+    """uint8 (T, H, W, 3): the sample's frames cropped to its bucket; T = 1 for an image."""
     if sample["kind"] == "image":
         return read_cropped_image(path, sample["geometry"])[None]
     crop, bucket = parse_crop(sample["geometry"])
@@ -33,10 +33,10 @@ def read_sample_frames(path: MediaPath, sample: dict, decoder: str) -> np.ndarra
 
 
 def read_sample_mask(path: MediaPath, kind: str, geometry: dict, times: Sequence[float]) -> np.ndarray:
-    """uint8 (T, H, W): a mask as grey, cut as its sample is; 255 is trained, what is transparent is not.
+    """uint8 (T, H, W): a mask in grey with its sample's crop; 255 is trained on, transparent parts are not.
 
-    times: those of the sample's frames, in seconds, T of them; a video mask is read at the same ones, an image is
-    repeated (T = 1 where there are none).
+    times: seconds of the sample's T frames, at which a video mask is read; an image mask is repeated (T = 1 without
+    times).
     """
     crop, bucket = parse_crop(geometry)
     if kind == "image":

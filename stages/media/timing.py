@@ -1,8 +1,8 @@
-"""How many frames of a video are shown, how fast, how long: from its header and index, or from its packets.
+"""How many frames of a video are shown, at which rate, and for how long: from its header and index, or its packets.
 
-A header counts what the file holds. What is shown may be less: an edit list leaves out what stands before the moment
-at which a file was cut without coding it anew (`ffmpeg -ss 1.09 -i IN -c copy OUT`), and a moment between two frames
-counts as time before the first one. Where header and index leave a doubt the packets are read, undecoded.
+A header counts the frames in the file. Fewer may be shown: if a file was cut without re-encoding
+(`ffmpeg -ss 1.09 -i IN -c copy OUT`), an edit list hides what precedes the cut, and a cut between two frames adds time
+before the first one. If header and index do not suffice, the packets are read, without decoding.
 """
 
 import math
@@ -21,9 +21,7 @@ from stages.media.files import MediaPath
 
 
 class VideoTiming(NamedTuple):
-    """Frames that are shown, their average rate, seconds from the first one's beginning to the last one's end, and
-    whether they follow each other evenly.
-    """
+    """frames: that are shown. rate: their average. duration: seconds from the first frame's start to the last's end."""
 
     frames: int
     rate: float
@@ -32,7 +30,7 @@ class VideoTiming(NamedTuple):
 
 
 def read_timing(reader: OpenVideo) -> VideoTiming:
-    """Of a file just opened. Raises MediaError where it is shorter than it declares, or shows nothing."""
+    """Of a file just opened. Raises MediaError if it is shorter than declared, or shows no frame."""
     return _timing_from_header(reader) or _timing_from_packets(reader)
 
 
@@ -46,17 +44,17 @@ def _timing_from_header(reader: OpenVideo) -> VideoTiming | None:
         return None
     rate, duration = float(stream.average_rate), float(stream.duration * stream.time_base)
     if reader.container.format.name == "avi":
-        # FFmpeg takes AVI's frame count from the header and the duration from what is there; its rate is constant.
+        # FFmpeg takes AVI's frame count from the header and its duration from the content; the rate is constant.
         _require_full_duration(reader.path, duration, stream.frames / rate)
         return VideoTiming(min(stream.frames, max(1, round(rate * duration))), rate, duration, constant_rate=True)
     if abs(stream.frames - rate * duration) > 0.05 or any(entry.is_discard for entry in stream.index_entries):
         return None
-    even = _constant_rate((entry.timestamp for entry in stream.index_entries), stream.frames, reader)
-    return VideoTiming(stream.frames, even or rate, duration, constant_rate=even is not None)
+    constant = _constant_rate((entry.timestamp for entry in stream.index_entries), stream.frames, reader)
+    return VideoTiming(stream.frames, constant or rate, duration, constant_rate=constant is not None)
 
 
 def _timing_from_packets(reader: OpenVideo) -> VideoTiming:
-    """By walking the packets from the first keyframe. What is shown before that one refers to what is not there."""
+    """From the packets after the first keyframe; frames shown before it depend on others that are not in the file."""
     stamps, end, stream = list[int](), -math.inf, reader.stream
     first: int | None = None
     for packet in packets_from_keyframe(reader):
@@ -74,18 +72,16 @@ def _timing_from_packets(reader: OpenVideo) -> VideoTiming:
         raise MediaError("no-timestamps", reader.path, "doesn't say when its frames are shown", REMUX_ADVICE)
     duration = (end - min(stamps)) * float(stream.time_base)
     _require_full_duration(reader.path, end * float(stream.time_base), _declared_end_s(reader))
-    even = _constant_rate(stamps, len(stamps), reader)
+    constant = _constant_rate(stamps, len(stamps), reader)
     rate, declared = len(stamps) / duration, float(stream.average_rate or 0)
-    # The header's rate is exact where it agrees; counting carries the rounding of the timestamps.
-    rate = even or (declared if math.isclose(rate, declared, rel_tol=0.01) else rate)
-    return VideoTiming(len(stamps), rate, duration, constant_rate=even is not None)
+    # The header's rate, if it agrees, is exact; the counted one is affected by rounded timestamps.
+    rate = constant or (declared if math.isclose(rate, declared, rel_tol=0.01) else rate)
+    return VideoTiming(len(stamps), rate, duration, constant_rate=constant is not None)
 
 
 def _constant_rate(stamps: Iterable[int], frames: int, reader: OpenVideo) -> float | None:
-    """The rate at which all of n frames stand within a tick or a millisecond of their even times, if there is one.
-
-    The header's, where that fits, else the one that first and last frame give: timestamps are rounded.
-    """
+    """The rate, if any, at which all timestamps of n frames are within a tick or a millisecond of even spacing: the
+    header's if it fits, else that of the first and last frame."""
     stream = reader.stream
     ticks = np.sort(np.fromiter(stamps, np.int64))
     if len(ticks) != frames or frames < 2 or not stream.time_base or ticks[0] == ticks[-1]:
@@ -94,23 +90,21 @@ def _constant_rate(stamps: Iterable[int], frames: int, reader: OpenVideo) -> flo
     seconds = (ticks - ticks[0]) * tick
     measured = Fraction(frames - 1, int(ticks[-1] - ticks[0])) / stream.time_base
     for rate in map(float, filter(None, (stream.average_rate, stream.base_rate, measured))):
-        off = np.abs(seconds - np.arange(frames) / rate).max()
-        if off <= min(max(tick, TIME_TOLERANCE), 0.25 / rate) + 1e-9:
+        deviation = np.abs(seconds - np.arange(frames) / rate).max()
+        if deviation <= min(max(tick, TIME_TOLERANCE), 0.25 / rate) + 1e-9:
             return rate
     return None
 
 
 def _declared_end_s(reader: OpenVideo) -> float:
-    """Seconds from the file's zero at which Matroska's header says that this stream ends; 0 where it is
-    silent.
-    """
+    """Where this stream ends according to Matroska's header, in seconds from the file's zero; 0 if not declared."""
     if not reader.container.format.name.startswith("matroska"):
         return 0.0
     match = re.fullmatch(r"(\d+):(\d+):(\d+\.\d+)", reader.stream.metadata.get("DURATION", ""))
     if match is not None:
         hours, minutes, seconds = map(float, match.groups())
         return 3600 * hours + 60 * minutes + seconds
-    # With other streams the file may be longer than its pictures by right.
+    # With other streams the file may rightly be longer than this one.
     return (reader.container.duration or 0) / av.time_base if len(reader.container.streams) == 1 else 0.0
 
 

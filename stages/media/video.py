@@ -1,12 +1,12 @@
-"""Videos through PyAV: what a file holds, and the frames that stand at given times.
+"""Videos with PyAV: properties of a file, and the frames at given times.
 
-Times are seconds from the first presented frame, so a start offset or an edit list doesn't matter. Frames
-come turned as they are seen, mirrored ones too (FFmpeg stores that and does not apply it), and with their stored
-number of pixels: where pixels are not square, `VideoInfo` gives the display size and the resize that follows
-stretches them. Colours are those of stages/media/colour.py.
+Times are seconds from the first presented frame, so start offsets and edit lists have no influence. Frames are turned
+and mirrored as they are displayed (FFmpeg stores that without applying it), and have their stored number of pixels: if
+pixels are not square, `VideoInfo` has the display size, and the resize that follows stretches them. For colours see
+stages/media/colour.py.
 
-Interlaced videos are refused. Which filter brings back whole frames depends on how the material was made (filmed in
-fields, or film spread over them), which no header says, and what it gives at a frame depends on those around it.
+Interlaced videos are refused. Which filter restores full frames depends on how the material was made (filmed in fields,
+or film spread over them), which no header tells, and its result at a frame depends on the frames around it.
 """
 
 import math
@@ -40,20 +40,19 @@ from stages.media.timing import no_frames_error, read_timing
 _SEEK_AFTER_S = 0.5
 # FFmpeg's AVFieldOrder: unknown and progressive. The others are interlaced.
 _PROGRESSIVE_FIELD_ORDERS = (0, 1)
-# Reasons that reading from the beginning would only meet again.
+# Reasons for which reading from the beginning would fail as well.
 _FINAL_REASONS = ("out-of-memory", "hdr", "interlaced", "unsupported-colour", "odd-rotation", "missing")
 
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What a video's header says, or its packets where the header is silent.
+    """Properties of a video from its header, or from its packets if the header lacks them.
 
-    width, height: as displayed, after rotation and with square pixels. rotation: degrees counterclockwise
-    that turn the stored frame upright (0, 90, 180, 270). frames: those that are shown. rate: average frames per
-    second. duration: seconds from the first frame's beginning to the last one's end. constant_rate: whether frames
-    follow each other evenly, 1 / rate apart but for rounded timestamps. codec: FFmpeg's name.
-    mirrored: whether the frame is mirrored left to right before it is turned. wide: whether its primaries are wider
-    than sRGB's.
+    width, height: as displayed, after rotation and with square pixels. rotation: degrees counterclockwise that turn the
+    stored frame upright (0, 90, 180, 270). frames: that are shown. rate: average frames per second. duration: seconds
+    from the start of the first frame to the end of the last. constant_rate: frames are 1 / rate apart, except for
+    rounded timestamps. codec: FFmpeg's name. mirrored: left to right, before the rotation. wide: its primaries are
+    wider than sRGB's.
     """
 
     width: int
@@ -69,9 +68,7 @@ class VideoInfo:
 
 
 def probe_video(path: MediaPath) -> VideoInfo:
-    """Read the header; all packets, undecoded, or one frame, only where the header lacks something. Raises
-    MediaError.
-    """
+    """Read the header; if it lacks something, all packets without decoding, or one frame. Raises MediaError."""
     size = media_size(path)
     with open_video(path) as reader:
         stream, context = reader.stream, reader.stream.codec_context
@@ -80,11 +77,12 @@ def probe_video(path: MediaPath) -> VideoInfo:
         _header_tags(reader)
         turned = orientation.orientation_of_header(reader)
         timing = read_timing(reader)
-        if turned is None or not context.width:
+        width, height = context.width, context.height
+        if turned is None or not width:
             turned, width, height = _probe_keyframe(path)
-        else:
-            width, height = context.width, context.height
-        width, height = _display_size(width, height, reader, turned)
+        width = max(1, round(width * (stream.sample_aspect_ratio or 1)))
+        if turned.transposed:
+            width, height = height, width
         if width * height > MAX_PIXELS:
             raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it")
         return VideoInfo(
@@ -101,11 +99,10 @@ def probe_video(path: MediaPath) -> VideoInfo:
 def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) -> Iterator[np.ndarray]:
     """For each time, ascending, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
 
-    Times that one frame answers give the same array. "At" allows for containers that round timestamps: one
-    tick of the time base or a millisecond, but at most a quarter of a frame. A time before the first frame
-    gives the first. Decoding starts at the last keyframe before the first time and stops one frame after the
-    last. Memory holds two frames. Raises MediaError ("truncated" where the file ends before a time),
-    ValueError for descending times.
+    Times of the same frame give the same array. Rounded timestamps are allowed for: by one tick of the time base or a
+    millisecond, but at most a quarter of a frame. A time before the first frame gives the first. Decoding starts at the
+    last keyframe before the first time and stops one frame after the last. At most two frames are in memory. Raises
+    MediaError ("truncated" if the file ends before a time), ValueError for descending times.
     """
     require_ascending(times)
     delivered = 0
@@ -115,8 +112,8 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
                 yield picture
                 delivered += 1
         except MediaError as error:
-            # Behind a seek, an open group of pictures or a gradual refresh refers to what was skipped.
-            # What is really damaged fails again from the beginning.
+            # After a seek, an open group of pictures or a gradual refresh depends on frames that were skipped.
+            # Real damage fails again from the beginning.
             if error.reason in _FINAL_REASONS:
                 raise
     if delivered < len(times):
@@ -124,7 +121,7 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
 
 
 def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndarray]]:
-    """(seconds, uint8 (height, width, 3), RGB) of every frame, at most `edge` pixels wide and high, not turned."""
+    """(seconds, uint8 (height, width, 3) RGB) of every frame, at most `edge` pixels wide and high, not rotated."""
     with open_video(path) as reader:
         converter, declared = VideoReformatter(), _header_tags(reader)
         for time, _, frame in _iter_timed_frames(reader, None):
@@ -135,7 +132,7 @@ def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndar
 
 
 def _header_tags(reader: OpenVideo) -> ColourTags:
-    """The colours that the header declares; MediaError where they, or the order of fields, can't be used."""
+    """The colours that the header declares. Raises MediaError if they can't be converted or it is interlaced."""
     context = reader.stream.codec_context
     tags = ColourTags.of(context)
     colour.require_convertible(tags, reader.path, context.codec_tag)
@@ -158,29 +155,17 @@ def _interlaced_error(path: MediaPath) -> MediaError:
 
 
 def _probe_keyframe(path: MediaPath) -> tuple[Orientation, int, int]:
-    """(orientation, stored width and height) of the first keyframe; opened anew, having been read from."""
+    """(orientation, stored width and height) of the first keyframe. Opens the file again, from its beginning."""
     with open_video(path) as reader:
         declared = _header_tags(reader)
-        frame = _decode_keyframe(reader)
-        _frame_tags(frame, declared, path)
-        return orientation.orientation_of_frame(frame, path), frame.width, frame.height
-
-
-def _decode_keyframe(reader: OpenVideo) -> VideoFrame:
-    """The first keyframe, by draining the decoder after one packet instead of filling its delay."""
-    for packet in reader.container.demux(reader.stream):
-        if not packet.is_keyframe or not packet.size:
-            continue
-        frames = reader.stream.decode(packet) or reader.stream.decode(None)
-        if frames:
-            return frames[0]
-        reader.stream.codec_context.flush_buffers()
-    raise no_frames_error(reader.path)
-
-
-def _display_size(width: int, height: int, reader: OpenVideo, turned: Orientation) -> tuple[int, int]:
-    width = max(1, round(width * (reader.stream.sample_aspect_ratio or 1)))
-    return (height, width) if turned.transposed else (width, height)
+        for packet in reader.container.demux(reader.stream):
+            if packet.is_keyframe and packet.size:
+                # Draining the decoder after one packet is cheaper than filling its delay.
+                if frames := reader.stream.decode(packet) or reader.stream.decode(None):
+                    _frame_tags(frames[0], declared, path)
+                    return orientation.orientation_of_frame(frames[0], path), frames[0].width, frames[0].height
+                reader.stream.codec_context.flush_buffers()
+    raise no_frames_error(path)
 
 
 def _decode_at_times(path: MediaPath, times: Sequence[float], threads: int, *, seek: bool) -> Iterator[np.ndarray]:
@@ -199,21 +184,21 @@ def _decode_at_times(path: MediaPath, times: Sequence[float], threads: int, *, s
 
 
 def _iter_timed_frames(reader: OpenVideo, start: float | None) -> Iterator[TimedFrame]:
-    """Frames in order with their times, all or from the last keyframe at or before `start` seconds."""
+    """Frames in order with their times: all, or from the last keyframe at or before `start` seconds."""
     path, rate, tick = reader.path, average_rate(reader.stream), float(reader.stream.time_base or 0)
     frames = decode_packets(packets_from_keyframe(reader), reader)
     first = next(frames, None)
     if first is None:
         raise MediaError("zero-frames", path, "has no frame that can be decoded", REPLACE_ADVICE)
+    frames = chain([first], frames)
     if reader.container.format.name == "avi":
-        # AVI has no presentation times: with B-frames the stamps are shuffled, but its rate is constant.
-        for index, frame in enumerate(chain([first], frames)):
+        # AVI has no presentation times, and with B-frames its timestamps are out of order; but its rate is constant.
+        for index, frame in enumerate(frames):
             yield TimedFrame(index / rate, 1 / rate, frame)
         return
     origin = _require_pts(first, path)
-    frames = chain([first], frames)
     if start is not None:
-        # Half a tick is less than any frame lasts, and more than the rounding of these numbers.
+        # Half a tick is shorter than any frame, and longer than the rounding errors of these numbers.
         start += tick / 2
         frames = _seek_before(reader, origin, origin + math.floor(start / tick))
     previous = -math.inf
@@ -228,10 +213,10 @@ def _iter_timed_frames(reader: OpenVideo, start: float | None) -> Iterator[Timed
 
 
 def _seek_before(reader: OpenVideo, origin: int, target: int) -> Iterator[VideoFrame]:
-    """Frames from a keyframe presented at or before `target`, a timestamp.
+    """Frames from a keyframe presented at or before the timestamp `target`.
 
-    Indexes are by decoding time in some containers, and MPEG-TS has none, so a seek may land on a keyframe
-    that is presented too late: then once more from further back.
+    Some containers index by decoding time, and MPEG-TS has no index, so a seek may lead to a keyframe that is presented
+    too late; then it is repeated from further back.
     """
     stream = reader.stream
     second = max(1, round(1 / stream.time_base)) if stream.time_base else 1

@@ -1,12 +1,12 @@
-"""What stands on the pages of `latentpress preview`, and how their templates are rendered.
+"""The content of the pages of `latentpress preview`, and how their templates are rendered.
 
-A page is one HTML file that needs nothing else, with its pictures inside. It is rendered in pieces, so that whoever
-writes it holds one item at a time. Names, captions and messages come from outside: the templates escape every value.
+A page is one HTML file with its pictures embedded. It is rendered in pieces, so that only one item is in memory. Names,
+captions and messages are untrusted: the templates escape every value.
 """
 
 import base64
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from schemas.clips import clip_times
 from schemas.geometry import Bucket
 from schemas.text_format import escape_unprintable, shorten
 
-TableRow = Mapping[str, Any]
+TableRow = dict[str, Any]
 TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -38,8 +38,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class PreviewPictures:
-    """What was read of an item. crops: its frames as the encoder gets them, scaled down. times: their seconds, none
-    for an image. whole: the whole picture, or the first frame. masked: as crops, with the mask laid over them."""
+    """Small pictures of an item.
+
+    crops: frames as the encoder gets them. times: their seconds, none for an image. whole: the whole image or first
+    frame. source: the cropped i2i source. masked: `crops` under the mask.
+    """
 
     crops: tuple[Picture, ...]
     times: tuple[float, ...]
@@ -50,8 +53,11 @@ class PreviewPictures:
 
 @dataclass(frozen=True)
 class PageItem:
-    """One sample: its rows of ACTIVE_SCHEMA (place) and SAMPLES_SCHEMA, the item's size as shown in
-    pixels (None where it is not known), the shares cut off and stretched by, and what was seen or why nothing was."""
+    """One sample on a page.
+
+    active_row, sample: its rows of ACTIVE_SCHEMA and SAMPLES_SCHEMA. size: of the item as displayed, in pixels; None if
+    not known. cropped_share, stretched: shares. problem: why there is no preview.
+    """
 
     active_row: TableRow
     sample: TableRow
@@ -69,14 +75,14 @@ class PageItem:
 
     @property
     def crop_box(self) -> tuple[float, float, float, float]:
-        """Left, top, width and height of what is kept, as shares of the whole picture."""
+        """Left, top, width and height of the crop, as shares of the whole picture."""
         geometry = self.sample["geometry"]
         bucket, across, down = Bucket.parse(geometry["bucket"]), geometry["resize_w"], geometry["resize_h"]
         return geometry["x"] / across, geometry["y"] / down, bucket.width / across, bucket.height / down
 
     @property
     def outline(self) -> str:
-        """What is kept of the whole picture, as an SVG path."""
+        """The crop on the whole picture, as an SVG path."""
         assert self.preview is not None
         sides = (self.preview.whole.width, self.preview.whole.height) * 2
         x, y, width, height = (share * side for share, side in zip(self.crop_box, sides, strict=True))
@@ -88,50 +94,45 @@ class PageItem:
         return f"whole picture, {lost:.1%} cut off" if lost else "whole picture, nothing cut off"
 
     @property
-    def facts(self) -> list[str]:
-        """What the plan says of it, one line each."""
-        return list(_item_facts(self))
+    def facts(self) -> Iterator[str]:
+        """Lines with its geometry, times and companions."""
+        sample, geometry = self.sample, self.sample["geometry"]
+        bucket = Bucket.parse(geometry["bucket"])
+        native = "{}x{}".format(*self.size) if self.size else "size no longer known"
+        resized = f"resized to {geometry['resize_w']}x{geometry['resize_h']}"
+        yield f"{native} \N{RIGHTWARDS ARROW} {bucket}: {resized}, cropped at ({geometry['x']}, {geometry['y']})"
+        if self.size:
+            yield f"{self.cropped_share:.1%} cut off, stretched by {self.stretched:.1%}"
+        if sample["kind"] == "video":
+            times = clip_times(sample["start"], sample["rate"], bucket.frames)
+            frames = f"{bucket.frames} frames at {sample['rate']:g} per second"
+            yield f"{frames}, from {times[0]:.2f} to {times[-1]:.2f} s"
+        if sample["condition"] == "source":
+            yield f"source: {self.active_row['source_path']}"
+        if sample["mask_id"]:
+            yield f"mask: {self.active_row['mask_path']}"
 
     @property
     def marks(self) -> list[str]:
-        """What is particular about it, a few words each."""
-        place, cut = self.active_row, self.sample["geometry"]
-        enlarged = self.size and (cut["resize_w"] > self.size[0] or cut["resize_h"] > self.size[1])
-        found = {
-            "held out": place["role"] == "eval",
-            "regularisation": place["regularisation"],
-            f"repeats {place['repeats']}": place["repeats"],
-            f"weight {place['weight']:g}": place["weight"] != 1,
+        """Labels for what is particular about it."""
+        row, geometry = self.active_row, self.sample["geometry"]
+        labels = {
+            "held out": row["role"] == "eval",
+            "regularisation": row["regularisation"],
+            f"repeats {row['repeats']}": row["repeats"],
+            f"weight {row['weight']:g}": row["weight"] != 1,
             "starts from its first frame": self.sample["condition"] == "first-frame",
-            "enlarged": enlarged,
+            "enlarged": self.size and (geometry["resize_w"] > self.size[0] or geometry["resize_h"] > self.size[1]),
         }
-        return [mark for mark, holds in found.items() if holds]
-
-
-def _item_facts(item: PageItem) -> Iterator[str]:
-    sample, cut = item.sample, item.sample["geometry"]
-    bucket = Bucket.parse(cut["bucket"])
-    native = "{}x{}".format(*item.size) if item.size else "size no longer known"
-    resized = f"resized to {cut['resize_w']}x{cut['resize_h']}"
-    yield f"{native} \N{RIGHTWARDS ARROW} {bucket}: {resized}, cut at ({cut['x']}, {cut['y']})"
-    if item.size:
-        yield f"{item.cropped_share:.1%} cut off, stretched by {item.stretched:.1%}"
-    if sample["kind"] == "video":
-        times = clip_times(sample["start"], sample["rate"], bucket.frames)
-        frames = f"{bucket.frames} frames at {sample['rate']:g} per second"
-        yield f"{frames}, from {times[0]:.2f} to {times[-1]:.2f} s"
-    if sample["condition"] == "source":
-        yield f"source: {item.active_row['source_path']}"
-    if sample["mask_id"]:
-        yield f"mask: {item.active_row['mask_path']}"
+        return [label for label, applies in labels.items() if applies]
 
 
 @dataclass(frozen=True)
 class BucketSection:
-    """A bucket on a page. line: its line of the table. cards: its items, whose type is the template's."""
+    """A bucket on a page. row: its row of the table. cards: objects of the type that the template needs."""
 
     bucket: str
-    line: TableRow
+    row: TableRow
     note: str
     cards: Iterable[Any]
 
@@ -141,31 +142,30 @@ def format_known(value: Any) -> Any:
 
 
 def format_decibels(value: float) -> str:
-    """A PSNR in words."""
     return "identical" if math.isinf(value) else f"{value:.2f} dB"
 
 
 @cache
 def template_environment(folder: Path) -> Environment:
-    """Renders the HTML templates of a folder: every value is escaped, and a name that is not given is an error."""
-    found = Environment(
+    """Renders the HTML templates of a folder: every value is escaped, and an undefined name is an error."""
+    environment = Environment(
         loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {
+    environment.filters |= {
         "decibels": format_decibels,
         "heading": heading,
         "known": format_known,
         "shortened": shorten,
         "visible": escape_unprintable,
     }
-    return found
+    return environment
 
 
 def render_template(template: str, **values: Any) -> Iterator[bytes]:
-    """A page in pieces, UTF-8. What UTF-8 has no bytes for is written as \\udcXX."""
+    """A page in pieces, UTF-8. Characters without a UTF-8 encoding are written as \\udcXX."""
     pieces = template_environment(TEMPLATES).get_template(template).generate(values)
     return (piece.encode("utf-8", "backslashreplace") for piece in pieces)

@@ -1,4 +1,4 @@
-"""The page of `latentpress preview`: encoded samples beside their originals. Pure."""
+"""The page of `latentpress preview`: encoded samples with their originals. Pure."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,19 +17,21 @@ POSTERIOR_LABELS = {
     "mode": "the posterior's mean",
     "moments": "moments, shown by their mean",
 }
-MAX_WORST = 10  # samples of the lowest PSNR that are listed
-SECTION_NOTE = "Chosen by their identity, so the same ones each time; the lowest PSNR first."
+MAX_LOWEST = 10  # samples of the lowest PSNR that are listed
+SECTION_NOTE = "The lowest PSNR comes first. Samples are chosen by their id, so each run shows the same ones."
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """A sample with what the plan and the cache say of it. comparison: None where its latents can't be decoded, which
-    `damage` explains. unread: why there is no original to compare with."""
+    """A sample compared with its original.
+
+    comparison: None if its latents can't be decoded; `damage` says why. unreadable: why there is no original.
+    """
 
     item: PageItem
     captions: tuple[EncodedCaption, ...]
     comparison: Comparison | None
-    unread: MediaError | None = None
+    unreadable: MediaError | None = None
     damage: LatentpressError | None = None
 
     @property
@@ -50,57 +52,57 @@ class SampleResult:
 
     @property
     def psnr(self) -> float | None:
-        """dB over all pixels of all frames; None where there is nothing to compare, infinite where all are equal."""
+        """dB over all pixels of all frames; None without a comparison, infinite for identical pixels."""
         return None if self.comparison is None else self.comparison.psnr
 
     @property
     def problems(self) -> list[str]:
-        problems = [f"no original to compare with ({self.unread.reason}): {self.unread}"] if self.unread else []
-        return problems + ([f"can't be decoded: {self.damage.message}; {self.damage.next_step}"] if self.damage else [])
+        problems = []
+        if self.unreadable:
+            problems.append(f"no original to compare with ({self.unreadable.reason}): {self.unreadable}")
+        if self.damage:
+            problems.append(f"can't be decoded: {self.damage.message}; {self.damage.next_step}")
+        return problems
 
 
-def bucket_rows(cached: EncodedPlan, found: Sequence[SampleResult], buckets: Sequence[str]) -> list[TableRow]:
-    """The table of buckets: what is encoded, what is shown, mean and lowest PSNR of what is shown."""
-    table = []
+def bucket_rows(encoded: EncodedPlan, results: Sequence[SampleResult], buckets: Sequence[str]) -> list[TableRow]:
+    """The table of buckets: how much is encoded and shown, mean and lowest PSNR of what is shown."""
+    rows = []
     for bucket in buckets:
-        mine = [one for one in found if one.bucket == bucket]
-        values = [one.psnr for one in mine if one.psnr is not None]
+        mine = [result for result in results if result.bucket == bucket]
+        values = [result.psnr for result in mine if result.psnr is not None]
         mean = sum(values) / len(values) if values else math.nan
-        row = cached.bucket_row(bucket, len(mine)) | {"mean_psnr_db": round(mean, 2)}
-        table.append(row | {"lowest_psnr_db": round(min(values, default=math.nan), 2)})
-    return table
+        row = encoded.bucket_row(bucket, len(mine)) | {"mean_psnr_db": round(mean, 2)}
+        rows.append(row | {"lowest_psnr_db": round(min(values, default=math.nan), 2)})
+    return rows
 
 
 def render_result_page(
-    cached: EncodedPlan, found: Sequence[SampleResult], table: Sequence[TableRow]
+    encoded: EncodedPlan, results: Sequence[SampleResult], rows: Sequence[TableRow]
 ) -> Iterator[bytes]:
-    """The page in pieces. table: see `lines`."""
-    compared = sorted((one.psnr, one.sample_id, one) for one in found if one.psnr is not None)
+    """The page in pieces. rows: of `bucket_rows`."""
+    config, model, aside = encoded.table.config, encoded.table.config.model, int(encoded.set_aside.sum())
+    posterior = f", {POSTERIOR_LABELS[config.latents.posterior]}" if model.family_spec.posterior else ""
+    counts = f"{int(encoded.encoded.sum())} of {len(encoded.encoded)} samples are encoded"
+    counts += f", {aside} were set aside" if aside else ""
+    counts += f"; {encoded.missing} are not encoded yet: latentpress encode-latents" if encoded.missing else ""
+    facts = [
+        f"{model.family}, {model.task}, {model.flavour_spec.name}; {encoded.folder}{posterior}",
+        counts,
+        "PSNR is 10 log10(255\N{SUPERSCRIPT TWO} / MSE) over the 8-bit pixels of all frames, before the encoder and "
+        "after the decoder, at full size. The mean of a bucket is over the samples shown.",
+    ]
+    compared = sorted((result.psnr, result.sample_id, result) for result in results if result.psnr is not None)
+    sections = [
+        BucketSection(row["bucket"], row, SECTION_NOTE, [one for one in results if one.bucket == row["bucket"]])
+        for row in rows
+    ]
     return render_template(
         "latents.html",
-        title=f"Latents of plan {cached.sheet.plan.name}",
-        facts=list(_page_facts(cached)),
-        buckets=table,
-        lowest=[one for _, _, one in compared[:MAX_WORST]],
+        title=f"Latents of plan {encoded.table.plan.name}",
+        facts=facts,
+        buckets=rows,
+        lowest=[result for _, _, result in compared[:MAX_LOWEST]],
         difference=f"difference \N{MULTIPLICATION SIGN} {DIFFERENCE_GAIN}",
-        sections=[
-            BucketSection(line["bucket"], line, SECTION_NOTE, [one for one in found if one.bucket == line["bucket"]])
-            for line in table
-        ],
-    )
-
-
-def _page_facts(cached: EncodedPlan) -> Iterator[str]:
-    config, aside = cached.sheet.config, int(cached.set_aside.sum())
-    model = config.model
-    drawn = f", {POSTERIOR_LABELS[config.latents.posterior]}" if model.family_spec.posterior else ""
-    yield f"{model.family}, {model.task}, {model.flavour_spec.name}; {cached.folder}{drawn}"
-    known = f"{int(cached.encoded.sum())} of {len(cached.encoded)} samples are encoded"
-    known += f", {aside} were set aside" if aside else ""
-    waiting = f"; {cached.missing} are not encoded yet: latentpress encode-latents" if cached.missing else ""
-    yield known + waiting
-    yield (
-        "PSNR is 10 log10(255\N{SUPERSCRIPT TWO} / MSE) over the 8-bit pixels of all frames of a sample, as they went "
-        "into the encoder and as they come back from the decoder, before they are made small for this page. The mean "
-        "of a bucket is over the samples shown."
+        sections=sections,
     )

@@ -1,7 +1,6 @@
-"""Items of a plan as the encoder will see them, as small pictures; runs in a process of its own."""
+"""The pixels of samples as the encoder gets them, for previews; read in sandboxed processes."""
 
-import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,25 +12,27 @@ from schemas.geometry import Bucket
 from stages.discovery.media_locations import MediaLocations
 from stages.media.errors import MediaError, unreadable_error
 from stages.media.files import MediaPath, require_unchanged
+from stages.pages.clip_comparison import FRAME_BOX, encode_picture
 from stages.pages.html import PageItem, Picture, PreviewPictures
 from stages.pages.plan_table import PlanTable
 
 TableRow = dict[str, Any]
-MAX_PREVIEW_FRAMES = 9  # of a clip that are shown; 1 + 8, so that most clips' frames divide evenly
-CROP_BOX, FULL_BOX, FRAME_BOX = (384, 256), (240, 160), (208, 160)  # pixels
+MAX_PREVIEW_FRAMES = 9  # shown of a clip; 1 + 8, because the frames of most clips divide evenly by that
+CROP_BOX, FULL_BOX = (384, 256), (240, 160)  # pixels
 WEBP_QUALITY = 75
-MASK_TINT = (214, 40, 40)  # what is not trained on is tinted with
+MASK_TINT = (214, 40, 40)  # colour of what is not trained on
 
 
 @dataclass(frozen=True)
 class PreviewTask:
-    """An item to look at: its row of SAMPLES_SCHEMA, the size of the whole picture, and its files with their content.
+    """A sample to read.
 
-    given: how many frames of a clip the task starts from.
+    sample: its row of SAMPLES_SCHEMA. full_size: (width, height) of the picture of the whole item. media, source, mask:
+    files with the media ids they were planned with. given: how many frames of a clip the task starts from.
     """
 
     sample: TableRow
-    whole: tuple[int, int]
+    full_size: tuple[int, int]
     media: tuple[MediaPath, str]
     source: tuple[MediaPath, str] | None
     mask: tuple[MediaPath, str] | None
@@ -50,8 +51,17 @@ class PreviewPixels:
     mask: np.ndarray | None
 
 
+@dataclass(frozen=True)
+class OriginalPixels:
+    """The pixels that were encoded, uint8: frames (T, H, W, 3); condition (F, H, W, 3), the source image or the first
+    frames, if there is a condition."""
+
+    frames: np.ndarray
+    condition: np.ndarray | None
+
+
 def reduce_frames(sample: TableRow) -> TableRow:
-    """The sample with at most FRAMES of its frames, evenly chosen, the first and the last among them."""
+    """The sample with at most MAX_PREVIEW_FRAMES of its frames, evenly spaced, with the first and the last."""
     bucket = Bucket.parse(sample["geometry"]["bucket"])
     gaps = next((n for n in range(min(MAX_PREVIEW_FRAMES, bucket.frames) - 1, 0, -1) if not (bucket.frames - 1) % n), 0)
     if not gaps:
@@ -61,18 +71,17 @@ def reduce_frames(sample: TableRow) -> TableRow:
 
 
 def read_preview(task: PreviewTask) -> PreviewPixels:
-    """An item's pixels as the encoder gets them. Raises MediaError."""
+    """Some frames of a sample as the encoder gets them, and the whole item. Raises MediaError."""
     from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
 
-    for path, content in filter(None, (task.media, task.source, task.mask)):
-        require_unchanged(path, content)
-    few, path = reduce_frames(task.sample), task.media[0]
-    frames = read_sample_frames(path, few, task.decoder)
-    times: list[float] = []
-    if few["kind"] == "video":
-        times = clip_times(few["start"], few["rate"], len(frames))
-    uncut = {"bucket": "{}x{}@1".format(*task.whole), "resize_w": task.whole[0], "resize_h": task.whole[1]}
-    whole = read_sample_frames(path, few | {"geometry": uncut | {"x": 0, "y": 0}}, task.decoder)[0]
+    for path, media_id in filter(None, (task.media, task.source, task.mask)):
+        require_unchanged(path, media_id)
+    sample, path = reduce_frames(task.sample), task.media[0]
+    frames = read_sample_frames(path, sample, task.decoder)
+    times = clip_times(sample["start"], sample["rate"], len(frames)) if sample["kind"] == "video" else []
+    width, height = task.full_size
+    uncropped = {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}
+    whole = read_sample_frames(path, sample | {"geometry": uncropped}, task.decoder)[0]
     source = read_cropped_image(task.source[0], task.sample["source_geometry"]) if task.source else None
     mask = None
     if task.mask:
@@ -81,21 +90,27 @@ def read_preview(task: PreviewTask) -> PreviewPixels:
 
 
 def render_preview(task: PreviewTask) -> PreviewPictures:
-    """The same as small pictures. Raises MediaError."""
+    """`read_preview` as small pictures. Raises MediaError."""
     try:
-        seen = read_preview(task)
+        pixels = read_preview(task)
     except OSError as error:
         raise unreadable_error(task.media[0], error) from error
-    box = FRAME_BOX if seen.times else CROP_BOX
-    masked: Iterable[np.ndarray] = ()
-    if seen.mask is not None:
-        masked = (_tint_masked(frame, mask) for frame, mask in zip(seen.frames, seen.mask, strict=True))
+    box, masked = FRAME_BOX if pixels.times else CROP_BOX, []
+    if pixels.mask is not None:
+        for frame, mask in zip(pixels.frames, pixels.mask, strict=True):
+            trained = mask[..., None] / np.float32(255)
+            tinted = frame * np.float32(0.35) + np.array(MASK_TINT, np.float32) * np.float32(0.65)
+            masked.append((frame * trained + tinted * (1 - trained)).astype(np.uint8))
+
+    def encode(pixels_HWC: np.ndarray, box: tuple[int, int] = box) -> Picture:
+        return encode_picture(pixels_HWC, box, steps=((WEBP_QUALITY, 1.0),))
+
     return PreviewPictures(
-        crops=tuple(_encode_thumbnail(frame, box) for frame in seen.frames),
-        times=seen.times,
-        whole=_encode_thumbnail(seen.whole, FULL_BOX),
-        source=None if seen.source is None else _encode_thumbnail(seen.source, box),
-        masked=tuple(_encode_thumbnail(frame, box) for frame in masked),
+        crops=tuple(map(encode, pixels.frames)),
+        times=pixels.times,
+        whole=encode(pixels.whole, FULL_BOX),
+        source=None if pixels.source is None else encode(pixels.source),
+        masked=tuple(map(encode, masked)),
     )
 
 
@@ -103,80 +118,70 @@ def make_previewer() -> Callable[[PreviewTask], PreviewPictures]:
     return render_preview
 
 
-def _tint_masked(frame: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    kept = mask[..., None] / np.float32(255)
-    tinted = frame * np.float32(0.35) + np.array(MASK_TINT, np.float32) * np.float32(0.65)
-    return (frame * kept + tinted * (1 - kept)).astype(np.uint8)
+def read_original(task: PreviewTask) -> OriginalPixels:
+    """All pixels that were encoded of a sample. Raises MediaError, also if a file changed since it was planned."""
+    from stages.media.sample_reader import read_cropped_image, read_sample_frames
+
+    path, sample = task.media[0], task.sample
+    try:
+        for file, media_id in filter(None, (task.media, task.source)):
+            require_unchanged(file, media_id)
+        frames = read_sample_frames(path, sample, task.decoder)
+        condition = frames[: task.given] if sample["condition"] == "first-frame" else None
+        if task.source:
+            condition = read_cropped_image(task.source[0], sample["source_geometry"])[None]
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    return OriginalPixels(frames, condition)
 
 
-def _encode_thumbnail(pixels_HWC: np.ndarray, box: tuple[int, int]) -> Picture:
-    """Scaled down to fit into the box, never up."""
-    from PIL import Image
-
-    image: Image.Image = Image.fromarray(pixels_HWC)
-    image.thumbnail(box, Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    image.save(buffer, "WEBP", quality=WEBP_QUALITY)
-    return Picture(buffer.getvalue(), image.width, image.height)
+def make_original_reader() -> Callable[[PreviewTask], OriginalPixels]:
+    return read_original
 
 
 @dataclass(frozen=True)
 class OpenedSample:
-    """A row of a sheet with its rows of ACTIVE_SCHEMA and SAMPLES_SCHEMA, and what to read, or why that can't be."""
+    """A row of a PlanTable as a card without pictures, and what to read for it, or why that is impossible."""
 
-    row: int
-    active_row: TableRow
-    sample: TableRow
+    item: PageItem
     task: PreviewTask | MediaError
 
 
-def make_page_item(sheet: PlanTable, one: OpenedSample) -> PageItem:
-    """What the plan says of it, for its card."""
-    known = sheet.width[one.row] > 0
-    return PageItem(
-        active_row=one.active_row,
-        sample=one.sample,
-        size=(int(sheet.width[one.row]), int(sheet.height[one.row])) if known else None,
-        cropped_share=float(sheet.cropped_share[one.row]),
-        stretched=float(sheet.stretched[one.row]),
-    )
-
-
 class SampleOpener:
-    """From rows of a sheet to tasks."""
+    """Opens the rows of a PlanTable."""
 
-    def __init__(self, sheet: PlanTable) -> None:
-        self._sheet, self._places = sheet, MediaLocations(sheet.config, sheet.plan)
+    def __init__(self, table: PlanTable) -> None:
+        self._table, self._locations = table, MediaLocations(table.config, table.plan)
 
     def open(self, row: int) -> OpenedSample:
-        place = self._sheet.active.slice(row, 1).to_pylist()[0]
-        sample = self._sheet.plan.samples[place["sample_id"]]
+        table = self._table
+        active_row = table.active.slice(row, 1).to_pylist()[0]
+        item = PageItem(
+            active_row=active_row,
+            sample=table.plan.samples[active_row["sample_id"]],
+            size=(int(table.width[row]), int(table.height[row])) if table.width[row] else None,
+            cropped_share=float(table.cropped_share[row]),
+            stretched=float(table.stretched[row]),
+        )
         try:
-            return OpenedSample(row, place, sample, self._task(row, place, sample))
+            return OpenedSample(item, self._make_task(item))
         except MediaError as error:
-            return OpenedSample(row, place, sample, error)
+            return OpenedSample(item, error)
         except OSError as error:
-            return OpenedSample(row, place, sample, unreadable_error(place["path"], error))
+            return OpenedSample(item, unreadable_error(item.path, error))
         except LatentpressError as error:
-            problem = MediaError("unreadable", place["path"], error.message, error.next_step)
-            return OpenedSample(row, place, sample, problem)
+            return OpenedSample(item, MediaError("unreadable", item.path, error.message, error.next_step))
 
-    def _task(self, row: int, place: TableRow, sample: TableRow) -> PreviewTask:
-        dataset, source, mask = place["dataset"], None, None
-        media = self._places.open_media(dataset, place["path"]), sample["media_id"]
+    def _make_task(self, item: PageItem) -> PreviewTask:
+        row, sample, config = item.active_row, item.sample, self._table.config
+        dataset, source, mask = row["dataset"], None, None
+        media = self._locations.open_media(dataset, row["path"]), sample["media_id"]
         if sample["condition"] == "source":
-            source = self._places.open_companion(dataset, "source", place["source_path"]), sample["source_id"]
+            source = self._locations.open_companion(dataset, "source", row["source_path"]), sample["source_id"]
         if sample["mask_id"]:
-            mask = self._places.open_companion(dataset, "mask", place["mask_path"]), sample["mask_id"]
-        whole = _full_size(int(self._sheet.width[row]), int(self._sheet.height[row]), sample["geometry"])
-        config = self._sheet.config
+            mask = self._locations.open_companion(dataset, "mask", row["mask_path"]), sample["mask_id"]
+        width, height = item.size or (sample["geometry"]["resize_w"], sample["geometry"]["resize_h"])
+        scale = min(1.0, FULL_BOX[0] / width, FULL_BOX[1] / height)
+        full_size = max(1, round(width * scale)), max(1, round(height * scale))
         given = 1 if config.model.condition is None else config.model.condition.frames
-        return PreviewTask(sample, whole, media, source, mask, config.latents.decoder, given)
-
-
-def _full_size(width: int, height: int, geometry: TableRow) -> tuple[int, int]:
-    """The item's shape, or where that is not known the one it is resized to, as small as it is drawn."""
-    if not width:
-        width, height = geometry["resize_w"], geometry["resize_h"]
-    scale = min(1.0, FULL_BOX[0] / width, FULL_BOX[1] / height)
-    return max(1, round(width * scale)), max(1, round(height * scale))
+        return PreviewTask(sample, full_size, media, source, mask, config.latents.decoder, given)

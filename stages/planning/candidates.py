@@ -1,4 +1,4 @@
-"""The items of a dataset while a plan is made: those still in, and those out, with the rule that put them there."""
+"""The items of a dataset while it is planned: those that remain, and those that a rule dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,21 +12,21 @@ from schemas.tables import REJECTS_SCHEMA
 
 def message_column(*parts: Any) -> pa.Array:
     """Sentences from parts that are texts, numbers (at most two decimals) or columns of either."""
-    return pc.binary_join_element_wise(*map(_to_text, parts), "")
 
+    def to_text(part: Any) -> Any:
+        if isinstance(part, str):
+            return part
+        if isinstance(part, int | float):
+            return f"{part:g}"
+        values = pa.array(part) if isinstance(part, np.ndarray) else part
+        values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+        return (pc.round(values, 2) if pa.types.is_floating(values.type) else values).cast(pa.string())
 
-def _to_text(part: Any) -> Any:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, int | float):
-        return f"{part:g}"
-    values = pa.array(part) if isinstance(part, np.ndarray) else part
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    return (pc.round(values, 2) if pa.types.is_floating(values.type) else values).cast(pa.string())
+    return pc.binary_join_element_wise(*map(to_text, parts), "")
 
 
 class CandidateItems:
-    """Rows of schemas.tables.MEDIA_SCHEMA that are still in. `out` collects rows of schemas.tables.REJECTS_SCHEMA."""
+    """Rows of schemas.tables.MEDIA_SCHEMA. rejects: tables of REJECTS_SCHEMA, one for each rule that dropped some."""
 
     def __init__(self, dataset: str, table: pa.Table) -> None:
         self.dataset, self.table = dataset, table
@@ -39,29 +39,36 @@ class CandidateItems:
         return self.table.column(name).combine_chunks()
 
     def numbers(self, name: str) -> np.ndarray:
-        """A numeric column; null is 0 for integers and NaN for fractions."""
+        """A numeric column; null is 0 for integers and NaN for floats."""
         column = self.table.column(name)
         return pc.fill_null(column, float("nan") if pa.types.is_floating(column.type) else 0).to_numpy()
+
+    def sizes(self, prefix: str = "") -> pa.Array:
+        """(n,) "WIDTHxHEIGHT" of the items, or of their "source_" or "mask_"."""
+        return message_column(self.column(f"{prefix}width"), "x", self.column(f"{prefix}height"))
 
     @property
     def videos(self) -> np.ndarray:
         return pc.equal(self.table.column("kind"), "video").to_numpy()
 
-    def drop(self, out: np.ndarray, reason: str, message: Callable[["CandidateItems"], pa.Array | str]) -> np.ndarray:
-        """Put the rows where `out` is true out, with what is wrong with each of them (or with all);
-        returns which rows stay."""
-        stay = ~out
-        if out.any():
-            gone = CandidateItems(self.dataset, self.table.filter(pa.array(out)))
+    def drop(
+        self, dropped: np.ndarray, reason: str, message: str | Callable[["CandidateItems"], pa.Array]
+    ) -> np.ndarray:
+        """Drop the rows where `dropped` is true, and record why; returns (n,) which rows stay.
+
+        message: follows "PATH: "; one for all of them, or a column made from the dropped items.
+        """
+        if dropped.any():
+            gone = CandidateItems(self.dataset, self.table.filter(pa.array(dropped)))
             path = gone.column("path")
             columns = {
                 "stage": pa.repeat("bucket", len(gone)),
                 "item": message_column(f"{self.dataset}/", path),
                 "path": path,
                 "reason": pa.repeat(reason, len(gone)),
-                "message": message_column(path, ": ", message(gone)),
+                "message": message_column(path, ": ", message if isinstance(message, str) else message(gone)),
                 "retry": pa.repeat(False, len(gone)),
             }
             self.rejects.append(pa.table(columns, schema=REJECTS_SCHEMA))
-            self.table = self.table.filter(pa.array(stay))
-        return stay
+            self.table = self.table.filter(pa.array(~dropped))
+        return ~dropped

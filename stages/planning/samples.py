@@ -1,4 +1,4 @@
-"""From items, cuts and clips to samples: their identities and the rows of the plan's tables."""
+"""From items, crops and clips to samples: their ids and the rows of the plan's table."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ _CONDITION_CODES = {"none": 0, "first-frame": 1, "source": 2}
 
 @dataclass(frozen=True)
 class PlannedSamples:
-    """(m,) samples as rows of schemas.tables.SAMPLES_SCHEMA, the item each is of, and the source image's own bucket."""
+    """(m,) samples as rows of schemas.tables.SAMPLES_SCHEMA. item: the row of each one's item."""
 
     table: pa.Table
     item: np.ndarray
@@ -31,7 +31,7 @@ class PlannedSamples:
 
 
 def held_out_mask(dataset: Dataset, media_ids: pa.Array) -> np.ndarray:
-    """(n,) whether an item is kept for evaluation: by its content, so that nothing crosses over when data is added."""
+    """(n,) whether an item is held out. Its content decides, so that its role stays when data is added."""
     if dataset.eval or not dataset.eval_fraction:
         return np.full(len(media_ids), dataset.eval)
     return to_unit_interval(identity.derive_seeds(media_ids, "eval")) < dataset.eval_fraction
@@ -39,64 +39,61 @@ def held_out_mask(dataset: Dataset, media_ids: pa.Array) -> np.ndarray:
 
 def plan_samples(
     dataset: Dataset,
-    given: Condition | None,
+    condition: Condition | None,
     items: CandidateItems,
-    cuts: SelectedCrops,
-    chosen: SelectedClips,
-    eval_: np.ndarray,
+    crops: SelectedCrops,
+    clips: SelectedClips,
+    held_out: np.ndarray,
 ) -> PlannedSamples:
-    """One sample for each image or clip. given: beside the text."""
-    of, condition = chosen.item, "none" if given is None else given.kind
-    buckets = _bucket_names(cuts, of, chosen.frames)
-    still = _bucket_names(cuts, of, np.ones_like(chosen.frames))
+    """One sample for each image or clip. held_out: (n,) which items are."""
+    rows, kind = clips.item, "none" if condition is None else condition.kind
+    one_frame = np.ones_like(clips.frames)
 
-    def taken(name: str) -> pa.Array:
-        return items.column(name).take(pa.array(of))
+    def take(name: str) -> pa.Array:
+        return items.column(name).take(pa.array(rows))
 
-    record = np.zeros(len(of), identity.SAMPLE_DTYPE)
-    record["media"] = identity.id_bytes(items.column("media_id"))[of]
-    record["geometry"] = _geometry_numbers(cuts, cuts.crop, of, chosen.frames)
-    record["start"], record["rate"] = np.nan_to_num(chosen.start), np.nan_to_num(chosen.rate)
-    record["condition"] = _CONDITION_CODES[condition]
+    record = np.zeros(len(rows), identity.SAMPLE_DTYPE)
+    record["media"] = identity.id_bytes(items.column("media_id"))[rows]
+    record["geometry"] = _geometry_numbers(crops, crops.crop, rows, clips.frames)
+    record["start"], record["rate"] = np.nan_to_num(clips.start), np.nan_to_num(clips.rate)
+    record["condition"] = _CONDITION_CODES[kind]
     columns = {
-        "role": pc.if_else(pa.array(eval_[of]), "eval", "train"),
-        "dataset": pa.repeat(dataset.id, len(of)),
-        "path": taken("path"),
-        "media_id": taken("media_id"),
-        "kind": taken("kind"),
-        "geometry": geometry_columns(cuts.crop, buckets, of),
-        "start": pa.array(chosen.start, from_pandas=True),
-        "rate": pa.array(chosen.rate, from_pandas=True),
-        "condition": pa.repeat(condition, len(of)),
+        "role": pc.if_else(pa.array(held_out[rows]), "eval", "train"),
+        "dataset": pa.repeat(dataset.id, len(rows)),
+        **{name: take(name) for name in ("path", "media_id", "kind")},
+        "geometry": geometry_columns(crops.crop, _bucket_names(crops, rows, clips.frames), rows),
+        "start": pa.array(clips.start, from_pandas=True),
+        "rate": pa.array(clips.rate, from_pandas=True),
+        "condition": pa.repeat(kind, len(rows)),
     }
-    if condition == "source":
-        assert cuts.source is not None
-        record["source"] = identity.id_bytes(items.column("source_id"))[of]
-        record["source_geometry"] = _geometry_numbers(cuts, cuts.source, of, np.ones_like(chosen.frames))
-        columns |= {"source_path": taken("source"), "source_id": taken("source_id")}
-        columns["source_geometry"] = geometry_columns(cuts.source, still, of)
+    if kind == "source":
+        assert crops.source is not None
+        record["source"] = identity.id_bytes(items.column("source_id"))[rows]
+        record["source_geometry"] = _geometry_numbers(crops, crops.source, rows, one_frame)
+        columns |= {"source_path": take("source"), "source_id": take("source_id")}
+        columns["source_geometry"] = geometry_columns(crops.source, _bucket_names(crops, rows, one_frame), rows)
     if items.table.column("mask_id").null_count < len(items):
-        # Laid over the media, whatever size it was drawn at: cut as the sample is.
-        record["mask"] = identity.id_bytes(items.column("mask_id"))[of]
-        columns |= {"mask_path": taken("mask"), "mask_id": taken("mask_id"), "mask_kind": taken("mask_kind")}
-        given = pc.is_valid(columns["mask_id"])
-        record["mask_geometry"] = np.where(np.asarray(given)[:, None], record["geometry"], 0)
-        columns["mask_geometry"] = pc.if_else(given, columns["geometry"], pa.scalar(None, columns["geometry"].type))
+        # A mask is laid over the media, whatever its own size, and so gets the sample's crop.
+        record["mask"] = identity.id_bytes(items.column("mask_id"))[rows]
+        columns |= {"mask_path": take("mask"), "mask_id": take("mask_id"), "mask_kind": take("mask_kind")}
+        masked = pc.is_valid(columns["mask_id"])
+        record["mask_geometry"] = np.where(np.asarray(masked)[:, None], record["geometry"], 0)
+        columns["mask_geometry"] = pc.if_else(masked, columns["geometry"], pa.scalar(None, columns["geometry"].type))
     columns["sample_id"] = identity.sample_ids(record)
-    whole = {field.name: columns.get(field.name, pa.nulls(len(of), field.type)) for field in SAMPLES_SCHEMA}
-    return PlannedSamples(pa.table(whole, schema=SAMPLES_SCHEMA), of)
+    columns = {field.name: columns.get(field.name, pa.nulls(len(rows), field.type)) for field in SAMPLES_SCHEMA}
+    return PlannedSamples(pa.table(columns, schema=SAMPLES_SCHEMA), rows)
 
 
-def _bucket_names(cuts: SelectedCrops, of: np.ndarray, frames: np.ndarray) -> pa.Array:
+def _bucket_names(crops: SelectedCrops, rows: np.ndarray, frames: np.ndarray) -> pa.Array:
     """(m,) "WxH@F"."""
-    most = int(frames.max(initial=1)) + 1
-    keys, codes = np.unique(cuts.size[of] * most + frames, return_inverse=True)
-    sizes = [cuts.sizes[key // most] for key in keys]
-    names = [str(Bucket(width, height, int(key % most))) for (width, height), key in zip(sizes, keys, strict=True)]
+    base = int(frames.max(initial=1)) + 1
+    keys, codes = np.unique(crops.size[rows] * base + frames, return_inverse=True)
+    sizes = [crops.sizes[key // base] for key in keys]
+    names = [str(Bucket(width, height, int(key % base))) for (width, height), key in zip(sizes, keys, strict=True)]
     return pa.array(names, pa.string()).take(pa.array(codes))
 
 
-def _geometry_numbers(cuts: SelectedCrops, crop: Crop, of: np.ndarray, frames: np.ndarray) -> np.ndarray:
-    """(m, 7) the geometry as identities have it."""
-    of_items = (cuts.width, cuts.height, None, crop.resize_width, crop.resize_height, crop.x, crop.y)
-    return np.stack([frames if values is None else np.asarray(values)[of] for values in of_items], axis=1)
+def _geometry_numbers(crops: SelectedCrops, crop: Crop, rows: np.ndarray, frames: np.ndarray) -> np.ndarray:
+    """(m, 7) the geometry as sample ids contain it."""
+    of_items = (crops.width, crops.height, None, crop.resize_width, crop.resize_height, crop.x, crop.y)
+    return np.stack([frames if values is None else np.asarray(values)[rows] for values in of_items], axis=1)

@@ -1,6 +1,6 @@
-"""From captions to texts: filtered, shuffled, joined, cleaned and named, for a whole table at once.
+"""From captions to texts: filtered, shuffled, joined, cleaned and given ids, for a whole table at once.
 
-Every step works on the distinct captions, so that a caption shared by a million items costs what one costs.
+Every step works on distinct captions, so a caption that a million items share is processed once.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from schemas.family import Template
 from schemas.randomness import mix_bits
 from schemas.tables import TEXTS_SCHEMA
 
-RENDER_CHUNK = 8192  # rendered prompts at a time: a template is hundreds of bytes
+RENDER_CHUNK = 8192  # prompts rendered at a time, which bounds memory: a template has hundreds of bytes
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,13 @@ class CleanedCaptions:
     caption: np.ndarray
 
     def of_items(self, stay: np.ndarray) -> "CleanedCaptions":
-        """Those of the items that stay, numbered anew. stay: (n,) truth."""
-        numbers = np.cumsum(stay) - 1
+        """The captions of the items that stay, renumbered. stay: (n,) bool."""
         kept = stay[self.item]
-        return CleanedCaptions(self.texts, numbers[self.item[kept]], self.caption[kept])
+        return CleanedCaptions(self.texts, (np.cumsum(stay) - 1)[self.item[kept]], self.caption[kept])
 
 
 def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> CleanedCaptions:
-    """What becomes of a column of caption lists, as the dataset's options say. Empty ones are left out."""
+    """Apply the dataset's options and the template's cleaner to a column of caption lists; empty ones are left out."""
     item = np.asarray(pc.list_parent_indices(captions)).astype(np.int64)
     coded = captions.flatten().dictionary_encode()
     variants, parent = _caption_variants(dataset, coded.dictionary)
@@ -51,28 +50,22 @@ def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> 
         cleaned, caption = distinct.dictionary, np.asarray(distinct.indices).astype(np.int64)[caption]
     kept = np.asarray(pc.greater(pc.binary_length(cleaned), 0))[caption]
     item, caption = item[kept], caption[kept]
-    once = _first_occurrences(item, caption, len(cleaned))
-    return CleanedCaptions(cleaned, item[once], caption[once])
-
-
-def _first_occurrences(item: np.ndarray, caption: np.ndarray, captions: int) -> np.ndarray:
-    """(k,) whether a pair is the first of its kind. item: ascending."""
-    once = np.ones(len(item), bool)
+    # Each pair once. Only items of several captions are compared: most have one.
+    first = np.ones(len(item), bool)
     several = np.flatnonzero(np.bincount(item)[item] > 1) if len(item) else item
-    _, first = np.unique(item[several] * max(1, captions) + caption[several], return_index=True)
-    once[several] = False
-    once[several[first]] = True
-    return once
+    first[several] = False
+    pairs = item[several] * max(1, len(cleaned)) + caption[several]
+    first[several[np.unique(pairs, return_index=True)[1]]] = True
+    return CleanedCaptions(cleaned, item[first], caption[first])
 
 
 def _positions_within(counts: np.ndarray) -> np.ndarray:
-    """0 .. count - 1 for each count, one after the other."""
-    total = int(counts.sum())
-    return np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    """0 .. count - 1 for each count, concatenated."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _caption_variants(dataset: Dataset, captions: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """Each caption's variants as the dataset's options write them, and which caption each is of, ascending."""
+    """(m,) variants of captions by the dataset's options, and (m,) the caption of each, ascending."""
     for pattern in dataset.caption_filter:
         captions = _remove_pattern(captions, pattern)
     parent = np.arange(len(captions))
@@ -80,48 +73,49 @@ def _caption_variants(dataset: Dataset, captions: pa.Array) -> tuple[pa.Array, n
         captions, parent = shuffle_tags(captions, dataset.tag_shuffle)
     if not (dataset.prepend or dataset.append):
         return captions, parent
-    # What the filter left empty stays so: a caption that is nothing but the words put around it says nothing.
-    given = pc.greater(pc.binary_length(pc.utf8_trim_whitespace(captions)), 0)
-    around = pc.binary_join_element_wise(dataset.prepend, captions, dataset.append, "")
-    return pc.if_else(given, around, ""), parent
+    # A caption that the filter emptied stays empty: prepended and appended words alone describe nothing.
+    filled = pc.greater(pc.binary_length(pc.utf8_trim_whitespace(captions)), 0)
+    joined = pc.binary_join_element_wise(dataset.prepend, captions, dataset.append, "")
+    return pc.if_else(filled, joined, ""), parent
 
 
 def _remove_pattern(captions: pa.Array, pattern: str) -> pa.Array:
-    """Without what an entry of caption_filter names: plain text, or /regular expression/ (RE2)."""
+    """Remove what an entry of caption_filter matches: plain text, or /regular expression/ (RE2)."""
     if len(pattern) > 2 and pattern[0] == pattern[-1] == "/":
         return pc.replace_substring_regex(captions, pattern[1:-1], "")
     return pc.replace_substring(captions, pattern, "")
 
 
 def shuffle_tags(captions: pa.Array, shuffle: TagShuffle) -> tuple[pa.Array, np.ndarray]:
-    """The first variant as it was, the others with their tags in an order that the caption's own words decide."""
+    """(variants, caption of each): the first variant is the caption itself, the tags of the others are in an order
+    that is derived from the caption's text."""
     count = len(captions)
     split = pc.split_pattern(captions, shuffle.delimiter)
     owner = np.asarray(pc.list_parent_indices(split)).astype(np.int64)
     tags = pc.utf8_trim_whitespace(split.flatten())
-    place = _positions_within(np.bincount(owner, minlength=count)) if count else owner
-    words = np.fromiter(map(xxhash.xxh3_64_intdigest, captions.cast(pa.binary()).to_pylist()), np.uint64, count)
+    position = (_positions_within(np.bincount(owner, minlength=count)) if count else owner).astype(np.uint64)
+    hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, captions.cast(pa.binary()).to_pylist()), np.uint64, count)
     joined = []
     for variant in range(shuffle.variants):
-        keys = mix_bits(words[owner] + mix_bits(place.astype(np.uint64) + np.uint64(variant << 32)))
-        fixed = (place < shuffle.keep) | (variant == 0)
-        order = np.lexsort((np.where(fixed, place.astype(np.uint64), keys), ~fixed, owner))
+        keys = mix_bits(hashes[owner] + mix_bits(position + np.uint64(variant << 32)))
+        fixed = (position < shuffle.keep) | (variant == 0)
+        order = np.lexsort((np.where(fixed, position, keys), ~fixed, owner))
         lists = pa.ListArray.from_arrays(split.offsets, tags.take(pa.array(order)))
         joined.append(pc.binary_join(lists, f"{shuffle.delimiter} "))
     rows = np.arange(count * shuffle.variants)
-    mixed = rows % shuffle.variants * count + rows // shuffle.variants
-    return pa.concat_arrays(joined).take(pa.array(mixed)), rows // shuffle.variants
+    by_caption = rows % shuffle.variants * count + rows // shuffle.variants
+    return pa.concat_arrays(joined).take(pa.array(by_caption)), rows // shuffle.variants
 
 
 def compute_text_ids(
     texts: pa.Array, template: Template, *, negative: bool = False, images: pa.Array | None = None
 ) -> pa.Array:
-    """Ids of cleaned texts, each with the id of the image in its prompt where the template has one."""
-    found = []
+    """Ids of cleaned texts. images: the ids of the images in their prompts, if the template has one."""
+    ids = []
     for start in range(0, len(texts), RENDER_CHUNK):
         rendered = prompts.render_prompts(texts.slice(start, RENDER_CHUNK), template, negative=negative)
-        found.append(identity.text_ids(rendered, None if images is None else images.slice(start, RENDER_CHUNK)))
-    return pa.concat_arrays(found) if found else pa.array([], pa.string())
+        ids.append(identity.text_ids(rendered, None if images is None else images.slice(start, RENDER_CHUNK)))
+    return pa.concat_arrays(ids) if ids else pa.array([], pa.string())
 
 
 def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: bool, **image: pa.Array) -> pa.Table:
@@ -132,16 +126,10 @@ def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: 
         "template": pa.repeat(template.name, count),
         "text": texts,
         "negative": pa.repeat(negative and not template.negative_uses_template, count),
+        **image,
     }
-    return pa.table(
-        columns
-        | {
-            field.name: image.get(field.name, pa.nulls(count, field.type))
-            for field in TEXTS_SCHEMA
-            if field.name not in columns
-        },
-        schema=TEXTS_SCHEMA,
-    )
+    columns = {field.name: columns.get(field.name, pa.nulls(count, field.type)) for field in TEXTS_SCHEMA}
+    return pa.table(columns, schema=TEXTS_SCHEMA)
 
 
 def pattern_error(pattern: str) -> str | None:

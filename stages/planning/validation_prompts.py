@@ -1,4 +1,4 @@
-"""The validation prompts' part of a plan, and the image or clip that each starts from where the task has one."""
+"""The validation prompts of a plan, and the image or clip that each starts from if the task has one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +14,13 @@ from schemas.config.training import Prompt
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, cover_crop
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA
-from stages.planning.plan_builder import DraftPlan, plan_text, prompt_image_columns
+from stages.planning.plan_builder import DraftPlan, drop_duplicate_ids, plan_text, prompt_image_columns
 
 TableRow = dict[str, Any]
 
 
 class PromptImage(NamedTuple):
-    """What opening a prompt's image or clip tells: its content's id, its size in pixels, its length in seconds."""
+    """A prompt's image or clip as probed. width, height: pixels. duration: seconds."""
 
     media_id: str
     width: int
@@ -29,29 +29,34 @@ class PromptImage(NamedTuple):
 
 
 def add_validation_prompts(
-    plan: DraftPlan, config: Config, multiple: int, look: Callable[[Path, str], PromptImage]
+    plan: DraftPlan, config: Config, multiple: int, probe: Callable[[Path, str], PromptImage]
 ) -> None:
-    """Plan the validation prompts. `look` opens a prompt's image, or with "video" its clip.
-    LatentpressError: it can't."""
+    """Plan the validation prompts.
+
+    probe: opens a prompt's file as "image" or "video"; raises LatentpressError.
+    """
     family, template = config.model.family_spec, config.model.template
     bucket = validation_bucket(config, multiple) if config.validation.prompts else None
     for prompt in config.validation.prompts:
         assert bucket is not None
         condition, image = None, None
         if prompt.image is not None and config.model.condition is not None:
-            shown = Bucket(bucket.width, bucket.height, config.model.condition.frames)
-            sample = _condition_sample(config, prompt, look, shown)
+            condition_bucket = Bucket(bucket.width, bucket.height, config.model.condition.frames)
+            sample = _condition_sample(config, prompt, probe, condition_bucket)
             condition = sample["sample_id"]
+            active = dict.fromkeys(ACTIVE_SCHEMA.names)
+            active |= {name: sample[name] for name in ("sample_id", "role", "dataset", "path")}
+            active |= {"repeats": 0, "weight": 1.0, "regularisation": False, "texts": []}
+            active["bucket"] = sample["geometry"]["bucket"]
             table = pa.Table.from_pylist([sample], schema=SAMPLES_SCHEMA)
-            plan.add(samples=table, active=pa.Table.from_pylist([_active_row(sample)], schema=ACTIVE_SCHEMA))
+            plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, table]), "sample_id")
+            plan.active = pa.concat_tables([plan.active, pa.Table.from_pylist([active], schema=ACTIVE_SCHEMA)])
             if template.with_image:
-                columns = {
-                    name: table.column(name).combine_chunks() for name in ("dataset", "path", "media_id", "geometry")
-                }
-                image = prompt_image_columns(*columns.values())
+                columns = (table.column(name).combine_chunks() for name in ("dataset", "path", "media_id", "geometry"))
+                image = prompt_image_columns(*columns)
         negative = family.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
         rows = plan_text(config, prompt.prompt, image=image), plan_text(config, negative, negative=True, image=image)
-        plan.add(texts=pa.concat_tables(rows))
+        plan.texts = drop_duplicate_ids(pa.concat_tables([plan.texts, *rows]), "text_id")
         text, negative_text = (row.column("text_id")[0].as_py() for row in rows)
         plan.validation.append(
             {
@@ -67,7 +72,7 @@ def add_validation_prompts(
 
 
 def validation_bucket(config: Config, multiple: int) -> Bucket:
-    """validation.size, checked against the model's strides."""
+    """The bucket of validation.size. LatentpressError if the model can't have it."""
     family = config.model.family_spec
     if config.validation.size is None:
         edge = max(multiple, round(family.resolution / multiple) * multiple)
@@ -81,46 +86,35 @@ def validation_bucket(config: Config, multiple: int) -> Bucket:
 
 
 def _condition_sample(
-    config: Config, prompt: Prompt, look: Callable[[Path, str], PromptImage], bucket: Bucket
+    config: Config, prompt: Prompt, probe: Callable[[Path, str], PromptImage], bucket: Bucket
 ) -> TableRow:
-    """The sample that is given: an image, or the first frames of a clip at the rate of the first video dataset."""
+    """The sample of a prompt's image, or of a clip's first frames at the rate of the first video dataset."""
     assert prompt.image is not None
     clip: TableRow = {"kind": "image"}
     if bucket.frames > 1:
         rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
         clip = {"kind": "video", "start": 0.0, "rate": rates[0]}
-    found = look(Path(prompt.image), clip["kind"])
-    if clip["kind"] == "video" and frames_available(found.duration, clip["rate"]) < bucket.frames:
+    image = probe(Path(prompt.image), clip["kind"])
+    if clip["kind"] == "video" and frames_available(image.duration, clip["rate"]) < bucket.frames:
         raise LatentpressError(
             f"validation prompt {prompt.name}: {config.model.task} of {config.model.family} starts from "
             f"{bucket.frames} frames, and {prompt.image} has fewer at {clip['rate']:g} per second",
             "give a longer clip",
         )
-    crop = cover_crop(found.width, found.height, bucket.width, bucket.height)
-    cut = dict(
-        zip(
-            ("resize_w", "resize_h", "x", "y"),
-            map(int, (crop.resize_width, crop.resize_height, crop.x, crop.y)),
-            strict=True,
-        )
-    )
+    found = cover_crop(image.width, image.height, bucket.width, bucket.height)
+    crop = {"resize_w": int(found.resize_width), "resize_h": int(found.resize_height)}
+    crop |= {"x": int(found.x), "y": int(found.y)}
     record = np.zeros(1, identity.SAMPLE_DTYPE)
-    record["media"] = identity.id_bytes(pa.array([found.media_id]))
-    record["geometry"] = [bucket.width, bucket.height, bucket.frames, *cut.values()]
+    record["media"] = identity.id_bytes(pa.array([image.media_id]))
+    record["geometry"] = [bucket.width, bucket.height, bucket.frames, *crop.values()]
     record["start"], record["rate"] = clip.get("start", 0.0), clip.get("rate", 0.0)
     return dict.fromkeys(SAMPLES_SCHEMA.names) | {
         "sample_id": identity.sample_ids(record)[0].as_py(),
         "role": VALIDATION,
         "dataset": VALIDATION,
         "path": prompt.name,
-        "media_id": found.media_id,
+        "media_id": image.media_id,
         **clip,
-        "geometry": {"bucket": str(bucket), **cut},
+        "geometry": {"bucket": str(bucket), **crop},
         "condition": "none",
     }
-
-
-def _active_row(sample: TableRow) -> TableRow:
-    given = {name: sample[name] for name in ("sample_id", "role", "dataset", "path")}
-    counts = {"repeats": 0, "weight": 1.0, "regularisation": False, "texts": []}
-    return dict.fromkeys(ACTIVE_SCHEMA.names) | given | counts | {"bucket": sample["geometry"]["bucket"]}

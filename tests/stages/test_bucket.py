@@ -151,9 +151,9 @@ def test_a_lite_video_model_is_warned_with_the_resolution_that_would_do(project)
     report, text = said(made, bucket)
     assert report.details["buckets"][0]["bucket"] == "688x384@9"
     assert report.details["buckets"][0]["scale_class"] == "1x3.16x3.16"
-    assert "resolution: 632 would lie inside" in text
+    assert "resolution: 632 would be inside" in text
     inside, text = said(made, bucket, "datasets.photos.resolution=632")
-    assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "would lie inside" not in text
+    assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "would be inside" not in text
 
 
 def test_a_shape_too_wide_for_a_lite_model_is_told_the_aspect_too(project):
@@ -162,7 +162,7 @@ def test_a_shape_too_wide_for_a_lite_model_is_told_the_aspect_too(project):
     made.video("wide.mp4", size=(640, 272), frames=12)
     made.run(discover.run)
     _, text = said(made, bucket)
-    assert "max_aspect: 1.77 would lie inside" in text
+    assert "max_aspect: 1.77 would be inside" in text
     inside, text = said(made, bucket, "datasets.photos.resolution=626", "datasets.photos.max_aspect=1.77")
     assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "was made for" not in text
 

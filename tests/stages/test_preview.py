@@ -59,7 +59,7 @@ def test_an_image_is_shown_as_the_encoder_gets_it(project) -> None:
     planned(home)
     report, page = show(home)
     assert (report.done, report.exit_code) == (1, 0)
-    [shown] = page.pictures("wide.png as cut to 64x64@1")
+    [shown] = page.pictures("wide.png cropped to 64x64@1")
     assert alike(shown, read_cropped_image(path, rows(home)["wide.png"]["geometry"]))
     assert not alike(shown, np.asarray(Image.open(path).resize((64, 64))))
     [drawing] = page.of("svg")
@@ -67,7 +67,7 @@ def test_an_image_is_shown_as_the_encoder_gets_it(project) -> None:
     assert drawing["aria-label"] == "wide.png: whole picture, 68.0% cut off"
     [_, frame] = page.of("path")
     assert frame["d"] == "M68.00 0.00h64.00v64.00h-64.00z"
-    assert "200x64 → 64x64@1: resized to 200x64, cut at (68, 0)" in page.article("wide.png")
+    assert "200x64 → 64x64@1: resized to 200x64, cropped at (68, 0)" in page.article("wide.png")
 
 
 def video_settings(**video: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def test_names_and_captions_are_escaped(project) -> None:
     assert '<script>alert("caption")' in page.article("photos/")
     assert "photos/<script>alert(1)<\\u202eb>&\"'\\n.png" in page.text
     [image] = page.of("img")
-    assert image["alt"].startswith("<script>alert(1)<\\u202eb>&\"'\\n.png as cut to")
+    assert image["alt"].startswith("<script>alert(1)<\\u202eb>&\"'\\n.png cropped to")
 
 
 DOT = Picture(b"", 10, 10)
@@ -211,7 +211,7 @@ def test_a_bucket_has_the_line_that_bucket_prints(project) -> None:
         home.image(f"{number}.png", (64 + 16 * (number % 5), 64), seed=number)
     table = planned(home).details["buckets"]
     config = home.config()
-    sheet = PlanTable.of(Store(config.root), config, current_plan(Store(config.root), config))
+    sheet = PlanTable(Store(config.root), config, current_plan(Store(config.root), config))
     assert len(table) > 1 and sheet.bucket_rows() == table
     _, page = show(home, items=20)
     for row in table:
