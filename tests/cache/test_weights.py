@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from cache.compatibility import CheckpointMismatch, check_component, check_task
 from cache.weights import WeightsError, fetch_components, fingerprint_weights
@@ -221,3 +222,36 @@ def test_a_published_repository_of_another_task_is_refused_without_the_network()
     check_task(Model(family="kandinsky5-video", flavour="t2v-lite-pretrain-5s", path=repo))
     with pytest.raises(CheckpointMismatch, match="is a checkpoint for kandinsky5-video t2v"):
         check_task(Model(family="kandinsky5-video", flavour="i2v-lite-5s", path=repo))
+
+
+REPO = {
+    "model_index.json": True,
+    "README.md": False,
+    "vae/config.json": True,
+    "vae/diffusion_pytorch_model.safetensors": True,
+    "vae/diffusion_pytorch_model.bin": False,
+    "vae/evil.pkl": False,
+    "transformer/diffusion_pytorch_model.safetensors": False,
+    "tokenizer/merges.txt": True,
+    "tokenizer/vocab.json": True,
+    "tokenizer/tokenizer.model": True,
+    "tokenizer/chat_template.jinja": True,
+    "tokenizer/tokenizer.py": False,
+    "text_encoder/model-00001-of-00002.safetensors": True,
+    "text_encoder/model.safetensors.index.json": True,
+    "text_encoder/pytorch_model-00001-of-00002.bin": False,
+    "text_encoder/pytorch_model.pt": False,
+}
+
+
+def test_of_a_repository_safetensors_configurations_and_tokenizers_are_fetched(monkeypatch, tmp_path) -> None:
+    def snapshot(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        for name in filter_repo_objects(REPO, allow_patterns=allow_patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("x")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert fetch_components("someone/something", None, ["vae", "tokenizer", "text_encoder"]) == tmp_path
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {name for name, wanted in REPO.items() if wanted}

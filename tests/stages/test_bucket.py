@@ -48,7 +48,7 @@ def photos(project):
     return made
 
 
-def test_what_came_went_and_changed(photos):
+def test_new_removed_and_changed_items_are_listed(photos):
     assert plan(photos).details["changes"] == {"new": {"items": 4}}
     assert plan(photos).details["changes"] == "none"
     (photos.media / "0.png").unlink()
@@ -156,7 +156,7 @@ def test_a_lite_video_model_is_warned_with_the_resolution_that_would_do(project)
     assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "would be inside" not in text
 
 
-def test_a_shape_too_wide_for_a_lite_model_is_told_the_aspect_too(project):
+def test_a_shape_too_wide_for_a_lite_model_is_warned_with_the_aspect_too(project):
     made = project("kandinsky5-video-t2v")
     made.settings["datasets"][0] |= {"resolution": 512}
     made.video("wide.mp4", size=(640, 272), frames=12)
@@ -167,7 +167,7 @@ def test_a_shape_too_wide_for_a_lite_model_is_told_the_aspect_too(project):
     assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "was made for" not in text
 
 
-def test_holding_out_nothing_is_said(photos):
+def test_holding_out_nothing_is_reported(photos):
     photos.run(discover.run)
     _, text = said(photos, bucket, "datasets.photos.eval_fraction=0.001")
     assert "eval_fraction 0.001 holds out none of 4 items" in text

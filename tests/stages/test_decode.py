@@ -68,7 +68,7 @@ def by_hand(path: Path) -> list[np.ndarray]:
 
 
 def in_stream(path: Path, bare: Path) -> tuple[int, int, int, int]:
-    """The tags of the coded stream alone, which stands in `bare` without its container."""
+    """The tags of the coded stream alone, which is in `bare` without its container."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         to_bytes = av.BitStreamFilterContext("h264_mp4toannexb", stream)
@@ -80,10 +80,8 @@ def in_stream(path: Path, bare: Path) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize(
     ("size", "frames", "matrix"),
     [
-        ((512, 512), 5, 6),
-        ((768, 512), 1, 6),
-        ((1280, 768), 3, 1),
-        ((1024, 1024), 1, 1),
+        ((512, 512), 1, 6),
+        ((1280, 768), 1, 1),
         ((64, 576), 7, 6),
         ((64, 592), 8, 1),
         ((1280, 64), 7, 1),

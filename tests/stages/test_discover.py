@@ -263,7 +263,7 @@ def test_both_companions_are_kept_until_they_change(project) -> None:
     }
 
 
-def test_what_came_went_and_changed_is_counted(project) -> None:
+def test_new_removed_and_changed_items_are_counted(project) -> None:
     home = project()
     for number in range(4):
         home.image(f"{number}.png", seed=number)
@@ -291,7 +291,7 @@ def test_other_caption_settings_read_no_media(project) -> None:
     assert rows_of(home)[0]["captions"] == ["from the file"]
 
 
-def test_other_settings_read_anew_what_they_shape_and_no_more(project) -> None:
+def test_other_settings_read_again_what_they_affect_and_no_more(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.image("still.jpg")
     home.image("maybe.png", seed=1)
@@ -392,7 +392,7 @@ def test_a_kill_costs_what_was_read_last(project) -> None:
     assert report.done + report.skipped == len(rows_of(home)) == 12
 
 
-def test_a_dry_run_says_how_much_is_to_read(project) -> None:
+def test_a_dry_run_counts_what_is_to_be_read(project) -> None:
     home = project()
     size = sum(home.image(f"{number}.png", (300, 300), seed=number).stat().st_size for number in range(3))
     counts = home.run(discover.run, dry_run=True).details["datasets"][0]

@@ -216,7 +216,7 @@ OTHERS = (
 
 
 def test_a_persons_own_files_are_left_alone(indexed) -> None:
-    """Folders of a root may be called as ours are: nothing is ours by the folder in which it lies."""
+    """Folders of a root may be called as ours are: nothing is ours by its folder alone."""
     for name in OTHERS:
         path = indexed.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -297,7 +297,7 @@ def test_a_runs_configuration_that_can_not_be_read_stops_gc(indexed) -> None:
 
 
 def test_what_comes_into_use_while_the_list_is_made_stays(indexed, monkeypatch) -> None:
-    """As a shard that is written anew, of a unit that came back."""
+    """Such as a shard that is written again, of a unit that is active again."""
     for path in indexed.media.glob("2.*"):
         path.unlink()
     for program in (discover, bucket, index):

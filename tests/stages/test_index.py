@@ -270,7 +270,7 @@ names = st.sampled_from("abcdefgh")
     st.permutations("abcdefgh"),
     st.integers(0, 8),
 )
-def test_any_join_is_what_a_loop_would_find(made_once, rows, lost, order, cut) -> None:
+def test_a_join_is_what_a_plain_loop_would_find(made_once, rows, lost, order, cut) -> None:
     store = Store(made_once / str(len(os.listdir(made_once))))
     rows = [("a", ["x"], "64x64", "d", 0, 1.0, "train"), *rows]  # x is never lost, a may be
     keys = ("bucket", "dataset", "repeats", "weight", "role")

@@ -27,7 +27,7 @@ from stages.pages.html import BucketSection, PageItem, Picture, PreviewPictures,
 from stages.pages.plan_page import MAX_EXAMPLES
 from stages.pages.plan_table import PlanTable
 from stages.planning.plan_lookup import current_plan
-from tests.stages.pages import HOSTILE, SEEN, Page, alike, decoded
+from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
 
 
 def show(home, *overrides: str, **own: Any) -> tuple[Report, Page]:
@@ -261,7 +261,7 @@ def test_files_of_the_same_bytes_are_shown_once(project) -> None:
     assert len(show(home)[1].articles) == 1
 
 
-def test_an_i2i_source_stands_beside_its_target(project) -> None:
+def test_an_i2i_source_is_shown_beside_its_target(project) -> None:
     home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources", is_regularisation_data=True))
     home.image("pair.png", seed=1)
     source = home.image("../sources/pair.png", (128, 96), caption=None, seed=2)
@@ -330,7 +330,7 @@ def test_the_page_needs_nothing_else_and_is_the_same_each_time(project) -> None:
     assert [path.name for path in home.folder.iterdir() if path.name.endswith(".tmp")] == []
 
 
-def test_a_bucket_may_be_asked_for(project) -> None:
+def test_a_bucket_can_be_chosen(project) -> None:
     home = project(**settings())
     for number, size in enumerate(((64, 64), (128, 64))):
         home.image(f"{number}.png", size, seed=number)

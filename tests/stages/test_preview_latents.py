@@ -27,7 +27,7 @@ from stages.pages.encoded_plan import EncodedCaption
 from stages.pages.html import BucketSection, PageItem, Picture, render_template
 from stages.pages.result_page import SampleResult
 from stages.planning.plan_lookup import current_plan
-from tests.stages.pages import HOSTILE, SEEN, Page, alike, decoded
+from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
 
 MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
 
@@ -104,7 +104,7 @@ def test_an_image_is_compared_with_what_was_encoded(project) -> None:
     assert line["mean_psnr_db"] == pytest.approx(np.mean(lowest), abs=0.011)
     assert line["samples"] == line["encoded"] == line["shown"] == 2
     first = report.details["lowest_psnr"][0]["item"]
-    assert first in page.articles[0]  # a bucket's lowest stands first too
+    assert first in page.articles[0]  # a bucket's lowest is first too
 
 
 def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> None:
@@ -189,13 +189,15 @@ def test_moments_are_decoded_from_their_mean(project) -> None:
 
 
 @pytest.fixture
-def photos(project):
-    """Six images of one bucket in several shards, of which one is lacking."""
-    home = project(**settings(), cache={"unit_mib": 0.004})
+def photos(project, built):
+    """Six images of one bucket in several shards."""
+    return built(project(**settings(), cache={"unit_mib": 0.004}), encode_six)
+
+
+def encode_six(home) -> None:
     for number in range(6):
         home.image(f"{number}.png", seed=number)
     encoded(home)
-    return home
 
 
 def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:

@@ -66,7 +66,7 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     assert (report.remaining, report.next_steps) == (1, ["latentpress discover"])
 
 
-def test_what_differs_among_shards_of_one_cache_is_told(project) -> None:
+def test_differences_among_the_shards_of_one_cache_are_reported(project) -> None:
     """A machine with more threads made one of them."""
     home = project("sana", cache={"unit_mib": 0.0001})
     for number in range(2):

@@ -40,7 +40,7 @@ def spoil(root, rel: str) -> None:
 
 
 def rewrite(home, rel: str, change) -> None:
-    """Write the shard anew, with checksums that are right, after `change(meta, rows)`."""
+    """Write the shard again, with correct checksums, after `change(meta, rows)`."""
     store = Store(home.root)
     with open_reader(store, rel) as shard:
         meta, rows = shard.meta, [shard.read(i) for i in range(len(shard))]

@@ -144,7 +144,7 @@ def test_verify_finds_damage_and_repairs_it(indexed, what, how) -> None:
     assert indexed.run(index.run).exit_code == 0
 
 
-def test_all_tables_of_a_root_are_looked_at(indexed) -> None:
+def test_all_tables_of_a_root_are_checked(indexed) -> None:
     count, bad = table_scan.find_damaged_tables(Store(indexed.root))
     looked = [name for top in ("media", "plans", "sets", "rejects") for name in files(indexed, top)]
     assert count == len(looked) and not bad

@@ -17,7 +17,7 @@ def test_an_error_survives_the_way_between_processes(tmp_path):
     assert (copy.reason, copy.path, str(copy)) == (error.reason, str(tmp_path / "b.mp4"), str(error))
 
 
-def test_files_that_cannot_be_used_are_told_apart(tmp_path):
+def test_unusable_files_have_different_reasons(tmp_path):
     empty, full = tmp_path / "empty", tmp_path / "full"
     empty.touch()
     full.write_bytes(b"abc")

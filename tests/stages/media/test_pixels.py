@@ -47,7 +47,7 @@ def test_a_video_equals_the_pipelines_preprocessing():
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_every_level_lies_in_the_range():
+def test_every_level_is_in_the_range():
     levels = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2)
     scaled = normalise_pixels(levels)
     assert scaled.min() == -1.0 and scaled.max() == 1.0

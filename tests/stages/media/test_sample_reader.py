@@ -47,7 +47,7 @@ def test_a_video_mask_is_read_at_the_times_of_its_sample(moving):
     assert columns(mask) == [2 * number for number in (5, 7, 9, 11, 13)]
 
 
-def test_an_image_mask_stands_for_all_frames(tmp_path):
+def test_an_image_mask_applies_to_all_frames(tmp_path):
     Image.fromarray(half(10)).save(tmp_path / "mask.png")
     where = geometry(Bucket(32, 32, 5), 64, 32, x=8)
     alone = read_sample_mask(tmp_path / "mask.png", "image", where, [])

@@ -1,4 +1,4 @@
-"""What is shown of a video is counted, whatever its header counts: files cut without being coded anew, and others."""
+"""Frames that are shown are counted, whatever the header counts: of files trimmed without reencoding, and others."""
 
 from fractions import Fraction
 
@@ -111,7 +111,7 @@ def wholes(tmp_path_factory):
 @pytest.mark.parametrize("codec", ["plain", "b-frames"])
 @pytest.mark.parametrize("at", [1.09, 0.04, 0.81, 0.801, 3.95])
 @pytest.mark.parametrize("suffix", ["mp4", "mov"])
-def test_of_a_file_cut_without_coding_it_anew_the_clip_that_is_shown_is_used(tmp_path, wholes, suffix, at, codec):
+def test_a_file_trimmed_without_reencoding_gives_the_clip_that_is_shown(tmp_path, wholes, suffix, at, codec):
     path = trimmed(wholes[codec], tmp_path / f"cut.{suffix}", at)
     frames, hidden = shown(path)
     assert frames == list(range(-int(-at * RATE // 1), COUNT)) and hidden  # from the first frame at or after the moment

@@ -93,13 +93,13 @@ def test_every_container_gives_its_facts_and_its_own_frames(videos, name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("first", [1, 12, 19, 20, 21, 35, 49])
-def test_starting_late_gives_the_same_frames_as_starting_early(videos, name, first):
+def test_starting_late_gives_the_same_frames_as_starting_early(videos, name):
     times = clip_times(0, 25, 50)
-    whole = list(read_frames(videos[name], times))[first:]
-    late = list(read_frames(videos[name], times[first:]))
-    assert [number_of(frame) for frame in late] == list(range(first, 50))
-    assert all(np.array_equal(one, other) for one, other in zip(whole, late, strict=True))
+    whole = list(read_frames(videos[name], times))
+    for first in (1, 12, 19, 20, 21, 35, 49):
+        late = list(read_frames(videos[name], times[first:]))
+        assert [number_of(frame) for frame in late] == list(range(first, 50)), first
+        assert all(np.array_equal(one, other) for one, other in zip(whole[first:], late, strict=True)), first
 
 
 def test_the_frame_at_or_before_each_time_at_another_rate(videos):

@@ -495,7 +495,7 @@ def test_the_same_bytes_twice_are_two_active_rows_of_one_sample():
 # -- the key -------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_key_ignores_where_media_lies_and_how_it_is_encoded():
+def test_the_plan_key_ignores_where_media_is_and_how_it_is_encoded():
     key = plan_key(config(), 16)
     assert plan_key(config(media_root="/elsewhere", skip_file_discovery=True), 16) == key
     for other in ({"follow_links": True}, {"identity": "store"}, {"instance_data_dir": "/x"}, {"mask_data": "/masks"}):

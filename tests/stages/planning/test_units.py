@@ -1,4 +1,4 @@
-"""Units of texts with an image: an image's texts stand together, so that it is read and seen once."""
+"""Units of texts with an image: an image's texts are adjacent, so that it is read and encoded once."""
 
 import random
 from itertools import groupby

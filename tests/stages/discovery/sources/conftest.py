@@ -269,8 +269,16 @@ class Home:
         found = [path for kind in kinds or ("text", "latents") for path in fs.find(f"{top}/{kind}")]
         return {path.removeprefix(f"{top}/"): fs.cat_file(path) for path in found}
 
+    @property
+    def plan(self) -> plans.Plan:
+        return plans.load_plan(self.store, plans.list_plans(self.store)[-1])
+
     def active(self) -> pa.Table:
-        return plans.load_plan(self.store, plans.list_plans(self.store)[-1]).active
+        return self.plan.active
+
+    def texts(self) -> set[str]:
+        """The ids of all texts that are to be encoded."""
+        return {name for unit in self.plan.units("text") for name in unit.members}
 
     def roles(self) -> dict[str, str]:
         active = self.active()

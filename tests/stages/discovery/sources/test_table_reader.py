@@ -126,7 +126,7 @@ def test_captions_of_several_lines_are_kept(tmp_path: Path) -> None:
     assert read_table(path).to_pylist() == [{"file_name": "a.png", "caption": caption}]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.text(alphabet='ab,;"\n\r\\ \t', max_size=40))
 def test_csv_is_read_as_a_strict_reader_does_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.csv"
@@ -219,7 +219,7 @@ words = st.one_of(st.none(), st.text(alphabet=" ab\n\u3000ü", max_size=4))
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(words, st.one_of(st.none(), st.lists(words, max_size=5))), max_size=12))
-def test_captions_are_those_of_a_loop(rows) -> None:
+def test_captions_equal_those_of_a_plain_loop(rows) -> None:
     table = pa.table(
         {
             "a": pa.array([a for a, _ in rows], pa.string()),
@@ -241,13 +241,12 @@ def test_extras_are_what_can_be_compared() -> None:
     assert dict(ignored) == {"column that is neither text nor number": 3}
 
 
-@pytest.mark.slow
+keys = st.lists(st.sampled_from([None, "", "a", "b", "ab", "ü", "a\0", "\0", "日本", " a"]), max_size=30)
+
+
 @settings(deadline=None)
-@given(
-    st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30),
-    st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30),
-)
-def test_lookup_finds_what_a_loop_finds(keys, wanted) -> None:
+@given(keys, keys)
+def test_lookup_finds_what_a_plain_loop_finds(keys, wanted) -> None:
     lookup = TextLookup(pa.chunked_array([pa.array(keys[:7], pa.string()), pa.array(keys[7:], pa.string())]))
     texts = pa.array(wanted, pa.string())
     every = [[row for row, key in enumerate(keys) if key == text and key is not None] for text in wanted]

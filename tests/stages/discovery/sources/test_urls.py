@@ -1,4 +1,4 @@
-"""URLs put together, shown without secrets, and as names of items."""
+"""URLs: joined, shown without secrets, and as names of items."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_scrub_removes_what_libraries_repeat(monkeypatch: pytest.MonkeyPatch) ->
     assert "https://host/a.jpg" in text and "https://else/b" in text
 
 
-def test_a_url_that_is_signed_anew_is_the_same_item() -> None:
+def test_a_url_with_another_signature_is_the_same_item() -> None:
     url = "https://bucket.s3.amazonaws.com/a.jpg"
     one, other = (public_path(f"{url}?X-Amz-Date={day}&X-Amz-Signature={day * 9}&v=1") for day in "ab")
     assert one == other and one.startswith(f"{url}#") and one != public_path(f"{url}?v=2&X-Amz-Date=a")

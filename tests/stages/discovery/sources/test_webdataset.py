@@ -107,7 +107,7 @@ def test_img2dataset(tmp_path: Path) -> None:
     assert source.ignored == {".parquet": 2, ".json": 2, "key that was not downloaded": 2}
 
 
-def test_members_are_read_where_they_lie(tmp_path: Path) -> None:
+def test_members_are_read_where_they_are(tmp_path: Path) -> None:
     source = pickle.loads(pickle.dumps(open_source(dataset(img2dataset(tmp_path / "shards")))))
     for row in scan(source):
         blob = pickle.loads(pickle.dumps(source.open(row["path"])))

@@ -1,7 +1,7 @@
-"""Odd media made on the spot: one scene in every format, and what a person sees of it.
+"""Media of every format made on the spot: one scene, and what a person sees of it.
 
 The scene is 96 x 64 pixels of four quarters in four colours, so that no turn or mirroring looks like another, with a
-grey patch in the middle whose level tells pictures, and the frames of a clip, apart.
+grey patch in the middle whose level distinguishes pictures and the frames of a clip.
 """
 
 import io
@@ -122,7 +122,7 @@ def see_through(path: Path) -> None:
 
 
 def half_grey(path: Path) -> None:
-    """Grey with alpha: the lower half is transparent, whatever lies under it."""
+    """Grey with alpha: the lower half is transparent, whatever is under it."""
     grey = Image.fromarray(scene()).convert("LA")
     alpha = np.full((HEIGHT, WIDTH), 255, np.uint8)
     alpha[HEIGHT // 2 :] = 0
@@ -247,8 +247,8 @@ def edited(path: Path, skip: int) -> None:
 
 
 def trimmed(path: Path, skip: float) -> None:
-    """Cut `skip` frames behind the beginning without coding it anew, as `ffmpeg -ss ... -i ... -c copy` does: what
-    stands before that moment is in the file and is not shown."""
+    """Cut `skip` frames after the beginning without encoding it again, as `ffmpeg -ss ... -i ... -c copy` does: what
+    is before that moment is in the file and is not shown."""
     whole = path.with_name(f".{path.name}")
     video(whole, codec=SLOW, form="mp4")
     with av.open(str(whole)) as source, av.open(str(path), "w") as output:
@@ -263,7 +263,7 @@ def trimmed(path: Path, skip: float) -> None:
 
 
 def damaged(path: Path) -> None:
-    """Its header is whole, and what lies in the middle of the pictures is not."""
+    """Its header is whole, and the middle of its pictures is not."""
     video(path, movflags="faststart")
     content = bytearray(path.read_bytes())
     start = content.index(b"mdat") + 4

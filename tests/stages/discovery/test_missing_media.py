@@ -31,7 +31,7 @@ def again(home):
 
 def unloaded(stage) -> Program:
     """The stage's `run`, which must not come to loading a model."""
-    return replace(stage.STAGE, load=lambda job: pytest.fail("loaded a model")).run
+    return replace(stage.STAGE, load_worker=lambda job: pytest.fail("loaded a model")).run
 
 
 def files(home) -> dict[str, bytes]:
@@ -271,12 +271,12 @@ def test_a_disk_that_goes_while_the_stage_runs(project, built, left: str) -> Non
         return encode_latents.STAGE.load_worker(job)
 
     with pytest.raises(LatentpressError, match=r"datasets\.photos\.instance_data_dir.*4 of 4 files"):
-        home.run(replace(encode_latents.STAGE, load=go_and_load).run)
+        home.run(replace(encode_latents.STAGE, load_worker=go_and_load).run)
     assert home.shards("latents") == {} and not (home.root / "rejects/encode-latents").exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ENODEV])
-def test_a_disk_that_went_is_no_unreadable_file(number: int) -> None:
+def test_a_disk_that_is_gone_is_no_unreadable_file(number: int) -> None:
     assert unreadable_error("a.png", OSError(number, os.strerror(number))).reason == "missing"
     assert unreadable_error("a.png", OSError(errno.EIO, os.strerror(errno.EIO))).reason == "unreadable"
 
@@ -293,13 +293,16 @@ def test_missing_media_is_not_counted_as_bad_media(project) -> None:
 
 
 @pytest.fixture
-def lacking(project):
+def lacking(project, built):
     """Four photos, encoded while 0.png was not there."""
-    home = prepared(project())
+    return built(project(), encode_without_the_first)
+
+
+def encode_without_the_first(home):
+    prepared(home)
     (home.media / "0.png").rename(home.folder / "0.png")
     home.run(encode_text.run)
     assert home.rejects(home.run(encode_latents.run)) == {"0.png": "missing"}
-    return home
 
 
 def test_index_refuses_a_set_without_the_media_that_were_missing(lacking) -> None:

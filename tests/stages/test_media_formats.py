@@ -1,4 +1,5 @@
-"""Odd media through the programs, all at once: each file gives what a person expects, or a reject with the reason."""
+"""Media of every format through the programs, all at once: each file gives what a person expects, or a reject with the
+reason."""
 
 import base64
 import html
@@ -8,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,14 +22,13 @@ from safetensors.numpy import save_file
 
 from cache.shard_io import open_reader
 from cache.store import Store
-from schemas.cli.console import Report
+from schemas.cli.console import Options, Report, run_program
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, preview
 from stages.planning.plan_lookup import current_plan
 from tests.project import SETTINGS, Project
-from tests.stages import odd
-from tests.stages import odd_cases as cases
-from tests.stages.odd_cases import CLIP, IMAGES, LANDSCAPE, PORTRAIT, VIDEOS, Reject, Sample
+from tests.stages import media_cases, media_files
+from tests.stages.media_cases import CLIP, IMAGES, LANDSCAPE, PORTRAIT, VIDEOS, Reject, Sample
 
 ROOT = Path(__file__).parents[2]
 VIDEO = "kandinsky5-video-t2v"
@@ -107,8 +107,11 @@ def fill(home: Any, cases: dict[str, tuple]) -> None:
             (home.media / name).with_suffix(".txt").write_text("a scene")
 
 
-def through(home: Any, *overrides: str) -> Outcome:
-    """discover, bucket, encode-text, encode-latents, index and preview."""
+STAGES = "discover", "bucket", "text", "latents", "index", "preview"
+
+
+def through(home: Any, *overrides: str, stages: Sequence[str] = STAGES, buckets: Sequence[str] = ()) -> Outcome:
+    """Run these stages. buckets: those that preview shows; all where none is given."""
     outcome, page = Outcome(home, overrides), home.folder / "page.html"
     programs: dict[str, Callable[..., Report]] = {
         "discover": discover.run,
@@ -116,11 +119,11 @@ def through(home: Any, *overrides: str) -> Outcome:
         "text": encode_text.run,
         "latents": encode_latents.run,
         "index": index.run,
-        "preview": partial(preview.run, plan=True, items=1000, out=page),
+        "preview": partial(preview.run, plan=True, items=1000, out=page, bucket=list(buckets)),
     }
-    for name, program in programs.items():
-        outcome.reports[name] = home.run(program, *overrides)
-    outcome.page = page.read_text(encoding="utf-8")
+    for name in stages:
+        outcome.reports[name] = home.run(programs[name], *overrides)
+    outcome.page = page.read_text(encoding="utf-8") if "preview" in stages else ""
     outcome.latents = latents(home, *overrides)
     return outcome
 
@@ -140,9 +143,9 @@ def latents(home: Any, *overrides: str, tensor: str = "latent") -> dict[str, np.
 def images(tmp_path_factory, start) -> Outcome:
     home = start(tmp_path_factory.mktemp("images"), "kandinsky5-image-t2i")
     fill(home, IMAGES)
-    cases.folder_with_a_picture(home.media / "x.png")
-    for name in (cases.NO_UTF8, "clip.mp4", "readme.md"):
-        cases.saved(odd.picture(99))(home.media / name)
+    media_cases.folder_with_a_picture(home.media / "x.png")
+    for name in (media_cases.NO_UTF8, "clip.mp4", "readme.md"):
+        media_cases.saved(media_files.picture(99))(home.media / name)
     return through(home)
 
 
@@ -154,7 +157,7 @@ def videos(tmp_path_factory, start) -> Outcome:
 
 
 def problems(outcome: Outcome, cases: dict[str, tuple]) -> Iterator[str]:
-    """What came otherwise than the table says."""
+    """Where the result differs from the table."""
     rejects, active = outcome.rejects, outcome.active
     for name, (_, expected) in cases.items():
         there = active.get(name, {}).get("bucket")
@@ -174,21 +177,21 @@ def differences(name: str, outcome: Outcome, expected: Sample) -> Iterator[str]:
         yield f"{name!r}: pictures of {[frame.shape for frame in strip]}"
         return
     if expected.colours is not None:
-        far = max(float(np.abs(odd.corners(frame) - expected.colours).max()) for frame in strip)
+        far = max(float(np.abs(media_files.corners(frame) - expected.colours).max()) for frame in strip)
         if far > 25:
-            yield f"{name!r}: corners {odd.corners(strip[0]).round().tolist()} instead of {expected.colours}"
+            yield f"{name!r}: corners {media_files.corners(strip[0]).round().tolist()} instead of {expected.colours}"
     for number, (frame, level) in enumerate(zip(strip, expected.levels, strict=False)):
-        if abs(odd.level(frame) - level) > odd.STEP * 0.45:
-            yield f"{name!r}: frame {number} has level {odd.level(frame):.0f} instead of {level}"
+        if abs(media_files.level(frame) - level) > media_files.STEP * 0.45:
+            yield f"{name!r}: frame {number} has level {media_files.level(frame):.0f} instead of {level}"
     if expected.exact and not np.array_equal(outcome.latents[name], outcome.latents["plain.png"]):
         yield f"{name!r}: other latents than plain.png"
 
 
-def test_every_odd_image_is_what_a_person_expects(images: Outcome) -> None:
+def test_every_image_is_what_a_person_expects(images: Outcome) -> None:
     assert not (wrong := list(problems(images, IMAGES))), "\n".join(wrong)
 
 
-def test_every_odd_video_is_what_a_person_expects(videos: Outcome) -> None:
+def test_every_video_is_what_a_person_expects(videos: Outcome) -> None:
     assert not (wrong := list(problems(videos, VIDEOS))), "\n".join(wrong)
 
 
@@ -203,7 +206,7 @@ def test_every_file_is_accounted_for_exactly_once(which: str, request) -> None:
     }
     media -= {"x.png"}
     ignored = {"clip.mp4", "readme.md"} if which == "images" else set()
-    shown = {cases.NO_UTF8_SHOWN if path == cases.NO_UTF8 else path for path in media - ignored}
+    shown = {media_cases.NO_UTF8_SHOWN if path == media_cases.NO_UTF8 else path for path in media - ignored}
     assert sorted([*listed, *outcome.active]) == sorted(shown)
     others = str(outcome.reports["discover"].details["datasets"][0]["other_files"])
     assert others.partition(":")[0] == str(len(ignored))
@@ -215,59 +218,55 @@ def test_every_file_is_accounted_for_exactly_once(which: str, request) -> None:
 
 
 def test_what_is_not_in_the_table_of_images(images: Outcome) -> None:
-    assert images.rejects[cases.NO_UTF8_SHOWN] == Reject("discover", "name-not-utf8")
-    assert images.active[cases.IN_FOLDER]["bucket"] == LANDSCAPE
+    assert images.rejects[media_cases.NO_UTF8_SHOWN] == Reject("discover", "name-not-utf8")
+    assert images.active[media_cases.IN_FOLDER]["bucket"] == LANDSCAPE
     assert images.active["pair.png"]["texts"] == images.active["pair.jpg"]["texts"]
     assert images.active["twice-1.png"]["sample_id"] == images.active["twice-2.png"]["sample_id"]
 
 
 def test_a_second_run_reads_and_encodes_nothing(videos: Outcome) -> None:
-    again = through(videos.home)
+    again = through(videos.home, stages=("discover", "bucket", "text", "latents"))
     assert [again.reports[name].done for name in ("bucket", "text", "latents")] == [0, 0, 0]
     assert again.rejects == videos.rejects
 
 
-# -- as a user calls them --------------------------------------------------------------------------------------------
+# -- as the command line calls them ------------------------------------------------------------------------------------
 
 
-def called(home: Any, *arguments: str, encoding: str = "utf-8", expected: int = 0) -> tuple[str, str]:
-    """What `latentpress ...` writes to standard output and standard error."""
-    command = [sys.executable, "-m", "stages.cli", *arguments, "--config", str(home.folder / "pipeline.yaml")]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": encoding},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert done.returncode == expected, done.stderr
-    return done.stdout, done.stderr
+def call(
+    capsys: pytest.CaptureFixture, home: Any, program: Any, *overrides: str, as_json: bool = False, **own: Any
+) -> tuple[int, str, str]:
+    """The exit code, and what `latentpress ...` writes to standard output and standard error."""
+    home.config()
+    options = Options(home.folder / "pipeline.yaml", overrides, json=as_json)
+    code = run_program(program.__name__.rpartition(".")[2].replace("_", "-"), program.run, options, own)
+    return (code, *capsys.readouterr())
 
 
-PROGRAMS = ["discover", "preview --plan --items 1000", "encode-latents"]
+PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "discover": (discover, {}),
+    "preview": (preview, {"plan": True, "items": 1000}),
+    "latents": (encode_latents, {}),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_reports_are_json_whatever_the_names(images: Outcome, program: str) -> None:
-    images.home.config()
-    output, _ = called(images.home, *program.split(), "--json")
-    found = json.loads(output)
-    stage = program.split()[0].replace("encode-", "")
-    before = images.reports[stage]
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_reports_are_json_whatever_the_names(images: Outcome, name: str, capsys) -> None:
+    program, own = PROGRAMS[name]
+    code, output, _ = call(capsys, images.home, program, as_json=True, **own)
+    found, before = json.loads(output), images.reports[name]
     assert {(row["path"], row["reason"]) for row in found["set_aside"]} == {
         (row["path"], row["reason"]) for row in before.set_aside
     }
-    assert found["exit_code"] == 0
+    assert code == found["exit_code"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_no_name_reaches_the_terminal_as_control_characters(images: Outcome, program: str) -> None:
-    images.home.config()
-    for text in called(images.home, *program.split()):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_name_reaches_the_terminal_as_control_characters(images: Outcome, name: str, capsys) -> None:
+    program, own = PROGRAMS[name]
+    code, *texts = call(capsys, images.home, program, **own)
+    assert code == 0
+    for text in texts:
         strange = [line for line in text.splitlines() if not line.isprintable()]
         assert not strange and not re.search(r"^(?:name|line)\.png|^\S*0;title", text, re.MULTILINE), (strange, text)
 
@@ -275,15 +274,16 @@ def test_no_name_reaches_the_terminal_as_control_characters(images: Outcome, pro
 @pytest.mark.slow
 def test_a_terminal_that_knows_ascii_alone_is_no_reason_to_crash(images: Outcome) -> None:
     images.home.config()
-    output, _ = called(images.home, "discover", encoding="ascii:strict")
-    assert "\\u202e" in output and output.isascii()
+    command = [sys.executable, "-m", "stages.cli", "discover", "--config", str(images.home.folder / "pipeline.yaml")]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert "\\u202e" in done.stdout and done.stdout.isascii()
 
 
-@pytest.mark.slow
-def test_an_error_that_lists_names_is_readable(images: Outcome) -> None:
-    images.home.config()
-    output, errors = called(images.home, "discover", "--set", "stages.max_reject_fraction=0", "--json", expected=3)
-    assert "stages.max_reject_fraction" in json.loads(output)["error"]["message"]
+def test_an_error_that_lists_names_is_readable(images: Outcome, capsys) -> None:
+    code, output, errors = call(capsys, images.home, discover, "stages.max_reject_fraction=0", as_json=True)
+    assert code == 3 and "stages.max_reject_fraction" in json.loads(output)["error"]["message"]
     assert "would be set aside" in errors and "empty-file" in errors
     assert not (strange := [line for line in errors.splitlines() if not line.isprintable()]), strange
     assert not re.search(r"^name\.png", errors, re.MULTILINE), errors
@@ -293,7 +293,7 @@ def test_an_error_that_lists_names_is_readable(images: Outcome) -> None:
 
 
 def test_extreme_sides_are_enlarged_where_that_is_allowed(images: Outcome) -> None:
-    found = through(images.home, "datasets.photos.allow_upscale=true")
+    found = through(images.home, "datasets.photos.allow_upscale=true", stages=("discover", "bucket", "latents"))
     wanted = {"line.png": PORTRAIT, "hair.png": LANDSCAPE, "wide.png": LANDSCAPE}
     assert {name: found.active[name]["bucket"] for name in wanted} == wanted
     assert found.reports["latents"].done == 2
@@ -308,10 +308,12 @@ def test_an_image_model_takes_no_table_of_videos(images: Outcome, videos: Outcom
 
 
 def test_animations_are_their_first_frame_where_asked(videos: Outcome) -> None:
-    found = through(videos.home, "datasets.photos.animations=first-frame")
-    moving = {f"moving.{ending}": (odd.animation, Sample()) for ending in ("gif", "webp", "png")}
-    assert not (wrong := list(problems(found, {**VIDEOS, **moving}))), "\n".join(wrong)
+    stages = ("discover", "bucket", "latents", "preview")
+    found = through(videos.home, "datasets.photos.animations=first-frame", stages=stages, buckets=[LANDSCAPE])
+    moving = {f"moving.{ending}": (media_files.animation, Sample()) for ending in ("gif", "webp", "png")}
+    assert not (wrong := list(problems(found, moving))), "\n".join(wrong)
     assert found.reports["latents"].done == 3
+    assert found.rejects == videos.rejects and found.active.keys() == videos.active.keys()
 
 
 #: What decord can't do as exactly as PyAV, with the reason; the anamorphic one is so narrow that it garbles it.
@@ -324,8 +326,10 @@ NOT_DECORD = {
 @pytest.mark.slow
 def test_decord_gives_the_same_frames_or_a_reject(videos: Outcome) -> None:
     pytest.importorskip("decord")
-    found = through(videos.home, "latents.decoder=decord")
-    refused: dict[str, tuple] = {name: (cases.live, Reject("latents", reason)) for name, reason in NOT_DECORD.items()}
+    found = through(videos.home, "latents.decoder=decord", stages=("discover", "bucket", "latents", "preview"))
+    refused: dict[str, tuple] = {
+        name: (media_cases.live, Reject("latents", reason)) for name, reason in NOT_DECORD.items()
+    }
     assert not (wrong := list(problems(found, {**VIDEOS, **refused}))), "\n".join(wrong)
     assert found.latents.keys() == videos.latents.keys() - NOT_DECORD.keys()
 
@@ -333,10 +337,10 @@ def test_decord_gives_the_same_frames_or_a_reject(videos: Outcome) -> None:
 def test_no_clip_crosses_a_cut(tmp_path: Path, start) -> None:
     pytest.importorskip("scenedetect")
     home = start(tmp_path, VIDEO, video={"scenes": True, "clip": "chunks"})
-    other = [(20, 20, 20), odd.WHITE, (120, 20, 120), (10, 90, 90)]
-    parts = [odd.scene(0)] * 7 + [odd.scene(100, colours=other)] * 12 + [odd.scene(200)] * 3
-    odd.video(home.media / "cuts.mp4", parts)
-    odd.animation(home.media / "moving.gif")
+    other = [(20, 20, 20), media_files.WHITE, (120, 20, 120), (10, 90, 90)]
+    parts = [media_files.scene(0)] * 7 + [media_files.scene(100, colours=other)] * 12 + [media_files.scene(200)] * 3
+    media_files.video(home.media / "cuts.mp4", parts)
+    media_files.animation(home.media / "moving.gif")
     for name in ("cuts", "moving"):
         (home.media / f"{name}.txt").write_text("a scene")
     home.settings["datasets"][0]["animations"] = "video"
@@ -346,38 +350,38 @@ def test_no_clip_crosses_a_cut(tmp_path: Path, start) -> None:
     # The third scene is too short for a clip.
     assert {(round(row["start"] * 12), row["geometry"]["bucket"]) for row in samples} == {(0, "80x48@5"), (7, CLIP)}
     strip = found.strip("cuts.mp4")
-    assert sorted(round(odd.level(frame) / 100) for frame in strip) == [0] * 5 + [1] * 9
+    assert sorted(round(media_files.level(frame) / 100) for frame in strip) == [0] * 5 + [1] * 9
     assert found.reports["latents"].done == found.reports["index"].details["samples"] == 4  # chunks: two of the GIF
 
 
 # -- i2i and decode --------------------------------------------------------------------------------------------------
 
 SOURCES: dict[str, tuple[str, Callable[[Path], Any] | None, str]] = {  # target -> source, how it is made, reject
-    "plain": ("plain.png", cases.saved(cases.SCENE), ""),
-    "turned": ("turned.png", partial(odd.oriented, orientation=6), ""),
-    "turned-photo": ("turned-photo.jpg", partial(odd.oriented, orientation=8), ""),
-    "heic": ("heic.heic", odd.heic, ""),
-    "grey": ("grey.png", cases.saved(cases.SCENE.convert("L")), ""),
-    "moving": ("moving.gif", odd.animation, ""),
-    "other\nline": ("other\nline.png", cases.saved(odd.picture(3)), ""),
-    "missing": ("elsewhere.png", cases.saved(cases.SCENE), "discover: no-source"),
-    "empty": ("empty.png", cases.content(b""), "discover: empty-file"),
-    "text": ("text.png", cases.content(b"no picture" * 99), "discover: not-an-image"),
+    "plain": ("plain.png", media_cases.saved(media_cases.SCENE), ""),
+    "turned": ("turned.png", partial(media_files.oriented, orientation=6), ""),
+    "turned-photo": ("turned-photo.jpg", partial(media_files.oriented, orientation=8), ""),
+    "heic": ("heic.heic", media_files.heic, ""),
+    "grey": ("grey.png", media_cases.saved(media_cases.SCENE.convert("L")), ""),
+    "moving": ("moving.gif", media_files.animation, ""),
+    "other\nline": ("other\nline.png", media_cases.saved(media_files.picture(3)), ""),
+    "missing": ("elsewhere.png", media_cases.saved(media_cases.SCENE), "discover: no-source"),
+    "empty": ("empty.png", media_cases.content(b""), "discover: empty-file"),
+    "text": ("text.png", media_cases.content(b"no picture" * 99), "discover: not-an-image"),
     "cut": (
         "cut.jpg",
-        cases.then(cases.saved(cases.SCENE.resize((480, 320)), "JPEG", quality=95), odd.cut),
+        media_cases.then(media_cases.saved(media_cases.SCENE.resize((480, 320)), "JPEG", quality=95), media_files.cut),
         "latents: truncated",
     ),
-    "small": ("small.png", cases.saved(cases.SCENE.resize((30, 20))), "bucket: source-needs-upscale"),
+    "small": ("small.png", media_cases.saved(media_cases.SCENE.resize((30, 20))), "bucket: source-needs-upscale"),
 }
 
 
-def test_odd_source_images_of_i2i(tmp_path: Path, start) -> None:
+def test_source_images_of_every_format(tmp_path: Path, start) -> None:
     kind = "kandinsky5-image-i2i"
     home = start(tmp_path, kind, conditioning_data="sources")
     (tmp_path / "sources").mkdir()
     for number, (name, (source, make, _)) in enumerate(SOURCES.items()):
-        odd.oriented(home.media / f"{name}.png", 1 + number % 8, level=number)
+        media_files.oriented(home.media / f"{name}.png", 1 + number % 8, level=number)
         (home.media / f"{name}.txt").write_text("a scene")
         assert make
         make(tmp_path / "sources" / source)
@@ -395,7 +399,7 @@ def test_odd_source_images_of_i2i(tmp_path: Path, start) -> None:
     assert far["turned-photo.png"] < 0.2 * far["grey.png"] and far["heic.png"] < 0.3 * far["grey.png"]
 
 
-def test_latents_of_odd_files_decode_as_those_of_plain_ones(images: Outcome) -> None:
+def test_latents_of_turned_and_converted_files_decode_as_those_of_plain_ones(images: Outcome) -> None:
     home = images.home
     names = ["plain.png", "exif-6.png", "cmyk.tif"]
     for name in names:

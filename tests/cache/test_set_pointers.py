@@ -28,17 +28,28 @@ def trained_on(home, *overrides: str) -> str:
 
 
 @pytest.fixture
-def photos(project):
-    home = project("sana")
+def photos(project, built):
+    """Two pictures, encoded and indexed."""
+    return built(project("sana"), make_two)
+
+
+def make_two(home) -> None:
     for number in range(2):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    return home
+    made(home)
+
+
+def indexed(home) -> str:
+    """The id of the set that is there."""
+    report = home.run(index.run)
+    assert report.done == 0
+    return report.details["set"].removeprefix("sets/")
 
 
 def test_configurations_of_one_root_train_on_the_sets_that_they_make(photos) -> None:
     photos.image("../other/a.png", (64, 64), "quite another picture", 7)
     other = "datasets=[{id: others, instance_data_dir: other, resolution: 64, allow_upscale: true}]"
-    first, second = made(photos), made(photos, other)
+    first, second = indexed(photos), made(photos, other)
     assert first != second
     assert (trained_on(photos), trained_on(photos, other)) == (first, second)
     for overrides, own in (((), first), ((other,), second)):
@@ -52,7 +63,7 @@ def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, t
     shutil.copytree(tiny("sana"), copy)
     settings = json.loads((copy / "vae/config.json").read_text())
     (copy / "vae/config.json").write_text(json.dumps(settings | {"scaling_factor": 2 * settings["scaling_factor"]}))
-    first, second = made(photos), made(photos, f"model.path={copy}")
+    first, second = indexed(photos), made(photos, f"model.path={copy}")
     assert (trained_on(photos), trained_on(photos, f"model.path={copy}")) == (first, second)
 
     # Where the autoencoder is not at hand, both fit, and one has to be named.
@@ -72,7 +83,7 @@ def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, t
 
 @pytest.mark.slow
 def test_a_changed_configuration_has_no_set_until_it_is_made(photos) -> None:
-    first = made(photos)
+    first = indexed(photos)
     changes = ["datasets.photos.prepend=new", "text.max_length=64", "datasets.photos.resolution=96"]
     with pytest.raises(SetNotFound) as caught:
         photos.run(train, *changes)
@@ -88,7 +99,7 @@ def test_a_changed_configuration_has_no_set_until_it_is_made(photos) -> None:
 
 
 def test_a_set_that_is_named_is_used_and_what_differs_is_said(photos) -> None:
-    first = made(photos)
+    first = indexed(photos)
     for name in (first, str(photos.root), f"{photos.root}/sets/{first}"):
         assert trained_on(photos, f"train.set={name}", "datasets.photos.prepend=x") == first
         assert 'datasets.photos.prepend is "" in the set and "x" in the configuration' in photos.said
@@ -101,7 +112,7 @@ def test_a_set_that_is_named_is_used_and_what_differs_is_said(photos) -> None:
 
 
 def test_the_trainer_needs_neither_media_nor_datasets_nor_encoders(photos, tiny, tmp_path: Path) -> None:
-    first = made(photos)
+    first = indexed(photos)
     alone = tmp_path / "alone"
     shutil.copytree(tiny("sana") / "transformer", alone / "transformer")
     shutil.rmtree(photos.media)
@@ -114,7 +125,7 @@ def test_the_trainer_needs_neither_media_nor_datasets_nor_encoders(photos, tiny,
 
 
 def test_sets_of_older_releases_are_indexed_again(photos) -> None:
-    first = made(photos)
+    first = indexed(photos)
     rel = photos.root / "sets" / first / "set.json"
     record = json.loads(rel.read_text())
     rel.write_text(json.dumps({key: value for key, value in record.items() if key not in ("recipe", "checksum")}))
@@ -130,7 +141,7 @@ def test_sets_of_older_releases_are_indexed_again(photos) -> None:
 @pytest.mark.parametrize("change", ["instance_data_dir=other", "mask_data=other", "follow_links=true"])
 def test_other_media_under_the_same_id_are_discovered_and_planned(photos, change: str) -> None:
     """Every program said "done" before."""
-    first = made(photos)
+    first = indexed(photos)
     for number in range(2):
         photos.image(f"../other/{number}.png", (64, 64), f"other {number}", 7 + number)
     other = f"datasets.photos.{change}"
@@ -158,8 +169,8 @@ def test_a_project_that_is_moved_finds_everything(photos) -> None:
             assert photos.run(program.run, dry_run=True).remaining == 0
 
 
-def test_what_was_not_in_force_stands_in_the_runs_configuration(photos) -> None:
-    first = made(photos)
+def test_the_runs_configuration_lists_what_was_not_in_force(photos) -> None:
+    first = indexed(photos)
     few = ["train.steps=1", "validation.eval_samples=0", "train.device=cpu", f"train.set={first}"]
     photos.run(train, *few, "text.max_length=64")
     written = (photos.folder / "output/run/config.yaml").read_text()

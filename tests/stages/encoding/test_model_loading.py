@@ -1,0 +1,121 @@
+"""What the encoding stages refuse to load: pickled weights, and checkpoints whose parts do not belong together."""
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from cache.weights import WeightsError
+from schemas.catalogue import FAMILIES
+from schemas.errors import USAGE, LatentpressError
+from stages import bucket, discover, encode_latents, encode_text
+from stages.encoding.text import gemma, kandinsky5
+
+CPU = torch.device("cpu")
+TEXT, IMAGE = "kandinsky5-image-t2i", FAMILIES["kandinsky5-image"].templates["t2i"]
+
+
+@pytest.fixture
+def altered(project, tiny, tmp_path):
+    """altered(kind) -> a planned project whose checkpoint is a copy of its own, and that folder."""
+
+    def make(kind: str):
+        made, folder = project(kind), tmp_path / "model"
+        shutil.copytree(tiny(kind), folder)
+        made.settings["model"]["path"] = str(folder)
+        for number in range(2):
+            made.image(f"{number}.png", seed=number)
+        made.run(discover.run)
+        made.run(bucket.run)
+        return made, folder
+
+    return make
+
+
+def shorten(tokenizer: Path, text: str) -> None:
+    """Make one token of `text`."""
+    changed = AutoTokenizer.from_pretrained(tokenizer)
+    changed.add_tokens([text])
+    changed.save_pretrained(tokenizer)
+
+
+def test_a_tokenizer_whose_template_is_shorter_than_the_crop_is_refused(altered):
+    made, folder = altered("kandinsky5-image-t2i")
+    shorten(folder / "tokenizer", "Describe the image by detailing the color, shape, size, texture, quantity,")
+    with pytest.raises(LatentpressError, match=r"tokens of the template kandinsky5-t2i .* the first 40 off") as caught:
+        made.run(encode_text.run)
+    assert "use tokenizer/ of" in caught.value.next_step
+    assert not made.shards("text")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "said"),
+    [
+        ("kandinsky5-image-t2i", "latent_channels", 4, "latent_channels = 4"),
+        ("kandinsky5-image-t2i", "block_out_channels", [8, 16, 16], "3 entries of block_out_channels"),
+        ("sana", "latent_channels", 16, "latent_channels = 16"),
+    ],
+)
+def test_an_autoencoder_that_the_transformer_cant_read_is_refused_before_anything_is_encoded(
+    altered, kind, key, value, said
+):
+    made, folder = altered(kind)
+    file = folder / "vae" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(LatentpressError) as caught:
+        made.run(encode_latents.run)
+    assert said in caught.value.message and caught.value.exit_code == USAGE
+    assert "take vae/ from the repository" in caught.value.next_step
+    assert not made.shards("latents")
+
+
+@pytest.fixture
+def pickled(tiny: Callable[[str], Path], tmp_path: Path) -> Callable[[str, str], Path]:
+    """pickled(kind, part): a copy in which that part's weights, the same ones, are a pickle; it is right otherwise."""
+
+    def copy(kind: str, part: str) -> Path:
+        for source in tiny(kind).iterdir():
+            if source.name != part:
+                (tmp_path / source.name).symlink_to(source)
+        (tmp_path / part).mkdir()
+        for file in (tiny(kind) / part).iterdir():
+            if file.suffix != ".safetensors":
+                (tmp_path / part / file.name).symlink_to(file)
+                continue
+            name = {"model": "pytorch_model"}.get(file.stem, file.stem)
+            torch.save(load_file(file), tmp_path / part / f"{name}.bin")
+        return tmp_path
+
+    return copy
+
+
+def refused(folder: Path, part: str, load: Callable[[], object]) -> None:
+    with pytest.raises(WeightsError, match=rf"{folder}/{part}/\w+\.bin is pickled") as caught:
+        load()
+    assert "safe_serialization=True" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("flux", TEXT), ("dc_ae", "sana"), ("hunyuan_video", "kandinsky5-video-t2v")]
+)
+def test_an_autoencoder(pickled, name, kind) -> None:
+    folder = pickled(kind, "vae")
+    module = importlib.import_module(f"stages.encoding.vae.{name}")
+    refused(folder, "vae", lambda: module.Autoencoder(str(folder), None, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
+def test_qwen_and_clip(pickled, part) -> None:
+    folder = pickled(TEXT, part)
+    refused(folder, part, lambda: kandinsky5.Encoder(str(folder), None, IMAGE, 64, torch.float32, CPU))
+
+
+def test_gemma(pickled) -> None:
+    folder, template = pickled("sana", "text_encoder"), FAMILIES["sana"].templates["t2i"]
+    refused(folder, "text_encoder", lambda: gemma.Encoder(str(folder), None, template, 64, torch.float32, CPU))

@@ -1,0 +1,132 @@
+"""encode-latents at its limits: a full disk, missing permission, decoders that hang, crash or eat memory."""
+
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cache.store import Store
+from schemas.errors import LatentpressError
+from stages import bucket, discover, encode_latents, verify
+from stages.encoding import member_reader
+from stages.planning.plan_lookup import current_plan
+from tests.processes import in_child
+
+
+@pytest.fixture
+def planned(project, built):
+    return built(project("kandinsky5-image-t2i", cache={"unit_mib": 0.05}), plan_six)
+
+
+def plan_six(home) -> None:
+    for number in range(6):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    home.run(discover.run)
+    home.run(bucket.run)
+
+
+def expect(home, *words: str) -> Callable[[], None]:
+    def check() -> None:
+        with pytest.raises(LatentpressError) as caught:
+            home.run(encode_latents.run)
+        message = str(caught.value)
+        assert all(word in message for word in words), message
+        assert str(home.root) in message
+
+    return check
+
+
+def test_a_file_size_limit_ends_with_the_path_the_reason_and_the_next_step(planned) -> None:
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        expect(planned, "file-size limit", "run the same command again")()
+
+    assert in_child(work) == 0
+    assert planned.shards("latents") == {}
+    assert planned.run(encode_latents.run).done == 6
+
+
+def test_a_full_disk_ends_with_the_path_the_reason_and_the_next_step(planned) -> None:
+    folder = planned.root / "latents"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(folder)], check=False).returncode:
+        pytest.skip("no right to mount a tmpfs here")
+    try:
+        expect(planned, "the disk is full", "free space there")()
+        assert planned.run(verify.run).exit_code == 0
+        assert not [path for path in folder.rglob("*.tmp")]
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    assert planned.run(encode_latents.run).done == 6
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_no_write_permission_is_named(planned) -> None:
+    planned.config()  # written while it may be
+
+    def work() -> None:
+        home = planned.folder
+        for path in (home, *home.parents):
+            if path.stat().st_mode & 0o005 != 0o005:
+                path.chmod(path.stat().st_mode | 0o055)
+        os.setuid(65534)
+        config = planned.config
+        planned.config = lambda *overrides: saved  # type: ignore[method-assign]
+        assert config
+        expect(planned, "permission denied", "right")()
+
+    saved = planned.config()
+    assert in_child(work) == 0
+    assert planned.shards("latents") == {}
+
+
+def failing_reader() -> Callable[[member_reader.ReadRequest], member_reader.MemberPixels]:
+    """Reads as usual, but its process is stopped or crashes at two pictures, as a faulty decoder's would."""
+    signals = {"stopped.png": signal.SIGSTOP, "crashed.png": signal.SIGSEGV}
+
+    def read(request: member_reader.ReadRequest) -> member_reader.MemberPixels:
+        if number := signals.get(Path(str(request.files[0][0])).name):
+            os.kill(os.getpid(), number)
+        return member_reader.read_member(request)
+
+    return read
+
+
+@pytest.mark.slow
+def test_a_decoder_that_hangs_crashes_or_eats_memory_costs_its_item_and_a_retry_mends_it(project, monkeypatch) -> None:
+    home = project("kandinsky5-image-t2i", cache={"unit_mib": 1})
+    home.settings["stages"] |= {"item_memory_mib": 256, "max_reject_fraction": 1.0}
+    for number, name in enumerate(["small-0", "stopped", "small-1", "crashed", "small-2"]):
+        home.image(f"{name}.png", (64, 64), seed=number)
+    Image.new("L", (8500, 8500)).save(home.media / "huge.png", compress_level=1)  # as RGB 289 MB
+    (home.media / "huge.txt").write_text("black")
+    for program in (discover.run, bucket.run):
+        assert home.run(program).set_aside == []
+    config = home.config()
+    [unit] = current_plan(Store(config.root), config).units("latents")
+    assert len(unit.members) == 6
+
+    monkeypatch.setattr(member_reader, "make_member_reader", failing_reader)  # reading processes import it by its name
+    report = home.run(encode_latents.run, "stages.item_timeout_s=3")
+    found = home.rejects(report)
+    assert found.pop("huge.png") in ("out-of-memory", "timed-out")  # a busy machine may be too slow for it
+    assert found == {"stopped.png": "timed-out", "crashed.png": "decoder-died"}
+    messages = {Path(row["path"]).name: row["message"] for row in report.set_aside}
+    assert "3 s" in messages["stopped.png"] and "SIGSEGV" in messages["crashed.png"]
+    assert (report.done, report.exit_code) == (3, 0)
+    monkeypatch.undo()
+
+    report = home.run(encode_latents.run, retry_set_aside=True)
+    assert (report.done, home.rejects(report)) == (5, {"huge.png": "out-of-memory"})
+    [row] = report.set_aside
+    assert "256 MiB" in row["message"] and "raise stages.item_memory_mib" in row["message"]
+    assert home.run(encode_latents.run).done == 0  # not tried again by itself
+    home.settings["stages"]["item_memory_mib"] = 4096
+    report = home.run(encode_latents.run, retry_set_aside=True)
+    assert (report.done, report.set_aside, report.exit_code) == (6, [], 0)
