@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Generator
 from functools import cache
@@ -13,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
+from tests.processes import ForkedProgram
 from tests.project import SETTINGS, Project
 
 # Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # For the same reason the time that an example takes says nothing.
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +34,12 @@ def _cpu_s() -> float:
     """Of this process and of the children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`, one more than there are cores: about a quarter of the time a test waits for another process."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,6 +62,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"more than {SLOW_S:g} s of processor time, not marked slow")
         for test in slow:
             terminalreporter.write_line(f"{took[test]:6.1f} s  {test}")
+
+
+@pytest.fixture
+def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are started in this test are forks of this process, and so are those that they start."""
+    monkeypatch.setattr(subprocess, "Popen", ForkedProgram)
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,13 @@
 import importlib
 import multiprocessing.forkserver
 import os
+import runpy
+import signal
+import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -70,3 +74,99 @@ class ForkedWorkers:
     def multiprocessing(self) -> type:
         """In place of the module."""
         return type("Forking", (), {"get_context": lambda method: self})
+
+
+class ForkedProgram:
+    """subprocess.Popen for `python -m MODULE` and `python FILE.py`, as a fork of this process: a new one would import
+    torch, diffusers and transformers for seconds. MODULE has an `app`, or else a `main`."""
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        stdout: Any = None,
+        stderr: Any = None,
+        text: bool = False,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        interpreter, *words = map(str, args)
+        assert interpreter == sys.executable, args
+        self.args = args
+        self.stdout, ends = None, {}
+        if stdout == subprocess.PIPE:
+            ours, ends[1] = os.pipe()
+            self.stdout = os.fdopen(ours, "r" if text else "rb")
+        # A file, which is read at the end: nobody has to read two pipes at once.
+        self.stderr = tempfile.TemporaryFile("w+" if text else "w+b") if stderr == subprocess.PIPE else None  # noqa: SIM115
+        if self.stderr is not None:
+            ends[2] = os.dup(self.stderr.fileno())
+        for number, given in ((1, stdout), (2, stderr)):
+            if given == subprocess.DEVNULL:
+                ends[number] = os.open(os.devnull, os.O_WRONLY)
+            else:
+                assert given in (None, subprocess.PIPE), given
+        self._process = multiprocessing.get_context("fork").Process(target=self._main, args=(words, ends, cwd, env))
+        self._process.start()
+        for end in ends.values():
+            os.close(end)
+        self.pid = self._process.pid
+
+    def prepare(self) -> None:
+        """What a subclass does in the child before anything of the program is imported."""
+
+    def _main(self, words: list[str], ends: dict[int, int], cwd: Path | None, env: Mapping[str, str] | None) -> None:
+        for number, end in ends.items():
+            os.dup2(end, number)
+        sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        os.chdir(cwd or os.curdir)
+        forget_forkserver()
+        self.prepare()
+        while words[0] != "-m" and not words[0].endswith(".py"):
+            del words[0]  # an option of python
+        sys.argv = words
+        if words[0] != "-m":
+            runpy.run_path(words[0], run_name="__main__")
+            return
+        del words[0]
+        module = importlib.import_module("trainer.__main__" if words[0] == "trainer" else words[0])
+        (module.app if hasattr(module, "app") else module.main)()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[Any, Any]:
+        out = self.stdout.read() if self.stdout else None
+        self.wait(timeout)
+        if self.stderr is None:
+            return out, None
+        self.stderr.seek(0)
+        return out, self.stderr.read()
+
+    def __enter__(self) -> "ForkedProgram":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        for file in (self.stdout, self.stderr):
+            if file is not None:
+                file.close()

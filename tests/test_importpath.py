@@ -157,11 +157,11 @@ for words in json.loads(sys.argv[2]):
 """
 
 
-def together(place: Place, *programs: tuple[str, ...], config: str = "pipeline.yaml") -> None:
+def together(place: Place, *programs: tuple[str, ...]) -> None:
     script = place.notes.with_name("script") / "together.py"  # whose folder comes first, as that of `latentpress` does
     script.parent.mkdir(exist_ok=True)
     script.write_text(TOGETHER)
-    asked = [[*words, "--config", str(place.config.with_name(config))] for words in programs]
+    asked = [[*words, "--config", str(place.config.with_name("whole.yaml"))] for words in programs]
     place.run(sys.executable, script, SCRIPTS / "latentpress", json.dumps(asked))
 
 
@@ -184,13 +184,8 @@ def test_no_program_imports_what_lies_about(planned: Place, words: tuple[str, ..
 
 
 @pytest.mark.slow
-def test_nor_do_the_other_encoding_programs(planned: Place) -> None:
-    together(planned, ("encode-text",), ("encode-vision",))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)  # a dozen programs, of which five import torch
-def test_nor_does_one_that_comes_after_the_encoding(trained: Place) -> None:
+def test_nor_do_the_other_encoding_programs_and_those_after_them(planned: Place, trained: Place) -> None:
     for words in (
         ("index",),
         ("verify",),
@@ -198,10 +193,11 @@ def test_nor_does_one_that_comes_after_the_encoding(trained: Place) -> None:
         ("import", "--from", "../project/exported", "--set", "root=other"),
     ):
         trained.latentpress(*words, config="whole.yaml")
-    together(trained, ("decode",), ("preview",), config="whole.yaml")
+    anew = ("--set", "root=kept")  # which is planned and no more
+    together(trained, ("encode-text", *anew), ("encode-vision", *anew), ("decode",), ("preview",))
 
     # As README says it; `torchrun -m trainer` would look for the trainer in the working directory first.
-    launcher = (SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "1", "--no-python", SCRIPTS / "latentpress")
+    launcher = (SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", SCRIPTS / "latentpress")
     words = ("train", "--config", trained.config.with_name("whole.yaml"), "--set", "train.run=launched")
     trained.run(*launcher, *words)
 

@@ -1,6 +1,6 @@
 """What the programs of each kind of machine import: all of it comes with the kind's extra, and nothing of another's.
 
-One process for each: to import the model libraries takes a process seconds.
+One process for each; those that load models are forks of one that has what they all import, for that takes seconds.
 """
 
 import json
@@ -43,13 +43,17 @@ NEEDED = {
 ENCODERS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "clip", "gemma", "gemma2")
 
 
-def loaded(code: str, *arguments: str) -> set[str]:
-    """The modules that a new process has after `code`."""
-    code += "\nimport json, sys\nprint(json.dumps([*sys.modules]))"
+def run_code(code: str, *arguments: str) -> list[str]:
+    """The lines that a new process prints."""
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return done.stdout.splitlines()
+
+
+def loaded(code: str) -> set[str]:
+    """The modules that a new process has after `code`."""
+    return set(json.loads(run_code(f"{code}\nimport json, sys\nprint(json.dumps([*sys.modules]))")[-1]))
 
 
 def within(modules: set[str], *packages: str) -> set[str]:
@@ -99,27 +103,27 @@ def test_what_reads_media_has_what_it_imports() -> None:
     )
 
 
-def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transformer() -> None:
-    code = "import stages.encode_text, stages.encoding.text.worker\n"
-    code += "import stages.encoding.text.kandinsky5, stages.encoding.text.gemma\n"
-    modules = loaded(code + "import stages.encode_vision, stages.encoding.vision.worker")
-    assert "transformers.models.qwen2_5_vl" in modules
-    assert within(modules, "diffusers") == set()
-    assert missing("encode", modules) == set()
-
-
-def test_the_latents_program_loads_no_text_encoder_and_no_pipeline() -> None:
-    """Importing an autoencoder imports transformers, but none of its models, and no diffusers pipeline."""
-    code = "import stages.encoding.vae.flux, stages.encoding.vae.hunyuan_video, stages.encoding.vae.dc_ae\n"
-    code += "import stages.encode_latents, stages.encoding.vae.worker\n"
-    code += "import stages.decode, stages.index, stages.status, stages.run"
-    modules = loaded(code)
-    assert "diffusers.models.autoencoders.autoencoder_dc" in modules
-    encoders = (f"transformers.models.{name}" for name in ENCODERS)
-    assert within(modules, "diffusers.pipelines", *encoders) == set()
-    assert missing("encode", modules) == set()
-
-
+FORKS = """
+import json, os, sys
+import accelerate, torch._dynamo, transformers.modeling_utils
+for code, *arguments in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        sys.argv[1:] = arguments
+        exec(code)
+        print(json.dumps([*sys.modules]), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit("failed: " + code)
+"""
+TEXT_AND_VISION = """
+import stages.encode_text, stages.encoding.text.worker, stages.encoding.text.kandinsky5, stages.encoding.text.gemma
+import stages.encode_vision, stages.encoding.vision.worker
+"""
+LATENTS = """
+import stages.encoding.vae.flux, stages.encoding.vae.hunyuan_video, stages.encoding.vae.dc_ae
+import stages.encode_latents, stages.encoding.vae.worker
+import stages.decode, stages.index, stages.status, stages.run
+"""
 TRAINER = """
 import importlib, pkgutil, sys
 from pathlib import Path
@@ -135,18 +139,43 @@ for family, folder in ((kandinsky5, sys.argv[1]), (sana, sys.argv[2])):
     adapters.save_lora(model, Path(sys.argv[3]), "family")
     load_scheduler(folder)
 """
+
+
+@pytest.fixture(scope="module")
+def loaded_by(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """code -> the modules of a process after it."""
+    folders = str(tiny("kandinsky5-image-t2i")), str(tiny("sana")), str(tmp_path_factory.mktemp("adapters"))
+    printed = run_code(FORKS, json.dumps([[TEXT_AND_VISION], [LATENTS], [TRAINER, *folders]]))
+    found = [set(json.loads(line)) for line in printed if line.startswith("[")]
+    return dict(zip((TEXT_AND_VISION, LATENTS, TRAINER), found, strict=True))
+
+
+def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transformer(loaded_by) -> None:
+    modules = loaded_by[TEXT_AND_VISION]
+    assert "transformers.models.qwen2_5_vl" in modules
+    assert within(modules, "diffusers") == set()
+    assert missing("encode", modules) == set()
+
+
+def test_the_latents_program_loads_no_text_encoder_and_no_pipeline(loaded_by) -> None:
+    """Importing an autoencoder imports transformers, but none of its models, and no diffusers pipeline."""
+    modules = loaded_by[LATENTS]
+    assert "diffusers.models.autoencoders.autoencoder_dc" in modules
+    encoders = (f"transformers.models.{name}" for name in ENCODERS)
+    assert within(modules, "diffusers.pipelines", *encoders) == set()
+    assert missing("encode", modules) == set()
+
+
 # What diffusers' loaders and peft import: tables (auto), a configuration (encoder_decoder), a helper (bloom).
 ALLOWED = {"auto", "encoder_decoder", "bloom"}
 
 
-def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(
-    tiny: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(loaded_by) -> None:
     """On import of all of its modules, and when a model is loaded, adapted and saved.
 
     PIL is not looked for: diffusers' own utilities import it for every model class.
     """
-    modules = loaded(TRAINER, str(tiny("kandinsky5-image-t2i")), str(tiny("sana")), str(tmp_path))
+    modules = loaded_by[TRAINER]
     assert {"trainer.train", "trainer.families.sana", "peft"} <= modules
     models = within(modules, "transformers.models") - {"transformers.models"}
     assert {name.split(".")[2] for name in models} - ALLOWED == set()

@@ -1,20 +1,24 @@
 """CONTRIBUTING's "Add a family" followed to the letter: from files to a trained adapter by own files and rows alone.
 
 The packages are copied, the files of tests/family/ are added to the copy, its rows are joined in the catalogue, and
-the programs run from there, so whatever another file would have to know of the family is missing here.
+the programs run from there, so whatever another file would have to know of the family is missing here. Their processes
+are forks of this one, which share its libraries and none of its own modules.
 """
 
+import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.processes import ForkedProgram, in_child
 
 pytestmark = pytest.mark.slow
 
@@ -70,14 +74,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(tree: Path, *arguments: str) -> Any:
-    """A program of the copy; its report."""
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=tree, env=environment, text=True, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout) if "--json" in arguments else done.stdout
+def import_from(tree: Path) -> None:
+    """From now on this process has the modules of the copy."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+        del sys.modules[name]
+    sys.path.insert(0, str(tree))
+
+
+@pytest.fixture
+def run(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """run(program, *arguments): a program of the copy; its report."""
+
+    class Program(ForkedProgram):
+        def prepare(self) -> None:
+            import_from(tree)
+
+    def report(*arguments: str) -> Any:
+        done = subprocess.run([sys.executable, "-m", *arguments, "--json"], cwd=tree, text=True, stdout=subprocess.PIPE)
+        assert done.returncode == 0, done.stdout
+        return json.loads(done.stdout)
+
+    monkeypatch.setattr(subprocess, "Popen", Program)
+    return report
 
 
 def rows(root: Path, kind: str) -> list[dict[str, np.ndarray]]:
@@ -95,7 +113,7 @@ def rows(root: Path, kind: str) -> list[dict[str, np.ndarray]]:
 
 
 def test_a_family_of_its_own_files_and_rows_is_trained(
-    tree: Path, checkpoint: Path, project: Callable[..., Any]
+    run: Callable[..., Any], checkpoint: Path, project: Callable[..., Any]
 ) -> None:
     home = project("kandinsky5-video-t2v")
     for name in ("a.mp4", "b.mp4"):
@@ -121,8 +139,8 @@ def test_a_family_of_its_own_files_and_rows_is_trained(
     home.settings["datasets"][0]["video"]["num_frames"] = 5
     config = home.folder / "pipeline.yaml"
     config.write_text(json.dumps(home.settings))
-    run(tree, "stages.run", "--config", str(config), "--json")
-    planned = json.dumps(run(tree, "stages.bucket", "--config", str(config), "--json"))
+    run("stages.run", "--config", str(config))
+    planned = json.dumps(run("stages.bucket", "--config", str(config)))
     assert "orientation" in planned and "scale_class" not in planned, "that is another family's note"
     check_latents(home.root)
     check_texts(home.root, checkpoint)
@@ -169,31 +187,30 @@ def check_result(folder: Path) -> None:
 
 
 def test_latents_are_normalised_by_channel(tree: Path, checkpoint: Path) -> None:
+    assert in_child(partial(check_normalisation, tree, checkpoint)) == 0
+
+
+def check_normalisation(tree: Path, checkpoint: Path) -> None:
     """(z - mean) / deviation of each channel; its inverse gives the pixels that the autoencoder gives."""
-    script = """
-import sys, torch
-from diffusers import AutoencoderKL
-from schemas.catalogue import FAMILIES
-from stages.encoding.vae.example import Autoencoder
-folder, cpu = sys.argv[1], torch.device("cpu")
-ours = Autoencoder(folder, None, torch.float32, cpu, normalisation=FAMILIES["example"].normalisation)
-vae = AutoencoderKL.from_pretrained(folder + "/vae").eval()
-pixels = torch.rand(1, 3, 3, 64, 64) * 2 - 1
-with torch.no_grad():
-    z = torch.stack([vae.encode(frame).latent_dist.mode() for frame in pixels.unbind(2)], 2)
-mean, deviation = (torch.tensor(vae.config[key]).view(1, 4, 1, 1, 1) for key in ("latents_mean", "latents_std"))
-torch.testing.assert_close(ours.encode(pixels, [0], "mode"), (z - mean) / deviation)
-moments = ours.encode(pixels, [0], "moments")
-with torch.no_grad():
-    logvar = torch.stack([vae.encode(frame).latent_dist.logvar for frame in pixels.unbind(2)], 2)
-torch.testing.assert_close((moments[:, 4:] / 2).exp(), (logvar / 2).exp() / deviation)
-back = ours.decode((z - mean) / deviation)
-with torch.no_grad():
-    wanted = torch.stack([vae.decode(frame).sample for frame in z.unbind(2)], 2)
-wanted = ((wanted * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1) * 255).round()
-assert (back.float() - wanted).abs().max() <= 1
-"""
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    command = [sys.executable, "-c", script, str(checkpoint)]
-    done = subprocess.run(command, cwd=tree, env=environment, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    import_from(tree)
+    import torch
+    from diffusers import AutoencoderKL
+
+    from schemas.catalogue import FAMILIES
+
+    cpu, normalisation = torch.device("cpu"), FAMILIES["example"].normalisation
+    module = importlib.import_module("stages.encoding.vae.example")
+    ours = module.Autoencoder(str(checkpoint), None, torch.float32, cpu, normalisation=normalisation)
+    vae = AutoencoderKL.from_pretrained(checkpoint / "vae").eval()
+    pixels = torch.rand(1, 3, 3, 64, 64) * 2 - 1
+    with torch.no_grad():
+        z = torch.stack([vae.encode(frame).latent_dist.mode() for frame in pixels.unbind(2)], 2)
+        logvar = torch.stack([vae.encode(frame).latent_dist.logvar for frame in pixels.unbind(2)], 2)
+        wanted = torch.stack([vae.decode(frame).sample for frame in z.unbind(2)], 2)
+    mean, deviation = (torch.tensor(vae.config[key]).view(1, 4, 1, 1, 1) for key in ("latents_mean", "latents_std"))
+    torch.testing.assert_close(ours.encode(pixels, [0], "mode"), (z - mean) / deviation)
+    moments = ours.encode(pixels, [0], "moments")
+    torch.testing.assert_close((moments[:, 4:] / 2).exp(), (logvar / 2).exp() / deviation)
+    back = ours.decode((z - mean) / deviation)
+    wanted = ((wanted * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1) * 255).round()
+    assert (back.float() - wanted).abs().max() <= 1

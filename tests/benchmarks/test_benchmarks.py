@@ -1,9 +1,9 @@
-"""Every benchmark runs, at a size that says nothing about speed."""
+"""Every benchmark runs, at a size that says nothing about speed: in this process, where torch is imported."""
 
 import importlib
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,18 @@ SMALL = {
 }
 
 
-def measured(name: str) -> str:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *SMALL[name]]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+@pytest.fixture
+def measured(
+    forked_programs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], str]:
+    """measured(name) -> what the benchmark prints."""
+
+    def run(name: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *SMALL[name]])
+        importlib.import_module(f"benchmarks.{name}").main()
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_every_benchmark_is_run_here() -> None:
@@ -33,7 +42,7 @@ def test_every_benchmark_is_run_here() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is looked up in /proc")
-def test_discovery_beside_the_least_that_could_be_done() -> None:
+def test_discovery_beside_the_least_that_could_be_done(measured) -> None:
     rows = [line.split(" | ") for line in measured("discover").splitlines() if line.startswith("| ")]
     _, first, second, added, _, *memory = rows
     assert first[0].startswith("| first scan: 6 JPEGs, 2 videos")
@@ -42,30 +51,30 @@ def test_discovery_beside_the_least_that_could_be_done() -> None:
     assert [row[:2] for row in memory] == [["| 300", "first"], ["| 300", "second"]]
 
 
-def test_planning() -> None:
+def test_planning(measured) -> None:
     assert re.search(r"^\| 2,000 \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("planning"), re.MULTILINE)
 
 
-def test_opening_tables() -> None:
+def test_opening_tables(measured) -> None:
     first, *rows = measured("tables").splitlines()
     assert first == "1000 rows, 0 MiB"
     assert [row.split()[0] for row in rows] == ["mapped", "checksum", "validated", "read_table", "again"]
 
 
-def test_verifying() -> None:
+def test_verifying(measured) -> None:
     rows = [line.strip("| ").split(" | ") for line in measured("verify").splitlines() if line.startswith("| ")]
     assert [row[:3] for row in rows[1:3]] == [["arrow", "1", "in memory"], ["arrow", "1", "cold"]]
     assert [row[:3] for row in rows[10:]] == [["200", row[1], row[2]] for row in rows[10:]]
     assert len(rows) == 1 + 8 + 1 + 4
 
 
-def test_reading_shards() -> None:
+def test_reading_shards(measured) -> None:
     lines = measured("shard_read").splitlines()
     assert lines[0] == "4 rows of (2, 8, 8) bfloat16, 0.0 MiB"
     assert len(lines) == 1 + 2 * (1 + 4)
 
 
-def test_writing_shards() -> None:
+def test_writing_shards(measured) -> None:
     """Shards take few bytes beyond their tensors; files that are padded take more, the more the longer."""
     rows = [line.strip("| ").split(" | ") for line in measured("shard_write").splitlines() if line.startswith("| ")]
     speed, sizes = ([row for row in rows if len(row) == cells] for cells in (7, 6))
@@ -78,10 +87,8 @@ def test_writing_shards() -> None:
         assert found[0] < found[3] < found[4] < found[5] and found[0] < found[2]
 
 
-def test_memory_of_autoencoders(monkeypatch, capsys) -> None:
-    """Computed from shapes: half the bytes in half precision, and less in tiles. Here, where torch is imported."""
-    monkeypatch.setattr(sys, "argv", ["vae_memory", *SMALL["vae_memory"]])
-    importlib.import_module("benchmarks.vae_memory").main()
-    lines = capsys.readouterr().out.splitlines()[2:]
+def test_memory_of_autoencoders(measured) -> None:
+    """Computed from shapes: half the bytes in half precision, and less in tiles."""
+    lines = measured("vae_memory").splitlines()[2:]
     plain, half, tiled, _ = (float(line.split(" | ")[-1].strip(" |")) for line in lines)
     assert plain > 2 > tiled and abs(plain / half - 2) < 0.1

@@ -73,7 +73,7 @@ def test_rows_come_back(store, format):
     assert shard_io.verify(store, rel) == []
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_tensors_come_back(tmp_path, format, data):
     columns = data.draw(st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from(sorted(NUMPY_DTYPES))))

@@ -71,7 +71,7 @@ def test_a_whole_checkpoint_makes_a_picture_or_clip_without_torchvision(finished
         assert image.size == (64, 64) and getattr(image, "n_frames", 1) == int(RUNS[kind][3].partition("@")[2] or 1)
 
 
-def test_as_a_script_it_compares_and_says_what_is_wrong(finished, tmp_path: Path) -> None:
+def test_as_a_script_it_compares_and_says_what_is_wrong(forked_programs, finished, tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "examples" / "load_adapter.py")]
     done = subprocess.run([*script, str(finished("kandinsky5-image-t2i"))], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

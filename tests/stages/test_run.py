@@ -17,6 +17,7 @@ from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run
 from stages.cli import PROGRAMS, program_module
+from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.reports import odd_keys
 from trainer.__main__ import run as train
@@ -65,10 +66,14 @@ def home(project: Callable[..., Project]) -> Project:
 def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     home: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, _, log = latentpress(home, "run", "--dry-run")
+    """The whole run is in processes as a user has them; those before and after it, which import no torch, are forks."""
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", ForkedProgram)
+        code, _, _, log = latentpress(home, "run", "--dry-run")
     assert code == 0, log
     code, first, _, log = latentpress(home, "run")
     assert code == 0, log
+    monkeypatch.setattr(subprocess, "Popen", ForkedProgram)
     assert (first.done, first.skipped, first.remaining) == (7, 0, 0)
     assert first.summary().startswith("run: 7 stages done, 0 skipped, 5 truncated\n")
     done = {row["stage"]: row["done"] for row in first.details["stages"]}
@@ -159,7 +164,9 @@ def test_reports_of_all_programs_have_the_same_keys() -> None:
 
 
 @pytest.mark.slow
-def test_every_program_reports_in_snake_case(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_program_reports_in_snake_case(
+    forked_programs: None, home: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At every level of nesting, of a dry run and of a true one: one after the other, they are the whole pipeline."""
     monkeypatch.chdir(home.folder)
     path, out = home.folder / "pipeline.yaml", str(home.folder / "exported")

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -126,21 +125,9 @@ def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> N
     assert 0 < (latent - half_latent).abs().mean() < 0.1 * latent.abs().mean(), "it looks as it trains"
 
 
-def launched(path: Path) -> dict:
-    """Two ranks as torchrun starts them; the report on standard output."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "trainer"]
-    done = subprocess.run(
-        [sys.executable, *command, "--config", str(path), "--json"],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return json.loads(done.stdout)
-
-
-def forked(path: Path) -> dict:
-    """Two ranks with the environment that torchrun gives them, without a new process's imports."""
+def on_two_ranks(path: Path) -> dict:
+    """The report of two ranks with the environment that torchrun gives them; tests/test_importpath.py has torchrun
+    start two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -164,10 +151,8 @@ def forked(path: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "adapter", "started"), [("t2i", {"rank": 4}, launched), ("sana", {"type": "full"}, forked)]
-)
-def test_two_processes_train_as_one(make_config, make_set, tmp_path, kind, adapter, started) -> None:
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
+def test_two_processes_train_as_one(make_config, make_set, tmp_path, kind, adapter) -> None:
     """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process."""
     common = {"steps": 4, "caption_dropout": 0.3, "adapter": adapter, "batch_size": 2}
     alone = make_config(kind, name="alone", accumulate=4, **common)
@@ -177,7 +162,7 @@ def test_two_processes_train_as_one(make_config, make_set, tmp_path, kind, adapt
     train(alone)
     path = tmp_path / "pipeline.yaml"
     path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
-    assert started(path)["done"] == 4, "one report, from rank 0"
+    assert on_two_ranks(path)["done"] == 4, "one report, from rank 0"
     assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
     longer = {**common, "steps": 6}
     for name in ("alone", "two"):

@@ -58,7 +58,6 @@ def test_batches_are_filled_to_the_budget_of_pixels(planned, batches) -> None:
     assert recorded(planned) == [4 * PIXELS + 1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [
@@ -69,12 +68,18 @@ def test_batches_are_filled_to_the_budget_of_pixels(planned, batches) -> None:
         MemoryError("Unable to allocate 20 MiB"),
     ],
 )
-def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, batches, monkeypatch, error) -> None:
+def test_each_way_to_run_out_of_memory_is_known(error) -> None:
+    assert model_loading.is_out_of_memory(error)
+    assert not model_loading.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.slow
+def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, batches, monkeypatch) -> None:
     encode = flux.Autoencoder.encode
 
     def fits_two(self, pixels_BCTHW, *rest):
         if len(pixels_BCTHW) > 2:
-            raise error
+            raise torch.OutOfMemoryError("20 MiB")
         return encode(self, pixels_BCTHW, *rest)
 
     monkeypatch.setattr(flux.Autoencoder, "encode", fits_two)
