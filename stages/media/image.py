@@ -38,8 +38,8 @@ _TRANSPOSES = {
     8: Image.Transpose.ROTATE_90,
 }
 # What Pillow's decoders raise for damaged bytes, apart from OSError; RuntimeError comes from AVIF.
-_DECODE_ERRORS: tuple[type[Exception], ...] = (RuntimeError, SyntaxError, ValueError, EOFError, IndexError, KeyError)
-_DECODE_ERRORS += (TypeError, OverflowError, struct.error, zlib.error)
+_PARSER_ERRORS = (IndexError, KeyError, OverflowError, struct.error, zlib.error)
+_DECODE_ERRORS = (RuntimeError, SyntaxError, ValueError, EOFError, TypeError, *_PARSER_ERRORS)
 # Brands of the HEIF container (ISO/IEC 23008-12) that Pillow can't read without a plug-in.
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF_BRANDS = (b"avif", b"avis")
