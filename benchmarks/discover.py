@@ -1,4 +1,4 @@
-"""Discovery beside the least that could be done instead, in one run; files are made on the spot.
+"""`discover` compared with the least work that could replace it, on files made for the purpose.
 
     python -m benchmarks.discover
     python -m benchmarks.discover --images 40 --videos 4 --tree 400 --entries 1000 --repeat 1
@@ -8,8 +8,8 @@
 2. A second scan of an unchanged tree (images and caption files) and a bare walk with a stat of each file, plus reading
    the table. Limit 2.
 3. Ten files more: how many are read.
-4. Peak memory of a first and of a second scan of entries that a source makes up, in the process that keeps the table;
-   over what it has after a small scan. "own" is memory that is no file's (RssAnon, looked at every 2 ms); "resident"
+4. Peak memory of a first and of a second scan of entries that a source makes up, in the process that keeps the table,
+   beyond what it has after a small scan. "own" is memory that is no file's (RssAnon, sampled every 2 ms); "resident"
    counts mapped files too, which the system can drop (VmHWM). Linux only.
 """
 
@@ -17,14 +17,11 @@ import argparse
 import io
 import json
 import os
-import resource
 import select
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -36,20 +33,19 @@ import pyarrow as pa
 import xxhash
 from PIL import Image
 
+from benchmarks.common import MIB, medians, print_header, print_row, run_silently, time_call, write_config
 from cache.store import Store
-from schemas.cli.console import Console, Options, Report
-from schemas.config.pipeline import Config
 from stages import discover
 from stages.discovery import item_reader
 from stages.discovery.sources.base import CHUNK_ROWS, LISTING_SCHEMA
 
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+TABLE = discover.media_table_path("data")
+
+# --- files ---
 
 
-# -- files ----------------------------------------------------------------------------------------------------------
-
-
-def make_jpeg(width: int, height: int, seed: int) -> bytes:
+def make_jpeg(width: int, height: int, seed: int = 0) -> bytes:
     """Something like a photograph: smooth, with some grain."""
     random = np.random.default_rng(seed)
     smooth = Image.fromarray(random.integers(0, 256, (height // 64, width // 64, 3), dtype=np.uint8))
@@ -65,44 +61,39 @@ def unique_jpeg(data: bytes, number: int) -> bytes:
     return data[:2] + b"\xff\xfe\x00\x0a" + b"%08d" % number + data[2:]
 
 
-def make_video(folder: Path, width: int = 1280, height: int = 720, frames: int = 72) -> bytes:
-    path = folder / "one.mp4"
+def make_video(width: int = 1280, height: int = 720, frames: int = 72) -> bytes:
     smooth = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 32, 3), dtype=np.uint8))
     wide = np.asarray(smooth.resize((width + 2 * frames, height), Image.Resampling.BICUBIC))
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=24, options={"crf": "20", "preset": "veryfast"})
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for index in range(frames):
-            picture = np.ascontiguousarray(wide[:, 2 * index : 2 * index + width])
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode())
-    data = path.read_bytes()
-    path.unlink()
-    return data
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        with av.open(file.name, "w") as container:
+            stream = container.add_stream("libx264", rate=24, options={"crf": "20", "preset": "veryfast"})
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            for index in range(frames):
+                picture = np.ascontiguousarray(wide[:, 2 * index : 2 * index + width])
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode())
+        return Path(file.name).read_bytes()
 
 
 def unique_video(data: bytes, number: int) -> bytes:
     return data + b"\x00\x00\x00\x10free%08d" % number
 
 
-def make_config(folder: Path, **dataset: object) -> Config:
-    entry = {"id": "data", "instance_data_dir": str(folder / "media"), "dataset_type": "video", **dataset}
-    return Config.model_validate(
-        {
-            "root": str(folder / "work"),
-            "model": {"family": "kandinsky5-video"},
-            "datasets": [entry],
-            "stages": {"max_reject_fraction": 0.0, "discover": {"workers": WORKERS}},
-        }
-    )
+def write_item(path: Path, data: bytes) -> None:
+    """A file and its caption."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    path.with_suffix(".txt").write_text(f"item {path.stem}")
 
 
-def run_discover(settings: Config) -> Report:
-    with open(os.devnull, "w") as silent:
-        return discover.run(settings, Options(), Console(stderr=silent))
+def make_config(folder: Path) -> Path:
+    dataset = {"id": "data", "instance_data_dir": str(folder / "media"), "dataset_type": "video"}
+    stages = {"max_reject_fraction": 0.0, "discover": {"workers": WORKERS}}
+    settings = {"root": str(folder / "work"), "model": {"family": "kandinsky5-video"}, "datasets": [dataset]}
+    return write_config(folder / "pipeline.json", settings | {"stages": stages})
 
 
-# -- the bare loops -------------------------------------------------------------------------------------------------
+# --- the bare loops ---
 
 
 def header_and_hash(path: str) -> str:
@@ -115,109 +106,86 @@ def header_and_hash(path: str) -> str:
             _ = stream.width, stream.height, stream.frames, stream.duration, stream.average_rate
     state = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
+        while block := file.read(4 * MIB):
             state.update(block)
     return state.hexdigest()
 
 
-def bare_read(media: Path) -> int:
+def bare_read(media: Path) -> None:
     paths = sorted(entry.path for entry in os.scandir(media) if not entry.name.endswith(".txt"))
     with ProcessPoolExecutor(WORKERS) as pool:
-        return len(list(pool.map(header_and_hash, paths, chunksize=16)))
+        assert len(list(pool.map(header_and_hash, paths, chunksize=16))) == len(paths)
 
 
-def bare_walk(media: Path, settings: Config) -> int:
-    count, todo = 0, [str(media)]
+def bare_walk(folder: Path) -> None:
+    todo = [str(folder / "media")]
     while todo:
         for entry in os.scandir(todo.pop()):
             if entry.is_dir():
                 todo.append(entry.path)
             else:
                 entry.stat()
-                count += 1
-    table = Store(settings.root).read_table(discover.media_table_path("data"))
-    return count + 0 * sum(column.nbytes for column in table.columns)
+    table = Store(folder / "work").read_table(TABLE)
+    assert sum(column.nbytes for column in table.columns)
 
 
 def time_alternately(repeat: int, bare: Callable[[], object], ours: Callable[[], object]) -> tuple[str, str, str]:
-    """Medians: seconds of the one and of the other, with those of the processors, and ratios; lowest to highest."""
-    times: dict[str, list[tuple[float, float]]] = {"bare": [], "ours": []}
+    """Median seconds (processor seconds) of both, and their ratio with its lowest and highest."""
+    times: dict[Callable[[], object], list[tuple[float, float]]] = {bare: [], ours: []}
     for number in range(repeat):
-        pair = [("bare", bare), ("ours", ours)]
-        for name, work in pair if number % 2 == 0 else reversed(pair):
-            began, busy = time.perf_counter(), _cpu_seconds()
-            work()
-            times[name].append((time.perf_counter() - began, _cpu_seconds() - busy))
-    (bare_s, bare_cpu), (own_s, own_cpu) = (map(statistics.median, zip(*t, strict=True)) for t in times.values())
-    each = sorted(own / bare for (own, _), (bare, _) in zip(times["ours"], times["bare"], strict=True))
-    ratio = f"{own_s / bare_s:.2f} ({each[0]:.2f} to {each[-1]:.2f}; processor {own_cpu / bare_cpu:.2f})"
+        for work in (bare, ours) if number % 2 == 0 else (ours, bare):
+            times[work].append(time_call(work))
+    (bare_s, bare_cpu), (own_s, own_cpu) = medians(times[bare]), medians(times[ours])
+    ratios = sorted(own / least for (own, _), (least, _) in zip(times[ours], times[bare], strict=True))
+    ratio = f"{own_s / bare_s:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}; processor {own_cpu / bare_cpu:.2f})"
     return f"{bare_s:.3f} s ({bare_cpu:.2f})", f"{own_s:.3f} s ({own_cpu:.2f})", ratio
 
 
-def _cpu_seconds() -> float:
-    """Of this process and of those that it has waited for, and those for theirs."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+# --- measurements ---
 
 
-# -- what is measured -----------------------------------------------------------------------------------------------
+def benchmark_first_scan(folder: Path, images: int, videos: int, repeat: int) -> None:
+    media, path = folder / "media", make_config(folder)
+    pictures = [make_jpeg(1152, 896, 0), make_jpeg(1600, 1200, 1), make_jpeg(1024, 1408, 2)]
+    clip = make_video()
+    for number in range(images):
+        write_item(media / f"{number:05d}.jpg", unique_jpeg(pictures[number % 3], number))
+    for number in range(videos):
+        write_item(media / f"v{number:05d}.mp4", unique_video(clip, number))
 
+    def ours() -> None:
+        shutil.rmtree(folder / "work", ignore_errors=True)
+        assert run_silently(discover.run, path).done == images + videos
 
-def benchmark_first_scan(images: int, videos: int, repeat: int) -> str:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        media = folder / "media"
-        media.mkdir()
-        pictures = [make_jpeg(1152, 896, 0), make_jpeg(1600, 1200, 1), make_jpeg(1024, 1408, 2)]
-        clip = make_video(folder)
-        for number in range(images):
-            (media / f"{number:05d}.jpg").write_bytes(unique_jpeg(pictures[number % 3], number))
-            (media / f"{number:05d}.txt").write_text(f"picture {number}")
-        for number in range(videos):
-            (media / f"v{number:05d}.mp4").write_bytes(unique_video(clip, number))
-            (media / f"v{number:05d}.txt").write_text(f"video {number}")
-        settings = make_config(folder)
-
-        def ours() -> None:
-            shutil.rmtree(folder / "work", ignore_errors=True)
-            assert run_discover(settings).done == images + videos
-
-        bare, own, ratio = time_alternately(repeat, lambda: bare_read(media), ours)
-        size = sum(path.stat().st_size for path in media.iterdir()) / 2**20
+    cells = time_alternately(repeat, lambda: bare_read(media), ours)
+    size = sum(file.stat().st_size for file in media.iterdir()) / MIB
     what = f"first scan: {images} JPEGs, {videos} videos, {size:.0f} MiB, {WORKERS} processes"
-    return f"| {what} | {bare} | {own} | {ratio} | 1.5 |"
+    print_row(what, *cells, 1.5)
 
 
-def benchmark_second_scan(files: int, repeat: int) -> list[str]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        media = folder / "media"
-        file = io.BytesIO()
-        Image.new("RGB", (8, 8)).save(file, "JPEG")
-        for number in range(files // 2):
-            inside = media / f"{number // 1000:03d}"
-            inside.mkdir(parents=True, exist_ok=True)
-            (inside / f"{number:06d}.jpg").write_bytes(unique_jpeg(file.getvalue(), number))
-            (inside / f"{number:06d}.txt").write_text(f"picture {number}")
-        settings = make_config(folder)
-        run_discover(settings)
+def benchmark_second_scan(folder: Path, files: int, repeat: int) -> None:
+    media, path = folder / "media", make_config(folder)
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG")
+    for number in range(files // 2):
+        write_item(media / f"{number // 1000:03d}" / f"{number:06d}.jpg", unique_jpeg(file.getvalue(), number))
 
-        def ours() -> None:
-            assert run_discover(settings).details["datasets"][0]["files_read"] == 0
+    def files_read() -> int:
+        return run_silently(discover.run, path).details["datasets"][0]["files_read"]
 
-        bare, own, ratio = time_alternately(repeat, lambda: bare_walk(media, settings), ours)
-        for number in range(10):
-            (media / "000" / f"new{number}.jpg").write_bytes(unique_jpeg(file.getvalue(), files + number))
-            (media / "000" / f"new{number}.txt").write_text(f"new {number}")
-        read = run_discover(settings).details["datasets"][0]["files_read"]
-    return [
-        f"| second scan of {files} unchanged files | {bare} | {own} | {ratio} | 2 |",
-        f"| files read after adding 10 | 10 | {read} | {read / 10:.1f} | 1 |",
-    ]
+    def ours() -> None:
+        assert files_read() == 0
+
+    files_read()
+    print_row(f"second scan of {files} unchanged files", *time_alternately(repeat, lambda: bare_walk(folder), ours), 2)
+    for number in range(10):
+        write_item(media / "000" / f"new{number}.jpg", unique_jpeg(file.getvalue(), files + number))
+    read = files_read()
+    print_row("files read after adding 10", 10, read, f"{read / 10:.1f}", 1)
 
 
 class SyntheticSource:
-    """Entries that are nowhere, in no order, as a source lists them."""
+    """Entries without files, in no order, as a source lists them."""
 
     entries = 0
 
@@ -236,61 +204,52 @@ class SyntheticSource:
 
 
 class SyntheticReader:
-    """What would be read of them."""
+    """What reading such an entry would give."""
 
     def __init__(self, *_: object) -> None:
         pass
 
     def __call__(self, task: item_reader.ReadTask) -> dict[str, object]:
-        found = {
-            "media_id": xxhash.xxh3_128_hexdigest(task.path.encode()),
-            "kind": "image",
-            "width": 1024,
-            "height": 768,
-        }
-        return found | {"captions": [f"what is to be seen in {task.path}, told in about a hundred letters or so"]}
+        caption = f"a made-up caption of about a hundred letters for the picture that is called {task.path}"
+        media_id = xxhash.xxh3_128_hexdigest(task.path.encode())
+        return {"media_id": media_id, "kind": "image", "width": 1024, "height": 768, "captions": [caption]}
 
 
 def scan_synthetic(entries: int, folder: Path) -> None:
-    """In a process of its own: one scan, after a small one for what is only ever made once."""
+    """In a process of its own: one scan, after a small one that makes what is made only once."""
     discover.open_source = SyntheticSource  # type: ignore[assignment]
     item_reader.ItemReader = SyntheticReader  # type: ignore[assignment,misc]
     with tempfile.TemporaryDirectory() as name:
         SyntheticSource.entries = 1000
-        run_discover(make_config(Path(name)))
-    SyntheticSource.entries, settings = entries, make_config(folder)
+        run_silently(discover.run, make_config(Path(name)))
+    SyntheticSource.entries, path = entries, make_config(folder)
     pa.default_memory_pool().release_unused()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     print(json.dumps(memory_of("self")), flush=True)
-    began = time.perf_counter()
-    run_discover(settings)
-    took = time.perf_counter() - began
-    size = Path(settings.root, discover.media_table_path("data")).stat().st_size / 2**20
-    print(json.dumps({"seconds": took, "table": size, "most": memory_of("self")["VmHWM"]}), flush=True)
+    seconds, _ = time_call(lambda: run_silently(discover.run, path))
+    table = (folder / "work" / TABLE).stat().st_size / MIB
+    print(json.dumps({"seconds": seconds, "table": table, "most": memory_of("self")["VmHWM"]}), flush=True)
 
 
 def memory_of(process: object) -> dict[str, float]:
-    """MiB of a process: resident, the highest of that so far, and of its own (not of files)."""
+    """MiB of a process: resident (VmRSS), its highest value so far (VmHWM), and what is no file's (RssAnon)."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "VmRSS", "RssAnon")))
     return {name: int(value.split()[0]) / 1024 for name, value in pairs}
 
 
-def benchmark_memory(entries: int) -> list[str]:
-    lines = []
-    with tempfile.TemporaryDirectory() as folder:
-        for which in ("first", "second"):
-            command = [sys.executable, "-m", "benchmarks.discover", "--invented", folder, "--entries", str(entries)]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-                assert child.stdout is not None
-                start, own = json.loads(child.stdout.readline()), 0.0
-                while not select.select([child.stdout], [], [], 0.002)[0]:
-                    own = max(own, memory_of(child.pid)["RssAnon"])
-                end = json.loads(child.stdout.readline())
-            table, most, own = end["table"], end["most"] - start["VmRSS"], max(own - start["RssAnon"], 0.0)
-            cells = [f"{entries}", which, f"{table:.1f} MiB", f"{own:.0f} MiB", f"{most:.0f} MiB"]
-            lines.append(f"| {' | '.join(cells)} | {most / table:.2f} | {end['seconds']:.1f} s |")
-    return lines
+def benchmark_memory(folder: str, entries: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.discover", "--synthetic", folder, "--entries", str(entries)]
+    for scan in ("first", "second"):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            start, own = json.loads(child.stdout.readline()), 0.0
+            while not select.select([child.stdout], [], [], 0.002)[0]:
+                own = max(own, memory_of(child.pid)["RssAnon"])
+            end = json.loads(child.stdout.readline())
+        table, most, own = end["table"], end["most"] - start["VmRSS"], max(own - start["RssAnon"], 0.0)
+        sizes = (f"{table:.1f} MiB", f"{own:.0f} MiB", f"{most:.0f} MiB")
+        print_row(entries, scan, *sizes, f"{most / table:.2f}", f"{end['seconds']:.1f} s")
 
 
 def main() -> None:
@@ -300,19 +259,21 @@ def main() -> None:
     parser.add_argument("--tree", type=int, default=100_000, help="files of the unchanged tree")
     parser.add_argument("--entries", type=int, nargs="*", default=[100_000, 1_000_000], help="made-up entries")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--invented", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.invented:
-        scan_synthetic(given.entries[0], given.invented)
+    parser.add_argument("--synthetic", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.synthetic:
+        scan_synthetic(options.entries[0], options.synthetic)
         return
-    print("| | bare | discover | ratio | limit |\n|---|---|---|---|---|")
-    print(benchmark_first_scan(given.images, given.videos, given.repeat), flush=True)
-    print("\n".join(benchmark_second_scan(given.tree, given.repeat)), flush=True)
-    print(
-        "\n| entries | scan | table | own memory | resident | resident / table | time |\n|---|---|---|---|---|---|---|"
-    )
-    for entries in given.entries if sys.platform == "linux" else ():
-        print("\n".join(benchmark_memory(entries)), flush=True)
+    print_header("", "bare", "discover", "ratio", "limit")
+    with tempfile.TemporaryDirectory() as folder:
+        benchmark_first_scan(Path(folder), options.images, options.videos, options.repeat)
+    with tempfile.TemporaryDirectory() as folder:
+        benchmark_second_scan(Path(folder), options.tree, options.repeat)
+    print()
+    print_header("entries", "scan", "table", "own memory", "resident", "resident / table", "time")
+    for entries in options.entries if sys.platform == "linux" else ():
+        with tempfile.TemporaryDirectory() as folder:
+            benchmark_memory(folder, entries)
 
 
 if __name__ == "__main__":

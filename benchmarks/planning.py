@@ -1,10 +1,10 @@
-"""How long `latentpress bucket` takes for many items, and how much memory: on one core, tables read and written.
+"""How much time and memory `latentpress bucket` takes for many items, on one core, tables read and written.
 
     python -m benchmarks.planning [--items 100000 1000000] [--foreign 0.0] [--kind image|video]
 
 The media tables are synthetic: sizes of 600 to 4000 pixels, captions of 14 English words, one in ten with typographic
-quotes. `--foreign` is the share with words in other scripts, which go through ftfy one by one. Each size runs in a
-process of its own, bound to one core; "again" is a second run with nothing changed.
+quotes. `--foreign` is the share of captions with words in other scripts, which go through ftfy one by one. Each run is
+a process of its own, bound to one core; "again" is a second run with nothing changed.
 """
 
 import argparse
@@ -14,14 +14,13 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.common import print_header, print_row, run_silently, time_call, write_config
 from cache.store import Store
-from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
 from schemas.tables import MEDIA_SCHEMA
 from stages.discovery import media_table
@@ -40,8 +39,9 @@ def make_media_table(items: int, kind: str, foreign: float) -> pa.Table:
     if foreign:
         captions[:: round(1 / foreign)] += " " + " ".join(FOREIGN)
     ids = rng.bytes(16 * items).hex()
+    suffix = "mp4" if kind == "video" else "jpg"
     columns = {
-        "path": [f"{number // 1000:04d}/{number:09d}.{'mp4' if kind == 'video' else 'jpg'}" for number in range(items)],
+        "path": [f"{number // 1000:04d}/{number:09d}.{suffix}" for number in range(items)],
         "size": width.astype(np.int64) * height,
         "version": pa.repeat("1700000000000000000", items),
         "media_id": [ids[32 * number : 32 * number + 32] for number in range(items)],
@@ -56,8 +56,8 @@ def make_media_table(items: int, kind: str, foreign: float) -> pa.Table:
     return pa.table({f.name: columns.get(f.name, pa.nulls(items, f.type)) for f in MEDIA_SCHEMA}, schema=MEDIA_SCHEMA)
 
 
-def make_project(folder: Path, items: int, kind: str, foreign: float) -> Path:
-    """A configuration over a media table of so many items; returns the configuration's path."""
+def make_project(folder: Path, items: int, kind: str, foreign: float, **settings: object) -> Path:
+    """A configuration over a media table of so many items; the configuration's path."""
     name = "kandinsky5-video-t2v" if kind == "video" else "kandinsky5-image-t2i"
     model = folder / "model"
     if not model.exists():
@@ -67,39 +67,22 @@ def make_project(folder: Path, items: int, kind: str, foreign: float) -> Path:
     dataset = {"id": "items", "instance_data_dir": "media", "dataset_type": kind, "resolution": 512}
     if kind == "video":
         dataset["video"] = {"num_frames": 121, "clip": "head"}
-    config = {
-        "root": f"work{items}",
-        "model": {"family": name.rpartition("-")[0], "path": str(model)},
-        "datasets": [dataset],
-    }
-    path = folder / f"pipeline{items}.json"
-    path.write_text(json.dumps(config))
-    settings = media_table.DiscoverySettings.of(load_config(path).datasets[0])
-    store = Store(folder / f"work{items}")
-    store.write_table(
-        media_table.media_table_path("items"),
-        media_table.with_table_metadata(make_media_table(items, kind, foreign), settings),
-    )
+    config = {"root": f"work{items}", "model": {"family": name.rpartition("-")[0], "path": str(model)}}
+    path = write_config(folder / f"pipeline{items}.json", {**config, "datasets": [dataset], **settings})
+    discovered_with = media_table.DiscoverySettings.of(load_config(path).datasets[0])
+    table = media_table.with_table_metadata(make_media_table(items, kind, foreign), discovered_with)
+    Store(folder / f"work{items}").write_table(media_table.media_table_path("items"), table)
     return path
 
 
 def run_child(path: Path) -> None:
-    """One run of bucket on one core; prints seconds and MiB at most."""
+    """Run bucket once on one core; print the seconds and the most MiB it took."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)
     from stages import bucket
 
-    config = load_config(path)
-    with open(os.devnull, "w") as silent:
-        start = time.perf_counter()
-        bucket.run(config, Options(path), Console(stderr=silent))
-        seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
-
-
-def run_in_process(path: Path) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.planning", "--child", str(path)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    seconds, _ = time_call(lambda: run_silently(bucket.run, path))
+    print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
 
 
 def main() -> None:
@@ -111,13 +94,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         return run_child(options.child)
-    print("| items | plan, s | again, s | memory at most, MiB |\n|---|---|---|---|")
+    print_header("items", "plan, s", "again, s", "most memory, MiB")
     with tempfile.TemporaryDirectory() as folder:
         for items in options.items:
             path = make_project(Path(folder), items, options.kind, options.foreign)
-            first, again = run_in_process(path), run_in_process(path)
-            most = max(first["mib"], again["mib"])
-            print(f"| {items:,} | {first['seconds']:.2f} | {again['seconds']:.2f} | {most:,.0f} |", flush=True)
+            command = [sys.executable, "-m", "benchmarks.planning", "--child", str(path)]
+            runs = [subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout for _ in range(2)]
+            (first, first_mib), (again, again_mib) = map(json.loads, runs)
+            print_row(f"{items:,}", f"{first:.2f}", f"{again:.2f}", f"{max(first_mib, again_mib):,.0f}")
     return None
 
 

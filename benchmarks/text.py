@@ -1,4 +1,4 @@
-"""How many tokens of captions a second: encode-text's encoder beside the diffusers pipeline's `encode_prompt`.
+"""Caption tokens per second: encode-text's encoder compared with the diffusers pipeline's `encode_prompt`.
 
     python -m benchmarks.text [--captions 64] [--repeat 3] [--kind kandinsky5-video-t2v]
     python -m benchmarks.text --true-size --device cuda [--captions 512]
@@ -6,11 +6,11 @@
 
 Captions of 10 to 250 tokens in random order. The pipeline takes them in batches of 8, padded to the longest; the
 encoder sorts them by length and fills batches to a budget of tokens, with the template's prefix computed once. Both
-tokenise, both run CLIP, in the same precision, by turns in one process; tokens are those after the template. Also
-shown: the encoder without the shared prefix, and the pipeline on captions sorted by length. The mid-size models have
-random weights; --true-size has the true shapes of Qwen2.5-VL-7B and CLIP-L. On one CPU thread seconds are
-the process's own, so that other programs do not count. Loading is not in them. On a GPU a second table says what each
-way asks of it.
+tokenise and run CLIP, in the same precision, by turns in one process; tokens are those after the template. Also shown:
+the encoder without the shared prefix, and the pipeline on captions sorted by length. The models are of middle size with
+random weights; --true-size has the true shapes of Qwen2.5-VL-7B and CLIP-L. On one CPU thread processor seconds are
+measured, so that other programs do not count. Loading is not included. On a GPU a second table shows how
+much of it each way uses.
 """
 
 import argparse
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.common import print_header, print_row
 
 HIDDEN, LAYERS = 512, 4
 MID_QWEN = {
@@ -38,37 +40,34 @@ CLIP_COMPONENTS = ("text_encoder_2", "tokenizer", "tokenizer_2")
 
 
 def make_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
-    """A checkpoint's text parts with random weights."""
+    """The text encoders and tokenizers of a checkpoint, with random weights."""
     from examples import tiny_models
 
     if options.true_size:
-        parts = ("text_encoder", *CLIP_COMPONENTS)
-        return tiny_models.build(
-            options.kind, folder, size="true", dtype=options.precision, device=options.device, only=parts
-        )
+        only, how = ("text_encoder", *CLIP_COMPONENTS), {"dtype": options.precision, "device": options.device}
+        return tiny_models.build(options.kind, folder, size="true", only=only, **how)
     tiny_models.build(options.kind, folder, only=CLIP_COMPONENTS)
     tiny_models.make_model("qwen", overrides=MID_QWEN).save_pretrained(folder / "text_encoder")
     return folder
 
 
 def make_captions(folder: Path, number: int, longest: int) -> list[str]:
-    """Words of the tokenizer's own sentences, 10 to `longest` tokens, each length as likely as any other."""
+    """Captions of words that the tokenizer knows, 10 to `longest` tokens, each length equally likely."""
     from transformers import AutoTokenizer
 
     from examples.tiny_tokenizers import SENTENCES
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     rng = np.random.default_rng(0)
-    words = [word for sentence in SENTENCES for word in sentence.split()]
-    made = []
-    for tokens in rng.integers(10, longest + 1, number):
-        text = " ".join(rng.choice(words, longest))
-        made.append(tokenizer.decode(tokenizer(text)["input_ids"][:tokens]).strip())
-    return made
+    words = " ".join(SENTENCES).split()
+    return [
+        tokenizer.decode(tokenizer(" ".join(rng.choice(words, longest)))["input_ids"][:tokens]).strip()
+        for tokens in rng.integers(10, longest + 1, number)
+    ]
 
 
 def make_pipeline(folder: Path, kind: str, dtype: Any, device: Any) -> Any:
-    """The pipeline with its text parts alone. Its tokenizer is called directly, as the processor does for text."""
+    """The pipeline with its text encoders only. Its tokenizer is called directly, as the processor does for text."""
     import diffusers
     from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
@@ -94,7 +93,7 @@ def make_pipeline(folder: Path, kind: str, dtype: Any, device: Any) -> Any:
 
 
 def encode_with_pipeline(pipe: Any, texts: list[str], device: Any) -> int:
-    """Encodes in batches of 8, results to the host as the encoder's are; returns the number of tokens."""
+    """Encode in batches of 8 and copy results to the host, as the encoder does; returns the number of tokens."""
     import torch
 
     tokens = 0
@@ -107,31 +106,15 @@ def encode_with_pipeline(pipe: Any, texts: list[str], device: Any) -> int:
 
 
 def encode_with_encoder(encoder: Any, texts: list[str], budget: int) -> int:
-    """Prepares, sorts by length, encodes batches of at most `budget` tokens; returns the number of tokens."""
+    """Prepare, sort by length and encode batches of at most `budget` tokens; returns the number of tokens."""
     from stages.encoding.text.request import TextRequest
 
-    prepared = sorted((encoder.prepare(TextRequest(text)) for text in texts), key=lambda one: one.cost)
-    tokens, batch = 0, []
-    for one in prepared:
-        if batch and (len(batch) + 1) * one.cost > budget:
-            tokens += sum(result.kept for result in encoder.encode(batch))
-            batch = []
-        batch.append(one)
-    return tokens + sum(result.kept for result in encoder.encode(batch))
-
-
-def time_by_turns(
-    ways: dict[str, Callable[[], int]], repeat: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Tokens a second of each way, by turns, after one turn that is not counted."""
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeat + 1):
-        for name, way in ways.items():
-            start = clock()
-            tokens = way()
-            if turn:
-                rates[name].append(tokens / (clock() - start))
-    return rates
+    batches: list[list[Any]] = [[]]
+    for prepared in sorted((encoder.prepare(TextRequest(text)) for text in texts), key=lambda text: text.cost):
+        if batches[-1] and (len(batches[-1]) + 1) * prepared.cost > budget:
+            batches.append([])
+        batches[-1].append(prepared)
+    return sum(result.kept for batch in batches for result in encoder.encode(batch))
 
 
 def compare(folder: Path, options: argparse.Namespace) -> None:
@@ -146,38 +129,43 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
     texts = make_captions(folder, options.captions, options.longest)
     ordered = sorted(texts, key=len)
     arguments = (str(folder), None, template, template.max_length, dtype, device)
-    shared, whole = Encoder(*arguments), Encoder(*arguments, share_prefix=False)
+    encoder, without_prefix = Encoder(*arguments), Encoder(*arguments, share_prefix=False)
     pipe = make_pipeline(folder, options.kind, dtype, device)
     ways = {
         "pipeline, batches of 8": lambda: encode_with_pipeline(pipe, texts, device),
         "pipeline, sorted by length": lambda: encode_with_pipeline(pipe, ordered, device),
-        "encoder without the shared prefix": lambda: encode_with_encoder(whole, texts, options.budget),
-        "encoder": lambda: encode_with_encoder(shared, texts, options.budget),
+        "encoder without the shared prefix": lambda: encode_with_encoder(without_prefix, texts, options.budget),
+        "encoder": lambda: encode_with_encoder(encoder, texts, options.budget),
     }
-    # On one thread of a CPU its own seconds are what the wall shows where nothing else runs.
+    # On one CPU thread the process's own seconds are those of the wall clock on an idle machine.
     clock = time.process_time if device.type == "cpu" and options.threads == 1 else time.perf_counter
-    rates = time_by_turns(ways, options.repeat, clock)
-    base = np.median(rates["pipeline, batches of 8"])
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(options.repeat + 1):
+        for name, way in ways.items():
+            start = clock()
+            tokens = way()
+            rates[name] += [tokens / (clock() - start)] if turn else []  # the first turn is not counted
+    medians = {name: float(np.median(values)) for name, values in rates.items()}
     print(f"{options.captions} captions of 10 to {options.longest} tokens, {options.kind}, {dtype}, {device}")
-    print("| | tokens/s, median | least to most | times the pipeline |\n|---|---|---|---|")
+    print_header("", "tokens/s, median", "min to max", "times the pipeline")
     for name, values in rates.items():
-        print(f"| {name} | {np.median(values):,.0f} | {min(values):,.0f} to {max(values):,.0f} "
-              f"| {np.median(values) / base:.2f} |")  # fmt: skip
-    counted = f"texts behind the shared prefix: {shared.stats.shared}, whole: {shared.stats.whole}"
-    if options.look or device.type == "cuda":
-        print_device_usage(ways, {name: float(np.median(values)) for name, values in rates.items()}, device, dtype)
+        ratio = medians[name] / medians["pipeline, batches of 8"]
+        print_row(name, f"{medians[name]:,.0f}", f"{min(values):,.0f} to {max(values):,.0f}", f"{ratio:.2f}")
+    counted = f"texts behind the shared prefix: {encoder.stats.shared}, whole: {encoder.stats.whole}"
+    if options.device_usage or device.type == "cuda":
+        print_device_usage(ways, medians, device, dtype)
     print(counted)
 
 
 def print_device_usage(ways: dict[str, Callable[[], int]], rates: dict[str, float], device: Any, dtype: Any) -> None:
-    """What the ways ask of the device, its memory with all models of this comparison on it."""
+    """How much of the device each way uses; its memory includes all models of this comparison."""
     from benchmarks import device_usage as devices
 
-    able = devices.peak_flops(device, dtype)
-    print(f"\n| | {devices.TABLE_HEADER} |\n" + "|---" * 5 + "|")
+    peak_flops = devices.peak_flops(device, dtype)
+    print()
+    print_header("", *devices.COLUMNS)
     for name, way in ways.items():
-        asked = devices.measure_usage(way, device, way() / rates[name])
-        print(f"| {name} | {asked.cells(able)} |")
+        print_row(name, *devices.measure_usage(way, device, way() / rates[name]).cells(peak_flops))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -186,19 +174,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--longest", type=int, default=250, help="tokens of the longest caption")
     parser.add_argument("--budget", type=int, default=4096, help="text.batch_tokens")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument(
-        "--kind", choices=("kandinsky5-video-t2v", "kandinsky5-image-t2i"), default="kandinsky5-video-t2v"
-    )
-    parser.add_argument(
-        "--true-size", action="store_true", help="Qwen2.5-VL-7B; needs 20 GB of disk and 50 GB on the device"
-    )
+    kinds = ("kandinsky5-video-t2v", "kandinsky5-image-t2i")
+    parser.add_argument("--kind", choices=kinds, default=kinds[0])
+    true_size = "Qwen2.5-VL-7B; needs 20 GB of disk and 50 GB on the device"
+    parser.add_argument("--true-size", action="store_true", help=true_size)
     parser.add_argument("--model", type=Path, help="a checkpoint in diffusers layout, instead of random weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    parser.add_argument(
-        "--look", action="store_true", help="also: share of peak arithmetic, idle share, peak memory; always on a GPU"
-    )
+    usage = "also: share of peak arithmetic, idle share, peak memory; always on a GPU"
+    parser.add_argument("--device-usage", action="store_true", help=usage)
     options = parser.parse_args(arguments)
     options.precision = options.precision or ("float32" if options.device == "cpu" else "bfloat16")
     import torch

@@ -1,20 +1,19 @@
 """Peak memory of the autoencoders' encoding, with and without each memory option.
 
     python -m benchmarks.vae_memory                          computed for the published sizes, on any machine
-    python -m benchmarks.vae_memory --measure cpu            peak RSS of a reduced HunyuanVideo VAE, beside the computed
+    python -m benchmarks.vae_memory --measure cpu            peak RSS of a reduced HunyuanVideo VAE, and the computed
     python -m benchmarks.vae_memory --measure cuda           torch.cuda.max_memory_allocated, the published sizes
 
 Computed: `vae.encode` of the real shapes on torch's meta device, counting the bytes of all tensors that are alive at
-once, weights and the float32 and cast input included. What kernels take inside of themselves (cuDNN's workspace, the
-layout that oneDNN makes of a convolution's input) is not in it, and attention counts as a kernel that keeps no scores.
-Measured: each line in a process of its own, random weights of the same structure.
+once, weights and the float32 and cast input included. Memory inside kernels (cuDNN's workspace, oneDNN's reordered copy
+of a convolution's input) is not counted, and attention counts as a kernel that stores no scores. Measured: random
+weights of the same structure, on a CPU each line in a process of its own.
 """
 
 import argparse
 import resource
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import get_context
@@ -22,9 +21,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class under no other name
 
+from benchmarks.common import print_header, print_row
 from examples.tiny_models import make_model, make_untrained
 from schemas.catalogue import FAMILIES
 from stages.encoding.vae.base import MemoryOptions
@@ -45,50 +44,43 @@ REDUCED = {"block_out_channels": (32, 64, 128, 128)}
 
 @dataclass(frozen=True)
 class Case:
-    """One encoding of one sample. shape: frames, height, width. overrides: of the autoencoder's own shape."""
+    """One encoding of one sample. shape: frames, height, width. overrides: of the autoencoder's configuration."""
 
     name: str
     shape: tuple[int, int, int]
     dtype: str
-    memory_options: MemoryOptions
+    options: MemoryOptions
     overrides: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def label(self) -> str:
-        words = [f"chunk_frames {self.memory_options.chunk_frames}"] if self.memory_options.chunk_frames else []
-        words += (
-            [f"tiling {self.memory_options.tile}/{self.memory_options.tile_stride}"] if self.memory_options.tile else []
-        )
-        return " + ".join(words) or "plain"
+    def cells(self) -> list[str]:
+        options = [f"chunk_frames {self.options.chunk_frames}"] if self.options.chunk_frames else []
+        options += [f"tiling {self.options.tile}/{self.options.tile_stride}"] if self.options.tile else []
+        return [self.name, "x".join(map(str, self.shape)), self.dtype, " + ".join(options) or "none"]
 
-    def pixels(self, device: str) -> torch.Tensor:
-        return torch.zeros(1, 3, *self.shape, device=device, dtype=torch.float32)
+    def apply_options(self, vae: torch.nn.Module) -> None:
+        import_module(f"stages.encoding.vae.{self.name}").Autoencoder.apply_memory_options(vae, self.options)
 
-    def encode(self, vae: torch.nn.Module, pixels_BCTHW: torch.Tensor) -> None:
+    def encode(self, vae: Any, device: str) -> None:
+        pixels_BCTHW = torch.zeros(1, 3, *self.shape, device=device, dtype=torch.float32)
+        pixels = pixels_BCTHW if self.name == "hunyuan_video" else pixels_BCTHW[:, :, 0]
         with torch.no_grad():
-            given = pixels_BCTHW if self.name == "hunyuan_video" else pixels_BCTHW[:, :, 0]
-            vae.encode(given.to(getattr(torch, self.dtype)))
+            vae.encode(pixels.to(getattr(torch, self.dtype)))
 
 
-def memory_options_for(name: str) -> list[MemoryOptions]:
+def usual_cases(name: str, dtypes: tuple[str, ...]) -> list[Case]:
     tile, stride = TILES[name]
-    chunks = [MemoryOptions(chunk_frames=frames) for frames in CHUNKS.get(name, ())]
-    both = [MemoryOptions(tile=tile, tile_stride=stride, chunk_frames=1)] if chunks else []
-    return [MemoryOptions(), *chunks, MemoryOptions(tile=tile, tile_stride=stride), *both]
-
-
-def usual_cases(name: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
-    for shape in USUAL_SIZES[name]:
-        for options in memory_options_for(name):
-            for dtype in dtypes:
-                yield Case(name, shape, dtype, options)
+    options = [MemoryOptions(), *(MemoryOptions(chunk_frames=frames) for frames in CHUNKS.get(name, ()))]
+    options += [MemoryOptions(tile=tile, tile_stride=stride)]
+    options += [MemoryOptions(tile=tile, tile_stride=stride, chunk_frames=1)] if name in CHUNKS else []
+    return [Case(name, shape, dtype, one) for shape in USUAL_SIZES[name] for one in options for dtype in dtypes]
 
 
 # --- computed ---
 
 
 class FlashAttentionMode(TorchFunctionMode):
-    """Attention as a kernel that keeps no scores: its output alone is made."""
+    """Attention as a kernel that stores no scores: only its output is allocated."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -97,7 +89,7 @@ class FlashAttentionMode(TorchFunctionMode):
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Bytes of the storages that are alive, and the most that ever were."""
+    """Bytes of the storages that are alive, and their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +98,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)  # torch keeps one Python object for as long as the storage is alive
         if key not in self.sizes:
             self.sizes[key] = storage.nbytes()
             self.live += storage.nbytes()
@@ -118,91 +110,73 @@ class MemoryMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        for leaf in out if isinstance(out, tuple | list) else (out,):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
         return out
 
 
-def compute_peak(case: Case) -> int:
-    """Bytes, from shapes alone."""
-    kept = torch.get_default_dtype()
+def compute_peak(case: Case) -> float:
+    """GiB, from shapes alone."""
+    default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, case.dtype))
     try:
         with torch.device("meta"):
             vae = make_untrained(MODEL_NAMES[case.name], "true", **dict(case.overrides)).eval()
     finally:
-        torch.set_default_dtype(kept)
-    import_module(f"stages.encoding.vae.{case.name}").Autoencoder.apply_memory_options(vae, case.memory_options)
+        torch.set_default_dtype(default)
+    case.apply_options(vae)
     meter = MemoryMeter()
     for parameter in vae.parameters():
         meter.add(parameter)
     with meter, FlashAttentionMode():
-        case.encode(vae, case.pixels("meta"))
-    return meter.peak
+        case.encode(vae, "meta")
+    return meter.peak / GIB
 
 
 # --- measured ---
 
 
-def measure_cpu(case: Case) -> tuple[int, float]:
-    """(bytes of peak RSS beyond what the process had with torch loaded, seconds), in a process of its own."""
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure_cpu, (case,))
-
-
-def _measure_cpu(case: Case) -> tuple[int, float]:
+def measure_cpu(case: Case) -> tuple[float, float]:
+    """(GiB of peak RSS beyond what the process had with torch loaded, seconds), for a process of its own."""
     torch.set_num_threads(1)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, overrides=dict(case.overrides))
-    import_module(f"stages.encoding.vae.{case.name}").Autoencoder.apply_memory_options(vae, case.memory_options)
+    case.apply_options(vae)
     begin = time.perf_counter()
-    case.encode(vae, case.pixels("cpu"))
+    case.encode(vae, "cpu")
     seconds = time.perf_counter() - begin
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024, seconds
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024 / GIB, seconds
 
 
-def measure_cuda(case: Case) -> tuple[int, float]:
-    """(bytes of torch.cuda.max_memory_allocated, seconds of the second run), in this process."""
+def measure_cuda(case: Case) -> tuple[float, float]:
+    """(GiB of torch.cuda.max_memory_allocated, seconds of the second run), in this process."""
     vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, device="cuda")
-    import_module(f"stages.encoding.vae.{case.name}").Autoencoder.apply_memory_options(vae, case.memory_options)
+    case.apply_options(vae)
     torch.cuda.reset_peak_memory_stats()
     seconds = 0.0
     for _ in range(2):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        case.encode(vae, case.pixels("cuda"))
+        case.encode(vae, "cuda")
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
     peak = torch.cuda.max_memory_allocated()
     del vae
     torch.cuda.empty_cache()
-    return peak, seconds
+    return peak / GIB, seconds
 
 
-def print_row(case: Case, *figures: str) -> None:
-    frames, height, width = case.shape
-    print(
-        "| " + " | ".join([case.name, f"{frames}x{height}x{width}", case.dtype, case.label, *figures]) + " |",
-        flush=True,
-    )
-
-
-def measure(names: list[str], device: str, shape: tuple[int, int, int]) -> None:
-    print("| autoencoder | frames x height x width | precision | memory options | computed GiB | measured GiB | s |")
-    print("|---|---|---|---|---:|---:|---:|")
-    overrides = tuple(REDUCED.items()) if device == "cpu" else ()
-    cases = [case for name in names for case in usual_cases(name, ("float32", "bfloat16", "float16"))]
-    if device == "cpu":
-        option_sets = [MemoryOptions(), *(MemoryOptions(chunk_frames=frames) for frames in (4, 1))]
-        cases = [Case("hunyuan_video", shape, "float32", one, overrides) for one in option_sets]
-    for case in cases:
-        try:
-            found, seconds = measure_cpu(case) if device == "cpu" else measure_cuda(case)
-        except torch.OutOfMemoryError:
-            print_row(case, f"{compute_peak(case) / GIB:.2f}", "out of memory", "")
-            continue
-        print_row(case, f"{compute_peak(case) / GIB:.2f}", f"{found / GIB:.2f}", f"{seconds:.1f}")
+def measure(case: Case, device: str) -> list[str]:
+    try:
+        if device == "cuda":
+            gib, seconds = measure_cuda(case)
+        else:
+            with get_context("spawn").Pool(1) as pool:
+                gib, seconds = pool.apply(measure_cpu, (case,))
+    except torch.OutOfMemoryError:
+        return ["out of memory", ""]
+    return [f"{gib:.2f}", f"{seconds:.1f}"]
 
 
 def main() -> None:
@@ -210,16 +184,20 @@ def main() -> None:
     parser.add_argument("--autoencoder", choices=list(MODEL_NAMES), nargs="+", default=list(MODEL_NAMES))
     parser.add_argument("--measure", choices=("cpu", "cuda"), help="default: only compute")
     parser.add_argument("--shape", default="17x192x256", help="frames x height x width of what a CPU measures")
-    options = parser.parse_args()
-    if options.measure:
-        frames, height, width = (int(part) for part in options.shape.split("x"))
-        measure(options.autoencoder, options.measure, (frames, height, width))
-        return
-    print("| autoencoder | frames x height x width | precision | memory options | computed GiB |")
-    print("|---|---|---|---|---:|")
-    for name in options.autoencoder:
-        for case in usual_cases(name, ("float32", "bfloat16")):  # float16 takes the bytes of bfloat16
-            print_row(case, f"{compute_peak(case) / GIB:.2f}")
+    arguments = parser.parse_args()
+    measured = ("measured GiB", "s") if arguments.measure else ()
+    print_header("autoencoder", "frames x height x width", "precision", "options", "computed GiB", *measured)
+    # float16 takes as many bytes as bfloat16, but other kernels
+    dtypes = ("float32", "bfloat16", "float16") if arguments.measure else ("float32", "bfloat16")
+    cases = [case for name in arguments.autoencoder for case in usual_cases(name, dtypes)]
+    if arguments.measure == "cpu":
+        frames, height, width = (int(part) for part in arguments.shape.split("x"))
+        options = [MemoryOptions(chunk_frames=chunk) for chunk in (None, 4, 1)]
+        reduced = tuple(REDUCED.items())
+        cases = [Case("hunyuan_video", (frames, height, width), "float32", one, reduced) for one in options]
+    for case in cases:
+        cells = measure(case, arguments.measure) if arguments.measure else []
+        print_row(*case.cells, f"{compute_peak(case):.2f}", *cells)
 
 
 if __name__ == "__main__":

