@@ -395,7 +395,7 @@ def test_only_writes_what_is_named_and_unknown_names_are_answered(tmp_path: Path
     assert {path.name for path in tmp_path.iterdir()} == {"model_index.json", "transformer", "scheduler"}
     with pytest.raises(ValueError, match=r"'sdxl' is unknown; choose one of kandinsky5-image-t2i"):
         tiny_models.build("sdxl", tmp_path)
-    with pytest.raises(ValueError, match=r"unet.*choose of .*transformer"):
+    with pytest.raises(ValueError, match=r"unet.*choose from .*transformer"):
         tiny_models.build("sana", tmp_path, only=["unet"])
 
 
