@@ -231,7 +231,7 @@ def test_what_is_still_missing_is_listed_and_not_encoded_again(photos) -> None:
     content = path.read_bytes()
     path.unlink()
     encode(photos)
-    unable = replace(encode_latents.STAGE, load=lambda job: pytest.fail("loaded for nothing"))
+    unable = replace(encode_latents.STAGE, load_worker=lambda job: pytest.fail("loaded for nothing"))
     again = photos.run(unable.run)
     assert (again.done, photos.rejects(again)) == (0, {"0.png": "missing"})
     (photos.media / "moved.png").write_bytes(content)
