@@ -51,8 +51,8 @@ def render_plan_page(
     excluded = rejects.read_list(table.store, "bucket", f"{model.family}-{model.task}")
     set_aside = pa.concat_tables([rejects.read_list(table.store, "discover", name) for name in used])
     exclusions = [
-        ("Excluded by bucket", "Items that a rule of the last run of `bucket` dropped.", _rule_rows(excluded)),
-        ("Set aside by discover", "Items that `discover` set aside; no plan contains them.", _rule_rows(set_aside)),
+        ("Excluded by bucket", "Items that a rule of the last bucket run dropped.", _rule_rows(excluded)),
+        ("Set aside by discover", "Items that discover set aside; no plan contains them.", _rule_rows(set_aside)),
     ]
     with SandboxPool(make_previewer, workers=workers, timeout_s=timeout, memory_mib=memory) as pool:
         yield from render_template(
