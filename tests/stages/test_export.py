@@ -8,6 +8,7 @@ import pytest
 
 from cache.opening import find_set
 from cache.store import Store
+from cache.trainset import Location
 from schemas.cli.console import INCOMPLETE, USAGE, Options, run_program
 from stages import bucket, discover, encode_latents, encode_text, export, import_, index, verify
 from stages.encoding.stage import UsageError
@@ -45,7 +46,7 @@ def test_from_media_to_an_export_and_back(project, capsys) -> None:
 
     data = find_set("/nowhere", place, *model)
     assert data.id == home_set.id and data.meta["export"]["settings"]["captions"]
-    row = data._read(0, 0, None)
+    row = data._read(Location(0, 0, None))
     assert row.info["captions"][0] in ("a cat", "a dog") and row.info["dataset"] == "photos"
 
     code, dry = command(home, capsys, import_, "root=other", source=place, dry_run=True)
