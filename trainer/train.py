@@ -195,7 +195,8 @@ def make_accelerator(device: str, folder: Path) -> Accelerator:
             torch.cuda.set_device(device)
     wait = InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)
     options: dict[str, Any] = {"log_with": "tensorboard", "project_dir": str(folder), "kwargs_handlers": [wait]}
-    return Accelerator(cpu=device == "cpu", mixed_precision="no", **options)
+    # Without cpu=True, accelerate takes each of several CPU processes for the only one.
+    return Accelerator(cpu=device == "cpu" or not torch.accelerator.is_available(), mixed_precision="no", **options)
 
 
 def fingerprint_model(model: torch.nn.Module) -> str:
