@@ -36,6 +36,15 @@ def same_scheduling() -> Iterator[None]:
         os.sched_setscheduler(0, policy, param)
 
 
+def use_one_thread() -> None:
+    """For a fork: OpenMP's other threads are gone, and torch would wait for them for ever, whatever number a program
+    sets."""
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch.set_num_threads(1)
+        torch.set_num_threads = lambda number: None
+
+
 def in_child(work: Callable[[], object]) -> int:
     """Fork and do `work`, whose limits stay in the child: its exit status, 1 where it raised, or minus the signal."""
     child = os.fork()
@@ -43,6 +52,7 @@ def in_child(work: Callable[[], object]) -> int:
         code = 1
         try:
             forget_forkserver()
+            use_one_thread()
             work()
             code = 0
         except BaseException:
@@ -68,6 +78,7 @@ class ForkedWorkers:
             if Path(f"/proc/self/fd/{name}").is_socket() and int(name) != pipe.fileno():
                 os.dup2(os.open(os.devnull, os.O_RDWR), int(name))
         forget_forkserver()
+        use_one_thread()
         serve(load, job, pipe)
 
     @property
@@ -126,6 +137,7 @@ class ForkedProgram:
             os.environ.update(env)
         os.chdir(cwd or os.curdir)
         forget_forkserver()
+        use_one_thread()
         self.prepare()
         while words[0] != "-m" and not words[0].endswith(".py"):
             del words[0]  # an option of python
