@@ -20,7 +20,7 @@ import pytest
 
 from tests.processes import ForkedProgram, in_child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # programs of the whole pipeline, of which many import torch
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "tests" / "family"
