@@ -6,6 +6,7 @@ memory of the whole unit (128 MiB) and twice the time, since new memory costs mo
 the footer alone would have hidden the description from readers that know only schemas.
 """
 
+import struct
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -14,7 +15,7 @@ import pyarrow as pa
 import xxhash
 
 from cache import arrow_ipc, shard
-from cache.damage import DamageError, read_or_damage
+from cache.damage import DamageError, as_damage
 from cache.files import explained
 from cache.json_checks import check_name, check_shape, check_text, parse_json, printable
 from cache.tensors import NUMPY_DTYPES, Array
@@ -32,7 +33,7 @@ def is_reserved_name(name: str) -> bool:
     return name in RESERVED_COLUMNS or name.endswith("_shape")
 
 
-def make_schema(columns: Mapping[str, str], metadata: Mapping[bytes, bytes] | None = None) -> pa.Schema:
+def make_schema(columns: Mapping[str, str]) -> pa.Schema:
     """id, two columns for each tensor, info, checksum. The dtype is in the metadata of the tensor's field."""
     fields = [pa.field("id", pa.string(), nullable=False)]
     for name, dtype in columns.items():
@@ -40,31 +41,13 @@ def make_schema(columns: Mapping[str, str], metadata: Mapping[bytes, bytes] | No
         fields.append(pa.field(name, pa.large_binary(), metadata={"dtype": dtype}))
         fields.append(pa.field(f"{name}_shape", pa.list_(pa.int32())))
     fields += [pa.field(name, pa.string(), nullable=False) for name in ("info", "checksum")]
-    return pa.schema(fields, metadata=metadata)
-
-
-def _to_binary_array(data: memoryview) -> pa.LargeBinaryArray:
-    """An array of one value, a view."""
-    buffers = [None, _offsets_buffer(data.nbytes), pa.py_buffer(data)]
-    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, buffers)
-
-
-@lru_cache
-def _offsets_buffer(size: int) -> pa.Buffer:
-    return pa.py_buffer(np.array([0, size], "<i8").tobytes())
+    return pa.schema(fields)
 
 
 @lru_cache
 def _shape_array(shape: tuple[int, ...] | None) -> pa.ListArray:
     """An array of one value; rows of a bucket share it."""
     return pa.array([shape], pa.list_(pa.int32()))
-
-
-def _to_memoryview(cell: pa.LargeBinaryArray) -> memoryview:
-    """The inverse of `_to_binary_array`: a view. Arrow's own scalars copy (at 512 KiB a row, 6 times slower)."""
-    _, offsets, content = cell.buffers()
-    start, end = np.frombuffer(offsets, "<i8")[:2]
-    return memoryview(content)[start:end] if end > start else memoryview(b"")
 
 
 class ShardWriter(shard.BaseShardWriter):
@@ -89,8 +72,11 @@ class ShardWriter(shard.BaseShardWriter):
         cells: list[pa.Array] = [texts[:1]]
         for name in self.columns:
             array = row.tensors.get(name)
-            cells.append(pa.nulls(1, pa.large_binary()) if array is None else _to_binary_array(array.raw()))
-            cells.append(_shape_array(None if array is None else array.shape))
+            if array is None:
+                cells += [pa.nulls(1, pa.large_binary()), _shape_array(None)]
+            else:  # a view
+                buffers = [None, pa.py_buffer(struct.pack("<2q", 0, array.nbytes)), pa.py_buffer(array.raw())]
+                cells += [pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, buffers), _shape_array(array.shape)]
         cells += [texts[1:2], texts[2:]]
         self._out.write_batch(pa.record_batch(cells, schema=self._schema))
 
@@ -129,17 +115,25 @@ class ShardReader(shard.BaseShardReader):
     """Reads an Arrow shard. Opening reads only the end of the file; a row takes one read."""
 
     def _open(self) -> None:
-        self._batches = read_or_damage(
-            self.path, lambda: arrow_ipc.read_batch_index(self.file), "it is not a whole Arrow file"
-        )
+        with as_damage(self.path, "it is not a whole Arrow file"):
+            self._batches = arrow_ipc.read_batch_index(self.file)
         schema = self._batches.schema
         metadata = schema.metadata or {}
         described = metadata.get(DESCRIPTION_KEY, b"")
         if xxhash.xxh3_128_hexdigest(described).encode() != metadata.get(DESCRIPTION_CHECKSUM_KEY):
             raise DamageError(self.path, "its description is missing or changed")
-        value = read_or_damage(self.path, lambda: parse_json(described), "its description is no JSON")
+        with as_damage(self.path, "its description is no JSON"):
+            value = parse_json(described)
         self.meta = shard.parse_description(value, self.path)
-        self.columns = read_or_damage(self.path, lambda: _parse_columns(schema), "its columns are not those of a shard")
+        with as_damage(self.path, "its columns are not those of a shard"):
+            tensors = [field for field in schema if field.type == pa.large_binary()]
+            self.columns = {
+                check_name(one.name, "a column"): (one.metadata or {})[b"dtype"].decode() for one in tensors
+            }
+            if any(map(is_reserved_name, self.columns)) or not set(self.columns.values()) <= set(NUMPY_DTYPES):
+                raise ValueError(f"columns {printable(self.columns)}")
+            if not schema.remove_metadata().equals(make_schema(self.columns), check_metadata=True):
+                raise ValueError(f"columns {printable(schema.names)}")
         if (count := len(self._batches.ranges)) != len(self.meta.ids):
             raise DamageError(self.path, f"it has {count} rows, and its description names {len(self.meta.ids)}")
 
@@ -151,7 +145,11 @@ class ShardReader(shard.BaseShardReader):
         for number, (name, dtype) in enumerate(self.columns.items()):
             content, sizes = batch.column(1 + 2 * number), batch.column(2 + 2 * number)
             if not sizes.null_count:
-                tensors[name] = Array(dtype, check_shape(sizes[0].as_py()), _to_memoryview(content))
+                # A view. Arrow's own scalars copy (at 512 KiB a row, 6 times slower).
+                _, offsets, data = content.buffers()
+                start, end = np.frombuffer(offsets, "<i8")[:2]
+                view = memoryview(data)[start:end] if end > start else memoryview(b"")
+                tensors[name] = Array(dtype, check_shape(sizes[0].as_py()), view)
             if sizes.null_count != content.null_count:
                 raise ValueError(f"{name} has bytes or a shape, and not both")
         id, info, checksum = (check_text(batch.column(number)[0].as_py(), "a value") for number in (0, -2, -1))
@@ -164,19 +162,7 @@ class ShardReader(shard.BaseShardReader):
         self.file.seek(0)
         if self.file.read(len(arrow_ipc.FILE_START)) != arrow_ipc.FILE_START:
             raise DamageError(self.path, "it does not start as an Arrow file")
-        schema = read_or_damage(
-            self.path, lambda: pa.ipc.read_schema(self.file), "the schema at its start can't be read"
-        )
+        with as_damage(self.path, "the schema at its start can't be read"):
+            schema = pa.ipc.read_schema(self.file)
         if not schema.equals(self._batches.schema, check_metadata=True):
             raise DamageError(self.path, "the schemas at its start and end differ")
-
-
-def _parse_columns(schema: pa.Schema) -> dict[str, str]:
-    """Tensor name -> dtype; ValueError or KeyError where the schema is not a shard's."""
-    tensors = [field for field in schema if field.type == pa.large_binary()]
-    columns = {check_name(field.name, "a column"): (field.metadata or {})[b"dtype"].decode() for field in tensors}
-    if any(is_reserved_name(name) for name in columns) or not set(columns.values()) <= set(NUMPY_DTYPES):
-        raise ValueError(f"columns {printable(columns)}")
-    if not schema.remove_metadata().equals(make_schema(columns), check_metadata=True):
-        raise ValueError(f"columns {printable(schema.names)}")
-    return columns

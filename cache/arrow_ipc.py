@@ -20,6 +20,7 @@ ARROW_MAGIC = b"ARROW1"
 FILE_START = ARROW_MAGIC + b"\0\0"
 TAIL_BYTES = 4 + len(ARROW_MAGIC)  # the footer's length and the magic
 BLOCK_DTYPE = np.dtype([("offset", "<i8"), ("head", "<i4"), ("pad", "<i4"), ("body", "<i8")])
+_uint32, _int32, _uint16 = (struct.Struct(kind).unpack_from for kind in ("<I", "<i", "<H"))
 #: Numbers of fields in Arrow's format/File.fbs and format/Message.fbs.
 FOOTER_DICTIONARIES, FOOTER_BATCHES = 2, 3
 MESSAGE_HEADER, MESSAGE_CUSTOM, BATCH_COMPRESSION = 2, 4, 3
@@ -93,9 +94,6 @@ def fill_placeholders(path: str, schema: pa.Schema, values: Mapping[bytes, bytes
                 data = data.replace(placeholder, value)
             file.seek(start)
             file.write(data)
-
-
-_uint32, _int32, _uint16 = (struct.Struct(kind).unpack_from for kind in ("<I", "<i", "<H"))
 
 
 def _follow_offset(data: Any, position: int) -> int:

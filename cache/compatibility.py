@@ -31,10 +31,7 @@ def check_task(model: Model) -> None:
         return
     wanted = model.family_spec.pipelines[model.task]
     made_for = [
-        f"{family.name} {task}"
-        for family in FAMILIES.values()
-        for task, name in family.pipelines.items()
-        if name in found
+        f"{one.name} {task}" for one in FAMILIES.values() for task, name in one.pipelines.items() if name in found
     ]
     if wanted not in found and made_for:
         raise CheckpointMismatch(
@@ -101,10 +98,10 @@ def bucket_side_multiple(model: Model) -> int:
     sparse, part = model.family_spec.sparse, model.family_spec.components[0]
     if sparse is None:
         return model.family_spec.side_multiple
-    known = find_published(model.source) if weights.local_folder(model.source) is None else []
-    is_sparse = (
-        known[0][1].sparse if known else sparse.asked(weights.read_component_config(model.source, model.revision, part))
-    )
+    if weights.local_folder(model.source) is None and (known := find_published(model.source)):
+        is_sparse = known[0][1].sparse
+    else:
+        is_sparse = sparse.asked(weights.read_component_config(model.source, model.revision, part))
     return sparse.side_multiple if is_sparse else model.family_spec.side_multiple
 
 

@@ -2,8 +2,9 @@
 
 import re
 import struct
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pyarrow as pa
 
@@ -19,7 +20,6 @@ PARSE_ERRORS = (
 )
 ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
 SHARD_PROGRAMS = ENCODE_PROGRAMS | {"samples": "export", "prompts": "export"}
-T = TypeVar("T")
 
 #: Which program writes each kind of table, by the end of its path, and what it does about a damaged one.
 _TABLE_PROGRAMS = (
@@ -48,11 +48,12 @@ class DamageError(LatentpressError):
         return (DamageError, (self.path, self.reason, self.row, self.id))
 
 
-def read_or_damage(path: str, read: Callable[[], T], reason: str, row: int | None = None, id: str | None = None) -> T:
-    """`read()`; DamageError where the file is missing or PARSE_ERRORS occur, StoreError where disk or network fails."""
+@contextmanager
+def as_damage(path: str, reason: str, row: int | None = None, id: str | None = None) -> Iterator[None]:
+    """Around reading: DamageError for a missing file and PARSE_ERRORS, StoreError where disk or network fails."""
     with explained(path):
         try:
-            return read()
+            yield
         except FileNotFoundError as error:
             raise DamageError(path, "the file is missing", row, id) from error
         except (*PARSE_ERRORS, OSError) as error:

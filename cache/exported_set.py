@@ -11,8 +11,7 @@ An export may come from anywhere: tables, names and numbers are checked before t
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ import pyarrow.compute as pc
 
 from cache.arrow import ShardReader as ArrowReader
 from cache.arrow import is_reserved_name
-from cache.damage import ENCODE_PROGRAMS, DamageError, read_or_damage
+from cache.damage import ENCODE_PROGRAMS, DamageError, as_damage
 from cache.json_checks import PATH_NAME_PATTERN, check_checksum, check_list, check_object, check_path_name, printable
 from cache.shard import ShardRow, canonical_json, row_checksum
 from cache.shard_io import open_reader
@@ -62,15 +61,6 @@ def split_tensor_name(full: str) -> tuple[str, str]:
     if not PART_PATTERN.fullmatch(part) or not TENSOR_PATTERN.fullmatch(name) or is_reserved_name(name):
         raise ValueError(f"a tensor {full!r}")
     return part, name
-
-
-def part_columns(columns: Mapping[str, ColumnDtypes], parts: Iterable[str]) -> ColumnDtypes:
-    """The columns of a shard whose rows have these parts. columns: kind of shard -> its columns."""
-    return {
-        tensor_name(part, name): dtype
-        for part in parts
-        for name, dtype in sorted(columns.get(kind_of(part), {}).items())
-    }
 
 
 def pack_row(id: str, parts: Mapping[str, ShardRow], facts: Mapping[str, Any]) -> ShardRow:
@@ -139,7 +129,8 @@ class ExportedSet(TrainSet):
     def _unpack(self, location: Location, ids: Mapping[str, str | None], verify: bool) -> dict[str, ShardRow]:
         """The parts of the row at `location`; DamageError where they do not have the ids in `ids`."""
         row, path, number = self._read(location), self._path(location.shard), location.row
-        parts = read_or_damage(path, lambda: unpack_row(row, verify), "it is no row of an export", number, row.id)
+        with as_damage(path, "it is no row of an export", number, row.id):
+            parts = unpack_row(row, verify)
         if missing := sorted(ids.keys() - parts.keys()):
             raise DamageError(path, f"it lacks its {', '.join(missing)}", number, row.id)
         for name, expected in ids.items():
@@ -175,8 +166,8 @@ def collect_columns(data: TrainSet) -> dict[str, ColumnDtypes]:
         for name, dtype in read_columns(data.store, shard["path"]).items():
             kind = shard["kind"]
             if kind in (SAMPLES_KIND, PROMPTS_KIND):
-                path = data.store.path(shard["path"])
-                part, name = read_or_damage(path, partial(split_tensor_name, name), "it is no shard of an export")
+                with as_damage(data.store.path(shard["path"]), "it is no shard of an export"):
+                    part, name = split_tensor_name(name)
                 kind = kind_of(part)
             known = found.setdefault(kind, {}).setdefault(name, dtype)
             if known != dtype:

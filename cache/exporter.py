@@ -6,21 +6,20 @@ The division of rows into shards is a function of the set and the options, so an
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import exported_set, plans, set_pointers, shard_io
+from cache import exported_set, plans, set_lookup, shard_io
 from cache.damage import DamageError
 from cache.exported_set import PROMPTS_KIND, SAMPLES_KIND, pack_row
 from cache.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.store import Store
 from cache.tensor_checks import SAMPLE, kind_of
-from cache.trainset import TrainSet
+from cache.trainset import TrainSet, find_runs
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import compute_fingerprint
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, index_schema
@@ -31,7 +30,7 @@ SET_KEYS = ("family", "flavour", "task", "template")  # of set.json, repeated in
 INDEX_KEYS = ("role", "dataset", "bucket", "repeats", "weight", "regularisation")  # of the index, likewise
 PROMPT_KEYS = ("name", "prompt", "negative_prompt", "bucket")  # of a validation prompt, likewise
 
-RowGroup = tuple[str, str, int, int]  # role, bucket, first row, row after the last
+RowGroup = tuple[tuple, int, int]  # role and bucket, first row, row after the last
 
 
 class TargetError(LatentpressError):
@@ -40,42 +39,36 @@ class TargetError(LatentpressError):
     exit_code = USAGE
 
 
-@dataclass(frozen=True)
-class RowSize:
+class RowSize(NamedTuple):
     """Estimated bytes of a row of a group: all of it, and its texts."""
 
     row: float
     text: float
 
 
-@dataclass(frozen=True)
-class ExportShard:
+class ExportShard(NamedTuple):
     """A shard of an export: rows start..stop-1 of the index, of one role and bucket."""
 
-    number: int
+    unit: str
     bucket: str
     start: int
     stop: int
-
-    @property
-    def unit(self) -> str:
-        return f"{self.number:06d}"
 
 
 def divide_groups(groups: Sequence[RowGroup], sizes: Sequence[RowSize], limit: float) -> list[ExportShard]:
     """Divide each group into shards of equally many rows, at least one, and of about `limit` bytes at most."""
     shards: list[ExportShard] = []
-    for (_, bucket, first, last), size in zip(groups, sizes, strict=True):
+    for ((_, bucket), first, last), size in zip(groups, sizes, strict=True):
         rows = last - first
         count = min(rows, max(1, -int(-rows * size.row // limit)))
         bounds = [first + rows * i // count for i in range(count + 1)]
-        shards += [ExportShard(len(shards) + i, bucket, bounds[i], bounds[i + 1]) for i in range(count)]
+        shards += [ExportShard(f"{len(shards) + i:06d}", bucket, bounds[i], bounds[i + 1]) for i in range(count)]
     return shards
 
 
 def estimate_row_size(data: TrainSet, group: RowGroup) -> RowSize:
     """The mean of evenly spaced rows of a group; latents of a bucket all have one size."""
-    _, _, first, last = group
+    _, first, last = group
     count = min(SIZE_SAMPLE_ROWS, last - first)
     every = [data.part_rows(first + (2 * i + 1) * (last - first) // (2 * count)) for i in range(count)]
     sizes = [(kind_of(name), row_bytes(row)) for parts in every for name, row in parts.items()]
@@ -110,11 +103,19 @@ class Exporter:
 
     def __init__(self, data: TrainSet, target: Store, form: str, limit_mib: float, captions: bool) -> None:
         self.data, self.target, self.format = data, target, form
-        self._words = load_captions(data) if captions else None
-        self.groups = data.groups
+        self._words: Mapping[str, Mapping[str, Any]] | None = None  # text_id -> its row in the plan
+        if captions:
+            name = data.meta["generation"]
+            if name not in plans.list_plans(data.store):
+                raise LatentpressError(
+                    f"the captions' words are in plan {name}, which is not under {data.store.path('plans')}",
+                    "export without --with-captions, or from the root where the set was made",
+                )
+            self._words = plans.load_plan(data.store, name).texts
+        index = data.tables["index"]
+        self.groups = find_runs(index, ("role", "bucket"))
         self.sizes = [estimate_row_size(data, group) for group in self.groups]
         self.shards = divide_groups(self.groups, self.sizes, limit_mib * MIB)
-        index = data.tables["index"]
         most = pc.max(pc.list_value_length(index.column("texts"))).as_py()
         null = data.meta["null_text"] is not None or index.column("null_text").null_count < index.num_rows
         self._parts = [SAMPLE, *data.kinds, *(f"text{i}" for i in range(most)), *(["null"] if null else [])]
@@ -193,7 +194,12 @@ class Exporter:
         provenance = {key: self.record[key] for key in kept if key in self.record}
         provenance |= {"set": self.data.id, "made_with": self.record["export"]["made_with"]}
         meta = ShardMeta(kind, self.name, unit, bucket, ids, [], provenance)
-        return write_shard(self.target, meta, exported_set.part_columns(self._columns, parts), self.format, rows)
+        columns = {
+            exported_set.tensor_name(part, name): dtype
+            for part in parts
+            for name, dtype in sorted(self._columns.get(kind_of(part), {}).items())
+        }
+        return write_shard(self.target, meta, columns, self.format, rows)
 
     def publish(self) -> None:
         """Publish the tables, then set.json, then the pointer to it."""
@@ -229,15 +235,4 @@ def publish_set(store: Store, record: Mapping[str, Any], tables: Mapping[str, pa
     for name, table in tables.items():
         store.write_table(f"{folder}/{name}.arrow", table)
     store.publish_json(f"{folder}/set.json", record)
-    set_pointers.update_pointers(store, record)
-
-
-def load_captions(data: TrainSet) -> Mapping[str, Mapping[str, Any]]:
-    """text_id -> its row in the plan. LatentpressError where the plan is not under the set's root."""
-    name = data.meta["generation"]
-    if name not in plans.list_plans(data.store):
-        raise LatentpressError(
-            f"the captions' words are in plan {name}, which is not under {data.store.path('plans')}",
-            "export without --with-captions, or from the root where the set was made",
-        )
-    return plans.load_plan(data.store, name).texts
+    set_lookup.update_pointers(store, record)

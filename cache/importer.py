@@ -7,17 +7,14 @@ other.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from cache.exported_set import ExportedSet, collect_columns, source_fingerprints
 from cache.exporter import TargetError, has_shard, publish_set, replace_locations, write_shard
-from cache.schedule import Ints
 from cache.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.store import Store
 from cache.tensor_checks import SAMPLE
@@ -25,8 +22,7 @@ from cache.trainset import read_set_table
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA
 
 
-@dataclass
-class ImportShard:
+class ImportShard(NamedTuple):
     """The content of one shard of the export. samples: rows that are the first of their sample. texts: row of the index
     -> number and part of each text that it is the first to hold."""
 
@@ -34,11 +30,11 @@ class ImportShard:
     bucket: str
     rows: range
     samples: list[int]
-    texts: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    texts: dict[int, list[tuple[int, str]]]
 
-    def numbers(self) -> list[int]:
-        """Of its texts."""
-        return [number for row in sorted(self.texts) for number, _ in self.texts[row]]
+    @property
+    def text_numbers(self) -> list[int]:
+        return [number for found in self.texts.values() for number, _ in found]
 
 
 class Importer:
@@ -54,7 +50,7 @@ class Importer:
         codes = np.asarray(self.index.column("sample_id").combine_chunks().dictionary_encode().indices)
         self._first = np.unique(codes, return_index=True)[1][codes]  # (n,) the first row of the same sample
         self.shards = self._divide()
-        of_samples = {number for shard in self.shards for number in shard.numbers()}
+        of_samples = {number for shard in self.shards for number in shard.text_numbers}
         self.prompts: dict[int, tuple[int, str]] = {}  # text that only validation prompts have -> prompt, part
         for at, prompt in enumerate(self.record["validation"]):
             for name in ("text", "negative"):
@@ -64,40 +60,25 @@ class Importer:
     def _divide(self) -> list[ImportShard]:
         of_row = np.asarray(self.index.column("shard"))
         starts = np.flatnonzero(np.diff(of_row, prepend=-1)).tolist()
-        shards = [
-            ImportShard(
-                self._unit(f"{number:06d}"),
-                self.index.column("bucket")[start].as_py(),
-                range(start, stop),
-                [row for row in range(start, stop) if self._first[row] == row],
-            )
-            for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(of_row)], strict=True))
-        ]
-        for number, row, name in zip(*self._first_texts(), strict=True):
-            shards[int(of_row[row])].texts.setdefault(int(row), []).append((int(number), name))
+        shards, known = list[ImportShard](), set[int]()
+        for start, stop in zip(starts, [*starts[1:], len(of_row)], strict=True):
+            texts: dict[int, list[tuple[int, str]]] = {}
+            part = self.index.slice(start, stop - start)
+            for row, entry in enumerate(part.select(["texts", "null_text"]).to_pylist(), start):
+                null = self.data.meta["null_text"] if entry["null_text"] is None else entry["null_text"]
+                parts = {} if null is None else {null: "null"}
+                # Of a text that is there twice, the first place.
+                parts |= {number: f"text{at}" for at, number in reversed([*enumerate(entry["texts"])])}
+                if new := sorted(parts.keys() - known):
+                    texts[row] = [(number, parts[number]) for number in new]
+                known.update(new)
+            samples = [row for row in range(start, stop) if self._first[row] == row]
+            unit, bucket = self._unit(f"{len(shards):06d}"), part["bucket"][0].as_py()
+            shards.append(ImportShard(unit, bucket, range(start, stop), samples, texts))
         return shards
 
     def _unit(self, name: str) -> str:
         return f"import-{self.data.id}-{name}"
-
-    def _first_texts(self) -> tuple[Ints, Ints, list[str]]:
-        """Number, first row and part there of each text, by row and number."""
-        lists = self.index.column("texts").combine_chunks()
-        flat, parent = np.asarray(lists.flatten()), np.asarray(pc.list_parent_indices(lists))
-        length = np.asarray(pc.list_value_length(lists))
-        within = np.arange(len(flat)) - np.repeat(np.cumsum(length) - length, length)
-        null = self.index.column("null_text").combine_chunks()
-        if self.data.meta["null_text"] is not None:
-            null = pc.fill_null(null, self.data.meta["null_text"])
-        with_null = np.flatnonzero(np.asarray(pc.is_valid(null)))
-        number = np.concatenate([flat, np.asarray(null.drop_null())])
-        row, place = np.concatenate([parent, with_null]), np.concatenate([within, np.full(len(with_null), -1)])
-        order = np.argsort(row, kind="stable")
-        number, row, place = number[order], row[order], place[order]
-        _, first = np.unique(number, return_index=True)
-        first = first[np.lexsort((number[first], row[first]))]
-        names = ["null" if at < 0 else f"text{at}" for at in place[first].tolist()]
-        return number[first], row[first], names
 
     def is_present(self) -> bool:
         """Whether the target has this set, and not by an import. TargetError where it has another set of this id."""
@@ -120,7 +101,7 @@ class Importer:
 
     def _ids(self, shard: ImportShard) -> dict[str, list[str]]:
         samples = self.index.column("sample_id").take(pa.array(shard.samples, pa.int64())).to_pylist()
-        texts = [self.data.text_id(number) for number in shard.numbers()]
+        texts = [self.data.text_id(number) for number in shard.text_numbers]
         return dict.fromkeys(self._sample_parts, samples) | {"text": texts}
 
     def is_complete(self, shard: ImportShard) -> bool:
@@ -190,7 +171,7 @@ class Importer:
                 locations[0, shard.samples] = add_shard(kind, self._path(kind, shard.unit))
                 locations[1, shard.samples] = np.arange(len(shard.samples))
         of_prompts = (self._unit("prompts"), list(self.prompts))
-        for unit, numbers in (*((shard.unit, shard.numbers()) for shard in self.shards), of_prompts):
+        for unit, numbers in (*((shard.unit, shard.text_numbers) for shard in self.shards), of_prompts):
             if numbers:
                 texts[0, numbers] = add_shard("text", self._path("text", unit))
                 texts[1, numbers] = np.arange(len(numbers))

@@ -24,22 +24,17 @@ def parse_json(data: Any) -> Any:
     text = bytes(data)
     try:
         value = _DECODER.decode(text.decode())
-        if text.count(b"{") + text.count(b"[") > MAX_DEPTH:
-            _check_depth(value)
+        layer = [value] if text.count(b"{") + text.count(b"[") > MAX_DEPTH else []
+        for _ in range(MAX_DEPTH):
+            nested = [each for each in layer if isinstance(each, (dict, list))]
+            layer = [inner for each in nested for inner in (each.values() if isinstance(each, dict) else each)]
+        if layer:
+            raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
         if b"\\u" in text:  # half a surrogate pair can be read, but not written again
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
     return value
-
-
-def _check_depth(value: Any) -> None:
-    layer = [value]
-    for _ in range(MAX_DEPTH):
-        nested = [each for each in layer if isinstance(each, (dict, list))]
-        layer = [inner for each in nested for inner in (each.values() if isinstance(each, dict) else each)]
-    if layer:
-        raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -51,17 +46,13 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_float(text: str) -> float:
     value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"the number {text[:40]} is too large")
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no number of JSON, or too large")
     return value
 
 
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
-
-
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_refuse_duplicate_keys, parse_float=_parse_float, parse_constant=_refuse_constant
+    object_pairs_hook=_refuse_duplicate_keys, parse_float=_parse_float, parse_constant=_parse_float
 )
 
 
@@ -100,8 +91,7 @@ def check_path_name(value: Any, what: str) -> str:
 def check_names(values: Any, what: str) -> list[str]:
     """A list of distinct names."""
     for value in check_list(values, what):
-        if type(value) is not str or not 0 < len(value) <= MAX_NAME_CHARS or not value.isprintable():
-            raise ValueError(f"{what}: {printable(repr(value))} is no name")
+        check_name(value, f"one of {what}")
     if len(set(values)) != len(values):
         raise ValueError(f"{what}: a name appears twice")
     return values

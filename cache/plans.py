@@ -7,6 +7,7 @@ million samples is read and compared without a Python object for each.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,19 +16,46 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.damage import DamageError, read_or_damage
+from cache.damage import DamageError, as_damage
 from cache.json_checks import check_checksum, check_list, check_name, check_object, check_text
 from cache.layout import is_project_file
-from cache.row_lookup import RowLookup
 from cache.store import Store
 from cache.table_checks import check_active, check_samples, check_texts, check_units
 from cache.table_files import hash_table
-from schemas.identity import hash_bytes, hash_json
+from schemas.identity import hash_bytes, hash_json, id_prefixes
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TABLES_VERSION, TEXTS_SCHEMA, UNITS_SCHEMA
 
 _SCHEMAS = {"samples": SAMPLES_SCHEMA, "texts": TEXTS_SCHEMA, "units": UNITS_SCHEMA, "active": ACTIVE_SCHEMA}
 PLAN_TABLES = tuple(_SCHEMAS)
 _CHECKS = {"samples": check_samples, "texts": check_texts, "units": check_units, "active": check_active}
+
+
+class RowLookup(Mapping[str, dict[str, Any]]):
+    """Rows of `table` by the 32 hex digits in its column `key`; of rows with equal ids the first. Rows are read one at
+    a time: 16 bytes of memory a row and no Python objects."""
+
+    def __init__(self, table: pa.Table, key: str) -> None:
+        self._table, self._key = table, key
+        prefixes = id_prefixes(table.column(key))
+        self._order = np.argsort(prefixes, kind="stable")
+        self._prefixes = prefixes[self._order]
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        prefix = np.uint64(int(name[:16], 16))
+        first, end = (np.searchsorted(self._prefixes, prefix, side) for side in ("left", "right"))
+        for number in self._order[first:end].tolist():
+            row = self._table.slice(number, 1)
+            if row.column(self._key)[0].as_py() == name:
+                return row.to_pylist()[0]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Every id in the table's order, repeated ids included."""
+        for chunk in self._table.column(self._key).chunks:
+            yield from chunk.to_pylist()
+
+    def __len__(self) -> int:
+        return self._table.num_rows
 
 
 @dataclass(frozen=True)
@@ -72,13 +100,11 @@ class Plan:
         """Units of this and all earlier generations with at least one active member, in plan order."""
         active = self.active_text_ids if kind == "text" else self.active_sample_ids
         units = []
-        for table in self._generations("units"):
-            table = _filter_kind(table, kind)
-            needed = np.zeros(table.num_rows, bool)
-            members = table.column("members").combine_chunks()
+        for batch in _filter_kind(self._all("units"), kind).to_batches():
+            needed, members = np.zeros(batch.num_rows, bool), batch.column("members")
             parents = np.asarray(pc.list_parent_indices(members))
             needed[parents[np.asarray(pc.is_in(members.flatten(), value_set=active))]] = True
-            for row in table.filter(pa.array(needed)).to_pylist():
+            for row in batch.filter(pa.array(needed)).to_pylist():
                 units.append(Unit(**{**row, "members": tuple(row["members"])}))
         return units
 
@@ -123,14 +149,11 @@ class Plan:
         )
         return all(not len(ids) or pc.all(pc.is_in(ids, value_set=pa.array(found))).as_py() for ids, found in pairs)
 
-    def _generations(self, what: str) -> list[pa.Table]:
+    def _all(self, what: str) -> pa.Table:
         """The table `what` of this and of each earlier generation."""
         names = [name for name in list_plans(self.store) if name <= self.name]
-        return [read_plan_table(self.store, name, what) for name in names]
-
-    def _all(self, what: str) -> pa.Table:
         # Generations of an older TABLES_VERSION lack columns; none of their ids is active now.
-        return pa.concat_tables(self._generations(what), promote_options="default")
+        return pa.concat_tables([read_plan_table(self.store, name, what) for name in names], promote_options="default")
 
 
 def list_plans(store: Store) -> list[str]:
@@ -146,7 +169,8 @@ def _filter_kind(units: pa.Table, kind: str) -> pa.Table:
 def read_plan_table(store: Store, name: str, what: str) -> pa.Table:
     """The table `what` of generation `name`: one of PLAN_TABLES. DamageError where it is not as it was written."""
     rel = f"plans/{name}/{what}.arrow"
-    return read_or_damage(store.path(rel), lambda: store.read_table(rel, _CHECKS[what]), "it can't be read")
+    with as_damage(store.path(rel), "it can't be read"):
+        return store.read_table(rel, _CHECKS[what])
 
 
 def find_damage(store: Store, name: str) -> DamageError | None:
@@ -177,23 +201,20 @@ def load_plan(store: Store, name: str) -> Plan:
     """Generation `name`. DamageError where plan.json is not as it was written or lacks a value."""
     rel = f"plans/{name}/plan.json"
     info = store.read_json(rel)
-    read_or_damage(store.path(rel), lambda: _check_info(info), "its values can't be right")
+    with as_damage(store.path(rel), "its values can't be right"):
+        check_name(info["key"], "key")
+        ids = [info["null_text"]]
+        for entry in check_list(info["validation"], "validation"):
+            prompt = check_object(entry, "a validation prompt")
+            check_checksum(prompt["text"], "the id of a text")
+            check_checksum(prompt["negative"], "the id of a text")
+            ids.append(prompt["condition"])
+            for key in ("name", "prompt", "negative_prompt", "bucket"):
+                check_text(prompt[key], key)
+        for id in ids:
+            if id is not None:
+                check_checksum(id, "an id")
     return Plan(store, name, info)
-
-
-def _check_info(info: dict[str, Any]) -> None:
-    check_name(info["key"], "key")
-    texts = [info["null_text"]]
-    for entry in check_list(info["validation"], "validation"):
-        prompt = check_object(entry, "a validation prompt")
-        check_checksum(prompt["text"], "the id of a text")
-        check_checksum(prompt["negative"], "the id of a text")
-        texts.append(prompt["condition"])
-        for key in ("name", "prompt", "negative_prompt", "bucket"):
-            check_text(prompt[key], key)
-    for id in texts:
-        if id is not None:
-            check_checksum(id, "an id")
 
 
 def newest_plan(store: Store, key: str) -> Plan | None:
@@ -217,35 +238,26 @@ def planned_ids(store: Store, kind: str) -> pa.Array:
     return pc.unique(pa.chunked_array(found, pa.string()))
 
 
-def publish_plan(
-    store: Store,
-    *,
-    key: str,
-    samples: pa.Table,
-    texts: pa.Table,
-    units: pa.Table,
-    active: pa.Table,
-    info: dict[str, Any],
-) -> Plan:
+def publish_plan(store: Store, key: str, tables: Mapping[str, pa.Table], info: dict[str, Any]) -> Plan:
     """Write a generation and return it; where the newest one of this key has the same content, return that.
 
-    Names are <sequence>-<hash of content>: two machines that plan the same at the same time write the same files.
+    tables: PLAN_TABLES by name. Names of plans are <sequence>-<hash of content>: two machines that plan the same at the
+    same time write the same files.
     """
     current = newest_plan(store, key)
-    tables = {"samples": samples, "texts": texts, "units": units, "active": active}
-    tables = {name: table.cast(_SCHEMAS[name]) for name, table in tables.items()}
-    tables["active"] = tables["active"].combine_chunks()  # compared and hashed below
-    if current is not None and not (samples.num_rows or texts.num_rows or units.num_rows):
+    cast = {name: tables[name].cast(schema) for name, schema in _SCHEMAS.items()}
+    active = cast["active"] = cast["active"].combine_chunks()  # compared and hashed below
+    if current is not None and not any(len(tables[name]) for name in ("samples", "texts", "units")):
         same = all(current.info[name] == value for name, value in json.loads(json.dumps(info)).items())
-        if same and current.active.equals(tables["active"]) and current.is_complete:
+        if same and current.active.equals(active) and current.is_complete:
             return current
     parent = max(list_plans(store), default=None)
     settings = hash_json({"key": key, "info": info, "parent": parent})
-    content = hash_bytes(settings.encode(), hash_table(tables["active"]))
+    content = hash_bytes(settings.encode(), hash_table(active))
     # The number follows that of the newest plan, also where older ones were removed.
     number = int(parent.partition("-")[0]) + 1 if parent else 1
     name = f"{number:06d}-{content[:12]}"
-    for what, table in tables.items():
+    for what, table in cast.items():
         store.write_table(f"plans/{name}/{what}.arrow", table)
     record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
     store.publish_json(f"plans/{name}/plan.json", record)

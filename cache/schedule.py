@@ -76,19 +76,13 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True)
-class SmallBucket:
-    """A bucket of which an epoch draws fewer distinct samples (`count`) than a global batch has."""
-
-    bucket: str
-    count: int
-
-
-@dataclass(frozen=True)
 class BucketDraws:
-    """The draws of one bucket in an epoch. fill: extra draws that fill its last batch."""
+    """The draws of one bucket in an epoch. distinct: how many of its samples are drawn. fill: extra draws that fill its
+    last batch."""
 
     name: str
     samples: int
+    distinct: int
     draws: int
     fill: int
 
@@ -120,18 +114,17 @@ class BatchSchedule:
     @property
     def buckets(self) -> list[BucketDraws]:
         """Of each bucket, in the order in which their first spans were given."""
-        return [
-            BucketDraws(
-                table.bucket, int(table.counts.sum()), table.draws, int(batches) * self.global_batch - table.draws
-            )
-            for table, batches in zip(self._tables, self._batches, strict=True)
-        ]
+        found = []
+        for table, batches in zip(self._tables, self._batches.tolist(), strict=True):
+            samples, distinct = int(table.counts.sum()), int(np.minimum(table.counts, table.each).sum())
+            fill = batches * self.global_batch - table.draws
+            found.append(BucketDraws(table.bucket, samples, distinct, table.draws, fill))
+        return found
 
     @property
-    def small_buckets(self) -> list[SmallBucket]:
-        """Buckets smaller than one global batch, repeats not counted: they repeat the same samples."""
-        found = (SmallBucket(table.bucket, int(np.minimum(table.counts, table.each).sum())) for table in self._tables)
-        return [short for short in found if short.count < self.global_batch]
+    def small_buckets(self) -> list[BucketDraws]:
+        """Buckets with fewer distinct samples than a global batch has: its batches repeat them."""
+        return [bucket for bucket in self.buckets if bucket.distinct < self.global_batch]
 
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of optimizer step `step` (from 0); the epoch is step // batches_per_epoch."""
@@ -167,9 +160,9 @@ class _DrawTable:
         return self.starts[span] + position, lap, -(-each // count)
 
 
-def small_bucket_advice(buckets: Sequence[SmallBucket], batch_size: int, world: int = 1) -> str:
+def small_bucket_advice(buckets: Sequence[BucketDraws], batch_size: int, world: int = 1) -> str:
     """How to avoid small buckets. batch_size: of one forward pass. world: number of processes."""
-    least = min(bucket.count for bucket in buckets)
+    least = min(bucket.distinct for bucket in buckets)
     if least >= batch_size * world:
         step = f"train.accumulate: {least // (batch_size * world)}"
     elif least >= world:
@@ -198,10 +191,7 @@ def draw_caption_dropout(seed: int, step: int, positions: Ints, share: float) ->
 
 
 def permute(positions: Ints, size: int, key: int) -> Ints:
-    """The images of `positions` under the pseudo-random permutation of range(size) that `key` chooses.
-
-    Costs O(len(positions)).
-    """
+    """The images of `positions` under the pseudo-random permutation of range(size) that `key` chooses."""
     if size == 1:
         return np.zeros_like(positions)
     half = max(2, ((size - 1).bit_length() + 1) // 2)

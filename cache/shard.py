@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, ClassVar, Self, TypeVar
 
 import pyarrow as pa
 
-from cache.damage import SHARD_PROGRAMS, DamageError, read_or_damage
+from cache.damage import SHARD_PROGRAMS, DamageError, as_damage
 from cache.files import explained
 from cache.json_checks import check_count, check_list, check_name, check_names, check_object, check_text, printable
 from cache.store import Store
@@ -124,7 +124,8 @@ class BaseShardReader(ABC):
 
     def __init__(self, store: Store, rel: str) -> None:
         self.store, self.rel, self.path = store, rel, store.path(rel)
-        self.file = read_or_damage(self.path, lambda: store.open(rel), "it can't be opened")
+        with as_damage(self.path, "it can't be opened"):
+            self.file = store.open(rel)
         try:
             self._size = self.file.size()
             self._open()
@@ -162,14 +163,12 @@ class BaseShardReader(ABC):
             if size < self._size:
                 raise DamageError(self.path, f"it was cut while it was open: it had {self._size} bytes and has {size}")
         id = self.meta.ids[i]
-        return read_or_damage(self.path, lambda: self._read_checked(i, id, verify), "it can't be read", i, id)
-
-    def _read_checked(self, i: int, id: str, verify: bool) -> ShardRow:
-        row, info, checksum = self._row(i)
-        if row.id != id:
-            found = printable(repr(row.id))
-            raise DamageError(self.path, f"its id is {found} where the description names {id!r}", i, id)
-        check_object(row.info, "its info")
+        with as_damage(self.path, "it can't be read", i, id):
+            row, info, checksum = self._row(i)
+            if row.id != id:
+                found = printable(repr(row.id))
+                raise DamageError(self.path, f"its id is {found} where the description names {id!r}", i, id)
+            check_object(row.info, "its info")
         if verify and row_checksum(row.id, info, row.tensors) != checksum:
             raise DamageError(self.path, "its checksum does not match", i, id)
         return row
@@ -214,19 +213,11 @@ def find_done_units(store: Store, prefix: str) -> dict[str, str]:
     return done | {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
 
 
-def remove_shard(store: Store, rel: str) -> None:
-    """Remove a shard: first the file whose existence means "done", then the sidecar of a tar."""
-    store.remove(rel)
-    if rel.endswith(TAR_SUFFIX):
-        store.remove(rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX)
-
-
 def remove_other_format(store: Store, rel: str) -> None:
-    """Remove the unit's shard in the other format, in case `cache.format` changed: two shards could differ."""
-    if rel.endswith(ARROW_SUFFIX):
-        remove_shard(store, rel.removesuffix(ARROW_SUFFIX) + TAR_SUFFIX)
-    else:
-        store.remove(rel.removesuffix(TAR_SUFFIX) + ARROW_SUFFIX)
+    """Remove the unit's shard in the other format, in case `cache.format` changed: two shards could differ. Of a tar,
+    the file whose existence means "done" is removed first."""
+    for suffix in (TAR_SUFFIX, SIDECAR_SUFFIX) if rel.endswith(ARROW_SUFFIX) else (ARROW_SUFFIX,):
+        store.remove(unit_name(rel) + suffix)
 
 
 def canonical_json(value: Any) -> bytes:

@@ -20,7 +20,7 @@ import fsspec
 import pyarrow as pa
 
 from cache import files, json_checks, table_files
-from cache.damage import DamageError, read_or_damage
+from cache.damage import DamageError, as_damage
 from cache.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
 
 OPEN_TRIES = 5
@@ -71,36 +71,30 @@ class Store:
     def list_names(self, prefix: str = "") -> list[str]:
         """Files under folder `prefix` at any depth, relative to it, sorted; [] where there is no such folder.
         Temporary files are left out. One listing."""
+        local = self.local(prefix)
+        if local is None:
+            return [entry.name for entry in self.list_files(prefix)]
         with explained(self.path(prefix)):
-            local = self.local(prefix)
-            if local is None:
-                names = [name for name, _ in self._list_objects(prefix)]
-            else:
-                names = [name for name, entry in files.walk(local) if not entry.is_dir()]  # no linked folders
+            names = [name for name, entry in files.walk(local) if not entry.is_dir()]  # no linked folders
         return sorted(name for name in names if not is_unfinished(name.rpartition("/")[2]))
 
     def list_files(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
         """As `list_names`, with sizes and times. temporaries: the temporary files of stores instead."""
-        found = []
+        found, local, top = list[Entry](), self.local(prefix), self.path(prefix.rstrip("/"))
         with explained(self.path(prefix)):
-            local = self.local(prefix)
-            for name, entry in files.walk(local) if local is not None else ():
+            if local is not None:
+                for name, entry in files.walk(local):
+                    with suppress(FileNotFoundError):
+                        found.append(Entry(name, entry.stat().st_size, entry.stat().st_mtime))
+            else:
+                self.fs.invalidate_cache()
                 with suppress(FileNotFoundError):
-                    found.append(Entry(name, entry.stat().st_size, entry.stat().st_mtime))
-            for name, about in self._list_objects(prefix) if local is None else ():
-                found.append(Entry(name, about["size"] or 0, _object_time(about)))
+                    for name, about in self.fs.find(top, detail=True).items():
+                        if name.startswith(top + "/"):
+                            inside = name[len(top) :].lstrip("/")
+                            found.append(Entry(inside, about["size"] or 0, _object_time(about)))
         wanted = is_temporary if temporaries else lambda name: not is_unfinished(name)
         return sorted(entry for entry in found if wanted(entry.name.rpartition("/")[2]))
-
-    def _list_objects(self, prefix: str) -> list[tuple[str, dict[str, Any]]]:
-        """(name relative to `prefix`, fsspec's description) of the objects below it."""
-        self.fs.invalidate_cache()
-        top = self.path(prefix.rstrip("/"))
-        try:
-            found = self.fs.find(top, detail=True).items()
-        except FileNotFoundError:
-            return []
-        return [(name[len(top) :].lstrip("/"), about) for name, about in found if name.startswith(top + "/")]
 
     def size(self, rel: str) -> int:
         """Bytes of the file `rel`."""
@@ -134,9 +128,11 @@ class Store:
                     return known[2]
         with self.open(rel) as file, explained(path):
             signature = _file_signature(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
-            table = read_or_damage(path, lambda: table_files.read_table(file), "it is not as it was written")
-            if check is not None:
-                read_or_damage(path, lambda: check(table), "its values can't be right")
+            with as_damage(path, "it is not as it was written"):
+                table = table_files.read_table(file)
+            with as_damage(path, "its values can't be right"):
+                if check is not None:
+                    check(table)
         if signature is not None:
             self._tables[rel] = (signature, check, table)
         return table

@@ -22,9 +22,6 @@ MAX_DRAWS = 10**6  # of repeats, or as a weight
 MAX_SIDE = 1 << 20  # pixels, or frames
 SET_ROLES = ("train", "eval")
 _KINDS = ("image", "video")
-_CHUNK_ROWS = 1 << 20  # ids checked at a time
-_IS_HEX_DIGIT = np.zeros(256, bool)
-_IS_HEX_DIGIT[np.frombuffer(b"0123456789abcdef", np.uint8)] = True
 
 
 def check_samples(table: pa.Table) -> None:
@@ -66,7 +63,8 @@ def check_active(table: pa.Table) -> None:
     _check_choices(table, "role", (*SET_ROLES, "validation"))
     _check_paths(table, "path", "source_path", "mask_path")
     _check_buckets(table["bucket"])
-    _check_draw_columns(table)
+    _check_numbers(table, "repeats", 0, MAX_DRAWS)
+    _check_numbers(table, "weight", np.nextafter(0, 1), MAX_DRAWS)
     _check_lists(table, "texts", 0)
     _check_hex(pc.list_flatten(table["texts"]), "texts")
 
@@ -98,7 +96,8 @@ def check_index(table: pa.Table) -> None:
     _check_columns(table, tables.index_schema(kinds), [name for name in table.column_names if name != "null_text"])
     _check_choices(table, "role", SET_ROLES)
     _check_buckets(table["bucket"])
-    _check_draw_columns(table)
+    _check_numbers(table, "repeats", 0, MAX_DRAWS)
+    _check_numbers(table, "weight", np.nextafter(0, 1), MAX_DRAWS)
     _check_lists(table, "texts", 1)
 
 
@@ -114,13 +113,10 @@ def check_set_references(index: pa.Table, texts: pa.Table, shards: pa.Table) -> 
     """The tables of a set refer to rows of each other that exist."""
     check_row_numbers(pc.list_flatten(index["texts"]), len(texts), "text")
     check_row_numbers(index["null_text"].drop_null(), len(texts), "text")
-    for table, kind in (
-        (index, ""),
-        (texts, ""),
-        *((index, f"{kind}_") for kind in tables.further_kinds(index.column_names)),
-    ):
-        check_row_numbers(table[f"{kind}shard"].drop_null(), len(shards), "shard")
-        check_row_numbers(table[f"{kind}row"].drop_null(), 1 << 31, "row")
+    of_kinds = [(index, f"{kind}_") for kind in tables.further_kinds(index.column_names)]
+    for table, prefix in ((index, ""), (texts, ""), *of_kinds):
+        check_row_numbers(table[f"{prefix}shard"].drop_null(), len(shards), "shard")
+        check_row_numbers(table[f"{prefix}row"].drop_null(), 1 << 31, "row")
 
 
 def _check_columns(table: pa.Table, schema: pa.Schema, required: Collection[str], older: bool = False) -> None:
@@ -155,12 +151,6 @@ def check_row_numbers(numbers: pa.ChunkedArray, count: int, what: str) -> None:
         raise ValueError(f"{what} {ends['max']} of {count}")
 
 
-def _check_draw_columns(table: pa.Table) -> None:
-    """The columns from which the batch schedule is computed."""
-    _check_numbers(table, "repeats", 0, MAX_DRAWS)
-    _check_numbers(table, "weight", np.nextafter(0, 1), MAX_DRAWS)
-
-
 def _check_lists(table: pa.Table, name: str, least: int) -> None:
     lists = table[name].drop_null()
     shortest = pc.min(pc.list_value_length(lists)).as_py()
@@ -183,18 +173,8 @@ def _check_ids(table: pa.Table, *names: str) -> None:
 
 def _check_hex(ids: pa.ChunkedArray | pa.Array, name: str) -> None:
     """Ids of 32 hex digits."""
-    for start in range(0, len(ids), _CHUNK_ROWS):
-        part = ids.slice(start, _CHUNK_ROWS)
-        part = part.combine_chunks() if isinstance(part, pa.ChunkedArray) else part
-        lengths = pc.min_max(pc.binary_length(part)).as_py()
-        if part.null_count or lengths != {"min": 32, "max": 32} or not _IS_HEX_DIGIT[_string_bytes(part)].all():
-            raise ValueError(f"a value of {name} is no id of 32 hex digits")
-
-
-def _string_bytes(ids: pa.StringArray) -> np.ndarray:
-    _, ends, data = ids.buffers()
-    first, last = np.frombuffer(ends, "<i4")[[ids.offset, ids.offset + len(ids)]]
-    return np.frombuffer(data, np.uint8)[first:last]
+    if ids.null_count or not pc.all(pc.match_substring_regex(ids, "^[0-9a-f]{32}$"), min_count=0).as_py():
+        raise ValueError(f"a value of {name} is no id of 32 hex digits")
 
 
 def _check_buckets(names: pa.ChunkedArray, *other: str) -> list[Bucket]:

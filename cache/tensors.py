@@ -50,8 +50,7 @@ class Array:
     def from_numpy(cls, array: np.ndarray, dtype: str | None = None) -> "Array":
         """Wrap `array`, without a copy where possible. dtype: "bfloat16" for uint16 patterns, else the array's own."""
         name = dtype or array.dtype.name
-        if name not in NUMPY_DTYPES:
-            raise ValueError(f"dtype {name!r} is not stored in shards; choose from {', '.join(NUMPY_DTYPES)}")
+        count_bytes(name, array.shape)  # ValueError for an unknown dtype
         own = "uint16" if name == "bfloat16" else name
         if array.dtype.name != own:
             raise ValueError(f"{name} is made from {own}, not from {array.dtype.name}; convert it first")

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache import plans
-from cache.damage import DamageError, read_or_damage
+from cache.damage import DamageError, as_damage
 from cache.json_checks import check_count, check_list, check_name, check_object, check_text
 from cache.schedule import Ints, Span
 from cache.shard import ShardRow
@@ -91,14 +91,17 @@ class TrainSet:
         #: Widths of a text's tensors that the transformer reads. Once they are set, `sample` and `validation` check
         #: that their tensors can be trained on.
         self.text_widths: dict[str, int] | None = None
-        self._index, self._texts, self._shards = (read_set_table(store, set_id, name) for name in TABLE_CHECKS)
+        #: The tables index, texts and shards of schemas.tables.
+        self.tables = {name: read_set_table(store, set_id, name) for name in TABLE_CHECKS}
+        self._index, self._texts, self._shards = self.tables.values()
         self._check_file("index.arrow", check_set_references, self._index, self._texts, self._shards)
         self._check_file("set.json", check_set_json, meta, self._texts.num_rows, self._shards.num_rows)
         self._readers = ReaderPool(store, MAX_OPEN_SHARDS)
 
     def _check_file(self, file: str, check: Callable[..., object], *values: Any) -> None:
         """Call `check`; DamageError about a file of the set where it fails."""
-        read_or_damage(self.store.path(f"sets/{self.id}/{file}"), lambda: check(*values), "its values can't be right")
+        with as_damage(self.store.path(f"sets/{self.id}/{file}"), "its values can't be right"):
+            check(*values)
 
     def __len__(self) -> int:
         """Samples to train on."""
@@ -108,7 +111,7 @@ class TrainSet:
     def spans(self) -> list[Span]:
         """The rows to train on, for `BatchSchedule`: runs of one bucket, dataset, repeats and weight."""
         keys = ("role", "bucket", "dataset", "repeats", "weight")
-        runs = _find_runs(self._index, keys)
+        runs = find_runs(self._index, keys)
         order = [(SET_ROLES.index(role), *values) for (role, *values), _, _ in runs]
         if any(later <= earlier for earlier, later in pairwise(order)):
             raise SetError(f"the index of set {self.id} is not sorted by {', '.join(keys)}", "Run `latentpress index`.")
@@ -217,18 +220,6 @@ class TrainSet:
         """Rows of shards, checksums verified, of all parts of validation prompt `number`."""
         return {name: self._read(location) for name, location in self.prompt_locations(number).items()}
 
-    @property
-    def groups(self) -> list[tuple[str, str, int, int]]:
-        """(role, bucket, first row, row after the last) of each run of rows with equal role and bucket."""
-        return [
-            (role, bucket, start, stop) for (role, bucket), start, stop in _find_runs(self._index, ("role", "bucket"))
-        ]
-
-    @property
-    def tables(self) -> dict[str, pa.Table]:
-        """The tables index, texts and shards of schemas.tables."""
-        return {"index": self._index, "texts": self._texts, "shards": self._shards}
-
     def find_newer_plan(self) -> str | None:
         """The newest plan made by the settings of this set's plan; None where that is the set's own."""
         own = self.meta["generation"]
@@ -259,7 +250,8 @@ class TrainSet:
 def read_set_table(store: Store, id: str, name: str) -> pa.Table:
     """The table "index", "texts" or "shards" of a set. DamageError where it is not as it was written."""
     rel = f"sets/{id}/{name}.arrow"
-    return read_or_damage(store.path(rel), lambda: store.read_table(rel, TABLE_CHECKS[name]), "it can't be read")
+    with as_damage(store.path(rel), "it can't be read"):
+        return store.read_table(rel, TABLE_CHECKS[name])
 
 
 def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
@@ -282,7 +274,7 @@ def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
         raise ValueError(f"it names a text beyond the {texts} of the set")
 
 
-def _find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
+def find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
     """(values of `keys`, first row, row after the last) of each run of rows in which they are equal."""
     bounds = {0, table.num_rows}
     for key in keys:

@@ -10,13 +10,12 @@ import re
 import struct
 import tarfile
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import xxhash
 
 from cache import json_checks, shard
-from cache.damage import DamageError, read_or_damage
+from cache.damage import DamageError, as_damage
 from cache.files import explained
 from cache.tensors import Array
 
@@ -24,6 +23,7 @@ from cache.tensors import Array
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "U8": "uint8"}
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TAR_BLOCK, TAR_RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
+_BLANK_HEADER = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
 CHECKSUM_SUFFIX = b',"checksum":"'
 READ_BYTES = 1 << 22
 
@@ -63,9 +63,6 @@ def from_safetensors(data: memoryview) -> dict[str, Array]:
     if [0, *(end for _, end in spans)] != [*(start for start, _ in spans), body.nbytes]:
         raise ValueError("the tensors leave gaps or share bytes")
     return tensors
-
-
-_BLANK_HEADER = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
 
 
 def tar_header(name: str, size: int) -> bytes:
@@ -197,21 +194,21 @@ class ShardReader(shard.BaseShardReader):
             data = self.store.read_bytes(name)
         except FileNotFoundError as error:
             raise DamageError(self.path, f"its description {name} is missing") from error
-        sidecar = read_or_damage(self.path, lambda: parse_with_checksum(data), f"its description {name} is changed")
-        self.meta = shard.parse_description(sidecar, self.path)
-        self._entries, self._hash = read_or_damage(
-            self.path, lambda: _parse_entries(sidecar), f"its description {name} is wrong"
-        )
-        if [entry.id for entry in self._entries] != self.meta.ids:
+        with as_damage(self.path, f"its description {name} is changed"):
+            self._sidecar = parse_with_checksum(data)
+        self.meta = shard.parse_description(self._sidecar, self.path)
+        with as_damage(self.path, f"its description {name} is wrong"):
+            _check_content(self._sidecar)
+        if [row["id"] for row in self._sidecar["rows"]] != self.meta.ids:
             raise DamageError(self.path, f"its description {name} gives the offsets of other rows than it names")
-        if self._size != sidecar["size"]:
-            raise DamageError(self.path, f"it has {self._size} bytes and should have {sidecar['size']}")
+        if self._size != self._sidecar["size"]:
+            raise DamageError(self.path, f"it has {self._size} bytes and should have {self._sidecar['size']}")
 
     def _row(self, i: int) -> tuple[shard.ShardRow, bytes, str]:
-        entry = self._entries[i]
-        info = self._read_span(*entry.info).tobytes()
-        tensors = from_safetensors(self._read_span(*entry.tensors))
-        return shard.ShardRow(entry.id, tensors, json_checks.parse_json(info)), info, entry.checksum
+        row = self._sidecar["rows"][i]
+        info = self._read_span(*row["info"]).tobytes()
+        tensors = from_safetensors(self._read_span(*row["tensors"]))
+        return shard.ShardRow(row["id"], tensors, json_checks.parse_json(info)), info, row["checksum"]
 
     def _read_span(self, offset: int, size: int) -> memoryview:
         """Bytes of the file; opening it checked that members are inside."""
@@ -223,14 +220,16 @@ class ShardReader(shard.BaseShardReader):
 
     def _check_file(self) -> None:
         """The whole file, also headers and padding, which tar reads and random access does not."""
-        if read_or_damage(self.path, lambda: _hash_file(self.file), "it can't be read") != self._hash:
+        with as_damage(self.path, "it can't be read"):
+            checksum = _hash_file(self.file)
+        if checksum != self._sidecar["xxh3_128"]:
             raise DamageError(self.path, "the checksum of the whole file does not match")
-        for i, entry in enumerate(self._entries):
-            for span, suffix in ((entry.tensors, "safetensors"), (entry.info, "json")):
-                check = partial(self._check_header, *span, f"{entry.id}.{suffix}")
-                read_or_damage(self.path, check, "the header of one of its members is wrong", i, entry.id)
+        for i, row in enumerate(self._sidecar["rows"]):
+            with as_damage(self.path, "the header of one of its members is wrong", i, row["id"]):
+                self._check_header(f"{row['id']}.safetensors", *row["tensors"])
+                self._check_header(f"{row['id']}.json", *row["info"])
 
-    def _check_header(self, offset: int, size: int, name: str) -> None:
+    def _check_header(self, name: str, offset: int, size: int) -> None:
         """ValueError where another reader would see another member: a link, another name, another size."""
         block = self._read_span(offset - TAR_BLOCK, TAR_BLOCK).tobytes()
         try:
@@ -241,29 +240,20 @@ class ShardReader(shard.BaseShardReader):
             raise ValueError(f"{member.name!r}, {member.size} bytes, type {member.type!r}, where {name!r} should be")
 
 
-class RowEntry(NamedTuple):
-    """A row in the sidecar: offset and size of its members' content."""
-
-    id: str
-    checksum: str
-    tensors: tuple[int, int]
-    info: tuple[int, int]
-
-
-def _parse_entries(sidecar: dict[str, Any]) -> tuple[list[RowEntry], str]:
-    """The rows' entries, and the file's checksum. ValueError or KeyError where a value or an offset is impossible."""
-    entries, end = [], 0
+def _check_content(sidecar: dict[str, Any]) -> None:
+    """ValueError or KeyError where a checksum, or the offset or size of a member's content, is impossible."""
+    end = 0
     for value in json_checks.check_list(sidecar["rows"], "rows"):
         row = json_checks.check_object(value, "a row")
-        spans = [json_checks.check_span(row[part], part) for part in ("tensors", "info")]
-        for offset, size in spans:
+        for part in ("tensors", "info"):
+            offset, size = json_checks.check_span(row[part], part)
             if offset != end + TAR_BLOCK:
                 raise ValueError(f"a member at {offset} where one should be at {end + TAR_BLOCK}")
             end = offset + size + -size % TAR_BLOCK
-        checksum = json_checks.check_checksum(row["checksum"], "a row's checksum")
-        entries.append(RowEntry(json_checks.check_text(row["id"], "id"), checksum, *spans))
+        json_checks.check_checksum(row["checksum"], "a row's checksum")
+        json_checks.check_text(row["id"], "id")
     end += 2 * TAR_BLOCK
     end += -end % TAR_RECORD
     if json_checks.check_count(sidecar["size"], "size") != end:
         raise ValueError(f"its rows take {end} bytes and its size is {sidecar['size']}")
-    return entries, json_checks.check_checksum(sidecar["xxh3_128"], "xxh3_128")
+    json_checks.check_checksum(sidecar["xxh3_128"], "xxh3_128")

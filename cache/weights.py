@@ -4,6 +4,7 @@ A source is a local directory in diffusers layout or the id of a Hugging Face re
 through huggingface_hub, so its own settings apply (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, ...).
 """
 
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from schemas.weight_files import ALLOW_PATTERNS, find_weights_problem
 
 MODEL_INDEX = "model_index.json"
 MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
+PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -104,9 +106,6 @@ def read_object(path: Path) -> dict[str, Any]:
         raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
 
 
-PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
-
-
 def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
     """The directory `source`, or None where it is a repository's id. WeightsError where it is neither."""
     folder = Path(source).expanduser()
@@ -151,11 +150,8 @@ def hash_file(path: Path, memo: Store | None) -> str:
 @lru_cache(maxsize=1024)
 def _hash_content(path: str, size: int, modified_ns: int) -> str:
     """size, modified_ns: so that a changed file is read again."""
-    state = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(8 << 20):
-            state.update(block)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _memo_path(repo: str, revision: str | None) -> str:

@@ -64,9 +64,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
         return report
     new_units = pa.concat_tables([units.sample_units(config, new_samples), units.text_units(config, new_texts)])
     before = plans.list_plans(store)
-    generation = plans.publish_plan(
-        store, key=key, samples=new_samples, texts=new_texts, units=new_units, active=plan.active, info=info
-    )
+    tables = {"samples": new_samples, "texts": new_texts, "units": new_units, "active": plan.active}
+    generation = plans.publish_plan(store, key, tables, info)
     list_name = f"{config.model.family}-{config.model.task}"
     rejects.write_rejects(store, "bucket", list_name, plan.rejects)
     report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.rejects.num_rows else ""
@@ -156,8 +155,8 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
 def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], multiple: int, console: Console) -> None:
     batch = config.train.batch_size * config.train.accumulate  # of one optimizer step on one device
     epoch = summary.epoch_schedule(plan.active, batch)
-    if small := sorted(epoch.small_buckets, key=lambda bucket: bucket.count):
-        named = ", ".join(f"{row.bucket} ({row.count})" for row in small[:MAX_LISTED_BUCKETS])
+    if small := sorted(epoch.small_buckets, key=lambda bucket: bucket.distinct):
+        named = ", ".join(f"{row.name} ({row.distinct})" for row in small[:MAX_LISTED_BUCKETS])
         more = f" and {len(small) - MAX_LISTED_BUCKETS} more" if len(small) > MAX_LISTED_BUCKETS else ""
         console.warn(
             f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than an optimizer step draws ({batch}: "

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cache.exporter import MIB, Exporter
-from cache.set_pointers import open_configured_set
+from cache.set_lookup import open_configured_set
 from cache.shard import SUFFIXES
 from cache.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
@@ -46,7 +46,7 @@ def run(
     target = to or f"{config.output}/export/{data.id}"
     exporter = Exporter(data, Store(target), form or config.cache.format, shard_mib, with_captions)
     exporter.check_target()
-    counts = [last - first for _, _, first, last in exporter.groups]
+    counts = [last - first for _, first, last in exporter.groups]
     row_bytes = sum(count * size.row for count, size in zip(counts, exporter.sizes, strict=True))
     text_bytes = sum(count * size.text for count, size in zip(counts, exporter.sizes, strict=True))
     report = Report(program="export", dry_run=options.dry_run)

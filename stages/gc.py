@@ -23,7 +23,7 @@ from cache.damage import ENCODE_PROGRAMS, DamageError
 from cache.files import Entry, StoreError
 from cache.json_checks import printable
 from cache.layout import is_project_file
-from cache.opening import CONFIG_POINTER_PATTERN
+from cache.set_lookup import CONFIG_POINTER_PATTERN
 from cache.store import STALE, Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.loading import load_config

@@ -7,7 +7,7 @@ import typer
 from cache.exported_set import ExportedSet
 from cache.exporter import MIB
 from cache.importer import Importer
-from cache.opening import find_set
+from cache.set_lookup import find_set
 from cache.store import Store
 from cache.trainset import SetError
 from schemas.cli.console import Console, Options, Report, make_app

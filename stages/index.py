@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache import set_pointers
+from cache import set_lookup
 from cache.compatibility import bucket_side_multiple
 from cache.damage import ENCODE_PROGRAMS, DamageError
 from cache.plans import Plan
@@ -95,7 +95,7 @@ def run(
     record["id"] = name
     done = _is_published(store, name, joined.tables, record)
     if options.dry_run:
-        done = done and set_pointers.is_current(store, record)
+        done = done and set_lookup.is_current(store, record)
         total, report.done = report.done, 0
         report.skipped, report.remaining = (total, 0) if done else (0, total)
         return report
@@ -105,7 +105,7 @@ def run(
         for key, table in joined.tables.items():
             store.write_table(f"sets/{name}/{key}.arrow", table)
         store.publish_json(f"sets/{name}/set.json", record)
-    set_pointers.update_pointers(store, record)
+    set_lookup.update_pointers(store, record)
     return report
 
 

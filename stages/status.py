@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import pyarrow.compute as pc
 import typer
 
-from cache import rejects, set_pointers
+from cache import rejects, set_lookup
 from cache.damage import DamageError
 from cache.files import Entry
 from cache.plans import Plan
@@ -134,7 +134,7 @@ def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry])
 def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
     """The set that this configuration makes, and whether it is of the current plan; or why there is none."""
     try:
-        name = set_pointers.find_configured_id(store, config)
+        name = set_lookup.find_configured_id(store, config)
     except SetError as error:
         return f"none yet: {error.message}: latentpress index"
     made_of = store.read_json(f"sets/{name}/set.json")["generation"]

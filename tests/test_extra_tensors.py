@@ -9,9 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cache.opening import find_set, open_set
 from cache.schedule import BatchSchedule
-from cache.set_pointers import open_configured_set
+from cache.set_lookup import find_set, open_configured_set, open_set
 from cache.shard import ShardRow
 from cache.shard_io import open_reader
 from cache.store import Store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.set_pointers import open_configured_set
+from cache.set_lookup import open_configured_set
 from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
 from stages import bucket, discover, encode_latents, encode_text, index

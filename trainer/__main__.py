@@ -9,7 +9,7 @@ from typing import Any
 from cache import compatibility
 from cache.damage import DamageError, rebuild_advice
 from cache.schedule import BatchSchedule, small_bucket_advice
-from cache.set_pointers import open_configured_set
+from cache.set_lookup import open_configured_set
 from cache.trainset import TrainSet
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
@@ -106,7 +106,7 @@ def log_warnings(
 ) -> None:
     """Warn of what is allowed but may be a mistake."""
     if plan.small_buckets:
-        small = ", ".join(f"{short.bucket} ({short.count})" for short in plan.small_buckets)
+        small = ", ".join(f"{short.name} ({short.distinct})" for short in plan.small_buckets)
         world = plan.global_batch // (config.train.batch_size * config.train.accumulate)
         console.warn(
             f"buckets with fewer samples than a step draws ({plan.global_batch}), so their steps repeat some: {small}. "

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.plans import Plan
-from cache.row_lookup import RowLookup
+from cache.plans import Plan, RowLookup
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError

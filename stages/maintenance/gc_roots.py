@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import plans, set_pointers
+from cache import plans, set_lookup
 from cache.files import Entry
 from cache.json_checks import printable
-from cache.opening import CONFIG_POINTER_PATTERN, parse_set_path
 from cache.plans import Plan
+from cache.set_lookup import CONFIG_POINTER_PATTERN, parse_set_path
 from cache.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
@@ -85,7 +85,7 @@ def _find_sets(store: Store, configs: Sequence[Config], written: dict[str, float
     pointers = {name for name in written if CONFIG_POINTER_PATTERN.fullmatch(name)}
     roots.pointers = {name for name in pointers if written[name] >= roots.since}
     for config in configs:
-        roots.pointers |= set(set_pointers.list_pointers(store, config))
+        roots.pointers |= set(set_lookup.list_pointers(store, config))
     used = {*current_set_ids(store, pointers - roots.pointers), *(_set_id(config.train.set) for config in configs)}
     for config in configs:
         used |= _sets_of_runs(Path(config.output), roots.since)

@@ -18,8 +18,8 @@ from cache.damage import DamageError
 from cache.files import StoreError, explained
 from cache.json_checks import printable
 from cache.layout import is_project_file, is_shard
-from cache.opening import read_pointer
 from cache.plans import Unit
+from cache.set_lookup import read_pointer
 from cache.shard import ShardMeta, ShardRow
 from cache.store import Store
 from cache.tensor_checks import find_shape_problem

@@ -8,7 +8,7 @@ from cache import plans, table_checks
 from cache.damage import DamageError, rebuild_program
 from cache.exported_set import ExportedSet
 from cache.layout import is_project_file
-from cache.opening import read_pointer
+from cache.set_lookup import read_pointer
 from cache.store import Store
 from cache.trainset import TABLE_CHECKS, TrainSet, read_set_table
 from stages.discovery import media_table

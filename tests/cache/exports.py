@@ -9,7 +9,7 @@ import pyarrow as pa
 from cache.exported_set import ExportedSet
 from cache.exporter import Exporter
 from cache.importer import Importer
-from cache.opening import open_set
+from cache.set_lookup import open_set
 from cache.shard import ShardMeta, ShardRow, canonical_json, row_checksum
 from cache.shard_io import open_writer
 from cache.store import Store

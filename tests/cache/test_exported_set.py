@@ -15,7 +15,7 @@ from cache import shard, shard_io
 from cache.damage import PARSE_ERRORS, DamageError
 from cache.exported_set import ExportedSet, pack_row, read_columns, unpack_row
 from cache.exporter import Exporter
-from cache.opening import find_set, open_set
+from cache.set_lookup import find_set, open_set
 from cache.shard import ShardRow
 from cache.shard_io import open_writer
 from cache.store import Store

@@ -77,14 +77,9 @@ def test_the_words_are_there_when_they_are_asked_for(source: Store, tmp_path: Pa
         "samples": SAMPLES_SCHEMA.empty_table(),
         "units": UNITS_SCHEMA.empty_table(),
         "active": ACTIVE_SCHEMA.empty_table(),
+        "texts": pa.Table.from_pylist(words, TEXTS_SCHEMA),
     }
-    plan = plans.publish_plan(
-        source,
-        key="k",
-        info={"null_text": None, "validation": []},
-        texts=pa.Table.from_pylist(words, TEXTS_SCHEMA),
-        **tables,
-    )
+    plan = plans.publish_plan(source, "k", tables, {"null_text": None, "validation": []})
     data = opened(source)
     publish(source, data.tables, {**data.meta, "generation": plan.name})
     export(source, target := Store(tmp_path / "export"), captions=True)
@@ -128,10 +123,10 @@ def test_a_set_is_published_once(source: Store, tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 10**6)), min_size=1, max_size=5), st.integers(1, 10**8))
 def test_pieces_cover_each_group_and_keep_to_the_size(groups: list[tuple[int, int]], limit: int) -> None:
     bounds = np.cumsum([0, *(count for count, _ in groups)]).tolist()
-    named = [("train", str(i), bounds[i], bounds[i + 1]) for i in range(len(groups))]
+    named = [(("train", str(i)), bounds[i], bounds[i + 1]) for i in range(len(groups))]
     pieces = divide_groups(named, [RowSize(size, 0) for _, size in groups], limit)
     assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
-    assert pieces[-1].stop == bounds[-1] and [piece.number for piece in pieces] == list(range(len(pieces)))
+    assert pieces[-1].stop == bounds[-1] and [int(piece.unit) for piece in pieces] == list(range(len(pieces)))
     for piece in pieces:
         rows, size = piece.stop - piece.start, groups[int(piece.bucket)][1]
         assert rows == 1 or (rows - 1) * size <= limit

@@ -12,13 +12,13 @@ import pytest
 
 from cache import plans
 from cache.damage import DamageError
-from cache.opening import open_set
 from cache.schedule import BatchSchedule, Span
+from cache.set_lookup import open_set
 from cache.shard import ShardMeta, ShardRow
 from cache.shard_io import open_writer
 from cache.store import Store
 from cache.tensors import Array
-from cache.trainset import MAX_OPEN_SHARDS, SetError, TrainSet
+from cache.trainset import MAX_OPEN_SHARDS, SetError, TrainSet, find_runs
 from schemas.tables import (
     ACTIVE_SCHEMA,
     INDEX_SCHEMA,
@@ -102,7 +102,12 @@ def store(request, tmp_path: Path) -> Store:
 
 def test_rows_captions_and_null_prompts(store: Store) -> None:
     data = open_set(store, "current", FAMILY, TASK)
-    assert len(data) == 3 and data.groups == [("train", "32x32", 0, 2), ("train", "64x32", 2, 3)]
+    assert len(data) == 3
+    runs = find_runs(data.tables["index"], ("role", "bucket"))
+    assert runs == [
+        (("train", "32x32"), 0, 2),
+        (("train", "64x32"), 2, 3),
+    ]
     assert data.caption_counts(np.array([2, 0])).tolist() == [1, 2]
     sample = data.sample(0, 1)
     assert sample.id == "a" and sample.tensors["latent"].numpy()[0, 0, 0, 0] == 1 and "condition" not in sample.tensors
@@ -200,7 +205,11 @@ def test_rows_are_grouped_by_bucket_dataset_repeats_and_weight(tmp_path: Path) -
         Span("64x32", 5, 1),
     ]
     assert len(data) == 6 and data.eval_rows == range(6, 7)
-    assert data.groups[:2] == [("train", "32x32", 0, 5), ("train", "64x32", 5, 6)]
+    runs = find_runs(data.tables["index"], ("role", "bucket"))
+    assert runs[:2] == [
+        (("train", "32x32"), 0, 5),
+        (("train", "64x32"), 5, 6),
+    ]
 
 
 def test_chunks_of_the_table_make_no_spans(tmp_path: Path) -> None:
@@ -263,13 +272,13 @@ def test_a_newer_plan_of_the_same_settings_is_noticed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     schemas = {"samples": SAMPLES_SCHEMA, "texts": TEXTS_SCHEMA, "units": UNITS_SCHEMA, "active": ACTIVE_SCHEMA}
     empty = {name: schema.empty_table() for name, schema in schemas.items()}
-    first = plans.publish_plan(store, key="k", info=INFO | {"n": 1}, **empty)
+    first = plans.publish_plan(store, "k", empty, INFO | {"n": 1})
     publish(store, [], [], [], generation=first.name)
     data = open_set(store, "s1", FAMILY, TASK)
     assert data.find_newer_plan() is None
-    plans.publish_plan(store, key="other", info=INFO | {"n": 2}, **empty)
+    plans.publish_plan(store, "other", empty, INFO | {"n": 2})
     assert data.find_newer_plan() is None
-    second = plans.publish_plan(store, key="k", info=INFO | {"n": 3}, **empty)
+    second = plans.publish_plan(store, "k", empty, INFO | {"n": 3})
     assert data.find_newer_plan() == second.name
 
 
@@ -290,7 +299,7 @@ def test_more_shards_than_stay_open(tmp_path: Path) -> None:
 MEASURE = """
 import re, sys
 import numpy as np
-from cache.opening import open_set
+from cache.set_lookup import open_set
 from cache.schedule import BatchSchedule
 from cache.store import Store
 

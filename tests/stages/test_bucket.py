@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from cache import plans
-from cache.row_lookup import RowLookup
+from cache.plans import RowLookup
 from cache.shard_io import open_reader
 from cache.store import Store
 from schemas.cli.console import Console, Options

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cache.opening import find_set
+from cache.set_lookup import find_set
 from cache.store import Store
 from cache.trainset import Location
 from schemas.cli.console import INCOMPLETE, USAGE, Options, run_program

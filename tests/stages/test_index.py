@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import stages.planning.join
 from cache import plans
 from cache.compatibility import bucket_side_multiple
-from cache.opening import open_set
 from cache.plans import Plan
 from cache.schedule import Span
+from cache.set_lookup import open_set
 from cache.shard import RejectedMember, ShardMeta, ShardRow
 from cache.shard_io import ReaderPool, open_writer
 from cache.store import Store
@@ -50,15 +50,13 @@ def plan_of(
     texts = {text for row in rows for text in [*row["texts"], row["null_text"]] if text}
     texts |= {id_of(NULL), *(prompt[key] for prompt in prompts for key in ("text", "negative"))}
     words = [{"text_id": text, "text": f"words of {text}", "negative": False} for text in sorted(texts)]
-    return plans.publish_plan(
-        store,
-        key=key,
-        samples=SAMPLES_SCHEMA.empty_table(),
-        texts=pa.Table.from_pylist(words, TEXTS_SCHEMA),
-        units=pa.Table.from_pylist(list(units), UNITS_SCHEMA),
-        active=pa.Table.from_pylist(rows, ACTIVE_SCHEMA),
-        info={"validation": list(prompts), "null_text": id_of(NULL)},
-    )
+    tables = {
+        "samples": SAMPLES_SCHEMA.empty_table(),
+        "texts": pa.Table.from_pylist(words, TEXTS_SCHEMA),
+        "units": pa.Table.from_pylist(list(units), UNITS_SCHEMA),
+        "active": pa.Table.from_pylist(rows, ACTIVE_SCHEMA),
+    }
+    return plans.publish_plan(store, key, tables, {"validation": list(prompts), "null_text": id_of(NULL)})
 
 
 def shard(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cache import shard, shard_io
+from cache import shard_io
 from cache.damage import DamageError
 from cache.shard_io import ReaderPool
 from cache.store import Store
@@ -133,7 +133,7 @@ def test_a_file_that_is_gone_or_replaced_while_it_is_open_is_read_on(whole, read
     assert read_all(readers, whole) == []
     shards.write(whole.store, format, rows=2, width=7)
     assert read_all(readers, whole) == []
-    shard.remove_shard(whole.store, whole.rel)
+    whole.store.remove(whole.rel)
     assert read_all(readers, whole) == []
     readers.close()
     with pytest.raises(DamageError, match="missing"):

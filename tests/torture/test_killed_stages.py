@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from cache.opening import find_set
+from cache.set_lookup import find_set
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import SetError

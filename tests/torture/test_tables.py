@@ -13,7 +13,7 @@ import xxhash
 
 from cache import arrow_ipc, plans, rejects, table_checks, table_files
 from cache.damage import PARSE_ERRORS, DamageError
-from cache.opening import newest_pointer, open_set
+from cache.set_lookup import newest_pointer, open_set
 from cache.store import Store
 from cache.trainset import TABLE_CHECKS as SET_TABLES
 from cache.trainset import read_set_table
@@ -78,7 +78,7 @@ def make(root: Path) -> Store:
     prompt = {**PROMPT, "text": id_of(0), "negative": id_of(1), "condition": None}
     info = {"family": "kandinsky5-image", "task": "t2i", "null_text": id_of(1), "validation": [prompt]}
     planned = {"samples": samples, "texts": texts, "units": pa.Table.from_pylist(units, UNITS_SCHEMA), "active": active}
-    plan = plans.publish_plan(store, key="k", info=info, **planned)
+    plan = plans.publish_plan(store, "k", planned, info)
     media = table(
         MEDIA_SCHEMA, path=lambda n: f"{n}.png", media_id=id_of, kind="image", width=80, height=32, captions=["a"]
     )

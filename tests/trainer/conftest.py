@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from cache import set_pointers
+from cache import set_lookup
 from cache.compatibility import bucket_side_multiple
 from cache.shard import ShardMeta, ShardRow
 from cache.shard_io import open_writer
@@ -139,7 +139,7 @@ def write_set(
     weights = {"weights": {"content": "those of encoders that are not here"}}
     meta |= {"recipe": made, "provenance": {kind: made[kind] | weights for kind in ("text", "latents")}}
     out.store.publish_bytes(f"sets/{name}/set.json", json.dumps(meta).encode())
-    set_pointers.update_pointers(out.store, meta)
+    set_lookup.update_pointers(out.store, meta)
     return root
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cache.damage import DamageError
-from cache.opening import find_set
+from cache.set_lookup import find_set
 from schemas.cli.console import DAMAGE, Options, run_program
 from trainer import metrics
 from trainer.__main__ import run as program_run

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cache.damage import DamageError
-from cache.opening import open_set
 from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import TrainSet

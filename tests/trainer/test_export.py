@@ -9,8 +9,8 @@ import torch
 
 from cache.exporter import Exporter
 from cache.importer import Importer
-from cache.opening import find_set
 from cache.schedule import BatchSchedule
+from cache.set_lookup import find_set
 from cache.store import Store
 from cache.trainset import TrainSet
 from schemas.cli.console import DAMAGE, OK, Console, Options

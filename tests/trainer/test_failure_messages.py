@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cache.files import StoreError
-from cache.opening import open_set
 from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import OK, USAGE, Console, Options, run_program
 from tests.processes import in_child

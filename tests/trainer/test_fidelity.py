@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from cache.opening import open_set
 from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
 from cache.store import Store
 from cache.trainset import TrainSet
 from schemas.cli.console import Console

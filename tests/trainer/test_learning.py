@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cache.opening import open_set
 from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
 from cache.store import Store
 from cache.trainset import TrainSet
 from schemas.cli.console import Console

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.opening import open_set
 from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
 from cache.store import Store
 from cache.trainset import SetError, TrainSet
 from schemas.catalogue import FAMILIES

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cache.damage import DamageError
-from cache.opening import open_set
 from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
 from trainer import metrics, validation

@@ -6,7 +6,7 @@ import pytest
 
 from cache import plans, rejects
 from cache.damage import DamageError
-from cache.opening import open_set
+from cache.set_lookup import open_set
 from cache.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from stages.maintenance import table_scan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.opening import open_set
+from cache.set_lookup import open_set
 from cache.store import Store
 from cache.trainset import SetNotFound
 from schemas.errors import INCOMPLETE, USAGE

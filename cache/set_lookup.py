@@ -1,4 +1,4 @@
-"""Chooses the training set: the one that the configuration makes, or another that `train.set` names.
+"""Finds and opens training sets: the one that the configuration makes, or another that `train.set` names.
 
 Several configurations may share a root. Each published set has two pointers: as the newest of its family and task, and
 as the one that its configuration makes, in a file named after the configuration's settings (`schemas/recipe.py`) and
@@ -7,14 +7,15 @@ checkpoint on this machine has them.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from cache.compatibility import bucket_side_multiple
 from cache.damage import DamageError
-from cache.json_checks import printable
-from cache.opening import CONFIG_POINTER_PATTERN, find_set, newest_pointer, newest_set, open_set, read_pointer
+from cache.exported_set import ExportedSet
+from cache.json_checks import PATH_NAME_PATTERN, printable
 from cache.store import Store
 from cache.trainset import SetError, SetNotFound, TrainSet
 from cache.weights import WeightsError, fingerprint_weights, local_folder
@@ -22,11 +23,15 @@ from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.identity import hash_json
 from schemas.recipe import build_recipe
+from schemas.tables import SET_VERSIONS
 
+#: Files that point to the set of a configuration.
+CONFIG_POINTER_PATTERN = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)
 #: The model that makes each kind of shard. The last is part of no checkpoint, and not used by every set.
 ENCODER_NAMES = {"text": "text encoder", "latents": "autoencoder", "vision": "vision model"}
 MAX_DIFFERENCES = 6  # in a message
 MAX_VALUE_CHARS = 60  # of a value in a message
+_LIST_ITEM = object()  # in place of a value: the start of a section or of an item of a list
 RUN_HINT = "Run `latentpress run`, which makes what is missing and indexes it"
 
 JsonDict = dict[str, Any]
@@ -34,6 +39,76 @@ JsonDict = dict[str, Any]
 
 class WeightsMismatch(SetError):
     """The named set was encoded with other weights than the checkpoint's."""
+
+
+def find_set(root: str, name: str, family: str, task: str) -> TrainSet:
+    """The set that `train.set` names: "current", the id of one under `root`, or, with a "/" in it, the path or URL
+    of another root or an export ("s3://bucket/export", its current set) or of one set there (".../sets/<id>")."""
+    if "/" in name:
+        root, name = parse_set_path(name)
+    return open_set(Store(root), name, family, task)
+
+
+def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
+    """The set `set_id`, or the newest of this family and task for "current". Raises SetError otherwise."""
+    if set_id == "current":
+        set_id = newest_set(store, family, task)
+    if not PATH_NAME_PATTERN.fullmatch(set_id):
+        raise SetError(f"{printable(repr(set_id))} can't be the name of a training set", "Correct train.set.")
+    rel = f"sets/{set_id}/set.json"
+    if not store.exists(rel):
+        names = sorted({name.split("/")[0] for name in store.list_names("sets") if name.endswith("/set.json")})
+        what = f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(names) or 'none'}"
+        raise SetError(what, "Correct train.set, or run `latentpress index`.")
+    meta = store.read_json(rel)
+    if meta.get("format_version") not in SET_VERSIONS:
+        what = f"set {set_id} has format version {meta.get('format_version')!r}"
+        known = " and ".join(map(str, SET_VERSIONS))
+        raise SetError(f"{what}; this release reads {known}", "Run `latentpress index` with this release.")
+    if (meta.get("family"), meta.get("task")) != (family, task):
+        what = f"set {set_id} was made for {meta.get('family')} {meta.get('task')}"
+        step = "Correct train.set or model.flavour."
+        raise SetError(f"{what}; the configuration trains {family} {task}", step)
+    if meta.get("id") != set_id:
+        step = "Run `latentpress index`, which writes it again; copy an export again."
+        raise SetError(f"{store.path(rel)} belongs to set {printable(repr(meta.get('id')))}", step)
+    return (ExportedSet if "export" in meta else TrainSet)(store, set_id, meta)
+
+
+def parse_set_path(name: str) -> tuple[str, str]:
+    """(root, set) of a `train.set` that is a path or URL."""
+    top, there, id = name.rstrip("/").rpartition("/sets/")
+    return (top, id) if there else (name, "current")
+
+
+def newest_pointer(family: str, task: str) -> str:
+    """The file that names the newest set of a family and task."""
+    return f"sets/current-{family}-{task}.json"
+
+
+def newest_set(store: Store, family: str, task: str) -> str:
+    """The id of the newest set of this family and task, of any configuration."""
+    rel = newest_pointer(family, task)
+    if not store.exists(rel):
+        others = sorted(
+            name.removeprefix("current-").removesuffix(".json")
+            for name in store.list_names("sets")
+            if name.startswith("current-") and not CONFIG_POINTER_PATTERN.fullmatch(f"sets/{name}")
+        )
+        raise SetNotFound(
+            f"no training set for {family} {task} under {store.path('sets')}; there are sets for: "
+            f"{', '.join(others) or 'none'}",
+            "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
+        )
+    return read_pointer(store, rel)
+
+
+def read_pointer(store: Store, rel: str) -> str:
+    """The id of the set that a pointer names. DamageError where it can't be one."""
+    named = store.read_json(rel).get("id")
+    if not isinstance(named, str) or not PATH_NAME_PATTERN.fullmatch(named):
+        raise DamageError(store.path(rel), f"it names {printable(repr(named))}, which can't be a training set")
+    return named
 
 
 def open_configured_set(config: Config, warn: Callable[[str], None]) -> TrainSet:
@@ -86,10 +161,19 @@ def find_configured_id(store: Store, config: Config) -> str:
         missing = store.path(f"sets/{next(iter(pointers.values()))}")
         raise SetNotFound(f"{missing}, the set of this configuration, is not there", f"{RUN_HINT}.")
     newest = newest_set(store, config.model.family, config.model.task)
-    differences = _join_first(_describe_differences(store, newest, recipe, weights))
+    path = f"sets/{newest}/set.json"
+    record = store.read_json(path) if store.exists(path) else None
+    if record is None:
+        differences = ["its set.json is not there"]
+    elif not isinstance(record.get("recipe"), dict):
+        differences = ["its set.json does not name the configuration (an older release made it)"]
+    else:
+        other = [f"model.path: another {ENCODER_NAMES[kind]}" for kind in _find_other_weights(record, weights)]
+        differences = diff_recipes(record["recipe"], recipe) + other
+    differences = differences or ["nothing, and only the file that points to it is missing"]
     raise SetNotFound(
         f"no training set under {store.path('sets')} is what this configuration makes; the newest of "
-        f"{config.model.family} {config.model.task}, {newest}, was made otherwise: {differences}",
+        f"{config.model.family} {config.model.task}, {newest}, was made otherwise: {_join_first(differences)}",
         f"{RUN_HINT}; or, to use that set as it is, name it: train.set: {newest}.",
     )
 
@@ -174,18 +258,6 @@ def _find_other_weights(record: Mapping[str, Any], weights: Mapping[str, JsonDic
     return [kind for kind, known in weights.items() if kind in made and not known.items() <= made[kind].items()]
 
 
-def _describe_differences(store: Store, set_id: str, recipe: JsonDict, weights: Mapping[str, JsonDict]) -> list[str]:
-    """How the set `set_id` differs from that of a configuration, in words."""
-    path = f"sets/{set_id}/set.json"
-    if not store.exists(path):
-        return ["its set.json is not there"]
-    record = store.read_json(path)
-    if not isinstance(record.get("recipe"), dict):
-        return ["its set.json does not name the configuration (an older release made it)"]
-    other = [f"model.path: another {ENCODER_NAMES[kind]}" for kind in _find_other_weights(record, weights)]
-    return diff_recipes(record["recipe"], recipe) + other or ["nothing, and only the file that points to it is missing"]
-
-
 def diff_recipes(recorded: JsonDict, recipe: JsonDict) -> list[str]:
     """How a set's recipe and the configuration's differ, option by option, in words."""
     theirs, ours = dict(_flatten("", recorded)), dict(_flatten("", recipe))
@@ -201,9 +273,6 @@ def diff_recipes(recorded: JsonDict, recipe: JsonDict) -> list[str]:
             values = _format_value(theirs.get(key)), _format_value(ours.get(key))
             found.append(f"{option} is {values[0]} in the set and {values[1]} in the configuration")
     return found
-
-
-_LIST_ITEM = object()  # in place of a value: the start of a section or of an item of a list
 
 
 def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
