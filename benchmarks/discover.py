@@ -37,10 +37,11 @@ from benchmarks.common import MIB, medians, print_header, print_row, run_silentl
 from cache.store import Store
 from stages import discover
 from stages.discovery import item_reader
+from stages.discovery.media_table import media_table_path
 from stages.discovery.sources.base import CHUNK_ROWS, LISTING_SCHEMA
 
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-TABLE = discover.media_table_path("data")
+TABLE = media_table_path("data")
 
 # --- files ---
 

@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 import typer
 
 from cache import rejects
-from cache.damage import DamageError
 from cache.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.cli.report import printable
@@ -30,17 +29,16 @@ from schemas.text_format import escape_unprintable
 from stages.discovery import listing_diff, media_table
 from stages.discovery.listing_diff import KnownRows, ListingDiff
 from stages.discovery.media_table import DiscoverySettings, SpillBuffer, media_table_path, read_media_table
-from stages.discovery.missing_media import RemovalCheck, count_missing, describe_ignored
+from stages.discovery.missing_media import RemovalCheck, describe_ignored
 from stages.discovery.sources.base import CHUNK_ROWS, Source, open_source
 from stages.encoding.stage import MIN_REJECT_BASE, refuse_partition
-
-# For readers of the media table.
-__all__ = ["media_table_path", "read_media_table", "run"]
 
 SAVE_EVERY_S = 30.0  # a killed run loses what it read in this time
 SAVE_EVERY_ROWS = 65536  # in a partial table, about
 MAX_PENDING_ROWS = 4096  # rows that are Python objects at a time
 MAX_LISTED_REJECTS = 10_000  # items set aside that the report itself lists
+_ACCEPT_REMOVED_HELP = "Go on if most of a dataset is gone; missing items leave the media table."
+_REHASH_HELP = "Read every file again, even if its size and time are unchanged."
 
 
 def run(
@@ -48,15 +46,8 @@ def run(
     options: Options,
     console: Console,
     *,
-    accept_removed: Annotated[
-        bool,
-        typer.Option(
-            "--accept-removed", help="Go on if most of a dataset is gone; missing items leave the media table."
-        ),
-    ] = False,
-    rehash: Annotated[
-        bool, typer.Option("--rehash", help="Read every file again, even if its size and time are unchanged.")
-    ] = False,
+    accept_removed: Annotated[bool, typer.Option("--accept-removed", help=_ACCEPT_REMOVED_HELP)] = False,
+    rehash: Annotated[bool, typer.Option("--rehash", help=_REHASH_HELP)] = False,
 ) -> Report:
     refuse_partition(options, "discover")
     store = Store(config.root)
@@ -69,7 +60,8 @@ def run(
             report.skipped += kept
             console.log(f"{dataset.id}: skip_file_discovery, its {kept} items are kept")
         else:
-            _DatasetDiscovery(store, config, dataset, options, console, accept_removed, rehash).run(report)
+            discovery = _DatasetDiscovery(store, config, dataset, options, console, accept_removed, rehash)
+            report.details.setdefault("datasets", []).append(discovery.run(report))
     return report
 
 
@@ -87,18 +79,18 @@ class _DatasetDiscovery:
     unsaved: list[pa.Table] = field(default_factory=list)  # rows that were read and are in no partial table yet
     rejects: list[pa.Table] = field(default_factory=list)
 
-    def run(self, report: Report) -> None:
+    def run(self, report: Report) -> dict[str, Any]:
+        """Returns the dataset's part of the report."""
         self.settings = DiscoverySettings.of(self.dataset)
         self.before, self.known = media_table.load_known_rows(
-            self.store, self.dataset.id, self.settings, self._warn_damaged, self.rehash
+            self.store, self.dataset.id, self.settings, self.console.warn, self.rehash
         )
         self.removal_check = RemovalCheck(self.dataset, self.before)
-        self.kept_known = np.zeros(len(self.known.table) if self.known else 0, bool)  # known rows of the new table
+        self.kept_known = np.zeros(len(self.known.table), bool)  # known rows of the new table
         self.rows = SpillBuffer(self.store, media_table_path(self.dataset.id))  # its other rows
         source = open_source(self.dataset)
         if self.options.dry_run:
-            self._report_dry_run(source, report)
-            return
+            return self._report_dry_run(source, report)
         todo = SpillBuffer(self.store, media_table_path(self.dataset.id))
         for part in self._diff_listing(source):
             self.kept_known[part.unchanged_rows] = True
@@ -120,7 +112,7 @@ class _DatasetDiscovery:
             report.rejects = self.store.path("rejects/discover")
         reasons = sorted(pc.value_counts(aside["reason"]).to_pylist(), key=lambda row: -row["counts"])
         by_reason = ", ".join(f"{row['values']} {row['counts']}" for row in reasons)
-        counts = {
+        return {
             "dataset": self.dataset.id,
             "images": _sum_values(pc.equal(table["kind"], "image")),
             "videos": _sum_values(pc.equal(table["kind"], "video")),
@@ -131,17 +123,13 @@ class _DatasetDiscovery:
             "other_files": describe_ignored(source.ignored) if source.ignored else 0,
             "files_read": todo.rows,
         }
-        report.details.setdefault("datasets", []).append(counts)
-
-    def _warn_damaged(self, damage: DamageError) -> None:
-        self.console.warn(f"{damage.message}; the items in it are read again")
 
     # -- listing -----------------------------------------------------------------------------------------------------
 
     def _diff_listing(self, source: Source) -> Iterator[ListingDiff]:
         with self.console.progress(None, f"list {self.dataset.id}", "files") as progress:
             try:
-                for chunk in source.scan(self.known.table if self.known else None):
+                for chunk in source.scan(self.known.table):
                     self.removal_check.count(chunk)
                     yield listing_diff.diff_listing(chunk, self.known, self.dataset)
                     progress.advance(len(chunk))
@@ -151,14 +139,15 @@ class _DatasetDiscovery:
                 raise LatentpressError(f"datasets.{self.dataset.id}: {error.message}", error.next_step) from error
 
     def _require_media(self, source: Source) -> None:
-        fraction, missing = self.config.stages.max_reject_fraction, count_missing(self.rejects)
+        fraction = self.config.stages.max_reject_fraction
+        missing = sum(_sum_values(pc.equal(rows["reason"], "missing")) for rows in self.rejects)
         try:
             self.removal_check.require_media(missing, fraction, self.accept_removed, source.ignored)
         except LatentpressError:
             self._save()
             raise
 
-    def _report_dry_run(self, source: Source, report: Report) -> None:
+    def _report_dry_run(self, source: Source, report: Report) -> dict[str, Any]:
         """How much would be read. Items that were set aside before are tried again, and don't count as remaining."""
         aside = rejects.read_list(self.store, "discover", self.dataset.id)["path"]
         total = unread = problems = again = size = 0
@@ -173,7 +162,7 @@ class _DatasetDiscovery:
         remaining = problems + unread - again
         report.remaining += remaining
         report.skipped += total - remaining
-        counts = {
+        return {
             "dataset": self.dataset.id,
             "files": total,
             "files_to_read": unread,
@@ -181,7 +170,6 @@ class _DatasetDiscovery:
             "set_aside_tried_again": again,
             "other_files": describe_ignored(source.ignored) if source.ignored else 0,
         }
-        report.details.setdefault("datasets", []).append(counts)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -217,24 +205,22 @@ class _DatasetDiscovery:
         """Add rows of a listing with what was read of each; returns how many media were set aside."""
         from stages.engines.sandbox import WorkerFailure
 
-        good = [isinstance(result, dict) for result in results]
-        listed = part if all(good) else part.filter(pa.array(good))
-        if any(good):
+        good = pa.array([isinstance(result, dict) for result in results])
+        listed, bad = part.filter(good), part.filter(pc.invert(good))
+        if len(listed):
             rows = listing_diff.assemble_rows(listed, [r for r in results if isinstance(r, dict)], self.known)
             if listing_diff.equals_known(rows, listed, self.known):
                 self.kept_known[listing_diff.known_row_numbers(listed)] = True
             else:
                 self.rows.add(rows)
                 self.unsaved.append(rows)
-        if all(good):
-            return 0
-        bad, aside = part.filter(pa.array([not fine for fine in good])), []
+        aside = []
         errors = [result for result in results if not isinstance(result, dict)]
         for path, problem in zip(bad["path"].to_pylist(), errors, strict=True):
             error = problem.error(path) if isinstance(problem, WorkerFailure) else problem
             item, message = f"{self.dataset.id}/{path}", printable(str(error))
             aside.append(rejects.make_reject("discover", item, path, error.reason, message))
-        self.rejects.append(pa.Table.from_pylist(aside, schema=REJECTS_SCHEMA))
+        self.rejects += [pa.Table.from_pylist(aside, schema=REJECTS_SCHEMA)] if aside else []
         return _sum_values(bad["read media"])
 
     def _save(self) -> None:
@@ -263,35 +249,27 @@ class _DatasetDiscovery:
     def _publish(self) -> tuple[pa.Table, dict[str, int]]:
         """Write the table unless it equals the last one; returns it, and the counts of changes."""
         self.unsaved.clear()
-        counts, rows, keep = self._assemble_table()
-        before, partial_names = self.before, media_table.partial_table_paths(self.store, self.dataset.id)
-        self.before = self.known = None  # no longer needed, and as large as the table
-        new = before is None or self.rows.rows or not keep.all() or len(keep) != len(before)
-        written = (new or not media_table.was_made_with(before, self.settings)) and media_table.write_media_table(
-            self.store, self.dataset.id, before, rows, keep, self.settings
+        partial_names = media_table.partial_table_paths(self.store, self.dataset.id)
+        before, rows = self.before, self.rows.tables()
+        old = len(before or ())
+        partial_rows = pa.array(np.flatnonzero(self.kept_known[old:]) + old)  # of an unfinished discovery
+        slices = listing_diff.iter_slices(partial_rows)
+        others = (self.known.take(part.to_numpy(), MEDIA_SCHEMA.names) for part in slices)
+        known_before = self.known if old == len(self.kept_known) else KnownRows(before or MEDIA_SCHEMA.empty_table())
+        counts = media_table.count_changes(known_before, int(self.kept_known[:old].sum()), chain(others, rows))
+        keep = np.ones(self.rows.rows, bool)  # (n,): which of the rows are in the table
+        if self.kept_known.any():  # else none of the known extra columns stays either
+            rows, keep = [self.known.table, *rows], np.concatenate([self.kept_known, keep])
+        table = media_table.concat_media(rows)
+        del self.before, self.known, known_before  # no longer needed, and as large as the table
+        made_with = media_table.with_table_metadata(MEDIA_SCHEMA.empty_table(), self.settings).schema.metadata
+        new = before is None or before.schema.metadata != made_with
+        written = (new or self.rows.rows or not keep.all() or len(keep) != old) and media_table.write_media_table(
+            self.store, self.dataset.id, before, table, keep, self.settings
         )
         for name in partial_names:
             self.store.remove(name)
         return read_media_table(self.store, self.dataset.id) if written or before is None else before, counts
-
-    def _assemble_table(self) -> tuple[dict[str, int], pa.Table, np.ndarray]:
-        """The counts of changes, all rows that may be in the table, and which of them are, (n,) bool."""
-        rows = self.rows.tables()
-        if self.known is None:
-            table = media_table.concat_media(rows)
-            return media_table.count_changes(None, 0, rows), table, np.ones(len(table), bool)
-        old, before = 0, None
-        if self.before is not None:
-            old = len(self.before)
-            before = self.known if old == len(self.kept_known) else KnownRows(self.before)
-        partial_rows = pa.array(np.flatnonzero(self.kept_known[old:]) + old)  # of an unfinished discovery
-        slices = listing_diff.iter_slices(partial_rows)
-        others = (self.known.take(part.to_numpy(), MEDIA_SCHEMA.names) for part in slices)
-        counts = media_table.count_changes(before, int(self.kept_known[:old].sum()), chain(others, rows))
-        keep = np.ones(self.rows.rows, bool)
-        if not self.kept_known.any():  # then none of the known extra columns stays either
-            return counts, media_table.concat_media(rows), keep
-        return counts, media_table.concat_media([self.known.table, *rows]), np.concatenate([self.kept_known, keep])
 
 
 def _read_items(sandbox: Any, todo: list[pa.Table], progress: Progress) -> Iterator[tuple[pa.Table, list[Any]]]:

@@ -97,18 +97,19 @@ class ListingDiff:
     rejects: pa.Table
 
 
-def diff_listing(listing: pa.Table, known: KnownRows | None, dataset: Dataset) -> ListingDiff:
+def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> ListingDiff:
     listing = listing.combine_chunks()
     usable = pc.is_null(listing["problem"])
     rejects = rejects_of_listing(listing.filter(pc.invert(usable)), dataset.id)
     listing = listing if not len(rejects) else listing.filter(usable)
-    if known is None:
-        rows, before = np.full(len(listing), -1, np.int64), null_columns(len(listing), _COMPARED_COLUMNS)
-    else:
-        rows, before = known.find(listing["path"], _COMPARED_COLUMNS)
+    rows, before = known.find(listing["path"], _COMPARED_COLUMNS)
     needs = _required_reads(listing, before, dataset)
     todo = needs["media"] | needs["captions"] | needs["source"] | needs["mask"]
-    same = ~todo & _matches_known(listing, known, before)
+    # Whose known rows have everything that the listing has:
+    same = ~todo & _valid_mask(listing["captions_at"]) & ~_valid_mask(listing["captions"])
+    same &= known.table.schema.names == MEDIA_SCHEMA.names and not _extra_columns(listing)
+    for role in ("source", "mask"):
+        same &= _valid_mask(listing[role]) == _valid_mask(before[role])
     if same.all():
         return ListingDiff(rows, MEDIA_SCHEMA.empty_table(), listing.slice(0, 0), rejects)
     listing = listing.drop_columns(["problem", "advice"]).append_column(_KNOWN_ROW, pa.array(rows))
@@ -126,11 +127,11 @@ def known_row_numbers(listing: pa.Table) -> np.ndarray:
     return listing[_KNOWN_ROW].to_numpy()
 
 
-def equals_known(table: pa.Table, listing: pa.Table, known: KnownRows | None) -> bool:
+def equals_known(table: pa.Table, listing: pa.Table, known: KnownRows) -> bool:
     """Whether rows of the media table equal the known rows of the same paths. listing: from which `assemble_rows` made
     them."""
     rows = known_row_numbers(listing)
-    if known is None or (rows < 0).any() or not table.schema.equals(known.table.schema):
+    if (rows < 0).any() or not table.schema.equals(known.table.schema):
         return False
     return table.equals(known.take(rows, table.schema.names))
 
@@ -146,16 +147,6 @@ def equal_mask(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
 
 def _valid_mask(column: pa.ChunkedArray) -> np.ndarray:
     return to_mask(pc.is_valid(column))
-
-
-def _matches_known(listing: pa.Table, known: KnownRows | None, before: pa.Table) -> np.ndarray:
-    """(n,) bool: whether the known row, if nothing must be read, has everything that the listing has."""
-    if known is None or known.table.schema.names != MEDIA_SCHEMA.names or _extra_columns(listing):
-        return np.zeros(len(listing), bool)
-    same = _valid_mask(listing["captions_at"]) & ~_valid_mask(listing["captions"])
-    for role in ("source", "mask"):
-        same &= _valid_mask(listing[role]) == _valid_mask(before[role])
-    return same
 
 
 def _extra_columns(table: pa.Table) -> list[str]:
@@ -181,10 +172,10 @@ def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> di
     return needs
 
 
-def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: KnownRows | None) -> pa.Table:
+def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: KnownRows) -> pa.Table:
     """Rows of the media table from rows of `ListingDiff.todo` and what was read of each, if anything."""
     names = MEDIA_SCHEMA.names
-    before = known.take(known_row_numbers(listing), names) if known else null_columns(len(listing), names)
+    before = known.take(known_row_numbers(listing), names)
     read = null_columns(len(listing), _READ_COLUMNS)
     if results:
         read = pa.table(

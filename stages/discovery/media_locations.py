@@ -14,9 +14,6 @@ from stages.discovery.sources.base import Source, open_source
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath, require_unchanged
 
-#: A file and the media id it was planned with.
-PlannedFile = tuple[MediaPath, str]
-
 
 class RequiredFile(NamedTuple):
     """A file that a member is made from. role: "media", "source" or "mask"; content: its media id as planned."""
@@ -34,17 +31,18 @@ class MediaLocations:
         self._config, self._plan = config, plan
         self._sources: dict[str, Source] = {}
 
-    def sample_files(self, name: str) -> list[PlannedFile]:
-        """The media, for i2i the source image, and the mask if there is one. Raises MediaError if the configuration no
-        longer has it."""
-        return [(self._open(file), file.content) for file in self.required_files("latents", name)]
-
-    def text_files(self, name: str) -> list[PlannedFile]:
-        """The image inside an i2i prompt; nothing for other prompts."""
-        return [(self._open(file), file.content) for file in self.required_files("text", name)]
+    def planned_files(self, kind: str, name: str) -> list[tuple[MediaPath, str]]:
+        """The `required_files` of a member, to be opened, each with the media id it was planned with. Raises MediaError
+        if the configuration no longer has it."""
+        opened = []
+        for dataset, role, path, content in self.required_files(kind, name):
+            media = self.open_media(dataset, path) if role == "media" else self.open_companion(dataset, role, path)
+            opened.append((media, content))
+        return opened
 
     def required_files(self, kind: str, name: str) -> list[RequiredFile]:
-        """The files of a member of this kind ("text", "latents", "vision"); of vision the media alone."""
+        """The files of a member of this kind: of "text" the image inside an i2i prompt, nothing for other prompts; of
+        "vision" the media alone; of "latents" the media, for i2i the source image, and the mask if there is one."""
         if kind == "text":
             text = self._plan.texts[name]
             if not text["image_id"]:
@@ -78,7 +76,7 @@ class MediaLocations:
     def all_present(self, kind: str, name: str) -> bool:
         """Whether all files of a member of this kind ("text", "latents") are there as they were planned."""
         try:
-            for path, content in self.text_files(name) if kind == "text" else self.sample_files(name):
+            for path, content in self.planned_files(kind, name):
                 require_unchanged(path, content)
         except (MediaError, LatentpressError):  # the latter: its place can't even be opened
             return False
@@ -93,11 +91,6 @@ class MediaLocations:
         if dataset == VALIDATION:
             return self._validation_image(path)
         return self._source(dataset).open_companion(role, path)
-
-    def _open(self, file: RequiredFile) -> MediaPath:
-        if file.role == "media":
-            return self.open_media(file.dataset, file.path)
-        return self.open_companion(file.dataset, file.role, file.path)
 
     def _validation_image(self, name: str) -> MediaPath:
         prompt = next((prompt for prompt in self._config.validation.prompts if prompt.name == name), None)

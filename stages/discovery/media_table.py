@@ -106,13 +106,9 @@ def _settings_of(table: pa.Table) -> Any:
 def find_media_table(store: Store, dataset: str) -> pa.Table | None:
     """The media table as it is; None if there is none of this version."""
     try:
-        return _read_current(store, media_table_path(dataset))
+        table = store.read_table(media_table_path(dataset), check_media_table)
     except FileNotFoundError:
         return None
-
-
-def _read_current(store: Store, rel: str) -> pa.Table | None:
-    table = store.read_table(rel, check_media_table)
     return table if _is_current_version(table) else None
 
 
@@ -120,27 +116,26 @@ def load_known_rows(
     store: Store,
     dataset: str,
     settings: DiscoverySettings,
-    on_damage: Callable[[DamageError], object],
+    warn: Callable[[str], None],
     rehash: bool = False,
-) -> tuple[pa.Table | None, KnownRows | None]:
-    """The last media table, and the known rows: first those of the table, then those of an unfinished discovery,
-    without versions of what other settings would change. on_damage: called for each damaged file, whose rows are then
-    not known. rehash: without any version, so that everything is read again."""
-    before, tables = None, []
-    try:
-        before = find_media_table(store, dataset)
-    except DamageError as damage:
-        on_damage(damage)
-    for name in partial_table_paths(store, dataset):
+) -> tuple[pa.Table | None, KnownRows]:
+    """The last media table, if there is one, and the known rows: first those of the table, then those of an unfinished
+    discovery, without versions of what other settings would change. warn: called for each damaged file, whose rows are
+    then not known. rehash: without any version, so that everything is read again."""
+    tables: dict[str, pa.Table] = {}
+    for rel in (media_table_path(dataset), *partial_table_paths(store, dataset)):
         try:
-            tables.append(_read_current(store, name))
+            table = store.read_table(rel, check_media_table)
+        except FileNotFoundError:
+            continue
         except DamageError as damage:
-            on_damage(damage)
-    found = [_drop_stale_versions(table, settings) for table in (before, *tables) if table is not None]
-    if not found:
-        return None, None
-    known = concat_media(found)  # newer rows come last
-    return before, KnownRows(_drop_versions(known, _VERSIONS) if rehash else known)
+            warn(f"{damage.message}; the items in it are read again")
+            continue
+        if _is_current_version(table):
+            tables[rel] = table
+    known = concat_media([_drop_stale_versions(table, settings) for table in tables.values()])  # newer rows come last
+    known_rows = KnownRows(_drop_versions(known, _VERSIONS) if rehash else known)
+    return tables.get(media_table_path(dataset)), known_rows
 
 
 def partial_table_paths(store: Store, dataset: str) -> list[str]:
@@ -157,11 +152,6 @@ def save_partial_table(store: Store, dataset: str, tables: list[pa.Table], setti
 def with_table_metadata(table: pa.Table, settings: DiscoverySettings) -> pa.Table:
     made_with = json.dumps(asdict(settings), sort_keys=True).encode()
     return table.replace_schema_metadata({_VERSION_KEY: str(TABLES_VERSION).encode(), _SETTINGS_KEY: made_with})
-
-
-def was_made_with(table: pa.Table, settings: DiscoverySettings) -> bool:
-    """Whether a table of this version was made with these settings."""
-    return table.schema.metadata == with_table_metadata(MEDIA_SCHEMA.empty_table(), settings).schema.metadata
 
 
 def _drop_stale_versions(table: pa.Table, settings: DiscoverySettings) -> pa.Table:
@@ -285,15 +275,12 @@ def write_media_table(
     return True
 
 
-def count_changes(before: KnownRows | None, same: int, others: Iterable[pa.Table]) -> dict[str, int]:
+def count_changes(before: KnownRows, same: int, others: Iterable[pa.Table]) -> dict[str, int]:
     """How many items are new, are removed, have other content, have other captions. same: how many rows of the table
     are rows of `before`; others: its other rows."""
     counts = {"new": 0, "removed": 0, "changed": 0, "captions_changed": 0}
     common, names = same, ["media_id", "captions"]
     for part in (part for table in others for part in iter_slices(table.select(["path", *names]))):
-        if before is None:
-            counts["new"] += len(part)
-            continue
         rows, old = before.find(part["path"], names)
         known = pa.array(rows >= 0)
         part, old = part.filter(known), old.filter(known)
@@ -302,7 +289,7 @@ def count_changes(before: KnownRows | None, same: int, others: Iterable[pa.Table
         counts["changed"] += int((~equal_mask(part["media_id"], old["media_id"])).sum())
         captions = [pc.binary_join(table["captions"], "\0") for table in (part, old)]
         counts["captions_changed"] += int((~equal_mask(*captions)).sum())
-    counts["removed"] = (0 if before is None else len(before.table)) - common
+    counts["removed"] = len(before.table) - common
     return counts
 
 

@@ -31,7 +31,6 @@ from stages.media.errors import MediaError
 from stages.media.files import Blob, MediaPath, media_size
 
 MAX_PROBED_FILES = 16  # of each dataset
-_ROLE_NAMES = {"media": "items", "source": "source images", "mask": "masks"}
 
 
 class MissingMediaError(LatentpressError):
@@ -68,9 +67,29 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
         for need in places.required_files(kind, name):
             groups.setdefault((need.dataset, need.role), {})[need.path] = need
     for (dataset, role), needs in groups.items():
-        missing = _find_missing(places, dataset, role, list(needs.values()))
+        key, place = places.location_option(dataset, role)
+        if dataset == VALIDATION:
+            step = "restore them, or correct validation.prompts and run `latentpress bucket`; nothing was set aside"
+        else:
+            name = key.rpartition(".")[2]
+            option = f"--set datasets.{dataset}.{'media_root' if name == 'instance_data_dir' else name}=PLACE"
+            step = (
+                f"mount the disk, restore the files, or say where they are on this machine: {option}; nothing was set "
+                "aside. Files deleted for good leave the plan by `latentpress discover` and then `latentpress bucket`"
+            )
+        missing: list[MediaError] = []
+        found: list[MediaPath] = []
+        try:
+            for need in needs.values():
+                try:
+                    found.append(places.backing_file(need))
+                except MediaError as error:
+                    missing.append(error)
+        except LatentpressError as error:
+            raise MissingMediaError(f"{key}: {error.message}", step) from error
+        with ThreadPoolExecutor(MAX_PROBED_FILES) as pool:
+            missing += [error for error in pool.map(_absence_error, found) if error]
         if 2 * len(missing) > len(needs):
-            key, place = places.location_option(dataset, role)
             state = ""
             if place and "://" not in place and not os.path.exists(place):
                 state = " is not there"
@@ -80,24 +99,8 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
                 f"{key}: {display_location(place)}{state}{': ' if place else ''}{len(missing)} of {len(needs)} files "
                 f"that were looked for are missing; the first: {escape_unprintable(str(missing[0].path))}: "
                 f"{missing[0].problem}",
-                _advice(places, dataset, role),
+                step,
             )
-
-
-def _find_missing(places: MediaLocations, dataset: str, role: str, needs: list[RequiredFile]) -> list[MediaError]:
-    missing: list[MediaError] = []
-    found: list[MediaPath] = []
-    try:
-        for need in needs:
-            try:
-                found.append(places.backing_file(need))
-            except MediaError as error:
-                missing.append(error)
-    except LatentpressError as error:
-        key, _ = places.location_option(dataset, role)
-        raise MissingMediaError(f"{key}: {error.message}", _advice(places, dataset, role)) from error
-    with ThreadPoolExecutor(MAX_PROBED_FILES) as pool:
-        return missing + [error for error in pool.map(_absence_error, found) if error]
 
 
 def _absence_error(file: MediaPath) -> MediaError | None:
@@ -107,18 +110,6 @@ def _absence_error(file: MediaPath) -> MediaError | None:
     except MediaError as error:
         return error if error.reason == "missing" or (error.reason == "unreadable" and isinstance(file, Blob)) else None
     return None
-
-
-def _advice(places: MediaLocations, dataset: str, role: str) -> str:
-    key, _ = places.location_option(dataset, role)
-    if dataset == VALIDATION:
-        return "restore them, or correct validation.prompts and run `latentpress bucket`; nothing was set aside"
-    name = key.rpartition(".")[2]
-    option = f"--set datasets.{dataset}.{'media_root' if name == 'instance_data_dir' else name}=PLACE"
-    return (
-        f"mount the disk, restore the files, or say where they are on this machine: {option}; nothing was set aside. "
-        "Files deleted for good leave the plan by `latentpress discover` and then `latentpress bucket`"
-    )
 
 
 # -- in a listing ----------------------------------------------------------------------------------------------------
@@ -153,19 +144,29 @@ class RemovalCheck:
             raise self._error("media", f"{missing} of {listed} items that are listed are not there", step)
         if accept_removed:
             return
-        if not listed and not len(self.before or ()):
-            raise self._empty_error(ignored)
         dataset, before = self.dataset, self.before or MEDIA_SCHEMA.empty_table()
-        for role, column, configured in (
-            ("media", "path", True),
-            ("source", "source", dataset.conditioning_data or dataset.conditioning_column),
-            ("mask", "mask", dataset.mask_data or dataset.mask_column),
+        if not listed and not len(before):
+            key, place = location_option(dataset, "media")
+            video = dataset.dataset_type == "video"
+            problem = f"{key}: {display_location(place)} holds no {'images or videos' if video else 'images'}"
+            if not ignored:
+                step = "mount the disk, correct the place or media_root, or set disabled: true for this dataset"
+                raise LatentpressError(f"{problem}: it is empty", step)
+            formats = ", ".join(sorted(ending[1:] for ending in extensions_of_dataset(dataset)))
+            step = f"convert them to a format that is read ({formats}), or correct the place"
+            if not video and any(ending in VIDEO_EXTENSIONS for ending in ignored):
+                step = f"set dataset_type: video for the videos; {step}"
+            raise LatentpressError(f"{problem}; left alone: {describe_ignored(ignored)}", step)
+        for role, column, name, configured in (
+            ("media", "path", "items", True),
+            ("source", "source", "source images", dataset.conditioning_data or dataset.conditioning_column),
+            ("mask", "mask", "masks", dataset.mask_data or dataset.mask_column),
         ):
             was = len(before) - before[column].null_count
             now = self.listed[role] - (missing if role == "media" else 0)
             if configured and 2 * now < was:
                 others = f"; other files: {describe_ignored(ignored)}" if ignored and not now else ""
-                problem = f"{now} {_ROLE_NAMES[role]} are there, and the last discovery found {was}{others}"
+                problem = f"{now} {name} are there, and the last discovery found {was}{others}"
                 step = "if they were removed on purpose: `latentpress discover --accept-removed`"
                 raise self._error(role, problem, step)
 
@@ -176,21 +177,3 @@ class RemovalCheck:
             f"{key}: {display_location(place)}: {problem}. Nothing was changed",
             f"mount the disk, or correct {option}; {step}",
         )
-
-    def _empty_error(self, ignored: Counter[str]) -> LatentpressError:
-        key, place = location_option(self.dataset, "media")
-        video = self.dataset.dataset_type == "video"
-        problem = f"{key}: {display_location(place)} holds no {'images or videos' if video else 'images'}"
-        if not ignored:
-            step = "mount the disk, correct the place or media_root, or set disabled: true for this dataset"
-            return LatentpressError(f"{problem}: it is empty", step)
-        formats = ", ".join(sorted(ending[1:] for ending in extensions_of_dataset(self.dataset)))
-        step = f"convert them to a format that is read ({formats}), or correct the place"
-        if not video and any(ending in VIDEO_EXTENSIONS for ending in ignored):
-            step = f"set dataset_type: video for the videos; {step}"
-        return LatentpressError(f"{problem}; left alone: {describe_ignored(ignored)}", step)
-
-
-def count_missing(aside: list[pa.Table]) -> int:
-    """How many rows of schemas.tables.REJECTS_SCHEMA are of items that are not there."""
-    return sum(pc.sum(pc.equal(rows["reason"], "missing")).as_py() or 0 for rows in aside)

@@ -11,7 +11,7 @@ from cache import rejects
 from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import discover
-from stages.discover import media_table_path, read_media_table
+from stages.discovery.media_table import media_table_path, read_media_table
 
 MANY = "stages.max_reject_fraction=1.0"
 

@@ -16,10 +16,9 @@ import pyarrow.compute as pc
 from schemas.config.datasets import Dataset, MediaKind
 from stages.media.files import MediaPath
 
-IMAGE_EXTENSIONS = frozenset(
-    (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", ".heic", ".heif")
-)
-VIDEO_EXTENSIONS = frozenset((".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"))
+#: In the order in which a WebDataset key of several media is given the one that is its item.
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".heic", ".heif", ".tif", ".tiff", ".bmp", ".gif")
+VIDEO_EXTENSIONS = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v")
 #: At most this many items are Python objects at a time.
 CHUNK_ROWS = 16384
 
@@ -33,22 +32,9 @@ _str, _long = pa.string(), pa.int64()
 #: without being opened ("no-caption: has no caption", the reason before ": "), else null. Extra columns follow as
 #: "extra.<name>" (schemas.tables.EXTRA_PREFIX).
 LISTING_SCHEMA = pa.schema(
-    [
-        ("path", _str),
-        ("kind", _str),
-        ("size", _long),
-        ("version", _str),
-        ("captions", pa.list_(_str)),
-        ("captions_at", _str),
-        ("captions_version", _str),
-        ("source", _str),
-        ("source_version", _str),
-        ("mask", _str),
-        ("mask_version", _str),
-        ("mask_kind", _str),
-        ("problem", _str),
-        ("advice", _str),
-    ]
+    [("path", _str), ("kind", _str), ("size", _long), ("version", _str)]
+    + [("captions", pa.list_(_str)), ("captions_at", _str), ("captions_version", _str)]
+    + [(name, _str) for name in ("source", "source_version", "mask", "mask_version", "mask_kind", "problem", "advice")]
 )
 
 
@@ -78,11 +64,11 @@ class Source(Protocol):
     def backing_file(self, role: str, path: str) -> MediaPath:
         """The file that holds the item at `path` (role: "") or its companion: itself, or its archive. Cheap, even
         where opening the item is not."""
-        return self.open_companion(role, path) if role else self.open(path)
+        ...
 
     def read_captions(self, path: str) -> list[str]:
         """The alternatives in the caption file at `captions_at`. Raises MediaError."""
-        raise AssertionError(f"{path}: the captions of this source are in its listing")
+        ...
 
 
 _SOURCE_CLASSES = {
@@ -104,13 +90,13 @@ def open_source(dataset: Dataset) -> Source:
 
 
 def extensions_of_kinds(kinds: Sequence[MediaKind]) -> dict[str, MediaKind]:
-    """Extension with its dot, lower case -> kind."""
+    """Extension with its dot, lower case -> kind, in the order of the kinds and of their extensions."""
     return {ending: kind for kind in kinds for ending in (IMAGE_EXTENSIONS if kind == "image" else VIDEO_EXTENSIONS)}
 
 
 def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
-    """The same for the media of a dataset: a video dataset may hold images too."""
-    return extensions_of_kinds(("image", "video") if dataset.dataset_type == "video" else ("image",))
+    """The same for the media of a dataset: a video dataset may hold images too, which come second."""
+    return extensions_of_kinds(("video", "image") if dataset.dataset_type == "video" else ("image",))
 
 
 def add_problems(columns: dict[str, pa.Array], problems: pa.Array, advices: pa.Array | str) -> None:

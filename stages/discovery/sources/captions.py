@@ -5,9 +5,7 @@ Captions are never invented: an item without one is set aside, and so is one who
 
 import os
 import posixpath
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -71,45 +69,36 @@ def split_caption_lines(text: str) -> list[str]:
     return list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
 
 
-class ListingCaptions(NamedTuple):
-    """Captions of the n items of a listing: list<string>, with problems and advices (string), null where there is none;
-    `extras`: further columns ("extra.<name>")."""
-
-    captions: pa.Array
-    problems: pa.Array
-    advices: pa.Array
-    extras: dict[str, pa.Array]
-
-
-def add_captions(columns: dict[str, pa.Array], given: ListingCaptions) -> None:
-    """Add captions, their extra columns and their problems to the columns of a listing."""
-    columns |= {"captions": given.captions, **given.extras}
-    add_problems(columns, given.problems, given.advices)
+def add_caption_files(columns: dict[str, pa.Array], files: pa.Array, versions: pa.Array) -> None:
+    """Add the caption file beside each item, null for none, and its version to the columns of a listing."""
+    columns |= {"captions_at": files, "captions_version": versions}
+    if files.null_count:
+        names = strip_extensions(pc.replace_substring_regex(columns["path"], r"(?s)^.*/", ""))
+        step = pc.binary_join_element_wise("write one into ", names, ".txt beside it", "")
+        add_problems(columns, pc.if_else(pc.is_null(files), "no-caption: has no caption", None), step)
 
 
 class CaptionLookup:
     """Captions by path with the strategies filename, instanceprompt, csv, jsonl and parquet, for any source.
 
     A table is matched by its column of file names (dataset.media_column, else the first usual one), which are relative
-    to the dataset's place or below it. Raises LatentpressError for a table that can't be used.
+    to the dataset's place or below it.
     """
 
     def __init__(self, dataset: Dataset, root: str) -> None:
         self._dataset, self._root = dataset, root
 
-    def __getstate__(self) -> dict[str, Any]:  # without the table, which is read again where it is needed
-        return {"_dataset": self._dataset, "_root": self._root}
-
-    def of(self, paths: pa.Array) -> ListingCaptions:
-        strategy = self._dataset.resolved_caption_strategy
+    def add(self, columns: dict[str, pa.Array]) -> None:
+        """Add captions, and the extra columns of their table, to the columns of a listing, given its "path". Raises
+        LatentpressError for a table that can't be used."""
+        paths, strategy = columns["path"], self._dataset.resolved_caption_strategy
         if strategy == "filename":
-            return _flag_empty(captions_from_names(paths), "no-caption: has a name without words", "rename it")
-        if strategy == "instanceprompt":
+            _add_captions(columns, captions_from_names(paths), "no-caption: has a name without words", "rename it")
+        elif strategy == "instanceprompt":
             prompt, offsets = (self._dataset.instance_prompt or "").strip(), np.arange(len(paths) + 1, dtype=np.int32)
-            captions = pa.ListArray.from_arrays(pa.array(offsets), pa.repeat(prompt, len(paths)))
-            none = pa.nulls(len(paths), _text)
-            return ListingCaptions(captions, none, none, {})
-        return self._from_table(paths)
+            columns["captions"] = pa.ListArray.from_arrays(pa.array(offsets), pa.repeat(prompt, len(paths)))
+        else:
+            self._add_from_table(columns)
 
     @cached_property
     def _table(self) -> tuple[pa.Table, str, TextLookup]:
@@ -125,35 +114,28 @@ class CaptionLookup:
         keys = [normalise_paths(chunk, self._root) for chunk in table.column(media).chunks]
         return table, media, TextLookup(pa.chunked_array(keys, _text))
 
-    def _from_table(self, paths: pa.Array) -> ListingCaptions:
+    def _add_from_table(self, columns: dict[str, pa.Array]) -> None:
         """All rows of a file are alternatives; the extra columns are those of its first row."""
         table, media, lookup = self._table
-        columns, location = list(self._dataset.caption_column), display_location(self._dataset.caption_file or "")
-        owner, rows = lookup.pairs(paths)
-        found = pa.table({name: take_rows(table.column(name), rows) for name in table.column_names})
-        given = captions_of_rows(found, columns, owner, len(paths), location)
-        first = pa.array(lookup.find(paths))
+        names, location = list(self._dataset.caption_column), display_location(self._dataset.caption_file or "")
+        first = pa.array(lookup.find(columns["path"]))
         absent = pc.less(first, 0)
+        step = f"add a row for it to {location}"
+        add_problems(columns, pc.if_else(absent, "no-caption: has no caption", None), step)
+        owner, rows = lookup.pairs(columns["path"])
+        add_row_captions(columns, pa.table({name: take_rows(table[name], rows) for name in names}), owner, location)
         first = pc.if_else(absent, None, first)
-        others = [name for name in table.column_names if name not in (media, *columns)]
-        return ListingCaptions(
-            given.captions,
-            pc.if_else(absent, "no-caption: has no caption", given.problems),
-            pc.if_else(absent, f"add a row for it to {location}", given.advices),
-            extra_columns(pa.table({name: take_rows(table.column(name), first) for name in others}), ()),
-        )
+        others = [name for name in table.column_names if name not in (media, *names)]
+        columns |= extra_columns(pa.table({name: take_rows(table[name], first) for name in others}), ())
 
 
-def make_caption_lookup(dataset: Dataset, root: str | None = None) -> CaptionLookup | None:
+def make_caption_lookup(dataset: Dataset, root: str) -> CaptionLookup | None:
     """None where captions are in text files or are the source's own (a member of a tar, a column of its table).
 
-    root: the folder or URL that the paths of the listing start at; None: the dataset's."""
+    root: the folder or URL that the paths of the listing start at."""
     strategy = dataset.resolved_caption_strategy
-    if strategy in ("textfile", "webdataset", "huggingface"):
-        return None
-    if strategy in TABLE_STRATEGIES and not dataset.caption_file:
-        return None
-    return CaptionLookup(dataset, root or dataset.root)
+    own = strategy in TABLE_STRATEGIES and not dataset.caption_file
+    return None if own or strategy in ("textfile", "webdataset", "huggingface") else CaptionLookup(dataset, root)
 
 
 def captions_from_names(paths: pa.Array) -> pa.Array:
@@ -183,18 +165,13 @@ def normalise_paths(cells: pa.Array, root: str) -> pa.Array:
     odd = to_mask(pc.match_substring_regex(paths, r"(^|/)\.{0,2}(/|$)|//"))
     if not odd.any():
         return paths
-    normal = [_normalise_path(path, root) for path in paths.filter(pa.array(odd)).to_pylist()]
+    normal = []
+    for path in paths.filter(pa.array(odd)).to_pylist():
+        path = path if "://" in path else posixpath.normpath(path)
+        if path == ".." or path.startswith("../"):
+            path = resolve_path(root, path)
+        normal.append(public_path(path) if "://" in path else posixpath.normpath(path))
     return pc.replace_with_mask(paths, pa.array(odd), pa.array(normal, _text))
-
-
-def _normalise_path(path: str, root: str) -> str:
-    if "://" in path:
-        return public_path(path)
-    path = posixpath.normpath(path)
-    if path == ".." or path.startswith("../"):
-        absolute = resolve_path(root, path)
-        return public_path(absolute) if "://" in absolute else posixpath.normpath(absolute)
-    return path
 
 
 def resolve_path(root: str, path: str) -> str:
@@ -215,19 +192,18 @@ def public_path(url: str) -> str:
     return public if public == url else f"{public}#{xxhash.xxh3_64_hexdigest(strip_signature(url).encode())[:12]}"
 
 
-def captions_of_rows(
-    rows: pa.Table, columns: Sequence[str], owner: NDArray[np.int64], count: int, location: str
-) -> ListingCaptions:
-    """The captions in `rows` of the table at `location` for `count` items; owner: the item of each row."""
-    texts = caption_lists(rows, columns, location)
+def add_row_captions(columns: dict[str, pa.Array], rows: pa.Table, owner: NDArray[np.int64], location: str) -> None:
+    """Add captions to the columns of a listing: `rows` are of the table at `location`, all their columns are captions;
+    owner: the item of each row."""
+    texts = caption_lists(rows, rows.column_names, location)
     parents = pc.list_parent_indices(texts).to_numpy(zero_copy_only=False)
-    captions = group_texts(owner[parents], texts.flatten(), count)
-    return _flag_empty(captions, "empty-caption: has no text in its row", f"write a caption into {location}")
+    captions = group_texts(owner[parents], texts.flatten(), len(columns["path"]))
+    step = f"write a caption into {location}"
+    _add_captions(columns, captions, "empty-caption: has no text in its row", step)
 
 
-def _flag_empty(captions: pa.Array, problem: str, advice: str) -> ListingCaptions:
-    """Captions with null, a problem and an advice in place of each empty list."""
+def _add_captions(columns: dict[str, pa.Array], captions: pa.Array, problem: str, advice: str) -> None:
+    """An empty list of captions becomes null, with this problem and advice."""
     empty = pc.equal(pc.list_value_length(captions), 0)
-    return ListingCaptions(
-        pc.if_else(empty, None, captions), pc.if_else(empty, problem, None), pc.if_else(empty, advice, None), {}
-    )
+    columns["captions"] = pc.if_else(empty, None, captions)
+    add_problems(columns, pc.if_else(empty, problem, None), advice)

@@ -6,21 +6,19 @@ however many items ask, and nothing in it is opened.
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.config.datasets import Dataset, MediaKind
+from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds, listing_table
-from stages.discovery.sources.captions import CaptionLookup, add_captions, strip_extensions
+from stages.discovery.sources.base import CHUNK_ROWS, Source, add_problems, extensions_of_kinds, listing_table
+from stages.discovery.sources.captions import make_caption_lookup, read_caption_file, strip_extensions
 from stages.discovery.sources.columns import TextLookup, take_rows
-from stages.discovery.sources.object_listing import walk_objects
-from stages.discovery.sources.object_store import file_below
+from stages.discovery.sources.object_store import file_below, walk_objects
 from stages.discovery.sources.urls import display_location
 from stages.discovery.sources.walk import require_folder, walk
 from stages.media.files import MediaPath
@@ -35,66 +33,51 @@ _NO_RELATIVE_NAME_ADVICE = (
 _text = pa.string()
 
 
-class CompanionMatches(NamedTuple):
-    """The companions of n items: five string arrays, null where there is none."""
-
-    paths: pa.Array
-    versions: pa.Array
-    kinds: pa.Array
-    problems: pa.Array
-    advices: pa.Array
-
-
 class CompanionFinder:
-    """The companions of one role in a folder or below a URL. Pickled without its listing.
+    """The companions of one role in a folder or below a URL.
 
-    role: "source" or "mask". key: the option that named the place, for messages.
+    role: "source" or "mask", which may be a video. key: the option that named the place, for messages.
     """
 
-    def __init__(
-        self, place: str, role: str, kinds: Sequence[MediaKind] = ("image",), key: str = "", follow_links: bool = False
-    ) -> None:
-        self.place, self.role = place, role
-        self._kinds, self._key, self._follow_links = extensions_of_kinds(kinds), key, follow_links
-        self._listed: tuple[pa.Table, TextLookup] | None = None
+    def __init__(self, place: str, role: str, key: str = "", follow_links: bool = False) -> None:
+        self.place, self.role, self._key, self._follow_links = place, role, key, follow_links
+        self._kinds = extensions_of_kinds(("image", "video") if role == "mask" else ("image",))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_listed": None}
-
-    def match(self, paths: pa.Array) -> CompanionMatches:
-        """The companion of each item, by its path. Raises LatentpressError if the place can't be listed."""
-        if self._listed is None:
-            table = self._list()
-            self._listed = table, TextLookup(table.column("stem"))
+    def add(self, columns: dict[str, pa.Array]) -> None:
+        """Add the companion of each item to the columns of a listing, given its "path". A row keeps the problem that it
+        has. Raises LatentpressError if the place can't be listed."""
         table, lookup = self._listed
-        stems = strip_extensions(paths)
+        stems = strip_extensions(columns["path"])
         rows, counts = lookup.count(stems)
         row = pa.array(rows, mask=counts != 1)
-        path, version, kind = (take_rows(table.column(name), row) for name in ("path", "version", "kind"))
-        return CompanionMatches(path, version, kind, *self._problems(stems, counts))
-
-    def open(self, path: str) -> MediaPath:
-        """The companion at a path that `match` returned."""
-        return file_below(self.place, path)
-
-    def _problems(self, stems: pa.Array, counts: np.ndarray) -> tuple[pa.Array, pa.Array]:
+        columns[self.role] = take_rows(table.column("path"), row)
+        columns[f"{self.role}_version"] = take_rows(table.column("version"), row)
+        if self.role == "mask":
+            columns["mask_kind"] = take_rows(table.column("kind"), row)
         name, folder = COMPANION_NAMES[self.role], display_location(self.place).rstrip("/")
         step = pc.binary_join_element_wise(f"put one at {folder}/", stems, ".png", "")
         step = pc.if_else(pc.match_substring_regex(stems, _ABSOLUTE), _NO_RELATIVE_NAME_ADVICE, step)
-        missing, several = pa.array(counts == 0), pa.array(counts > 1)
-        problems = pc.if_else(missing, f"no-{self.role}: has no {name}", None)
+        several = pa.array(counts > 1)
+        problems = pc.if_else(pa.array(counts == 0), f"no-{self.role}: has no {name}", None)
         problems = pc.if_else(several, f"several-{self.role}s: has {name}s of several extensions", problems)
-        return problems, pc.if_else(several, f"keep one {name}", pc.if_else(missing, step, None))
+        add_problems(columns, problems, pc.if_else(several, f"keep one {name}", step))
 
-    def _list(self) -> pa.Table:
-        """stem, path, version and kind of all companions. A name that is not UTF-8 is left out: no item has it."""
+    def open(self, path: str) -> MediaPath:
+        """The companion at a path that `add` found."""
+        return file_below(self.place, path)
+
+    @cached_property
+    def _listed(self) -> tuple[pa.Table, TextLookup]:
+        """stem, path, version and kind of all companions, and the rows by stem. A name that is not UTF-8 is left out:
+        no item has it."""
         schema = pa.schema([(name, _text) for name in ("stem", "path", "version", "kind")])
         found = (row for row in self._walk() if row[0].encode(errors="replace").decode() == row[0])
         batches = []
         while rows := list(islice(found, CHUNK_ROWS)):
             path, version, kind = (pa.array(column, _text) for column in zip(*rows, strict=True))
             batches.append(pa.record_batch([strip_extensions(path), path, version, kind], schema))
-        return pa.Table.from_batches(batches, schema)
+        table = pa.Table.from_batches(batches, schema)
+        return table, TextLookup(table.column("stem"))
 
     def _walk(self) -> Iterator[tuple[str, str | None, str]]:
         if "://" in self.place:
@@ -112,40 +95,45 @@ class CompanionFinder:
 
 def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
     """The roles of a dataset whose companions are found by name: {"source": ..., "mask": ...}, or fewer."""
-    options: list[tuple[str, str, tuple[MediaKind, ...]]] = [
-        ("source", "conditioning_data", ("image",)),
-        ("mask", "mask_data", ("image", "video")),
-    ]
     return {
-        role: CompanionFinder(place, role, kinds, f"datasets.{dataset.id}.{option}", dataset.follow_links)
-        for role, option, kinds in options
+        role: CompanionFinder(place, role, f"datasets.{dataset.id}.{option}", dataset.follow_links)
+        for role, option in (("source", "conditioning_data"), ("mask", "mask_data"))
         if (place := getattr(dataset, option))
     }
 
 
-def add_companions(columns: dict[str, pa.Array], companions: Mapping[str, CompanionFinder]) -> None:
-    """Add the companions' columns to a listing, given its "path". A row keeps the problem that it has."""
-    for role, finder in companions.items():
-        matches = finder.match(columns["path"])
-        columns[role], columns[f"{role}_version"] = matches.paths, matches.versions
-        if role == "mask":
-            columns["mask_kind"] = matches.kinds
-        add_problems(columns, matches.problems, matches.advices)
+class CommonSource(Source):
+    """What the sources share: captions beside the media or by path, companions in columns of their own or by name.
 
+    root: the folder or URL that the paths of the listing start at; None: the dataset's.
+    """
 
-def refuse_companion_columns(dataset: Dataset, what: str) -> None:
-    """Raise LatentpressError if companions are configured as columns of a source without any; what: "a folder has"."""
-    for name in ("conditioning_column", "mask_column"):
-        if getattr(dataset, name):
-            step = f"use {name.replace('column', 'data')}, or a manifest of the files with that column"
-            raise LatentpressError(f"datasets.{dataset.id}.{name}: {what} no columns", step)
+    def __init__(self, dataset: Dataset, root: str | None = None) -> None:
+        self._dataset, self.ignored = dataset, Counter[str]()
+        self._captions = make_caption_lookup(dataset, root or dataset.root)
+        self._companions = companion_finders(dataset)
+        columns = {"source": dataset.conditioning_column, "mask": dataset.mask_column}
+        self._columns_by_role = {role: column for role, column in columns.items() if column}
 
+    def _complete(self, columns: dict[str, pa.Array]) -> pa.Table:
+        """A chunk of the listing from its columns, with captions and companions by path added."""
+        for lookup in (self._captions, *self._companions.values()):
+            if lookup is not None:
+                lookup.add(columns)
+        return listing_table(columns)
 
-def complete_listing(
-    columns: dict[str, pa.Array], captions: CaptionLookup | None, companions: Mapping[str, CompanionFinder]
-) -> pa.Table:
-    """A chunk of a listing from its columns, with captions from a table and companions by name added."""
-    if captions is not None:
-        add_captions(columns, captions.of(columns["path"]))
-    add_companions(columns, companions)
-    return listing_table(columns)
+    def _refuse_columns(self, what: str) -> None:
+        """Raise LatentpressError if companions are to be in columns, and there are none; what: "a folder has"."""
+        for role in self._columns_by_role:
+            name = "mask" if role == "mask" else "conditioning"
+            step = f"use {name}_data, or a manifest of the files with that column"
+            raise LatentpressError(f"datasets.{self._dataset.id}.{name}_column: {what} no columns", step)
+
+    def open_companion(self, role: str, path: str) -> MediaPath:
+        return self._companions[role].open(path)
+
+    def backing_file(self, role: str, path: str) -> MediaPath:
+        return self.open_companion(role, path) if role else self.open(path)
+
+    def read_captions(self, path: str) -> list[str]:
+        return read_caption_file(self.open(path))

@@ -70,11 +70,6 @@ def decode_lines(location: str) -> Iterator[tuple[int, str]]:
             raise line_error(location, number, f"is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
 
 
-def require_utf8(location: str) -> None:
-    for _ in decode_lines(location):
-        pass
-
-
 def refuse_encoding(location: str) -> None:
     """Raise LatentpressError for a text whose beginning shows that it is not UTF-8."""
     with open_location(location) as file:

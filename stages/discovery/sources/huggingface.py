@@ -8,7 +8,6 @@ The library keeps its copies in its own cache (HF_HOME) and takes HF_TOKEN from 
 
 import io
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -20,10 +19,10 @@ import pyarrow.compute as pc
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.discovery.sources.base import CHUNK_ROWS, Source, add_problems, extensions_of_kinds
-from stages.discovery.sources.captions import add_captions, captions_of_rows, make_caption_lookup, normalise_paths
+from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
+from stages.discovery.sources.captions import add_row_captions, normalise_paths
 from stages.discovery.sources.columns import TextLookup, extra_columns, require_columns, simplify_column, take_rows
-from stages.discovery.sources.companions import companion_finders, complete_listing
+from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.csv_checks import check_csv_files
 from stages.discovery.sources.object_store import RemoteFile
 from stages.discovery.sources.table_reader import USUAL_MEDIA_COLUMNS, check_jsonl
@@ -44,44 +43,68 @@ class DatasetLocation:
     split: str
 
 
-class HuggingFaceSource(Source):
+class HuggingFaceSource(CommonSource):
     def __init__(self, dataset: Dataset) -> None:
-        self._dataset, self._place = dataset, DatasetLocation(dataset.root, dataset.split)
-        self.ignored = Counter[str]()
-        self._companions = companion_finders(dataset)
-        columns = {"source": dataset.conditioning_column, "mask": dataset.mask_column}
-        self._roles = {role: column for role, column in columns.items() if column}
+        super().__init__(dataset)
+        self._place = DatasetLocation(dataset.root, dataset.split)
         self._own_captions = dataset.resolved_caption_strategy == "huggingface"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_media", "_lookup")}
 
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
         self.ignored.clear()
         check_csv_files(self._place.root)  # here only, not in every process that opens an item
         rows, paths = load_rows(self._place), self._lookup.keys.combine_chunks()
-        require_columns(list(rows.features), list(self._roles.values()), "the column of companions")
-        captions = make_caption_lookup(self._dataset)
+        require_columns(list(rows.features), list(self._columns_by_role.values()), "the column of companions")
         for start in range(0, len(rows), CHUNK_ROWS):
             chunk: pa.Table = rows[start : start + CHUNK_ROWS]
-            columns = self._columns(chunk, paths.slice(start, len(chunk)))
-            yield complete_listing(columns, captions, self._companions)
+            yield self._complete(self._columns(chunk, paths.slice(start, len(chunk))))
 
     def open(self, path: str) -> MediaPath:
         return self._cell(path, self._media)
 
     def open_companion(self, role: str, path: str) -> MediaPath:
-        return self._cell(path, self._roles[role]) if role in self._roles else self._companions[role].open(path)
+        column = self._columns_by_role.get(role)
+        return self._cell(path, column) if column else super().open_companion(role, path)
 
     @cached_property
     def _media(self) -> str:
-        """The name of the media column."""
-        return _find_media_column(load_rows(self._place).features, self._dataset)
+        """The name of the media column: the configured one, else the first of images or videos, of bytes, or with a
+        usual name."""
+        dataset, features = self._dataset, load_rows(self._place).features
+        kinds = {name: type(feature).__name__ for name, feature in features.items()}
+        column = dataset.media_column
+        if column:
+            require_columns(list(kinds), [column], "media_column", dataset.root)
+        else:
+            free = [name for name in kinds if name not in (dataset.conditioning_column, dataset.mask_column)]
+            media = [name for name in free if kinds[name] in ("Image", "Video")]
+            binary = [name for name in free if getattr(features[name], "dtype", "") in ("binary", "large_binary")]
+            usual = [name for name in USUAL_MEDIA_COLUMNS if name in free]
+            column = next(iter([*media, *binary, *usual]), None)
+        if column is None:
+            raise LatentpressError(
+                f"{dataset.root}: no column is of images, videos or bytes; there are: {', '.join(kinds)}",
+                "name the column of the media with media_column",
+            )
+        if kinds[column] == "Video" and dataset.dataset_type != "video":
+            message = f"datasets.{dataset.id}.dataset_type: {column!r} is a column of videos"
+            raise LatentpressError(message, "set dataset_type: video, or media_column to a column of images")
+        return column
 
     @cached_property
     def _lookup(self) -> TextLookup:
-        """The rows by their paths."""
-        return TextLookup(_item_paths(load_rows(self._place), self._media, self._place))
+        """The rows by their paths, which are as the module's docstring describes them."""
+        rows = load_rows(self._place)
+        cells, chunks = rows.select_columns([self._media]), []
+        for start in range(0, len(rows), CHUNK_ROWS):
+            column = cells[start : start + CHUNK_ROWS].column(self._media)
+            _, files = _bytes_and_files(column)
+            chunks.append(pa.nulls(len(column), _text) if files is None else _item_names(files, self._place))
+        names = pa.chunked_array(chunks, _text).combine_chunks()
+        _, counts = TextLookup(names).count(names)
+        numbers = pc.utf8_lpad(pa.array(range(len(rows)), _long).cast(_text), 9, "0")
+        numbered = pc.binary_join_element_wise(f"{self._place.split}/", numbers, "")
+        unique = pc.and_(pc.equal(pa.array(counts, _long), 1), pc.is_valid(names))
+        return TextLookup(pc.if_else(unique, names, numbered))
 
     def _cell(self, path: str, column: str) -> MediaPath:
         row = int(self._lookup.find(pa.array([path]))[0])
@@ -99,7 +122,7 @@ class HuggingFaceSource(Source):
         dataset, media = self._dataset, chunk.column(self._media)
         sizes, versions = self._sizes_and_versions(media)
         columns = {"path": paths, "kind": self._kinds(media), "size": sizes, "version": versions}
-        for role, column in self._roles.items():
+        for role, column in self._columns_by_role.items():
             found = _has_media(chunk.column(column))
             columns[role] = pc.if_else(found, paths, None)
             columns[f"{role}_version"] = pc.if_else(found, self._sizes_and_versions(chunk.column(column))[1], None)
@@ -108,13 +131,12 @@ class HuggingFaceSource(Source):
         problem = f"no-media: has nothing in {self._media!r}"
         add_problems(columns, pc.if_else(_has_media(media), None, problem), "fill it in, or leave the row out")
         captions = dataset.caption_column if self._own_captions else []
-        used = [self._media, *self._roles.values(), *captions]
+        used = [self._media, *self._columns_by_role.values(), *captions]
         columns |= extra_columns(_other_columns(chunk, load_rows(self._place).features, used), used, self.ignored)
         if self._own_captions:
-            location, rows = dataset.instance_data_dir, np.arange(len(chunk))
-            require_columns(chunk.column_names, captions, "caption_column", location)
+            require_columns(chunk.column_names, captions, "caption_column", dataset.instance_data_dir)
             texts = _simplify_columns(chunk, captions)
-            add_captions(columns, captions_of_rows(texts, captions, rows, len(chunk), location))
+            add_row_captions(columns, texts, np.arange(len(chunk)), dataset.instance_data_dir)
         return columns
 
     def _kinds(self, column: pa.ChunkedArray) -> pa.Array:
@@ -233,29 +255,6 @@ def _loading_error(place: DatasetLocation, error: Exception) -> LatentpressError
 # -- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _find_media_column(features: Any, dataset: Dataset) -> str:
-    """The configured column of media, else the first of images or videos, of bytes, or with a usual name."""
-    kinds = {name: type(feature).__name__ for name, feature in features.items()}
-    column = dataset.media_column
-    if column:
-        require_columns(list(kinds), [column], "media_column", dataset.root)
-    else:
-        free = [name for name in kinds if name not in (dataset.conditioning_column, dataset.mask_column)]
-        media = [name for name in free if kinds[name] in ("Image", "Video")]
-        binary = [name for name in free if getattr(features[name], "dtype", "") in ("binary", "large_binary")]
-        usual = [name for name in USUAL_MEDIA_COLUMNS if name in free]
-        column = next(iter([*media, *binary, *usual]), None)
-    if column is None:
-        raise LatentpressError(
-            f"{dataset.root}: no column is of images, videos or bytes; there are: {', '.join(kinds)}",
-            "name the column of the media with media_column",
-        )
-    if kinds[column] == "Video" and dataset.dataset_type != "video":
-        message = f"datasets.{dataset.id}.dataset_type: {column!r} is a column of videos"
-        raise LatentpressError(message, "set dataset_type: video, or media_column to a column of images")
-    return column
-
-
 def _bytes_and_files(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray | None, pa.Array | None]:
     """The bytes of a column of media (not combined: that would read them), and its file names; None for what it does
     not hold."""
@@ -289,21 +288,6 @@ def _other_columns(chunk: pa.Table, features: Any, used: list[str]) -> pa.Table:
 
 def _simplify_columns(table: pa.Table, names: Sequence[str]) -> pa.Table:
     return pa.table({name: simplify_column(table.column(name)) for name in names})
-
-
-def _item_paths(rows: Any, media: str, place: DatasetLocation) -> pa.ChunkedArray:
-    """The path of each row, as the module's docstring describes it."""
-    cells, chunks = rows.select_columns([media]), []
-    for start in range(0, len(rows), CHUNK_ROWS):
-        column = cells[start : start + CHUNK_ROWS].column(media)
-        _, files = _bytes_and_files(column)
-        chunks.append(pa.nulls(len(column), _text) if files is None else _item_names(files, place))
-    names = pa.chunked_array(chunks, _text).combine_chunks()
-    _, counts = TextLookup(names).count(names)
-    numbers = pc.utf8_lpad(pa.array(range(len(rows)), _long).cast(_text), 9, "0")
-    numbered = pc.binary_join_element_wise(f"{place.split}/", numbers, "")
-    unique = pc.and_(pc.equal(pa.array(counts, _long), 1), pc.is_valid(names))
-    return pa.chunked_array([pc.if_else(unique, names, numbered)], _text)
 
 
 def _item_names(files: pa.Array, place: DatasetLocation) -> pa.Array:

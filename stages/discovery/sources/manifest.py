@@ -8,10 +8,9 @@ URL is appended, by which the table yields the whole URL again.
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +18,9 @@ import pyarrow.compute as pc
 
 from schemas.config.datasets import TABLE_STRATEGIES, Dataset, MediaKind
 from stages.discovery.sources import captions, table_reader
-from stages.discovery.sources.base import CHUNK_ROWS, Source, add_problems, extensions_of_kinds
+from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
 from stages.discovery.sources.columns import TextLookup, extra_columns, require_columns, take_rows
-from stages.discovery.sources.companions import COMPANION_NAMES, companion_finders, complete_listing
+from stages.discovery.sources.companions import COMPANION_NAMES, CommonSource
 from stages.discovery.sources.object_store import RemoteFile, object_errors, object_version, open_filesystem
 from stages.discovery.sources.urls import display_location
 from stages.discovery.sources.walk import require_folder
@@ -32,33 +31,18 @@ from stages.media.files import MediaPath
 MAX_CONNECTIONS = 16
 
 _SECRET_HASH = re.compile(r"#[0-9a-f]{12}$")
-_text, _long = pa.string(), pa.int64()
+_text = pa.string()
+#: Of a file or object, without opening it: its size and version, or why there are none.
+_STAT_SCHEMA = pa.schema([("size", pa.int64()), ("version", _text), ("problem", _text), ("advice", _text)])
 
 
-class FileStat(NamedTuple):
-    """Size and version of a file or object, read without opening it, or why there are none."""
-
-    size: int | None
-    version: str | None
-    problem: str | None = None
-    advice: str | None = None
-
-
-class ManifestSource(Source):
+class ManifestSource(CommonSource):
     def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-        self.ignored = Counter[str]()
         location = dataset.instance_data_dir
         folder = location.partition("?")[0].rpartition("/")[0] if "://" in location else os.path.dirname(location)
         self._base = dataset.media_root or folder or "."
-        self._captions = captions.make_caption_lookup(dataset, self._base)
-        self._companions = companion_finders(dataset)
-        columns = {"source": dataset.conditioning_column, "mask": dataset.mask_column}
-        self._roles = {role: column for role, column in columns.items() if column}
+        super().__init__(dataset, self._base)
         self._secrets: dict[str, tuple[pa.ChunkedArray, TextLookup]] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_secrets": {}}
 
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
         self.ignored.clear()
@@ -79,19 +63,17 @@ class ManifestSource(Source):
                 keep = pc.and_(pa.array(first, pa.bool_()), pc.is_valid(kinds))
                 rows, columns = rows.filter(keep), {"path": path.filter(keep), "kind": kinds.filter(keep)}
                 stats = self._stats(columns["path"], rows.column(media), pool)
-                columns["size"] = pa.array([item.size for item in stats], _long)
-                columns["version"] = pa.array([item.version for item in stats], _text)
-                add_problems(columns, *_problems_and_advices(stats))
-                columns |= extra_columns(
-                    rows, [media, *self._roles.values(), *self._dataset.caption_column], self.ignored
-                )
+                columns |= {"size": stats["size"], "version": stats["version"]}
+                add_problems(columns, stats["problem"], stats["advice"])
+                used = [media, *self._columns_by_role.values(), *self._dataset.caption_column]
+                columns |= extra_columns(rows, used, self.ignored)
                 if self._dataset.resolved_caption_strategy == "textfile":
                     self._add_caption_files(columns, pool)
                 elif self._captions is None:
-                    captions.add_captions(columns, self._own_captions(columns["path"], rows, table, lookup))
-                for role, column in self._roles.items():
+                    self._add_own_captions(columns, rows, table, lookup)
+                for role, column in self._columns_by_role.items():
                     self._add_companion(columns, role, rows.column(column), column, pool)
-                yield complete_listing(columns, self._captions, self._companions)
+                yield self._complete(columns)
 
     def open(self, path: str) -> MediaPath:
         return self._resolve(path, "")
@@ -99,23 +81,21 @@ class ManifestSource(Source):
     def open_companion(self, role: str, path: str) -> MediaPath:
         return self._companions[role].open(path) if role in self._companions else self._resolve(path, role)
 
-    def read_captions(self, path: str) -> list[str]:
-        return captions.read_caption_file(self._resolve(path, ""))
-
     # -- the table -----------------------------------------------------------------------------------------------
 
     def _read(self, columns: list[str] | None) -> tuple[pa.Table, str]:
         """The table and the name of its column of media."""
         dataset, location = self._dataset, self._dataset.instance_data_dir
-        named = [name for name in (dataset.media_column, *self._roles.values()) if name]
+        roles = self._columns_by_role
+        named = [name for name in (dataset.media_column, *roles.values()) if name]
         texts = [*named, *dataset.caption_column, *table_reader.USUAL_MEDIA_COLUMNS, "url"]
         own = dataset.caption_file is None and dataset.caption_strategy in TABLE_STRATEGIES
         table = table_reader.read_table(location, columns, texts, dataset.caption_strategy if own else None)
         media = table_reader.find_media_column(table, dataset.media_column, location, also=("url",))
-        table_reader.refuse_binary_columns(location, list(self._roles.values()), media=True)
+        table_reader.refuse_binary_columns(location, list(roles.values()), media=True)
         if columns is None and dataset.resolved_caption_strategy in TABLE_STRATEGIES and self._captions is None:
             table_reader.refuse_binary_columns(location, dataset.caption_column)
-        for role, column in self._roles.items():
+        for role, column in roles.items():
             option = "conditioning_column" if role == "source" else "mask_column"
             require_columns(table.column_names, [column], option, location)
         return table, media
@@ -133,16 +113,16 @@ class ManifestSource(Source):
 
     # -- a chunk of the listing ----------------------------------------------------------------------------------
 
-    def _own_captions(
-        self, paths: pa.Array, rows: pa.Table, table: pa.Table, lookup: TextLookup
-    ) -> captions.ListingCaptions:
-        """The captions of every row that names the path; most often only of the one in `rows`."""
-        owner, numbers = lookup.pairs(paths)
-        names = list(dict.fromkeys(self._dataset.caption_column))
-        if len(numbers) > len(paths):
-            rows = pa.table({name: take_rows(table.column(name), numbers) for name in names})
-        location = display_location(self._dataset.instance_data_dir)
-        return captions.captions_of_rows(rows, names, owner, len(paths), location)
+    def _add_own_captions(
+        self, columns: dict[str, pa.Array], rows: pa.Table, table: pa.Table, lookup: TextLookup
+    ) -> None:
+        """Those of every row that names the path; most often only of the one in `rows`."""
+        names, location = self._dataset.caption_column, display_location(self._dataset.instance_data_dir)
+        require_columns(table.column_names, names, "caption_column", location)
+        owner, numbers = lookup.pairs(columns["path"])
+        several = len(numbers) > len(rows)
+        texts = {name: take_rows(table[name], numbers) if several else rows[name] for name in names}
+        captions.add_row_captions(columns, pa.table(texts), owner, location)
 
     def _add_caption_files(self, columns: dict[str, pa.Array], pool: ThreadPoolExecutor) -> None:
         """<name>.txt next to each item; none for a URL with a query, which is valid for that URL only."""
@@ -168,23 +148,21 @@ class ManifestSource(Source):
         columns[f"{role}_version"] = versions
         if role == "mask":
             columns["mask_kind"] = pc.if_else(pc.is_valid(versions), _kinds_by_extension(paths, "image"), None)
-        problems, advices = _problems_and_advices(stats)
-        problems = pc.replace_substring_regex(problems, "^[^:]*: ", f"no-{role}: its {name} ")
+        problems = pc.replace_substring_regex(stats["problem"], "^[^:]*: ", f"no-{role}: its {name} ")
         location = display_location(self._dataset.instance_data_dir)
         add_problems(
             columns,
             pc.if_else(missing, f"no-{role}: has no {name}", problems),
-            pc.if_else(missing, f"fill in column {column!r} of {location}", advices),
+            pc.if_else(missing, f"fill in column {column!r} of {location}", stats["advice"]),
         )
 
     # -- files ---------------------------------------------------------------------------------------------------
 
-    def _stats(self, paths: pa.Array, cells: pa.Array | pa.ChunkedArray, pool: ThreadPoolExecutor) -> list[FileStat]:
-        """One for each path of the listing; cells: the same as the table has them."""
+    def _stats(self, paths: pa.Array, cells: pa.Array | pa.ChunkedArray, pool: ThreadPoolExecutor) -> pa.RecordBatch:
+        """A row of _STAT_SCHEMA for each path of the listing; cells: the same as the table has them."""
         places = [captions.resolve_path(self._base, cell) if cell else "" for cell in cells.to_pylist()]
-        if any("://" in place for place in places):
-            return list(pool.map(_stat_location, places, paths.to_pylist()))
-        return [_stat_local(place) for place in places]
+        apply = pool.map if any("://" in place for place in places) else map
+        return pa.RecordBatch.from_pylist(list(apply(_stat, places, paths.to_pylist())), _STAT_SCHEMA)
 
     def _resolve(self, path: str, role: str) -> MediaPath:
         """The file or object at a path of the listing. role: "" for media, else that of the companion."""
@@ -203,8 +181,8 @@ class ManifestSource(Source):
         if role not in self._secrets:
             dataset = self._dataset
             named = [dataset.media_column] if dataset.media_column else [*table_reader.USUAL_MEDIA_COLUMNS, "url"]
-            table, media = self._read([*named, *self._roles.values()])
-            column = table.column(self._roles.get(role, media)).cast(_text)
+            table, media = self._read([*named, *self._columns_by_role.values()])
+            column = table.column(self._columns_by_role.get(role, media)).cast(_text)
             urls = column.filter(pc.match_substring(column, "://"))
             paths = [captions.normalise_paths(chunk, self._base) for chunk in urls.chunks]
             self._secrets[role] = urls, TextLookup(pa.chunked_array(paths, _text))
@@ -223,36 +201,30 @@ def _kinds_by_extension(paths: pa.Array, default: MediaKind) -> pa.Array:
     return pc.coalesce(pa.array(list(known.values()), _text).take(rows), pa.scalar(default, _text))
 
 
-def _problems_and_advices(stats: list[FileStat]) -> tuple[pa.Array, pa.Array]:
-    return pa.array([item.problem for item in stats], _text), pa.array([item.advice for item in stats], _text)
-
-
-def _versions(stats: list[FileStat]) -> pa.Array:
+def _versions(stats: pa.RecordBatch) -> pa.Array:
     """The versions of caption files and companions; null if there is a problem."""
-    return pa.array([None if item.problem else f"{item.size}:{item.version}" for item in stats], _text)
+    rows = zip(*(stats[name].to_pylist() for name in ("size", "version", "problem")), strict=True)
+    return pa.array([None if problem else f"{size}:{version}" for size, version, problem in rows], _text)
 
 
-def _stat_local(place: str) -> FileStat:
+def _stat(place: str, name: str | None) -> dict[str, Any]:
+    """The values of _STAT_SCHEMA for a path or URL; name: its path in the listing. Raises LatentpressError if a library
+    is missing."""
+    if "://" in place:
+        try:
+            with object_errors(place, name or display_location(place)):
+                fs, path = open_filesystem(place)
+                info = fs.info(path)
+        except MediaError as error:
+            return {"problem": f"{error.reason}: {error.problem}", "advice": error.advice}
+        return {"size": info.get("size"), "version": object_version(info)}
     try:
         status = os.stat(place)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
-        return FileStat(None, None, "missing: is not there", "restore it, or take it out of the table")
+        return {"problem": "missing: is not there", "advice": "restore it, or take it out of the table"}
     except OSError as error:
         step = "check its permissions and the disk, then run again"
-        return FileStat(None, None, f"unreadable: can't be read ({error.strerror})", step)
+        return {"problem": f"unreadable: can't be read ({error.strerror})", "advice": step}
     if not stat.S_ISREG(status.st_mode):
-        return FileStat(None, None, "unreadable: is not a regular file", "name a file in the table")
-    return FileStat(status.st_size, str(status.st_mtime_ns))
-
-
-def _stat_location(place: str, name: str | None) -> FileStat:
-    """The same for a path or URL. Raises LatentpressError if a library is missing."""
-    if "://" not in place:
-        return _stat_local(place)
-    try:
-        with object_errors(place, name or display_location(place)):
-            fs, path = open_filesystem(place)
-            info = fs.info(path)
-    except MediaError as error:
-        return FileStat(None, None, f"{error.reason}: {error.problem}", error.advice)
-    return FileStat(info.get("size"), object_version(info))
+        return {"problem": "unreadable: is not a regular file", "advice": "name a file in the table"}
+    return {"size": status.st_size, "version": str(status.st_mtime_ns)}

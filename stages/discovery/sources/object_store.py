@@ -1,4 +1,4 @@
-"""Single objects at fsspec URLs.
+"""Objects at fsspec URLs: those below a prefix, and single ones.
 
 Credentials come from the environment or the URL and appear in no message: user information and queries are removed from
 every URL that is shown, and from the messages of libraries.
@@ -11,10 +11,12 @@ import os
 import posixpath
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from itertools import chain
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import fsspec
 
@@ -45,7 +47,17 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     Raises LatentpressError if fsspec does not know the URL or the library for it is missing.
     """
     try:
-        return fsspec.core.url_to_fs(url, **_timeouts(url))
+        options: dict[str, Any] = {}  # of each part of the URL: limits of time, so that no server makes a program hang
+        for scheme in re.findall(r"(?:^|::)([a-z0-9]+)(?=://)", url):  # other stores keep those of their libraries
+            if scheme in ("s3", "s3a"):
+                limits = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+                options[scheme] = {"config_kwargs": limits | {"retries": {"total_max_attempts": 2}}}
+            elif scheme in ("http", "https"):  # whose own limit is five minutes for a whole file, however fast it comes
+                from aiohttp import ClientTimeout
+
+                timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+                options[scheme] = {"client_kwargs": {"timeout": timeout}}
+        return fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         s3 = "s3" in url.partition("://")[0]
         step = "pip install 'latentpress[s3]'" if s3 else "install the library that it names"
@@ -56,38 +68,72 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     raise LatentpressError(f"{strip_secrets(url)}: {problem}", step)
 
 
-def _timeouts(url: str) -> dict[str, Any]:
-    """Options of fsspec for each part of a URL, so that a server that hangs ends no program. HTTP's own limit is five
-    minutes for a whole file, however fast it arrives; other stores keep the limits of their libraries."""
-    options: dict[str, Any] = {}
-    for scheme in re.findall(r"(?:^|::)([a-z0-9]+)(?=://)", url):
-        if scheme in ("s3", "s3a"):
-            limits = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
-            options[scheme] = {"config_kwargs": limits | {"retries": {"total_max_attempts": 2}}}
-        elif scheme in ("http", "https"):
-            from aiohttp import ClientTimeout
-
-            timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
-            options[scheme] = {"client_kwargs": {"timeout": timeout}}
-    return options
-
-
 def object_version(info: Mapping[str, Any]) -> str | None:
     """An object's size with its ETag or the time of its last change. None if the store gives neither: such an object
     is read at every discovery."""
-    keys = (
-        "ETag",
-        "etag",
-        "generation",
-        "LastModified",
-        "Last-Modified",
-        "last_modified",
-        "updated",
-        "mtime",
-        "created",
-    )
-    change = next((str(info[key]) for key in keys if info.get(key)), None)
+    times = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created")
+    change = next((str(info[key]) for key in ("ETag", "etag", "generation", *times) if info.get(key)), None)
     return change and f"{info.get('size')}:{change}"
+
+
+# -- below a prefix --------------------------------------------------------------------------------------------------
+
+
+class ListedObject(NamedTuple):
+    """An object: its path below the prefix, its size in bytes, its version; None if the listing does not give it."""
+
+    path: str
+    size: int | None
+    version: str | None
+
+
+def walk_objects(url: str, ignored: Counter[str]) -> Iterator[list[ListedObject]]:
+    """The objects of each folder below `url`, as the store names folders: memory holds the names of the largest. Hidden
+    names are left out; `ignored` counts names that can't be used. Raises LatentpressError, also if there is nothing at
+    all."""
+    fs, root = open_filesystem(url)
+    root = root.rstrip("/")
+    todo = [root]
+    while todo:
+        folder = todo.pop()
+        fs.invalidate_cache()  # so that changes are seen, and listings are not kept
+        with listing_errors(url):
+            level: list[ListedObject] = []
+            for info in chain.from_iterable(_list_pages(fs, folder)):
+                name = info["name"].rstrip("/")
+                last = name[len(folder) + 1 :]
+                if name == folder and info["type"] == "directory":
+                    ignored["folder without a name"] += 1
+                elif not name.startswith(folder + "/") or "/" in last or last.startswith((".", "?")):
+                    continue  # "?": links by which a server's page of links sorts itself
+                elif not name.isascii() and name.encode(errors="replace").decode() != name:
+                    ignored["name that is not UTF-8"] += 1
+                elif info["type"] == "directory":
+                    todo.append(name)
+                else:
+                    level.append(ListedObject(name[len(root) + 1 :], info.get("size"), object_version(info)))
+            if folder == root and not level and not todo and not fs.exists(root):
+                raise FileNotFoundError
+        yield level
+
+
+def _list_pages(fs: Any, folder: str) -> Iterator[list[dict[str, Any]]]:
+    """A folder's entries as fsspec describes them. From S3 in pages of a thousand: for a million objects in one folder,
+    fsspec's own listing takes a gigabyte."""
+    if not hasattr(fs, "call_s3"):
+        yield fs.ls(folder, detail=True)
+        return
+    bucket, _, prefix = folder.partition("/")
+    request = {"Bucket": bucket, "Prefix": prefix and prefix + "/", "Delimiter": "/", **fs.req_kw}
+    while True:
+        page = fs.call_s3("list_objects_v2", **request)
+        folders, files = page.get("CommonPrefixes", ()), page.get("Contents", ())
+        yield [{"name": f"{bucket}/{part['Prefix']}", "type": "directory"} for part in folders] + [
+            {"name": f"{bucket}/{part['Key']}", "type": "file", "size": part["Size"], **part} for part in files
+        ]
+        if not page.get("IsTruncated"):
+            return
+        request["ContinuationToken"] = page["NextContinuationToken"]
 
 
 # -- one object ------------------------------------------------------------------------------------------------------
@@ -286,7 +332,20 @@ def object_errors(url: str, name: str) -> Iterator[None]:
     except (MediaError, LatentpressError, MemoryError, AssertionError):
         raise
     except Exception as error:
-        raise _media_error(error, url, name) from None
+        cause = error.__cause__  # for HTTP, fsspec raises FileNotFoundError whatever went wrong
+        if isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp"):
+            error = cause
+        status = getattr(error, "status", None)
+        reason, problem, step = "unreadable", "can't be read (no answer in time)", _RETRY_ADVICE
+        if isinstance(error, FileNotFoundError) or status in (404, 410):
+            reason, problem, step = "missing", "is not there", RESTORE_ADVICE
+        elif isinstance(error, PermissionError) or status in (401, 403):
+            problem, step = "can't be read (access is denied)", _ACCESS_ADVICE
+        elif not isinstance(error, TimeoutError):
+            message = scrub_secrets(f"{type(error).__name__}: {error}", url)
+            problem = f"can't be read ({message})"
+            step = _ACCESS_ADVICE if "credentials" in message.lower() else _RETRY_ADVICE
+        raise MediaError(reason, name, problem, step) from None
 
 
 @contextmanager
@@ -299,19 +358,3 @@ def listing_errors(url: str) -> Iterator[None]:
         missing = error.reason == "missing"
         step = "correct the URL (media_root: where media are for this machine)" if missing else error.advice
         raise LatentpressError(f"{error.path}: {error.problem}", step) from None
-
-
-def _media_error(error: Exception, url: str, name: str) -> MediaError:
-    cause = error.__cause__  # for HTTP, fsspec raises FileNotFoundError whatever went wrong
-    if isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp"):
-        error = cause
-    status = getattr(error, "status", None)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return MediaError("missing", name, "is not there", RESTORE_ADVICE)
-    if isinstance(error, PermissionError) or status in (401, 403):
-        return MediaError("unreadable", name, "can't be read (access is denied)", _ACCESS_ADVICE)
-    if isinstance(error, TimeoutError):
-        return MediaError("unreadable", name, "can't be read (no answer in time)", _RETRY_ADVICE)
-    message = scrub_secrets(f"{type(error).__name__}: {error}", url)
-    step = _ACCESS_ADVICE if "credentials" in message.lower() else _RETRY_ADVICE
-    return MediaError("unreadable", name, f"can't be read ({message})", step)

@@ -2,19 +2,16 @@
 to the media."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from schemas.config.datasets import Dataset
-from stages.discovery.sources.base import CHUNK_ROWS, Source, add_problems, extensions_of_dataset
-from stages.discovery.sources.captions import make_caption_lookup, read_caption_file
-from stages.discovery.sources.companions import companion_finders, complete_listing, refuse_companion_columns
-from stages.discovery.sources.object_listing import ListedObject, walk_objects
-from stages.discovery.sources.object_store import RemoteFile, file_below, object_version
+from stages.discovery.sources.base import CHUNK_ROWS, extensions_of_dataset
+from stages.discovery.sources.captions import add_caption_files
+from stages.discovery.sources.companions import CommonSource
+from stages.discovery.sources.object_store import ListedObject, RemoteFile, file_below, object_version, walk_objects
 from stages.discovery.sources.urls import join_url
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath
@@ -24,19 +21,16 @@ _text = pa.string()
 _Row = tuple[ListedObject, ListedObject | None]
 
 
-class RemoteSource(Source):
+class RemoteSource(CommonSource):
     def __init__(self, dataset: Dataset) -> None:
-        self._dataset, self._root = dataset, dataset.root
-        self.ignored = Counter[str]()
-        self._companions = companion_finders(dataset)
-        self._captions = make_caption_lookup(dataset)
+        super().__init__(dataset)
         self._kinds = extensions_of_dataset(dataset)
 
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
-        refuse_companion_columns(self._dataset, "objects have")
+        self._refuse_columns("objects have")
         self.ignored.clear()
         rows: list[_Row] = []
-        for level in walk_objects(self._root, self.ignored):
+        for level in walk_objects(self._dataset.root, self.ignored):
             for row in self._pair_captions(level):
                 rows.append(row)
                 if len(rows) == CHUNK_ROWS:
@@ -45,13 +39,7 @@ class RemoteSource(Source):
         yield self._chunk(rows)
 
     def open(self, path: str) -> MediaPath:
-        return file_below(self._root, path, self._dataset.identity)
-
-    def open_companion(self, role: str, path: str) -> MediaPath:
-        return self._companions[role].open(path)
-
-    def read_captions(self, path: str) -> list[str]:
-        return read_caption_file(self.open(path))
+        return file_below(self._dataset.root, path, self._dataset.identity)
 
     def _pair_captions(self, level: list[ListedObject]) -> Iterator[_Row]:
         """The media of a folder, each with its caption file; other objects are counted."""
@@ -75,7 +63,7 @@ class RemoteSource(Source):
 
         def stat(item: ListedObject) -> ListedObject:
             try:
-                info = RemoteFile(join_url(self._root, item.path)).info()
+                info = RemoteFile(join_url(self._dataset.root, item.path)).info()
             except MediaError:  # opening it fails again, which sets it aside by name
                 return item
             return ListedObject(item.path, info.get("size"), object_version(info))
@@ -92,9 +80,6 @@ class RemoteSource(Source):
             "version": pa.array([item.version for item in media], _text),
         }
         if self._captions is None:
-            columns["captions_at"] = texts = pa.array([text and text.path for _, text in rows], _text)
-            columns["captions_version"] = pa.array([text and text.version for _, text in rows], _text)
-            stems = (os.path.splitext(os.path.basename(item.path))[0] for item in media)
-            steps = pa.array([f"write one into {stem}.txt beside it" for stem in stems], _text)
-            add_problems(columns, pc.if_else(pc.is_null(texts), "no-caption: has no caption", None), steps)
-        return complete_listing(columns, self._captions, self._companions)
+            files = pa.array([text and text.path for _, text in rows], _text)
+            add_caption_files(columns, files, pa.array([text and text.version for _, text in rows], _text))
+        return self._complete(columns)

@@ -8,7 +8,7 @@ import json
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any, BinaryIO
 
@@ -39,9 +39,18 @@ def read_table(
     LatentpressError.
     """
     kind = _table_format(location, kind)
-    reader: Callable[..., pa.Table] = {"csv": _read_csv, "jsonl": _read_jsonl, "parquet": _read_parquet}[kind]
     try:
-        table = reader(location, columns, text)
+        if kind == "csv":
+            table = _read_csv(location, columns, text)
+        elif kind == "jsonl":
+            table = _read_jsonl(location, columns)
+        else:
+            import pyarrow.parquet as pq
+
+            with csv_checks.open_location(location) as file, pq.ParquetFile(file) as parquet:
+                fields = parquet.schema_arrow
+                chosen = columns if columns is not None else [f.name for f in fields if not _has_bytes(f.type)]
+                table = parquet.read([name for name in fields.names if name in chosen])
     except pa.ArrowInvalid as error:
         problem = f"{display_location(location)}: can't be read as {kind} ({_arrow_message(error)})"
         raise LatentpressError(problem, "correct it, or make the table again") from None
@@ -122,7 +131,8 @@ def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str])
         with csv_checks.open_location(location) as file:
             table = csv.read_csv(file, read, parse, convert)
     except pa.ArrowInvalid:
-        csv_checks.require_utf8(location)
+        for _ in csv_checks.decode_lines(location):  # raises for a line that is not UTF-8
+            pass
         if not quotes:
             csv_checks.check_csv(location, delimiter)
         raise
@@ -148,7 +158,7 @@ def _clean_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.if_else(pc.is_in(trimmed, value_set=_NULL_NUMBERS), None, trimmed)
 
 
-def _read_jsonl(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
+def _read_jsonl(location: str, columns: Sequence[str] | None) -> pa.Table:
     try:
         with csv_checks.open_location(location) as file:
             table = _parse_jsonl(file)
@@ -193,16 +203,6 @@ def _raise_bad_line(location: str) -> None:
     raise csv_checks.line_error(location, number, f"can't be read ({refusal(number)})", step)
 
 
-def _read_parquet(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
-    import pyarrow.parquet as pq
-
-    with csv_checks.open_location(location) as file, pq.ParquetFile(file) as parquet:
-        fields = parquet.schema_arrow
-        return parquet.read(
-            [f.name for f in fields if (f.name in columns if columns is not None else not _has_bytes(f.type))]
-        )
-
-
 def _has_bytes(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
@@ -238,12 +238,11 @@ def check_jsonl(location: str) -> None:
             continue
         try:
             row = json.loads(line)
+            problem = "" if isinstance(row, dict) else f"is {_json_kind(row)}, not an object"
         except ValueError as error:
-            raise csv_checks.line_error(location, number, f"is no JSON ({error})", "write one object a line") from None
-        if not isinstance(row, dict):
-            raise csv_checks.line_error(
-                location, number, f"is {_json_kind(row)}, not an object", "write one object a line"
-            )
+            problem = f"is no JSON ({error})"
+        if problem:
+            raise csv_checks.line_error(location, number, problem, "write one object a line")
         for name, value in row.items():
             if value is None:
                 continue

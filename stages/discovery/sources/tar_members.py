@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import BinaryIO, NamedTuple
 
@@ -34,16 +33,6 @@ class MemberEntry(NamedTuple):
     size: int
 
 
-@dataclass
-class _Header:
-    """A header of 512 bytes: name, type, and the size in bytes of the content behind it."""
-
-    name: bytes
-    size: int
-    type: bytes
-    more_sparse_map: bool  # of a sparse file: its map continues in the next block
-
-
 class _InvalidHeader(ValueError):
     """Not a header."""
 
@@ -65,36 +54,36 @@ def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) ->
         if len(block) < _BLOCK:
             raise _truncated_error(name, "in the middle of a header" if block else "without the mark of its end")
         try:
-            header = _parse_header(block)
+            path, length, kind = _parse_header(block)
             at += _BLOCK
-            if header.type in b"xXLKg" and header.size > _MAX_HEADER_BYTES:
-                raise _InvalidHeader(f"a header of {header.size} bytes")
-            more = header.type == b"S" and header.more_sparse_map
+            if kind in _EXTENDED_TYPES and length > _MAX_HEADER_BYTES:
+                raise _InvalidHeader(f"a header of {length} bytes")
+            more = kind == b"S" and bool(block[482])
             while more:  # the map of a sparse file of the old format
                 block = _read_at(file, at, _BLOCK)
                 at, more = at + _BLOCK, len(block) == _BLOCK and bool(block[504])
-            if header.type in _EXTENDED_TYPES:
-                if at + header.size > size:
+            if kind in _EXTENDED_TYPES:
+                if at + length > size:
                     raise _truncated_error(name, "in the middle of a header")
-                extended |= _parse_extended_header(header, _read_at(file, at, header.size))
-                at += _pad_to_block(header.size)
+                extended |= _parse_extended_header(kind, _read_at(file, at, length))
+                at += _pad_to_block(length)
                 continue
-            path = extended.get(b"path", header.name)
-            length = _parse_decimal(extended[b"size"]) if b"size" in extended else header.size
+            path = extended.get(b"path", path)
+            length = _parse_decimal(extended[b"size"]) if b"size" in extended else length
         except _InvalidHeader as error:
             problem = f"is no tar from byte {start} on ({error})"
             step = "copy it again, or unpack it if it is compressed"
             raise DamagedTarError("unreadable", name, problem, step) from error
         sparse = any(key.startswith(b"GNU.sparse.") for key in extended)
         extended = {}
-        if header.type in _EMPTY_TYPES:
-            ignored["member that is no plain file"] += header.type != b"5"
+        if kind in _EMPTY_TYPES:
+            ignored["member that is no plain file"] += kind != b"5"
             continue
         if at + length > size:
             raise _truncated_error(name, f"in the middle of {path.decode(errors='replace')}")
-        if reason := _refusal_reason(header.type, path, sparse):
+        if reason := _refusal_reason(kind, path, sparse):
             ignored[reason] += 1
-        elif not (header.type == b"\0" and path.endswith(b"/")):  # a folder, in the oldest format
+        elif not (kind == b"\0" and path.endswith(b"/")):  # a folder, in the oldest format
             yield MemberEntry(path.removeprefix(b"./").decode(), at, length)
         at += _pad_to_block(length)
 
@@ -108,15 +97,15 @@ def _pad_to_block(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _parse_header(block: bytes) -> _Header:
+def _parse_header(block: bytes) -> tuple[bytes, int, bytes]:
+    """The name, the size in bytes of the content behind the header, and the type of a member."""
     checksum = _parse_number(block[148:156])
     if sum(block) - sum(block[148:156]) + 8 * 32 != checksum:
         raise _InvalidHeader("no header there")
     name, prefix = block[:100].split(b"\0", 1)[0], b""
     if block[257:263] == b"ustar\0":
         prefix = block[345:500].split(b"\0", 1)[0]
-    size = _parse_number(block[124:136])
-    return _Header(prefix + b"/" + name if prefix else name, size, block[156:157], bool(block[482]))
+    return prefix + b"/" + name if prefix else name, _parse_number(block[124:136]), block[156:157]
 
 
 def _parse_number(field: bytes) -> int:
@@ -135,12 +124,12 @@ def _parse_decimal(text: bytes) -> int:
     return int(text)
 
 
-def _parse_extended_header(header: _Header, content: bytes) -> dict[bytes, bytes]:
+def _parse_extended_header(kind: bytes, content: bytes) -> dict[bytes, bytes]:
     """Path, size and sparseness of the next member from an extended header."""
-    if header.type == b"L":
+    if kind == b"L":
         return {b"path": content.rstrip(b"\0")}
     found, at = {}, 0
-    while header.type in b"xX" and at < len(content):
+    while kind in b"xX" and at < len(content):
         space = content.find(b" ", at, at + 20)
         length = _parse_decimal(content[at:space]) if space > at else 0
         if space < 0 or length <= space - at + 1 or at + length > len(content):

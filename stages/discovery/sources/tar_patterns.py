@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.discovery.sources.object_listing import walk_objects
-from stages.discovery.sources.object_store import listing_errors, object_version, open_filesystem
+from stages.discovery.sources.object_store import listing_errors, object_version, open_filesystem, walk_objects
 from stages.discovery.sources.urls import join_url, strip_secrets
 from stages.media.files import MediaPath
 
@@ -50,22 +49,19 @@ def _split_pattern(root: str, key: str) -> tuple[str, list[str]]:
     if first < 0 and not path.lower().endswith(".tar"):
         return root, []
     cut = path.rfind("/", 0, first if first >= 0 else len(path))
-    base = path[:cut] if cut > 0 else "." if cut < 0 else "/"
-    return base + root[len(path) :], _expand_braces(path[cut + 1 :])
-
-
-def _expand_braces(text: str) -> list[str]:
-    if "{" not in text:
-        return [text]
+    base = (path[:cut] if cut > 0 else "." if cut < 0 else "/") + root[len(path) :]
+    pattern = path[cut + 1 :]
+    if "{" not in pattern:
+        return base, [pattern]
     try:
         from braceexpand import braceexpand
+
+        return base, list(dict.fromkeys(braceexpand(pattern)))
     except ImportError:
         step = "pip install 'latentpress[webdataset]'"
-        raise LatentpressError(f"{text}: needs the library braceexpand", step) from None
-    try:
-        return list(dict.fromkeys(braceexpand(text)))
+        raise LatentpressError(f"{pattern}: needs the library braceexpand", step) from None
     except ValueError as error:
-        raise LatentpressError(f"{text}: {error}", "write it as shards/{00000..00012}.tar") from None
+        raise LatentpressError(f"{pattern}: {error}", "write it as shards/{00000..00012}.tar") from None
 
 
 def _is_glob(text: str, url: bool = False) -> bool:

@@ -19,15 +19,8 @@ _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|ACCESS_KEY|API_KEY|ACCOUNT_KEY|CR
 
 def strip_secrets(url: str) -> str:
     """`url` without user information, query and fragment, in each part of a chain."""
-    return "::".join(_strip_part(part) for part in url.split("::"))
-
-
-def display_location(location: str) -> str:
-    """A path as it is, a URL without its secrets."""
-    return strip_secrets(location) if "://" in location else location
-
-
-def _strip_part(url: str) -> str:
+    if "::" in url:
+        return "::".join(map(strip_secrets, url.split("::")))
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url
@@ -38,6 +31,11 @@ def _strip_part(url: str) -> str:
         rest = path.rpartition("@")[2]
     rest = rest.partition("?")[0]
     return f"{scheme}://{rest.partition('#')[0] if scheme.startswith('http') else rest}"
+
+
+def display_location(location: str) -> str:
+    """A path as it is, a URL without its secrets."""
+    return strip_secrets(location) if "://" in location else location
 
 
 def strip_signature(url: str) -> str:

@@ -75,26 +75,11 @@ def walk(
     endings = _KindByExtension({ending[1:]: kind for ending, kind in kinds.items()})
     if texts:
         endings["txt"] = CAPTION_KIND
-    walker = _Walker(top, endings, follow_links, ignored)
+    real_top = os.path.join(os.path.realpath(top), "")
     todo: list[_PendingFolder] = [(top, "", False, None)]
-    while todo:
-        found, below = walker.folder(*todo.pop())
-        todo += below
-        yield found
-
-
-class _Walker:
-    def __init__(self, top: str, kinds: _KindByExtension, follow_links: bool, ignored: Counter[str]) -> None:
-        self._kinds, self._follow_links, self._ignored = kinds, follow_links, ignored
-        self._real_top = os.path.join(os.path.realpath(top), "")
-
-    def folder(
-        self, path: str, prefix: str, linked: bool, above: _ParentChain | None
-    ) -> tuple[Found, list[_PendingFolder]]:
-        """The files in `path`, and its sub-folders to walk. One loop, since another call a file costs 3 %."""
-        found = Found(prefix)
-        below: list[_PendingFolder] = []
-        chain, kinds, texts = (path, above), self._kinds, found.texts
+    while todo:  # one loop, since another call a file costs 3 %
+        path, prefix, linked, above = todo.pop()
+        found, chain = Found(prefix), (path, above)
         add_name, add_kind, add_size, add_time = found.appenders()
         try:
             with os.scandir(path) as entries:
@@ -103,19 +88,21 @@ class _Walker:
                     if name[0] == ".":
                         continue
                     link = entry.is_symlink()
-                    if link and self._leads_outside(entry.path):
-                        self._ignored[OUTSIDE] += 1
-                        continue
+                    if link and not follow_links:
+                        inside = os.path.join(os.path.realpath(entry.path), "").startswith(real_top)
+                        if not inside and os.path.exists(entry.path):  # a broken link is a missing file
+                            ignored[OUTSIDE] += 1
+                            continue
                     if os.path.isdir(entry.path) if link else entry.is_dir():
                         if (link or linked) and _is_ancestor(entry.path, chain):
-                            self._ignored[BACK] += 1
+                            ignored[BACK] += 1
                         else:
-                            below.append((entry.path, f"{prefix}{name}/", link or linked, chain))
+                            todo.append((entry.path, f"{prefix}{name}/", link or linked, chain))
                         continue
                     stem, _, ending = name.rpartition(".")
-                    kind = kinds[ending]
+                    kind = endings[ending]
                     if kind is None or not stem:
-                        self._ignored[f".{ending.lower()}" if stem and ending else ""] += 1
+                        ignored[f".{ending.lower()}" if stem and ending else ""] += 1
                         continue
                     try:
                         status = entry.stat()
@@ -125,8 +112,8 @@ class _Walker:
                         continue
                     size, time = status.st_size, status.st_mtime_ns
                     if kind == CAPTION_KIND:
-                        if ending == "txt" or stem not in texts:  # of "a.txt" and "a.TXT" the former
-                            texts[stem] = name, size, time
+                        if ending == "txt" or stem not in found.texts:  # of "a.txt" and "a.TXT" the former
+                            found.texts[stem] = name, size, time
                     elif size or stat.S_ISREG(status.st_mode):
                         add_name(name)
                         add_kind(kind)
@@ -137,13 +124,7 @@ class _Walker:
         except OSError as error:
             step = "give read permission to the folder, or run again if it was being moved"
             raise LatentpressError(f"{path}: {error.strerror}", step) from error
-        return found, below
-
-    def _leads_outside(self, link: str) -> bool:
-        """False for a broken link: its file is missing, and is reported as that."""
-        if self._follow_links or not os.path.exists(link):
-            return False
-        return not os.path.join(os.path.realpath(link), "").startswith(self._real_top)
+        yield found
 
 
 def _is_ancestor(folder: str, chain: _ParentChain | None) -> bool:

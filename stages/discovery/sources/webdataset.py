@@ -10,7 +10,6 @@ import json
 import os
 import re
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -23,30 +22,17 @@ from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 from schemas.tables import EXTRA_PREFIX
 from stages.discovery.sources import base, tar_members
-from stages.discovery.sources.captions import MAX_CAPTION_BYTES, make_caption_lookup, split_caption_lines
+from stages.discovery.sources.captions import MAX_CAPTION_BYTES, split_caption_lines
 from stages.discovery.sources.columns import caption_lists, cast_to_kind, extra_columns
-from stages.discovery.sources.companions import companion_finders, complete_listing
+from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.object_store import file_below
 from stages.discovery.sources.tar_patterns import file_version, find_tars, parse_patterns
 from stages.discovery.sources.urls import strip_secrets
 from stages.media.errors import RESTORE_ADVICE, MediaError
 from stages.media.files import MediaPath, media_size, open_media
 
-#: Of several media in one key, the first of these is the item; the others are counted.
-_VIDEO_ORDER = ("mp4", "webm", "mkv", "mov", "avi", "m4v")
-_IMAGE_ORDER = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "tif", "tiff", "bmp", "gif")
-MEDIA_EXTENSION_ORDER = _VIDEO_ORDER + _IMAGE_ORDER
 _KEY_PATTERN = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 _text = pa.string()
-
-
-@dataclass(frozen=True)
-class SourceTar:
-    """A tar: its name in the paths of its items, its file or object, its version."""
-
-    name: str
-    place: MediaPath
-    version: str
 
 
 @dataclass
@@ -58,19 +44,13 @@ class _KeyMembers:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-class WebDatasetSource(base.Source):
+class WebDatasetSource(CommonSource):
     """The tars of a folder, a brace expression (shards/{00000..00012}.tar), a glob, or one tar; local or at a URL."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-        self.ignored = Counter[str]()
+        super().__init__(dataset)
         self._kinds = base.extensions_of_dataset(dataset)
-        self._roles = {
-            role: column.removeprefix(".").lower()
-            for role, column in (("source", dataset.conditioning_column), ("mask", dataset.mask_column))
-            if column
-        }
-        self._companions = companion_finders(dataset)
+        self._roles = {role: name.removeprefix(".").lower() for role, name in self._columns_by_role.items()}
         self._own_captions = dataset.resolved_caption_strategy == "webdataset"
         self._columns = list(dataset.caption_column) if self._own_captions else []
         self._from_json = "caption_column" in dataset.model_fields_set
@@ -78,21 +58,26 @@ class WebDatasetSource(base.Source):
         settings = (dataset.dataset_type, self._own_captions, self._columns, self._from_json, self._roles)
         self._settings = hash_json(settings)[:12]
         self._base, self._patterns = parse_patterns(dataset)
-        self._extra_kinds: dict[str, pa.DataType] = {}
 
     # -- listing -----------------------------------------------------------------------------------------------------
 
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
-        self.ignored, self._extra_kinds = Counter(), {}
-        captions, found = make_caption_lookup(self._dataset), False
-        for name, version in find_tars(self._base, self._patterns, self.ignored):
+        self.ignored.clear()
+        extra_kinds: dict[str, pa.DataType] = {}
+        found = False
+        for tar, version in find_tars(self._base, self._patterns, self.ignored):
             found = True
-            tar = SourceTar(name, self._place(name), version)
-            rows = None if known is None else _known_rows(known, tar, self._settings)
-            for chunk in [rows] if rows is not None else self._read(tar):
+            rows = None if known is None else _known_rows(known, tar, version, self._settings)
+            for chunk in [rows] if rows is not None else self._read(tar, version):
                 columns = {name: chunk.column(name).combine_chunks() for name in chunk.column_names}
-                self._unify_extra_types(columns)
-                table = complete_listing(columns, captions, self._companions)
+                for name in (name for name in columns if name.startswith(EXTRA_PREFIX)):
+                    column = columns[name]
+                    if not pa.types.is_null(column.type):  # a table's column has one type: that of the first tar's
+                        columns[name] = cast_to_kind(column, extra_kinds.setdefault(name, column.type))
+                    if lost := columns[name].null_count - column.null_count:
+                        field = name.removeprefix(EXTRA_PREFIX)
+                        self.ignored[f"{field} of another kind than in the first tar that has it"] += lost
+                table = self._complete(columns)
                 yield from (table.slice(start, base.CHUNK_ROWS) for start in range(0, len(table), base.CHUNK_ROWS))
         if not found:
             raise LatentpressError(
@@ -100,38 +85,29 @@ class WebDatasetSource(base.Source):
                 "name a folder of *.tar, tars such as shards/{00000..00012}.tar, or choose another source",
             )
 
-    def _unify_extra_types(self, columns: dict[str, pa.Array]) -> None:
-        """Cast extra columns to the types of the first tar that has them: a column of a table has one type."""
-        for name in (name for name in columns if name.startswith(EXTRA_PREFIX)):
-            column = columns[name]
-            if not pa.types.is_null(column.type):
-                columns[name] = cast_to_kind(column, self._extra_kinds.setdefault(name, column.type))
-            if lost := columns[name].null_count - column.null_count:
-                field = name.removeprefix(EXTRA_PREFIX)
-                self.ignored[f"{field} of another kind than in the first tar that has it"] += lost
-
     def _place(self, name: str) -> MediaPath:
         return file_below(self._base, name, self._dataset.identity)
 
-    def _read(self, tar: SourceTar) -> Iterator[pa.Table]:
+    def _read(self, tar: str, version: str) -> Iterator[pa.Table]:
         """The items of one tar, from its headers and text members; finally a row for the tar itself if it is
         damaged."""
         keys: dict[str, _KeyMembers] = {}
         damage: MediaError | None = None
         try:
-            size = media_size(tar.place)
-            with open_media(tar.place) as file:
-                for member in tar_members.iter_members(file, size, os.fspath(tar.place), self.ignored):
+            place = self._place(tar)
+            size = media_size(place)
+            with open_media(place) as file:
+                for member in tar_members.iter_members(file, size, os.fspath(place), self.ignored):
                     self._add_member(file, member, keys)
         except MediaError as error:
             damage = error
-        rows = self._rows(tar, keys)
+        rows = self._rows(tar, version, keys)
         count = len(rows) + (damage is not None)
         if len(rows):
             note = pa.repeat(f"{count}:{self._settings}", len(rows))
             yield rows.set_column(rows.schema.get_field_index("captions_version"), "captions_version", note)
         if damage is not None:
-            row = {"path": tar.name, "kind": self._dataset.dataset_type, "version": tar.version}
+            row = {"path": tar, "kind": self._dataset.dataset_type, "version": version}
             row |= {"problem": f"{damage.reason}: {damage.problem}", "advice": damage.advice}
             yield base.listing_table({name: pa.array([value], _text) for name, value in row.items()})
 
@@ -167,21 +143,21 @@ class WebDatasetSource(base.Source):
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def _rows(self, tar: SourceTar, keys: dict[str, _KeyMembers]) -> pa.Table:
+    def _rows(self, tar: str, version: str, keys: dict[str, _KeyMembers]) -> pa.Table:
         items = [(key, media) for key in keys.values() if (media := self._media(key)) is not None]
         if not items:
             return base.LISTING_SCHEMA.empty_table()
         columns: dict[str, pa.Array] = {
-            "path": pa.array([f"{tar.name}/{key.members[media].name}" for key, media in items]),
+            "path": pa.array([f"{tar}/{key.members[media].name}" for key, media in items]),
             "kind": pa.array([self._kinds[f".{media}"] for _, media in items]),
             "size": pa.array([key.members[media].size for key, media in items]),
-            "version": pa.repeat(tar.version, len(items)),
+            "version": pa.repeat(version, len(items)),
         }
         for role, ending in self._roles.items():
             members = [key.members.get(ending) for key, _ in items]
-            columns[role] = pa.array([member and f"{tar.name}/{member.name}" for member in members], _text)
+            columns[role] = pa.array([member and f"{tar}/{member.name}" for member in members], _text)
             found = pc.is_valid(columns[role])
-            columns[f"{role}_version"] = pc.if_else(found, tar.version, None)
+            columns[f"{role}_version"] = pc.if_else(found, version, None)
             if role == "mask":
                 kind = base.extensions_of_kinds(("image", "video")).get("." + ending.rpartition(".")[2], "image")
                 columns["mask_kind"] = pc.if_else(found, kind, None)
@@ -192,10 +168,10 @@ class WebDatasetSource(base.Source):
         return base.listing_table(columns)
 
     def _media(self, key: _KeyMembers) -> str | None:
-        """The extension of the key's item, None if it has none; members that are not used are counted."""
+        """The extension of the key's item, None if it has none: of several media the first in the order of the
+        dataset's extensions. Members that are not used are counted."""
         own = set(self._roles.values())
-        media = [ending for ending in MEDIA_EXTENSION_ORDER if ending in key.members and ending not in own]
-        media = [ending for ending in media if f".{ending}" in self._kinds]
+        media = [ending[1:] for ending in self._kinds if ending[1:] in key.members and ending[1:] not in own]
         for ending in key.members:
             if ending not in own and ending not in media[:1] and ending not in ("txt", "json"):
                 self.ignored[f"further .{ending} of a key" if ending in media else f".{ending}"] += 1
@@ -241,24 +217,22 @@ class WebDatasetSource(base.Source):
         raise MediaError("missing", path, "is in no tar that is there", RESTORE_ADVICE)
 
     def backing_file(self, role: str, path: str) -> MediaPath:
-        if role and role not in self._roles:
-            return self._companions[role].open(path)
-        return self._tar(path)[1]
+        return super().open_companion(role, path) if role and role not in self._roles else self._tar(path)[1]
 
     def open_companion(self, role: str, path: str) -> MediaPath:
-        return self.open(path) if role in self._roles else self._companions[role].open(path)
+        return self.open(path) if role in self._roles else super().open_companion(role, path)
 
 
-def _known_rows(known: pa.Table, tar: SourceTar, settings: str) -> pa.Table | None:
+def _known_rows(known: pa.Table, tar: str, version: str, settings: str) -> pa.Table | None:
     """The rows of a tar in the last media table, None unless the tar is unchanged and no item of it was set aside. The
     table is sorted by path, so that the rows of a tar are one slice."""
     paths = known.column("path")
     start, stop = (
         bisect_left(range(len(paths)), path, key=lambda row: paths[row].as_py())
-        for path in (f"{tar.name}/", f"{tar.name}0")  # "0" follows "/"
+        for path in (f"{tar}/", f"{tar}0")  # "0" follows "/"
     )
     rows = known.slice(start, stop - start)
-    expected = {"version": tar.version, "captions_version": f"{len(rows)}:{settings}"}
+    expected = {"version": version, "captions_version": f"{len(rows)}:{settings}"}
     if not len(rows) or any(rows.column(name).unique().to_pylist() != [value] for name, value in expected.items()):
         return None
     names = [name for name in rows.column_names if name in base.LISTING_SCHEMA.names or name.startswith(EXTRA_PREFIX)]

@@ -54,7 +54,7 @@ class TextWorker(UnitWorker):
         text = self.plan.texts[name]
         if not text["image_id"]:
             return None
-        return ReadRequest(tuple(self.locations.text_files(text["text_id"])), None, text["image_geometry"])
+        return ReadRequest(tuple(self.locations.planned_files("text", text["text_id"])), None, text["image_geometry"])
 
     def prepare(self, name: str, read: MemberPixels | None) -> PreparedPrompt:
         text = self.plan.texts[name]

@@ -49,7 +49,7 @@ class LatentsWorker(UnitWorker):
     def read_request(self, name: str) -> ReadRequest:
         sample = self.plan.samples[name]
         source = sample["source_geometry"] if sample["condition"] == "source" else None
-        files = tuple(self.locations.sample_files(name))
+        files = tuple(self.locations.planned_files("latents", name))
         return ReadRequest(files, sample, source, self.config.latents.decoder, has_mask=bool(sample["mask_id"]))
 
     def prepare(self, name: str, read: MemberPixels | None) -> SamplePixels:

@@ -48,7 +48,7 @@ class VisionWorker(UnitWorker):
 
     def read_request(self, name: str) -> ReadRequest:
         """The sample's own frames alone, not the source image that its latents are conditioned on."""
-        files = tuple(self.locations.sample_files(name)[:1])
+        files = tuple(self.locations.planned_files("vision", name))
         return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)
 
     def prepare(self, name: str, read: MemberPixels | None) -> np.ndarray:

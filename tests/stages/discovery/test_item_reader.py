@@ -10,7 +10,7 @@ import pytest
 
 from cache.store import Store
 from stages import discover
-from stages.discover import read_media_table
+from stages.discovery.media_table import read_media_table
 from stages.discovery.sources import object_store
 
 

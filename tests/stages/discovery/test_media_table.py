@@ -10,8 +10,8 @@ import pytest
 from cache.store import Store
 from schemas.tables import MEDIA_SCHEMA
 from stages import discover
-from stages.discover import media_table_path, read_media_table
 from stages.discovery import listing_diff, media_table
+from stages.discovery.media_table import media_table_path, read_media_table
 from stages.discovery.sources.base import LISTING_SCHEMA
 from stages.engines.sandbox import MAX_ITEMS_PER_TASK, MAX_QUEUED_PER_PROCESS
 

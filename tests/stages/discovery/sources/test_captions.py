@@ -1,5 +1,4 @@
 import os
-import pickle
 from pathlib import Path
 
 import pyarrow as pa
@@ -119,31 +118,31 @@ def dataset(folder: Path, **settings) -> Dataset:
 def test_a_table_gives_every_row_of_a_file_and_the_rest_of_the_first(tmp_path: Path) -> None:
     table = tmp_path / "c.csv"
     table.write_text("file_name,caption,score\na.png,one,1\n./b.png,,2\na.png,two,3\na.png,one,4\n")
-    given_ = CaptionLookup(dataset(tmp_path, caption_strategy="csv", caption_file=str(table)), root=str(tmp_path)).of(
-        pa.array(["b.png", "a.png", "c.png"])
-    )
-    assert given_.captions.to_pylist() == [None, ["one", "two"], None]
-    reasons = [text and text.partition(":")[0] for text in given_.problems.to_pylist()]
+    columns = {"path": pa.array(["b.png", "a.png", "c.png"])}
+    CaptionLookup(dataset(tmp_path, caption_strategy="csv", caption_file=str(table)), str(tmp_path)).add(columns)
+    assert columns["captions"].to_pylist() == [None, ["one", "two"], None]
+    reasons = [text and text.partition(":")[0] for text in columns["problem"].to_pylist()]
     assert reasons == ["empty-caption", None, "no-caption"]
-    assert given_.advices.to_pylist()[2] == f"add a row for it to {table}"
-    assert given_.extras["extra.score"].to_pylist() == [2, 1, None]
+    assert columns["advice"].to_pylist() == [f"write a caption into {table}", None, f"add a row for it to {table}"]
+    assert columns["extra.score"].to_pylist() == [2, 1, None]
 
 
 def test_several_columns_and_lists_are_alternatives(tmp_path: Path) -> None:
     table = tmp_path / "c.jsonl"
     table.write_text('{"path": "a.png", "long": ["x", "y"], "short": "z"}\n{"path": "b.png", "long": [], "short": "q"}')
     settings = dataset(tmp_path, caption_strategy="jsonl", caption_file=str(table), caption_column=["short", "long"])
-    captions = CaptionLookup(settings, str(tmp_path)).of(pa.array(["a.png", "b.png"])).captions
-    assert captions.to_pylist() == [["z", "x", "y"], ["q"]]
+    columns = {"path": pa.array(["a.png", "b.png"])}
+    CaptionLookup(settings, str(tmp_path)).add(columns)
+    assert columns["captions"].to_pylist() == [["z", "x", "y"], ["q"]]
 
 
 def test_a_table_without_the_column_says_which_there_are(tmp_path: Path) -> None:
     table = tmp_path / "c.csv"
     table.write_text("file_name,text\na.png,one\n")
-    listed = make_caption_lookup(dataset(tmp_path, caption_strategy="csv", caption_file=str(table)))
-    assert listed is not None
+    lookup = make_caption_lookup(dataset(tmp_path, caption_strategy="csv", caption_file=str(table)), str(tmp_path))
+    assert lookup is not None
     with pytest.raises(LatentpressError, match=r"no column 'caption'; there are: file_name, text"):
-        listed.of(pa.array(["a.png"]))
+        lookup.add({"path": pa.array(["a.png"])})
 
 
 @pytest.mark.parametrize(
@@ -157,16 +156,17 @@ def test_a_table_without_the_column_says_which_there_are(tmp_path: Path) -> None
 def test_a_table_of_captions_is_checked_like_any_other(tmp_path: Path, data: bytes, says: str) -> None:
     table = tmp_path / "captions.csv"
     table.write_bytes(data)
-    listed = make_caption_lookup(dataset(tmp_path, caption_strategy="csv", caption_file=str(table)))
-    assert listed is not None
+    lookup = make_caption_lookup(dataset(tmp_path, caption_strategy="csv", caption_file=str(table)), str(tmp_path))
+    assert lookup is not None
     with pytest.raises(LatentpressError, match=r"captions\.csv, " + says):
-        listed.of(pa.array(["a.png", "b.png"]))
+        lookup.add({"path": pa.array(["a.png", "b.png"])})
 
 
 def test_one_prompt_for_all_and_what_sources_do_themselves(tmp_path: Path) -> None:
-    listed = make_caption_lookup(dataset(tmp_path, caption_strategy="instanceprompt", instance_prompt=" sks dog "))
-    assert listed is not None
-    again = pickle.loads(pickle.dumps(listed)).of(pa.array(["a", "b"]))
-    assert again.captions.to_pylist() == [["sks dog"], ["sks dog"]] and again.problems.null_count == 2
-    assert make_caption_lookup(dataset(tmp_path)) is None
-    assert make_caption_lookup(dataset(tmp_path / "m.csv")) is None
+    settings = dataset(tmp_path, caption_strategy="instanceprompt", instance_prompt=" sks dog ")
+    lookup, columns = make_caption_lookup(settings, str(tmp_path)), {"path": pa.array(["a", "b"])}
+    assert lookup is not None
+    lookup.add(columns)
+    assert columns["captions"].to_pylist() == [["sks dog"], ["sks dog"]] and "problem" not in columns
+    assert make_caption_lookup(dataset(tmp_path), str(tmp_path)) is None
+    assert make_caption_lookup(dataset(tmp_path / "m.csv"), str(tmp_path)) is None

@@ -1,4 +1,3 @@
-import pickle
 from pathlib import Path
 
 import pyarrow as pa
@@ -7,7 +6,7 @@ import pytest
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import listing_table
-from stages.discovery.sources.companions import CompanionFinder, add_companions, companion_finders
+from stages.discovery.sources.companions import CompanionFinder, companion_finders
 from stages.media.files import hash_file
 
 
@@ -19,41 +18,47 @@ def place(folder: Path, *names: str) -> str:
     return str(folder)
 
 
+def found_by(finder: CompanionFinder, *paths: str) -> dict[str, list]:
+    """The columns of a listing that the companions of these items add, with the problems' reasons alone."""
+    columns = {"path": pa.array(paths)}
+    finder.add(columns)
+    found = {name: column.to_pylist() for name, column in columns.items()}
+    return found | {"reason": [text and text.partition(":")[0] for text in found["problem"]]}
+
+
 def test_the_companion_has_the_very_name_of_its_item(tmp_path: Path) -> None:
     where = place(tmp_path, "one.jpg", "deep/two.v2.PNG", "three.png", "three.jpg", "four.mp4", ".five.png", "six.txt")
     items = ["one.png", "deep/two.v2.png", "two.v2.png", "deep/two.png", "three.png", "four.mp4", "six.png"]
-    found = CompanionFinder(where, "source").match(pa.array(items))
-    assert found.paths.to_pylist() == ["one.jpg", "deep/two.v2.PNG", None, None, None, None, None]
-    reasons = [text and text.partition(":")[0] for text in found.problems.to_pylist()]
-    assert reasons == [None, None, "no-source", "no-source", "several-sources", "no-source", "no-source"]
-    assert found.advices[3].as_py() == f"put one at {where}/deep/two.png"
-    assert found.advices[0].as_py() is None and found.kinds.to_pylist()[:2] == ["image", "image"]
+    found = found_by(CompanionFinder(where, "source"), *items)
+    assert found["source"] == ["one.jpg", "deep/two.v2.PNG", None, None, None, None, None]
+    assert found["reason"] == [None, None, "no-source", "no-source", "several-sources", "no-source", "no-source"]
+    assert found["advice"][3:5] == [f"put one at {where}/deep/two.png", "keep one source image"]
+    assert found["advice"][0] is None and "mask_kind" not in found
 
 
 def test_masks_may_be_videos(tmp_path: Path) -> None:
     where = place(tmp_path, "a.mp4", "b.png")
-    found = CompanionFinder(where, "mask", ("image", "video")).match(pa.array(["a.mov", "b.mov", "c.mov"]))
-    assert found.kinds.to_pylist() == ["video", "image", None]
-    assert found.problems.to_pylist() == [None, None, "no-mask: has no mask"]
+    found = found_by(CompanionFinder(where, "mask"), "a.mov", "b.mov", "c.mov")
+    assert found["mask_kind"] == ["video", "image", None]
+    assert found["problem"] == [None, None, "no-mask: has no mask"]
 
 
 def test_a_changed_companion_has_another_version_and_the_place_is_listed_once(tmp_path: Path) -> None:
     where = place(tmp_path, "a.png")
     companions = CompanionFinder(where, "source")
-    before = companions.match(pa.array(["a.png"])).versions
+    before = found_by(companions, "a.png")["source_version"]
     (tmp_path / "a.png").write_bytes(b"longer than before")
-    assert companions.match(pa.array(["a.png"])).versions == before
-    fresh = pickle.loads(pickle.dumps(companions))
-    assert fresh.match(pa.array(["a.png"])).versions != before
+    assert found_by(companions, "a.png")["source_version"] == before
+    assert found_by(CompanionFinder(where, "source"), "a.png")["source_version"] != before
     assert Path(companions.open("a.png")) == tmp_path / "a.png"
 
 
 def test_an_absent_place_is_named_with_its_option(tmp_path: Path) -> None:
     dataset = Dataset(id="d", instance_data_dir="x", conditioning_data=str(tmp_path / "no"))
     with pytest.raises(LatentpressError, match=r"datasets\.d\.conditioning_data: .*no is not a folder"):
-        companion_finders(dataset)["source"].match(pa.array(["a.png"]))
+        found_by(companion_finders(dataset)["source"], "a.png")
     with pytest.raises(LatentpressError, match=r"holds nothing|is not there"):
-        CompanionFinder("memory://nowhere-at-all", "mask").match(pa.array(["a.png"]))
+        found_by(CompanionFinder("memory://nowhere-at-all", "mask"), "a.png")
 
 
 def test_a_url_is_a_place(tmp_path: Path) -> None:
@@ -63,8 +68,8 @@ def test_a_url_is_a_place(tmp_path: Path) -> None:
         with fsspec.open(f"memory://companions/{name}", "wb") as file:
             file.write(name.encode())
     companions = CompanionFinder("memory://companions", "source")
-    found = companions.match(pa.array(["a.png", "deep/b.png", "deep/c.png"]))
-    assert found.paths.to_pylist() == ["a.png", "deep/b.jpg", None]
+    found = found_by(companions, "a.png", "deep/b.png", "deep/c.png")
+    assert found["source"] == ["a.png", "deep/b.jpg", None]
     (tmp_path / "same").write_bytes(b"deep/b.jpg")
     assert hash_file(companions.open("deep/b.jpg")) == hash_file(tmp_path / "same")
 
@@ -73,10 +78,9 @@ def test_links_are_followed_as_in_the_folder_of_the_media(tmp_path: Path) -> Non
     place(tmp_path / "outside", "a.png")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "link").symlink_to(tmp_path / "outside")
-    items = pa.array(["link/a.png"])
     where = str(tmp_path / "in")
-    assert CompanionFinder(where, "source").match(items).paths.null_count == 1
-    assert CompanionFinder(where, "source", follow_links=True).match(items).paths.null_count == 0
+    assert found_by(CompanionFinder(where, "source"), "link/a.png")["source"] == [None]
+    assert found_by(CompanionFinder(where, "source", follow_links=True), "link/a.png")["source"] == ["link/a.png"]
 
 
 def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
@@ -88,7 +92,8 @@ def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
         "advice": pa.array([None, "write one", None], pa.string()),
         "extra.score": pa.array([1, 2, 3]),
     }
-    add_companions(columns, companion_finders(dataset))
+    for finder in companion_finders(dataset).values():
+        finder.add(columns)
     rows = listing_table(columns).to_pylist()
     assert [row["problem"] for row in rows] == [
         None,
@@ -106,9 +111,9 @@ def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
 
 def test_media_elsewhere_have_no_name_that_a_companion_could_share(tmp_path: Path) -> None:
     where = place(tmp_path, "a.png")
-    found = CompanionFinder(where, "source").match(pa.array(["/data/a.png", "https://host/a.png", "a.png"]))
-    assert [text and text.partition(":")[0] for text in found.problems.to_pylist()] == ["no-source", "no-source", None]
-    assert all(text.startswith("set media_root") for text in found.advices.to_pylist()[:2])
+    found = found_by(CompanionFinder(where, "source"), "/data/a.png", "https://host/a.png", "a.png")
+    assert found["reason"] == ["no-source", "no-source", None]
+    assert all(text.startswith("set media_root") for text in found["advice"][:2])
 
 
 def test_a_place_in_a_store_is_listed_level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +124,5 @@ def test_a_place_in_a_store_is_listed_level_by_level(monkeypatch: pytest.MonkeyP
         fs.pipe_file(f"/levels/{name}", b"x")
     monkeypatch.setattr(type(fs), "find", lambda *_, **__: pytest.fail("the whole place was listed at once"))
     monkeypatch.setattr("stages.discovery.sources.companions.CHUNK_ROWS", 1)
-    found = CompanionFinder("memory://levels", "source").match(
-        pa.array(["a.jpg", "deep/b.jpg", ".hidden/c.jpg", "d.jpg"])
-    )
-    assert found.paths.to_pylist() == ["a.png", "deep/b.png", None, None]
+    found = found_by(CompanionFinder("memory://levels", "source"), "a.jpg", "deep/b.jpg", ".hidden/c.jpg", "d.jpg")
+    assert found["source"] == ["a.png", "deep/b.png", None, None]
