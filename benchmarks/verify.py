@@ -82,7 +82,7 @@ def benchmark_reading(folder: Path, mib: int, repeat: int) -> None:
         for threads in (1, 2):
 
             def check(store=store, present=present, threads=threads) -> None:
-                assert not verify.check_shards(store, present, threads, Console(stderr=silent)).damage
+                assert not verify.check_shards(store, present, threads, Console(stderr=silent))[0]
 
             def plain(paths=paths, threads=threads) -> None:
                 with ThreadPoolExecutor(threads) as pool:

@@ -30,7 +30,7 @@ from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from stages.encoding import stage_registry
 from stages.encoding.stage import UsageError, refuse_partition
-from stages.maintenance.gc_roots import GcRoots, find_roots
+from stages.maintenance.gc_roots import find_roots
 
 DAY_S = 24 * 3600
 KEEP_DAYS = 30.0
@@ -83,7 +83,7 @@ def run(
             problem = f"{path} has the root {other.root}, not {store.url}"
             raise UsageError(problem, "give --also configurations of this root")
     now = time.time()
-    unused = find_unused(store, configs, now - keep_days * DAY_S)
+    unused = UnusedFiles(store, configs, now - keep_days * DAY_S)
     items = unused.items
     report = Report(program="gc", dry_run=options.dry_run)
     report.details = {
@@ -101,8 +101,8 @@ def run(
         report.next_steps = [f"latentpress gc {' '.join(arguments)}"] if items else []
         return report
     # Listed again: what came into use meanwhile stays.
-    still = {entry for item in find_unused(store, configs, now - keep_days * DAY_S).items for entry in item.entries}
-    for item in sorted(items, key=lambda item: REMOVAL_ORDER.index(_top_folder(item.path))):
+    still = {entry for item in UnusedFiles(store, configs, now - keep_days * DAY_S).items for entry in item.entries}
+    for item in sorted(items, key=lambda item: REMOVAL_ORDER.index(item.path.partition("/")[0])):
         item.entries = [entry for entry in item.entries if entry in still]
         report.done += len(item.entries)
         if item.entries:
@@ -112,56 +112,41 @@ def run(
     return report
 
 
-@dataclass(frozen=True)
 class UnusedFiles:
-    """items: what nothing uses, biggest first. kept_bytes: of the rest of the layout. other_files: outside the layout.
-    active_folders: those that stages write to, which stay even if empty."""
-
-    items: list[UnusedItem]
-    kept_bytes: int
-    other_files: list[Entry]
-    active_folders: set[str]
-
-
-def find_unused(store: Store, configs: Sequence[Config], since: float) -> UnusedFiles:
     """What nothing uses and was last written before `since`, of files with a name that this project gives; all others
-    are a user's. LatentpressError where one of the configurations has no plan."""
-    listed = store.list_files()
-    entries = [entry for entry in listed if is_project_file(entry.name)]
-    roots = find_roots(store, configs, entries, since)
-    items = _UnusedFinder(store, roots, entries).items()
-    stale = [entry for entry in store.list_files(temporaries=True) if entry.modified < time.time() - STALE]
-    items += [UnusedItem("", "files that killed processes left half written", stale)] if stale else []
-    items.sort(key=lambda item: (-item.total_bytes, item.path))
-    kept_bytes = sum(entry.size for entry in entries) - sum(item.total_bytes for item in items if item.path)
-    other_files = [entry for entry in listed if not is_project_file(entry.name)]
-    # A stage may just have made these folders, for a file that is not there yet.
-    lists = {f"{ENCODE_PROGRAMS[cache.partition('/')[0]]}/{cache.partition('/')[2]}" for cache in roots.caches}
-    active_folders = roots.caches | {f"rejects/{name}" for name in (*lists, "discover", "bucket")}
-    return UnusedFiles(items, kept_bytes, other_files, active_folders)
+    are a user's. LatentpressError where one of the configurations has no plan.
 
+    items: what nothing uses, biggest first. kept_bytes: of the rest of the layout. other_files: outside the layout.
+    active_folders: those that stages write to, which stay even if empty.
+    """
 
-class _UnusedFinder:
-    """Finds the files of a root that are not in use, as items."""
-
-    def __init__(self, store: Store, roots: GcRoots, entries: Sequence[Entry]) -> None:
-        self._store, self._roots, self._entries = store, roots, entries
+    def __init__(self, store: Store, configs: Sequence[Config], since: float) -> None:
+        listed = store.list_files()
+        self.other_files = [entry for entry in listed if not is_project_file(entry.name)]
+        entries = [entry for entry in listed if is_project_file(entry.name)]
+        self._roots = roots = find_roots(store, configs, entries, since)
         #: Folder of two levels (a cache, a plan, a set) -> when anything was last written in it.
         self._newest: dict[str, float] = {}
         for entry in entries:
             folder = _cache_folder(entry.name)
             self._newest[folder] = max(self._newest.get(folder, 0), entry.modified)
-
-    def items(self) -> list[UnusedItem]:
+        self.kept_bytes = 0
         unused: dict[str, list[Entry]] = {}
         kept: set[str] = set()  # folders that keep some of their files
-        for entry in self._entries:
+        for entry in entries:
             folder = _cache_folder(entry.name)
             if self._is_unused(entry):
                 unused.setdefault(folder, []).append(entry)
             else:
                 kept.add(folder)
-        return [UnusedItem(folder, self._describe(folder, folder in kept), files) for folder, files in unused.items()]
+                self.kept_bytes += entry.size
+        self.items = [UnusedItem(name, self._describe(store, name, name in kept), unused[name]) for name in unused]
+        stale = [entry for entry in store.list_files(temporaries=True) if entry.modified < time.time() - STALE]
+        self.items += [UnusedItem("", "files that killed processes left half written", stale)] if stale else []
+        self.items.sort(key=lambda item: (-item.total_bytes, item.path))
+        # A stage may just have made these folders, for a file that is not there yet.
+        lists = {f"{ENCODE_PROGRAMS[cache.partition('/')[0]]}/{cache.partition('/')[2]}" for cache in roots.caches}
+        self.active_folders = roots.caches | {f"rejects/{name}" for name in (*lists, "discover", "bucket")}
 
     def _is_unused(self, entry: Entry) -> bool:
         roots = self._roots
@@ -201,15 +186,24 @@ class _UnusedFinder:
             return unit in roots.units_of_others or (cache in roots.caches and unit in roots.units)
         return name in (roots.datasets if stage == "discover" else roots.reject_lists)
 
-    def _describe(self, folder: str, partly: bool) -> str:
+    def _describe(self, store: Store, folder: str, partly: bool) -> str:
         """What an item is and why it is not used. partly: the folder keeps other files."""
-        top = _top_folder(folder)
+        top = folder.partition("/")[0]
         if top in stage_registry.SHARD_KINDS:
             if folder in self._roots.caches:
                 why = "units that no plan has any longer"
             else:
                 why = "what no training set holds" if partly else "no configuration given uses it"
-            return f"{_describe_cache(self._store, folder)}: {why}"
+            try:
+                record = store.read_json(f"{folder}/provenance.json")
+            except (FileNotFoundError, StoreError, DamageError):
+                return f"a cache of unknown origin: {why}"
+            words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]
+            weights = record.get("weights")
+            if isinstance(weights, dict):
+                words.append(weights.get("repo") or f"weights {str(weights.get('content', 'unknown'))[:8]}")
+            made_by = f"{record.get('stage', 'a cache')} ({', '.join(str(word) for word in words if word)})"
+            return f"{printable(made_by)}: {why}"  # it may have been imported, so its content is not trusted
         return {
             "sets": "a training set that no configuration given makes, and not the newest of its family and task",
             "plans": "a plan that nothing is made of",
@@ -219,27 +213,9 @@ class _UnusedFinder:
         }[top]
 
 
-def _top_folder(path: str) -> str:
-    return path.partition("/")[0]
-
-
 def _cache_folder(name: str) -> str:
     """The folder of two levels that a file belongs to, as latents/<fingerprint>."""
     return "/".join(name.split("/")[:-1][:2])
-
-
-def _describe_cache(store: Store, cache: str) -> str:
-    """A cache's provenance.json in a few words. It may have been imported, so its content is not trusted."""
-    try:
-        record = store.read_json(f"{cache}/provenance.json")
-    except (FileNotFoundError, StoreError, DamageError):
-        return "a cache of unknown origin"
-    words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]
-    weights = record.get("weights")
-    if isinstance(weights, dict):
-        words.append(weights.get("repo") or f"weights {str(weights.get('content', 'unknown'))[:8]}")
-    stage = record.get("stage", "a cache")
-    return printable(f"{stage} ({', '.join(str(word) for word in words if word)})")
 
 
 def _remove_item(store: Store, item: UnusedItem, active_folders: set[str]) -> None:
@@ -257,7 +233,7 @@ def _remove_item(store: Store, item: UnusedItem, active_folders: set[str]) -> No
     for entry in sorted(item.entries, key=rank):
         store.remove(entry.name)
     folders = {item.path}
-    if _top_folder(item.path) == "rejects":  # the folder of each cache, as another one may be in use
+    if item.path.partition("/")[0] == "rejects":  # the folder of each cache, as another one may be in use
         folders = {entry.name.rpartition("/")[0] for entry in item.entries}
     for folder in folders - active_folders:
         store.remove_empty_folders(folder)

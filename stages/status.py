@@ -4,10 +4,12 @@ Its cost grows with the number of shards: names, sizes and times are listed, and
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
@@ -23,14 +25,17 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.discovery.media_table import find_media_table
+from stages.discovery.missing_media import spread_evenly
 from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage, StageState, refuse_partition
-from stages.maintenance import live_status, reject_report
 from stages.planning.plan_lookup import current_plan
 
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
 LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damaged")
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # which the trainer writes before anything else
+RECENT_S = 3600.0  # shards published before do not count in a rate
+MAX_COUNTED_SHARDS = 32  # in a rate
+MIN_PAUSE_FACTOR = 4  # building a report may take at most this fraction of the time: 1/4
 
 TableRow = dict[str, Any]
 
@@ -53,9 +58,9 @@ def run(
 ) -> Report:
     refuse_partition(options, "status")
     if rejects_too:
-        return reject_report.report_rejects(config, options)
+        return report_rejects(config, options)
     if watch and not options.dry_run:
-        return live_status.refresh_until_done(lambda: build_report(config, options), console, every)
+        return refresh_until_done(lambda: build_report(config, options), console, every)
     return build_report(config, options)
 
 
@@ -70,12 +75,12 @@ def build_report(config: Config, options: Options) -> Report:
     report.remaining = sum(table is None for table in tables)
     set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
     rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
+    report.details["stages"] = rows
     report.next_steps += ["latentpress discover"] if report.remaining else []
     try:
         plan = current_plan(store, config)
     except LatentpressError as error:
         report.next_steps = [error.next_step]
-        report.details["stages"] = rows
         report.remaining = report.remaining or 1
         return report
     roles = plan.active.column("role")
@@ -85,7 +90,7 @@ def build_report(config: Config, options: Options) -> Report:
     try:
         states = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except WeightsError as error:
-        report.details = {"stages": rows, "checkpoint": str(error)}
+        report.details["checkpoint"] = str(error)
         report.next_steps = [error.next_step]
         report.remaining = report.remaining or 1
         return report
@@ -99,7 +104,6 @@ def build_report(config: Config, options: Options) -> Report:
     for column in ("items_per_second", "left") if report.remaining else ():
         for row in rows:
             row.setdefault(column, "")
-    report.details["stages"] = rows
     report.details["training_set"] = _describe_training_set(store, config, plan)
     report.details["made_with"] = _library_versions(store, states, listed)
     report.details["under_root_mib"] = {
@@ -117,7 +121,7 @@ def _row(stage: str, what: str, done: int, remaining: int, set_aside: int, entri
 
 
 def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry]) -> TableRow:
-    todo = {unit.unit_id for unit in state.todo}
+    todo = {unit.unit_id for unit in state.remaining_units()}
     remaining = sum(state.counts[unit] for unit in todo)
     set_aside = sum(len(rows) for unit, rows in state.rejects_by_unit.items() if unit not in todo)
     entries = [entry for entry in listed if entry.name.startswith(f"{state.fingerprint}/")]
@@ -127,8 +131,26 @@ def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry])
         modified = {entry.name: entry.modified for entry in entries}
         shards = ((path.partition("/")[2], unit) for unit, path in state.done.items() if unit in state.counts)
         published = [(modified[name], state.counts[unit]) for name, unit in shards if name in modified]
-        row |= live_status.estimate_rate(published, remaining, time.time())
+        row |= estimate_rate(published, remaining, time.time())
     return row
+
+
+def estimate_rate(published: Sequence[tuple[float, int]], remaining: int, now: float) -> TableRow:
+    """Items per second and the time left, as columns of a table; empty where nothing was published lately.
+
+    published: time and number of items of each shard. The rate is that of the last shards up to `now`, whoever wrote
+    them, so the first report has it, and it falls when no more shards appear.
+    """
+    recent = sorted(shard for shard in published if now - RECENT_S <= shard[0] <= now)[-MAX_COUNTED_SHARDS:]
+    # The first shard is the start of the count: its items were done before.
+    items = sum(count for _, count in recent[1:])
+    if not items:
+        return {"items_per_second": "", "left": ""}
+    rate = items / max(now - recent[0][0], 1e-3)
+    return {
+        "items_per_second": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
+        "left": str(timedelta(seconds=round(remaining / rate))),
+    }
 
 
 def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
@@ -152,34 +174,23 @@ def _library_versions(
     for stage, state in states:
         modified = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
         paths = [path for _, path in sorted((modified.get(path, 0.0), path) for path in state.done.values())]
-        rows.append({"stage": stage.name, "libraries": _describe_provenance(readers, paths)})
+        opened = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS)
+        found: dict[str, set[str]] = {}
+        damaged = []
+        for path in opened:
+            try:
+                for key, value in _flatten(readers.meta(path).provenance):
+                    found.setdefault(key, set()).add(value)
+            except DamageError:
+                damaged.append(f"{path} can't be read: latentpress verify")
+        mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(found.items()) if len(values) > 1]
+        same = [f"{key} {value}" for key, (value, *more) in sorted(found.items()) if not more]
+        parts = [f"MIXED: {', '.join(mixed)}"] if mixed else []
+        parts += [", ".join(same)] if same else []
+        parts += damaged + ([f"of {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])
+        rows.append({"stage": stage.name, "libraries": "; ".join(parts) or "none yet"})
     readers.close()
     return rows
-
-
-def _describe_provenance(readers: ReaderPool, paths: Sequence[str]) -> str:
-    found: dict[str, set[str]] = {}
-    damaged = []
-    opened = spread_evenly(paths, MAX_OPENED_SHARDS)
-    for path in opened:
-        try:
-            for key, value in _flatten(readers.meta(path).provenance):
-                found.setdefault(key, set()).add(value)
-        except DamageError:
-            damaged.append(f"{path} can't be read: latentpress verify")
-    mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(found.items()) if len(values) > 1]
-    same = [f"{key} {value}" for key, (value, *more) in sorted(found.items()) if not more]
-    parts = [f"MIXED: {', '.join(mixed)}"] if mixed else []
-    parts += [", ".join(same)] if same else []
-    parts += damaged + ([f"of {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])
-    return "; ".join(parts) or "none yet"
-
-
-def spread_evenly(paths: Sequence[str], most: int) -> list[str]:
-    """At most `most` of them, the first and the last included."""
-    if len(paths) <= most:
-        return list(paths)
-    return [paths[number * (len(paths) - 1) // (most - 1)] for number in range(most)]
 
 
 def _flatten(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -192,6 +203,60 @@ def _flatten(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _mib(entries: Sequence[Entry]) -> float:
     return round(sum(entry.size for entry in entries) / 2**20, 2)
+
+
+def refresh_until_done(build_report: Callable[[], Report], console: Console, every: float) -> Report:
+    """Show a new report every `every` seconds until nothing remains, less often where building one takes long. Ctrl-C
+    ends with exit code 0."""
+    report = Report(program="status")
+    try:
+        with console.live_display() as show:
+            while True:
+                started = time.monotonic()
+                report = build_report()
+                lines = {}  # each stage's line -> the same with its rate, which changes at every refresh
+                for row in report.details.get("stages", []):
+                    line = f"{row['stage']}: {row['done']} {row['what']} done, {row['remaining']} remaining"
+                    line += f", {row['set_aside']} set aside" if row["set_aside"] else ""
+                    rate = f", {row['items_per_second']} {row['what']}/s, {row['left']} left" if row.get("left") else ""
+                    lines[line] = line + rate
+                show(lines, report.summary())
+                if not report.remaining:
+                    return report
+                took = time.monotonic() - started
+                time.sleep(max(every - took, took * (MIN_PAUSE_FACTOR - 1)))
+    except KeyboardInterrupt:
+        report.details["stopped"] = f"watching, with {report.remaining} items remaining"
+        report.remaining = 0
+        return report
+
+
+def report_rejects(config: Config, options: Options) -> Report:
+    """What discover, bucket and, for the current plan, the encoding stages set aside: why, and how to correct it."""
+    store = Store(config.root)
+    tables = [rejects.read_list(store, "discover", dataset.id) for dataset in config.datasets if not dataset.disabled]
+    tables.append(rejects.read_list(store, "bucket", f"{config.model.family}-{config.model.task}"))
+    found = [row for table in tables for row in table.to_pylist()]
+    try:
+        plan = current_plan(store, config)
+    except LatentpressError:
+        pass  # without a plan nothing was encoded
+    else:
+        for stage in stage_registry.required_stages(config):
+            found += stage.state(store, config, plan).set_aside
+    rows: list[dict[str, str]] = []
+    for row in found:
+        problem, _, advice = row["message"].removeprefix(f"{row['path']}: ").partition("; ")
+        remedy = advice or "see docs/datasets.md, or leave it set aside"
+        rows.append(
+            {key: row[key] for key in ("stage", "item", "path", "reason")} | {"message": problem, "remedy": remedy}
+        )
+    report = Report(program="status", dry_run=options.dry_run)
+    report.details = {"rejects": rows or "nothing was set aside"}
+    for name in dict.fromkeys(row["stage"] for row in rows):
+        option = "" if name in ("discover", "bucket") else " --retry-set-aside"
+        report.next_steps.append(f"latentpress {name}{option}   # once the cause is corrected")
+    return report
 
 
 app = make_app("status", "Per stage: done, remaining, set aside, bytes.", run, examples=["--watch", "--rejects"])

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import ceil
 from time import sleep
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage, StageState, refuse_partition
 from stages.maintenance import shard_checks, table_scan
 from stages.maintenance.shard_checks import ExpectedShards, UnmappedStore
+from stages.maintenance.table_scan import DamageByPath
 from stages.planning.plan_lookup import current_plan
 
 MAX_WORKERS = 8  # by default: a disk is faster with a few requests at once, not with many
@@ -60,50 +61,44 @@ def run(
     report.details["tables"], damaged_tables = table_scan.find_damaged_tables(store)
     if damaged_tables and repair:  # plans before shards, which are compared with them
         _repair_tables(config, options, console, damaged_tables, "plans")
-    found = check_shards(store, present, options.workers, console)
-    found.damage |= {
-        rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
-        for rel, name in _find_missing(store, present).items()
-    }
-    report.failed = found.unread
-    report.done = len(present) - len(found.unread) - sum(rel in present for rel in found.damage)
-    if found.damage and repair:
-        _repair_shards(store, config, options, console, found, report)
+    damaged_shards, report.failed = check_shards(store, present, options.workers, console)
+    report.done = len(present) - len(report.failed) - len(damaged_shards)
+    damaged_shards |= _find_missing(store, present)
+    if damaged_shards and repair:
+        damaged_shards = _repair_shards(store, config, options, console, damaged_shards, report)
     if damaged_tables and repair:
         _repair_tables(config, options, console, damaged_tables, "sets")
         report.details["damaged_tables"] = sorted(damaged_tables)
         _, damaged_tables = table_scan.find_damaged_tables(store)
-    all_damage = found.damage | damaged_tables
-    report.damage = [_damage_row(rel, damage) for rel in sorted(all_damage) for damage in all_damage[rel]]
+    for rel, found in sorted((damaged_shards | damaged_tables).items()):
+        for damage in found:
+            message = damage.reason if damage.row is None else f"row {damage.row} ({damage.id}): {damage.reason}"
+            row = {"path": rel, "row": damage.row, "item": damage.id, "reason": "damaged", "message": message}
+            report.damage.append(row)
     commands = table_scan.rebuild_commands(damaged_tables)
-    if found.damage and not repair:
+    if damaged_shards and not repair:
         commands = [line for line in commands if line != "latentpress index"]
-        commands += _repair_commands(store, found.damage, ["latentpress verify --repair", "latentpress index"])
+        commands += _repair_commands(store, damaged_shards, ["latentpress verify --repair", "latentpress index"])
     report.next_steps += [line for line in commands if line not in report.next_steps]
     return report
 
 
-def _damage_row(rel: str, damage: DamageError) -> dict[str, Any]:
-    message = damage.reason if damage.row is None else f"row {damage.row} ({damage.id}): {damage.reason}"
-    return {"path": rel, "row": damage.row, "item": damage.id, "reason": "damaged", "message": message}
-
-
-def _find_missing(store: Store, present: dict[str, int]) -> dict[str, str]:
-    """Path -> set, of the missing shards of current sets. They are looked for twice: a stage that replaces a tar
-    removes the old one first, and what appeared after the listing is not missing."""
+def _find_missing(store: Store, present: dict[str, int]) -> DamageByPath:
+    """The missing shards of current sets. They are looked for twice: a stage that replaces a tar removes the old one
+    first, and what appeared after the listing is not missing."""
     missing = shard_checks.find_missing_shards(store, present)
     if not all(store.exists(rel) for rel in missing):
         sleep(SETTLE_S)
-    return {rel: name for rel, name in missing.items() if not store.exists(rel)}
-
-
-def _is_exported(rel: str) -> bool:
-    return rebuild_program(rel) == "export"
+    return {
+        rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
+        for rel, name in missing.items()
+        if not store.exists(rel)
+    }
 
 
 def _repair_commands(store: Store, damaged: Iterable[str], commands: list[str]) -> list[str]:
     """`commands` for shards of the stages, and another command for those of an export, which no stage makes."""
-    exported = {_is_exported(rel) for rel in damaged}
+    exported = {rebuild_program(rel) == "export" for rel in damaged}
     again = (
         f"latentpress export --to {shlex.quote(store.url)}   # from the root of the set, with the same options: it "
         "replaces damaged shards; or copy the export again"
@@ -111,17 +106,14 @@ def _repair_commands(store: Store, damaged: Iterable[str], commands: list[str]) 
     return (commands if False in exported else []) + ([again] if True in exported else [])
 
 
-@dataclass
-class VerifyResult:
-    """damage: by the shard's path. unread: rows about shards that the disk or its permissions kept from being read."""
+def check_shards(
+    store: Store, present: dict[str, int], workers: int | None, console: Console
+) -> tuple[DamageByPath, list[dict[str, Any]]]:
+    """Check the shards in `present`, path -> bytes, in `workers` threads (None: one for each processor, at most 8).
 
-    damage: dict[str, list[DamageError]] = field(default_factory=dict)
-    unread: list[dict[str, Any]] = field(default_factory=list)
-
-
-def check_shards(store: Store, present: dict[str, int], workers: int | None, console: Console) -> VerifyResult:
-    """Check the shards in `present`, path -> bytes, with so many threads (None: one for each processor, at most 8)."""
-    expected, found = ExpectedShards(store), VerifyResult()
+    Returns the damage, and rows about shards that the disk or its permissions kept from being read.
+    """
+    expected, found, unread = ExpectedShards(store), DamageByPath(), list[dict[str, Any]]()
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def check(rel: str) -> list[DamageError]:
@@ -139,29 +131,35 @@ def check_shards(store: Store, present: dict[str, int], workers: int | None, con
                 rel = shards[future]
                 try:
                     if damage := future.result():
-                        found.damage[rel] = damage
+                        found[rel] = damage
                 except StoreError as error:
-                    found.unread.append({"path": rel, "reason": "unread", "message": str(error)})
+                    unread.append({"path": rel, "reason": "unread", "message": str(error)})
                 progress.advance(ceil((read_bytes + present[rel]) / MIB) - ceil(read_bytes / MIB))
                 read_bytes += present[rel]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return found
+    return found, unread
 
 
 def _repair_shards(
-    store: Store, config: Config, options: Options, console: Console, found: VerifyResult, report: Report
-) -> None:
-    """Move the damaged shards away and encode their units again; repaired ones leave `found`. Shards of an export stay
-    in place: their other rows can still be read, and `export` replaces them."""
+    store: Store, config: Config, options: Options, console: Console, damaged: DamageByPath, report: Report
+) -> DamageByPath:
+    """Move the damaged shards away and encode their units again; returns what is still damaged. Shards of an export
+    stay in place: their other rows can still be read, and `export` replaces them."""
     stages = dict[str, str]()  # damaged shard -> its unit's stage
-    own = [rel for rel in sorted(found.damage) if not _is_exported(rel)]
-    states = _stage_states(store, config, console) if own else []
+    own = [rel for rel in sorted(damaged) if rebuild_program(rel) != "export"]
+    states: list[tuple[EncodingStage, StageState]] = []
+    try:
+        if own:
+            plan = current_plan(store, config)
+            states = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
+    except LatentpressError as error:  # there is no plan, or weights are missing
+        console.warn(f"nothing can be encoded again: {error.message}")
     for stage, state in states:
         units = {unit.unit_id for unit in state.units}
         folder = f"{stage.kind}/{state.fingerprint}/"
-        stages |= {rel: stage.name for rel in found.damage if rel.startswith(folder) and _unit_of_shard(rel) in units}
+        stages |= {rel: stage.name for rel in damaged if rel.startswith(folder) and _unit_of_shard(rel) in units}
     report.details["damaged_shards"] = [
         {
             "shard": rel,
@@ -178,15 +176,13 @@ def _repair_shards(
             done = shard.find_done_units(store, f"{stage.kind}/{state.fingerprint}")
             made += [done[unit] for unit in units & set(done)]
     sizes = {rel: store.size(rel) for rel in made}
-    checked = check_shards(store, sizes, options.workers, console) if made else VerifyResult()
+    still_damaged, unread = check_shards(store, sizes, options.workers, console) if made else ({}, [])
+    report.failed += unread
+    report.details["encoded_again"] = len(made) - len(still_damaged)
     repaired = {_unit_of_shard(rel) for rel in made}
-    found.damage = {
-        rel: damage for rel, damage in found.damage.items() if rel not in stages or _unit_of_shard(rel) not in repaired
-    }
-    found.damage |= checked.damage
-    report.failed += checked.unread
-    report.details["encoded_again"] = len(made) - len(checked.damage)
-    report.next_steps += _repair_commands(store, found.damage, []) + (["latentpress index"] if own else [])
+    other = {rel: it for rel, it in damaged.items() if rel not in stages or _unit_of_shard(rel) not in repaired}
+    report.next_steps += _repair_commands(store, other | still_damaged, []) + (["latentpress index"] if own else [])
+    return other | still_damaged
 
 
 def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:
@@ -201,29 +197,13 @@ def _repair_tables(config: Config, options: Options, console: Console, damaged: 
         console.warn(f"{top} can't be made again: {error.message}")
 
 
-def _stage_states(store: Store, config: Config, console: Console) -> list[tuple[EncodingStage, StageState]]:
-    """The encoding stages that this configuration needs; none where it has no plan, or its weights are missing."""
-    try:
-        plan = current_plan(store, config)
-        return [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
-    except LatentpressError as error:
-        console.warn(f"nothing can be encoded again: {error.message}")
-        return []
-
-
 def _encode_units(
     stage: EncodingStage, units: set[str], config: Config, options: Options, console: Console, report: Report
 ) -> None:
     """Run the stage on these units alone."""
-
-    class SelectedUnits(type(stage)):  # type: ignore[misc]
-        def state(self, *args: Any, **options: Any) -> StageState:
-            state = super().state(*args, **options)
-            return replace(state, units=[unit for unit in state.units if unit.unit_id in units])
-
     console.log(f"{stage.name}: {len(units)} units again")
     try:
-        encoded = SelectedUnits(**vars(stage)).run(config, replace(options, workers=None), console)
+        encoded = replace(stage, only_units=frozenset(units)).run(config, replace(options, workers=None), console)
     except LatentpressError as error:
         report.failed.append({"item": stage.name, "reason": "failed", "message": error.message})
         report.next_steps.append(f"latentpress {stage.name}")

@@ -40,9 +40,9 @@ class MissingMediaError(LatentpressError):
 # -- before a stage opens media --------------------------------------------------------------------------------------
 
 
-def spread_evenly(names: pa.Array | pa.ChunkedArray) -> list[str]:
-    """At most MAX_PROBED_FILES of them, from the first to the last."""
-    rows = np.linspace(0, len(names) - 1, min(MAX_PROBED_FILES, len(names))).astype(np.int64)
+def spread_evenly(names: pa.Array | pa.ChunkedArray, most: int = MAX_PROBED_FILES) -> list[str]:
+    """At most `most` of them, from the first to the last."""
+    rows = np.linspace(0, len(names) - 1, min(most, len(names))).astype(np.int64)
     return names.take(pa.array(rows)).to_pylist()
 
 

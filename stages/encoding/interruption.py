@@ -37,19 +37,15 @@ MaxTimeOption = Annotated[
 ]
 
 
-def _raise_interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 class StopHandler:
-    """Calls `stop` at the first SIGINT or SIGTERM, or `max_time` seconds from now. By default `stop` raises
+    """Calls `stop` at the first SIGINT or SIGTERM, or `max_time` seconds from now. Without `stop` it raises
     KeyboardInterrupt: the body of `stop_on_signals` ends after its context managers have cleaned up, and a second
     Ctrl-C ends the program.
 
     reason: what stopped the work; "" where nothing did.
     """
 
-    def __init__(self, max_time: float | None = None, stop: Callable[[], object] = _raise_interrupt) -> None:
+    def __init__(self, max_time: float | None = None, stop: Callable[[], object] | None = None) -> None:
         self.reason = ""
         self._stop, self._is_stopping = stop, False
         self._end = None if max_time is None else time.monotonic() + max_time
@@ -80,6 +76,8 @@ class StopHandler:
         # A second SIGTERM, as schedulers send to each process of a group, must not disturb the clean-up.
         if not self._is_stopping or number == signal.SIGINT:
             self._is_stopping = True
+            if self._stop is None:
+                raise KeyboardInterrupt
             self._stop()
 
     def _on_timeout(self) -> None:

@@ -6,7 +6,7 @@ Imported by workers only, after everything that needs no model is done.
 import gc
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -74,7 +74,10 @@ def loading_errors(model: Model, part: str) -> Iterator[None]:
 
 def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, Any]:
     """Versions and hardware, which may differ between two valid shards of one fingerprint."""
-    libraries = {name: found for name in PROVENANCE_LIBRARIES if (found := _installed_version(name))}
+    libraries = {}
+    for name in PROVENANCE_LIBRARIES:
+        with suppress(PackageNotFoundError):
+            libraries[name] = version(name)
     hardware = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if where.type == "cuda":
         libraries |= {"cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
@@ -85,13 +88,6 @@ def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, A
         "device": f"{where.type}: {hardware}",
         "threads": resources.threads,
     }
-
-
-def _installed_version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def to_array(tensor: torch.Tensor) -> Array:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from cache.plans import Unit
@@ -45,7 +44,7 @@ class Prefetcher:
         self._begun: deque[tuple[Unit, str, Future]] = deque()
         self._remaining_members: Iterator[str] | None = None  # of the last unit, not begun
         self._current_depth = 0  # of the last unit
-        self._last_read: _PendingRead | None = None
+        self._last_read: tuple[ReadRequest, Future[MemberPixels]] | None = None
 
     def __enter__(self) -> "Prefetcher":
         return self
@@ -102,39 +101,23 @@ class Prefetcher:
             return failed
         if request is None:
             return self._thread.submit(self._prepare, name, None)
-        if self._last_read is None or not self._last_read.is_for(request):
-            self._last_read = _PendingRead(self._processes(), request)
-        read = self._last_read
-        return self._thread.submit(lambda: self._prepare(name, read.wait()))
+        # Compared with names for files: one member of an archive may be requested by two objects.
+        named = replace(request, files=tuple((os.fspath(path), media_id) for path, media_id in request.files))
+        if self._last_read is None or self._last_read[0] != named:
+            processes = self._processes()
+            self._last_read = named, self._thread.submit(_wait_for, processes, request, processes.begin(request))
+        read = self._last_read[1]  # done when its members' turn comes, as the thread takes one after another
+        return self._thread.submit(lambda: self._prepare(name, read.result()))
 
 
-class _PendingRead:
-    """A request in progress, for one member or for several successive ones."""
-
-    def __init__(self, processes: SandboxPool[ReadRequest, MemberPixels], request: ReadRequest) -> None:
-        self._processes, self._request = processes, request
-        self._task = processes.begin(request)
-
-    def is_for(self, request: ReadRequest) -> bool:
-        return _with_path_names(request) == _with_path_names(self._request)
-
-    def wait(self) -> MemberPixels:
-        """Raises MediaError."""
-        if isinstance(self._result, WorkerFailure):
-            raise self._result.error(self._request.files[0][0])
-        if isinstance(self._result, MediaError):
-            raise self._result
-        return self._result
-
-    @cached_property
-    def _result(self) -> MemberPixels | MediaError | WorkerFailure:
-        """Cached, since a task's result can be taken once."""
-        return self._processes.result(self._request, self._task)
-
-
-def _with_path_names(request: ReadRequest) -> ReadRequest:
-    """With names for files: one member of an archive may be requested by two objects."""
-    return replace(request, files=tuple((os.fspath(path), media_id) for path, media_id in request.files))
+def _wait_for(processes: SandboxPool[ReadRequest, MemberPixels], request: ReadRequest, task: Future) -> MemberPixels:
+    """Raises MediaError."""
+    result = processes.result(request, task)
+    if isinstance(result, WorkerFailure):
+        raise result.error(request.files[0][0])
+    if isinstance(result, MediaError):
+        raise result
+    return result
 
 
 def _result_or_error(item: Future) -> Any | MediaError:

@@ -7,7 +7,7 @@ any number of processes on any number of machines need no lock and no coordinati
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from cache.plans import Plan, Unit
 from cache.shard import TruncatedText, find_done_units
 from cache.store import Store
 from schemas.cli.console import Console, Options, Partition, Report
+from schemas.cli.options import NOT_PARTITIONED
 from schemas.config.encoding import MOST_PREFETCH, Encoding
 from schemas.config.pipeline import Config
 from schemas.config.types import MOST_PROCESSES
@@ -67,6 +68,7 @@ class EncodingStage:
     fingerprint_inputs: Callable[[Config], dict[str, Any]]
     load_worker: Callable[[Job], Worker]
     unit_kind: str = ""  # the kind of the units that it encodes, where that differs from `kind`
+    only_units: frozenset[str] | None = None  # ids of the units to encode, for a repair; None: all of the plan's
     #: The size of a unit's shard, in bytes.
     estimate_bytes: Callable[[Config, Unit], int] = lambda config, unit: unit.estimated_bytes
 
@@ -104,6 +106,7 @@ class EncodingStage:
         counts = np.diff(wanted_before[np.cumsum([0, *(len(unit.members) for unit in units)])]).tolist()
         counts_by_unit = {unit.unit_id: count for unit, count in zip(units, counts, strict=True)}
         again = (again | damaged.keys()) & done.keys()
+        units = [unit for unit in units if self.only_units is None or unit.unit_id in self.only_units]
         return StageState(plan, fingerprint, units, wanted, counts_by_unit, done, again, rejected, damaged)
 
     def run(
@@ -125,7 +128,7 @@ class EncodingStage:
         if not options.dry_run:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
         state = self.state(store, config, plan, retry_set_aside)
-        remaining, todo = state.remaining_units(options.partition), state.todo
+        remaining, todo = state.remaining_units(options.partition), state.remaining_units()
         for damage in state.damaged_lists.values():
             console.warn(f"{damage.message}; its unit is encoded again")
         report = Report(program=self.name, skipped=_count_members(state.units) - _count_members(todo))
@@ -145,13 +148,12 @@ class EncodingStage:
         if remaining:
             probed = missing_media.select_probed_members(plan, self.kind, state.wanted_members(remaining))
             missing_media.require_media(MediaLocations(config, plan), self.kind, probed)
-            _write_provenance(store, self, state.fingerprint, config)
             overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
             resources = options.resources(config, self.name).model_copy(update=overrides)
             assert isinstance(resources, Encoding)
             job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed)
             with stop_handler.stop_on_signals():
-                _run_units(self, job, plan, remaining, limit, console, report)
+                self._run_units(job, plan, remaining, limit, console, report)
             state = self.state(store, config, plan)
             if stop_handler.reason:
                 left = state.remaining_units(options.partition)
@@ -160,6 +162,39 @@ class EncodingStage:
                 report.next_steps += [f"latentpress {self.name}"] if left else []
         _report_set_aside(store, self, state, report)
         return report
+
+    def _run_units(
+        self, job: Job, plan: Plan, units: list[Unit], limit: "RejectLimit", console: Console, report: Report
+    ) -> None:
+        store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in units}
+        # The settings that the fingerprint stands for. A damaged provenance.json is written again.
+        provenance = f"{self.kind}/{job.fingerprint}/provenance.json"
+        record = {"fingerprint": job.fingerprint, **self.fingerprint_inputs(job.config)}
+        data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()
+        if not store.exists(provenance) or store.read_bytes(provenance) != data:
+            store.publish_bytes(provenance, data)
+        written, remarks = 0, Counter[str]()
+        what = "texts" if self.member_kind == "text" else "samples"
+        with console.progress(_count_members(units), self.name, what) as progress:
+            for result in run_units(self.load_worker, job, iter(units), progress.advance, console.warn):
+                if result.shard_path is None:
+                    report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
+                    report.remaining += len(members[result.unit_id])
+                    continue
+                folder = reject_folder(self.name, job.fingerprint)
+                rejects.write_rejects(store, folder, result.unit_id, list(result.set_aside))
+                report.truncated += format_truncated(plan, result.truncated)
+                remarks.update(result.remarks)
+                if result.fitting_batch:
+                    console.warn(f"unit {result.unit_id}: out of memory; {result.fitting_batch}")
+                    report.details["units_in_smaller_batches"] = report.details.get("units_in_smaller_batches", 0) + 1
+                report.done += result.encoded
+                written += result.bytes
+                limit.add({result.unit_id: result.set_aside})
+        report.details["written_mib"] = round(written / 2**20, 2)
+        if remarks:
+            rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
+            report.details["remarks"] = rows
 
 
 @dataclass(frozen=True)
@@ -176,11 +211,7 @@ class StageState:
     rejects_by_unit: dict[str, list[dict]]  # unit id -> the wanted members that were set aside
     damaged_lists: dict[str, DamageError] = field(default_factory=dict)  # unit id -> what is wrong with that list
 
-    @property
-    def todo(self) -> list[Unit]:
-        return self.remaining_units(Partition())
-
-    def remaining_units(self, partition: Partition) -> list[Unit]:
+    def remaining_units(self, partition: Partition = NOT_PARTITIONED) -> list[Unit]:
         """What remains of one partition. It is cut from all units, so it stays the same while others finish."""
         settled = self.done.keys() - self.retry_units
         return [unit for unit in partition.select(self.units) if unit.unit_id not in settled]
@@ -196,7 +227,7 @@ class StageState:
         return [row for rows in self.rejects_by_unit.values() for row in rows]
 
 
-def _wanted_rows(rows_by_unit: dict[str, list[dict]], wanted: pa.Array) -> dict[str, list[dict]]:
+def _wanted_rows(rows_by_unit: Mapping[str, Sequence[dict]], wanted: pa.Array) -> dict[str, list[dict]]:
     items = pa.array([row["item"] for rows in rows_by_unit.values() for row in rows], pa.string())
     hits = iter(pc.is_in(items, value_set=wanted).to_pylist())
     kept = {unit: [row for row in rows if next(hits)] for unit, rows in rows_by_unit.items()}
@@ -217,45 +248,11 @@ def _count_members(units: Sequence[Unit]) -> int:
     return sum(len(unit.members) for unit in units)
 
 
-def _run_units(
-    stage: EncodingStage,
-    job: Job,
-    plan: Plan,
-    units: list[Unit],
-    limit: "RejectLimit",
-    console: Console,
-    report: Report,
-) -> None:
-    store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in units}
-    written, remarks = 0, Counter[str]()
-    what = "texts" if stage.member_kind == "text" else "samples"
-    with console.progress(_count_members(units), stage.name, what) as progress:
-        for result in run_units(stage.load_worker, job, iter(units), progress.advance, console.warn):
-            if result.shard_path is None:
-                report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
-                report.remaining += len(members[result.unit_id])
-                continue
-            folder = reject_folder(stage.name, job.fingerprint)
-            rejects.write_rejects(store, folder, result.unit_id, list(result.set_aside))
-            report.truncated += format_truncated(plan, result.truncated)
-            remarks.update(result.remarks)
-            if result.fitting_batch:
-                console.warn(f"unit {result.unit_id}: out of memory; {result.fitting_batch}")
-                report.details["units_in_smaller_batches"] = report.details.get("units_in_smaller_batches", 0) + 1
-            report.done += result.encoded
-            written += result.bytes
-            limit.add_unit(result.unit_id, result.set_aside)
-    report.details["written_mib"] = round(written / 2**20, 2)
-    if remarks:
-        rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
-        report.details["remarks"] = rows
-
-
 class RejectLimit:
     """Counts the wanted members that were tried and that were set aside, in this run and in earlier ones. Missing media
     do not count: `missing_media` stops a stage that finds most of them missing, and index stops for any.
 
-    LatentpressError, from the constructor or from `add_unit`, where more than `max_reject_fraction` of them were set
+    LatentpressError, from the constructor or from `add`, where more than `max_reject_fraction` of them were set
     aside. The next run stops in the same way until the items are corrected or the limit is raised.
     """
 
@@ -266,14 +263,12 @@ class RejectLimit:
         self._tried = self._rejected = 0
         settled = state.done.keys() - state.retry_units
         names = [unit.unit_id for unit in state.units if unit.unit_id in settled]
-        self._add({name: state.rejects_by_unit.get(name, []) for name in names})
+        self.add({name: state.rejects_by_unit.get(name, []) for name in names})
 
-    def add_unit(self, unit: str, set_aside: Sequence[dict]) -> None:
-        """Count a unit that has just been encoded."""
-        self._add({unit: _wanted_rows({unit: list(set_aside)}, self._wanted).get(unit, [])})
-
-    def _add(self, rejects_by_unit: dict[str, list[dict]]) -> None:
-        rejected = [row for rows in rejects_by_unit.values() for row in rows if row["reason"] != "missing"]
+    def add(self, rejects_by_unit: Mapping[str, Sequence[dict]]) -> None:
+        """Count units that have been encoded: the members of each that were set aside."""
+        kept = _wanted_rows(rejects_by_unit, self._wanted).values()
+        rejected = [row for rows in kept for row in rows if row["reason"] != "missing"]
         self._tried += sum(self._counts[unit] for unit in rejects_by_unit)
         self._rejected += len(rejected)
         if rejected and self._rejected > self._fraction * max(self._tried, MIN_REJECT_BASE):
@@ -295,12 +290,3 @@ def _report_set_aside(store: Store, stage: EncodingStage, state: StageState, rep
             report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once the cause is corrected")
         if any(row["reason"] == "missing" for row in report.set_aside):
             report.next_steps.append(f"latentpress {stage.name}   # once the missing files are there again")
-
-
-def _write_provenance(store: Store, stage: EncodingStage, fingerprint: str, config: Config) -> None:
-    """provenance.json: the settings that the fingerprint stands for. A damaged one is written again."""
-    rel = f"{stage.kind}/{fingerprint}/provenance.json"
-    record = {"fingerprint": fingerprint, **stage.fingerprint_inputs(config)}
-    data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()
-    if not store.exists(rel) or store.read_bytes(rel) != data:
-        store.publish_bytes(rel, data)

@@ -147,26 +147,26 @@ class UnitWorker(ABC):
 
         read = prefetcher.members
         while True:
-            shard = _UnitShard(self, unit, limit)
+            shard, batch = _UnitShard(self, unit, limit), list[Any]()
             try:
                 for names, batch in shard.batches(read(unit), count):
                     for row in self.encode(names, batch, limit):
                         shard.add(row)
                     count(len(batch))
-                if shard.has_missing_files:
+                if any(member["reason"] == "missing" for member in shard.rejected):
                     self._require_media(unit)
                 return shard
             except BaseException as error:
                 shard.drop()
                 if not model_loading.is_out_of_memory(error):
                     raise
-                if shard.indivisible:
+                if batch and self.indivisible(batch, limit):
                     problem = str(error).strip().partition("\n")[0]
                     raise LatentpressError(f"out of memory at a batch of one: {problem}", self.advice) from error
             model_loading.release_memory()  # here, where no traceback holds the batch's tensors
             if limit == self.batch_limit:
                 prefetcher.skip(unit)
-            limit = max(1, min(limit, shard.cost) // 2)
+            limit = max(1, min(limit, self.cost(batch) if batch else 0) // 2)
             advance(-counted)
             counted, read = 0, prefetcher.reread
 
@@ -179,14 +179,13 @@ class UnitWorker(ABC):
 
 
 class _UnitShard:
-    """The shard of one unit while it is made. cost: of the last batch; indivisible: whether it was of minimal size."""
+    """The shard of one unit while it is made. rejected: rows of schemas.tables.REJECTS_SCHEMA."""
 
     def __init__(self, worker: UnitWorker, unit: Unit, limit: int) -> None:
         self._worker, self._unit, self.limit = worker, unit, limit
-        self._rejected: list[dict] = []
+        self.rejected: list[dict] = []
         self._remarks: Counter[str] = Counter()
-        self._encoded = self._bytes = self.cost = 0
-        self.indivisible = False
+        self._encoded = self._bytes = 0
         job = worker.job
         ids, provenance = list(unit.members), {**worker.provenance, "batch": limit}
         self._meta = ShardMeta(worker.kind, job.fingerprint, unit.unit_id, unit.bucket, ids, provenance=provenance)
@@ -206,16 +205,12 @@ class _UnitShard:
                 advance(1)
                 continue
             if batch and self._worker.cost([*batch, item]) > self.limit:
-                yield self._record_batch(names, batch)
+                yield names, batch
                 names, batch = [], []
             names.append(name)
             batch.append(item)
         if batch:
-            yield self._record_batch(names, batch)
-
-    def _record_batch(self, names: list[str], batch: list[Any]) -> tuple[list[str], list[Any]]:
-        self.cost, self.indivisible = self._worker.cost(batch), self._worker.indivisible(batch, self.limit)
-        return names, batch
+            yield names, batch
 
     def add(self, row: ShardRow) -> None:
         """Write a row; one with NaN or infinities is set aside."""
@@ -233,25 +228,21 @@ class _UnitShard:
         self._encoded += 1
         self._bytes += sum(array.nbytes for array in row.tensors.values())
 
-    @property
-    def has_missing_files(self) -> bool:
-        return any(member["reason"] == "missing" for member in self._rejected)
-
     def _set_aside(self, name: str, path: str, reason: str, message: str, retry: bool) -> None:
-        self._rejected.append(make_reject(self._worker.stage, name, path, reason, message, retry))
+        self.rejected.append(make_reject(self._worker.stage, name, path, reason, message, retry))
 
     def finish(self) -> UnitResult:
         """Publish the shard."""
         worker, unit = self._worker, self._unit.unit_id
         try:
-            for member in self._rejected:
+            for member in self.rejected:
                 self._writer.set_aside(RejectedMember(member["item"], member["reason"], member["message"]))
             folder = reject_folder(worker.stage, worker.job.fingerprint)
-            if names := {member["item"] for member in self._rejected}:
+            if names := {member["item"] for member in self.rejected}:
                 # Before the shard, which marks the unit as done, and with the earlier rows, some of which may be
                 # encoded now: after a kill in between, the list lacks nothing.
                 earlier = [row for row in read_undamaged(worker.store, folder, unit) if row["item"] not in names]
-                write_rejects(worker.store, folder, unit, [*self._rejected, *earlier])
+                write_rejects(worker.store, folder, unit, [*self.rejected, *earlier])
             path = self._writer.finish()
         finally:
             self.drop()
@@ -264,7 +255,7 @@ class _UnitShard:
             path,
             self._encoded,
             self._bytes,
-            set_aside=tuple(self._rejected),
+            set_aside=tuple(self.rejected),
             truncated=tuple(self._meta.truncated),
             fitting_batch=fitting,
             remarks=dict(self._remarks),

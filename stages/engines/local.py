@@ -169,7 +169,16 @@ def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the program decides
     signal.signal(signal.SIGTERM, _exit_once)
     units: SimpleQueue[Unit] = SimpleQueue()
-    threading.Thread(target=_receive_units, args=(pipe, units), daemon=True).start()
+
+    def receive() -> None:
+        """Take units from the pipe at once, so that neither end blocks in `send`."""
+        try:
+            while True:
+                units.put(pipe.recv())
+        except (EOFError, OSError):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(TERMINATE_TIMEOUT_S)
+            os.kill(os.getpid(), signal.SIGKILL)  # it hangs, and the program, which would kill it, may have ended
 
     def take(wait: bool) -> Unit | None:
         try:
@@ -183,6 +192,7 @@ def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
         except (BrokenPipeError, ConnectionResetError):  # the program has ended
             _exit_once()
 
+    threading.Thread(target=receive, daemon=True).start()
     try:
         worker = load(job)
         send(0)
@@ -198,14 +208,3 @@ def _exit_once(*_: object) -> None:
     """Schedulers send SIGTERM to each process, and a second one must not disturb the clean-up."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit()
-
-
-def _receive_units(pipe: Connection, units: "SimpleQueue[Unit]") -> None:
-    """Take units from the pipe at once, so that neither end blocks in `send`."""
-    try:
-        while True:
-            units.put(pipe.recv())
-    except (EOFError, OSError):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(TERMINATE_TIMEOUT_S)
-        os.kill(os.getpid(), signal.SIGKILL)  # it hangs, and the program, which would kill it, may have ended

@@ -19,6 +19,7 @@ import resource
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import weakref
 from collections import deque
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -98,7 +99,8 @@ class SandboxPool(Generic[T, R]):
         arguments = (make, memory_mib << 20, timeout_s, disk.name, shared.name)
         self._pool = ProcessPool(max_workers=workers, context=context, initializer=_init_process, initargs=arguments)
         self._tasks: weakref.WeakSet[Future] = weakref.WeakSet()
-        self._stop = weakref.finalize(self, _shut_down, self._pool, (disk, shared), workers, self._tasks)
+        self._shut_down = partial(_shut_down, self._pool, (disk, shared), workers, self._tasks)
+        self._finalizer = weakref.finalize(self, _shut_down_forgotten, self._shut_down)
 
     def __enter__(self) -> "SandboxPool[T, R]":
         return self
@@ -107,9 +109,10 @@ class SandboxPool(Generic[T, R]):
         self.close()
 
     def close(self) -> None:
-        """End every process, whatever it is doing; waiting for a result raises CancelledError. Also done when this
-        object is no longer referenced."""
-        self._stop()
+        """End every process, whatever it is doing; waiting for a result raises CancelledError or, where pebble was just
+        reading it, BrokenProcessPool. Also done when this object is no longer referenced."""
+        if self._finalizer.detach():
+            self._shut_down()
 
     def __call__(self, item: T) -> R | WorkerFailure | MediaError:
         return self.result(item, self.begin(item))
@@ -194,6 +197,14 @@ def _shut_down(
         task.cancel()  # no effect on one that is done
     for folder in folders:
         folder.cleanup()
+
+
+def _shut_down_forgotten(shut_down: Callable[[], None]) -> None:
+    """Garbage is collected in any thread, also in one of the pool's own, which can't wait for its own end."""
+    if threading.current_thread() is threading.main_thread():  # also at exit, when no thread can be started
+        shut_down()
+    else:
+        threading.Thread(target=shut_down).start()
 
 
 _make: Callable[[], Callable[[Any], Any]]

@@ -13,12 +13,12 @@ from cache import plans, set_lookup
 from cache.files import Entry
 from cache.json_checks import printable
 from cache.plans import Plan
-from cache.set_lookup import CONFIG_POINTER_PATTERN, parse_set_path
+from cache.set_lookup import CONFIG_POINTER_PATTERN, parse_set_path, read_pointer
 from cache.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.encoding import stage_registry
-from stages.maintenance.shard_checks import current_set_ids, shards_of_set
+from stages.maintenance.shard_checks import set_pointer_paths, shards_of_set
 from stages.planning.plan_lookup import current_plan
 
 CHECKPOINT_FOLDER = "checkpoints"  # in the folder of a training run
@@ -46,7 +46,8 @@ class GcRoots:
 
 
 def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry], since: float) -> GcRoots:
-    """LatentpressError where one of the configurations has no plan."""
+    """LatentpressError where one of the configurations has no plan. DamageError where a pointer to a set leads nowhere
+    below the root."""
     roots = GcRoots(since)
     written = {entry.name: entry.modified for entry in entries}
     own_plans = [current_plan(store, config) for config in configs]
@@ -56,15 +57,25 @@ def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry]
         roots.units |= _unit_ids(plan)
         roots.datasets |= {dataset.id for dataset in config.datasets}
         roots.reject_lists.add(f"{config.model.family}-{config.model.task}")
-    _find_sets(store, configs, written, roots)
+        roots.pointers |= set(set_lookup.list_pointers(store, config))
+    # The newest sets, those that configurations and their runs train on, recent sets, and the shards of all these.
+    names = {name.split("/")[1] for name in written if name.startswith("sets/") and name.endswith("/set.json")}
+    of_configs = {name for name in written if CONFIG_POINTER_PATTERN.fullmatch(name)}
+    roots.pointers |= {name for name in of_configs if written[name] >= since}
+    pointing = [rel for rel in set_pointer_paths(store) if rel not in of_configs - roots.pointers]
+    used = {*(read_pointer(store, rel) for rel in pointing), *(_set_id(config.train.set) for config in configs)}
+    used |= {name for config in configs for name in _sets_of_runs(Path(config.output), since)}
+    used |= {name for name in names if written[f"sets/{name}/set.json"] >= since}
+    roots.sets = used & names
+    roots.shards = {path for name in roots.sets for path in shards_of_set(store, name)}
+
     all_plans = [plans.load_plan(store, name) for name in plans.list_plans(store)]
     keys = {plan.info["key"] for plan in own_plans}
     newest: dict[str, Plan] = {}  # of each other configuration, if it is recent
     for plan in all_plans:
         if plan.info["key"] not in keys and written.get(f"plans/{plan.name}/plan.json", since) >= since:
             newest[plan.info["key"]] = plan
-    for plan in newest.values():
-        roots.units_of_others |= _unit_ids(plan)
+    roots.units_of_others = {unit for plan in newest.values() for unit in _unit_ids(plan)}
     made_of = [store.read_json(f"sets/{name}/set.json").get("generation") for name in roots.sets]
     needing = [*own_plans, *newest.values(), *(plan for plan in all_plans if plan.name in made_of)]
     roots.generations = {plan.name for plan in needing}
@@ -77,22 +88,6 @@ def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry]
 
 def _unit_ids(plan: Plan) -> set[str]:
     return {unit.unit_id for kind in ("text", "latents") for unit in plan.units(kind)}
-
-
-def _find_sets(store: Store, configs: Sequence[Config], written: dict[str, float], roots: GcRoots) -> None:
-    """The newest sets, those that configurations and their runs train on, recent sets, and the shards of all these."""
-    names = {name.split("/")[1] for name in written if name.startswith("sets/") and name.endswith("/set.json")}
-    pointers = {name for name in written if CONFIG_POINTER_PATTERN.fullmatch(name)}
-    roots.pointers = {name for name in pointers if written[name] >= roots.since}
-    for config in configs:
-        roots.pointers |= set(set_lookup.list_pointers(store, config))
-    used = {*current_set_ids(store, pointers - roots.pointers), *(_set_id(config.train.set) for config in configs)}
-    for config in configs:
-        used |= _sets_of_runs(Path(config.output), roots.since)
-    used |= {name for name in names if written[f"sets/{name}/set.json"] >= roots.since}
-    roots.sets = used & names
-    for name in roots.sets:
-        roots.shards |= set(shards_of_set(store, name))
 
 
 def _sets_of_runs(output: Path, since: float) -> set[str]:

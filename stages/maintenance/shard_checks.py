@@ -5,7 +5,7 @@ What tensors should be is read from the cache's provenance.json, so caches of ev
 any weights.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,24 +108,21 @@ def check_shard(store: Store, rel: str, expected: ExpectedShards) -> list[Damage
     tensors = TensorChecker(expected.cache_spec(cache))
 
     def check_meta(meta: ShardMeta) -> Iterator[str]:
+        """Where the shard differs from its unit. Opening it checks for duplicate ids."""
         tensors.bucket = meta.bucket
-        yield from plan_mismatches(meta, expected.unit(shard.unit_name(name)))
+        unit = expected.unit(shard.unit_name(name))
+        if unit is None:
+            return
+        present, members = set(meta.ids) | {member.id for member in meta.set_aside}, set(unit.members)
+        if meta.bucket != unit.bucket:
+            yield f"it is of bucket {meta.bucket!r}, and its unit of {unit.bucket!r}"
+        if lacking := members - present:
+            yield f"it lacks {len(lacking)} of its unit's {len(members)} members, such as {min(lacking)}"
+        if extra := present - members:
+            yield f"it has {len(extra)} members that its unit has not, such as {min(extra)}"
 
     found = shard_io.verify(store, rel, check_meta, tensors.check)
     return found if not found or store.exists(rel) else []
-
-
-def plan_mismatches(meta: ShardMeta, unit: Unit | None) -> Iterator[str]:
-    """Where a shard differs from its unit; None: no plan has the unit. Opening a shard checks for duplicate ids."""
-    if unit is None:
-        return
-    present, members = set(meta.ids) | {member.id for member in meta.set_aside}, set(unit.members)
-    if meta.bucket != unit.bucket:
-        yield f"it is of bucket {meta.bucket!r}, and its unit of {unit.bucket!r}"
-    if lacking := members - present:
-        yield f"it lacks {len(lacking)} of its unit's {len(members)} members, such as {min(lacking)}"
-    if extra := present - members:
-        yield f"it has {len(extra)} members that its unit has not, such as {min(extra)}"
 
 
 class TensorChecker:
@@ -142,7 +139,15 @@ class TensorChecker:
             raise ValueError("it has no tensors")
         for name, array in row.tensors.items():
             base = name.rpartition(".")[2]  # an export's rows hold several texts: text0.embeds, text1.embeds, ...
-            if problem := self._shape_problem(base, array.shape) or self._dtype_problem(base, array.dtype, array.shape):
+            shape, dtype = array.shape, array.dtype
+            if problem := self._shape_problem(base, shape):
+                raise ValueError(f"{name} {problem}")
+            shared = shape[-1] if base in ("embeds", "pooled", "vision") and shape else shape[0] if shape else 0
+            first = self._first.setdefault(base, (dtype, shared))
+            if self._spec.dtype and base in CHECKED_TENSORS and dtype != self._spec.dtype:
+                raise ValueError(f"{name} is {dtype}, and provenance.json says {self._spec.dtype}")
+            if first != (dtype, shared):
+                problem = f"is {dtype} by {shared}, and in the first row {first[0]} by {first[1]}"
                 raise ValueError(f"{name} {problem}")
             if not array.is_finite():
                 raise ValueError(f"{name} has numbers that are NaN or infinite")
@@ -161,15 +166,6 @@ class TensorChecker:
         strides, frames = spec.strides or (1, 1), spec.condition_frames
         return find_shape_problem(name, shape, self.bucket, strides, spec.channels, condition_frames=frames)
 
-    def _dtype_problem(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
-        """How a tensor differs from the first row's, or from provenance.json, in dtype and in the shared dimension."""
-        shared = shape[-1] if name in ("embeds", "pooled", "vision") and shape else shape[0] if shape else 0
-        first = self._first.setdefault(name, (dtype, shared))
-        if self._spec.dtype and name in CHECKED_TENSORS and dtype != self._spec.dtype:
-            return f"is {dtype}, and provenance.json says {self._spec.dtype}"
-        problem = f"is {dtype} by {shared}, and in the first row {first[0]} by {first[1]}"
-        return "" if first == (dtype, shared) else problem
-
 
 def list_shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
     """Path -> bytes of every shard under the root; a tar's bytes include its sidecar's."""
@@ -185,7 +181,7 @@ def list_shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
 def find_missing_shards(store: Store, present: dict[str, int]) -> dict[str, str]:
     """Path -> set, of the missing shards of current sets. Damaged sets and pointers are left to table_scan.py."""
     missing: dict[str, str] = {}
-    for rel in _set_pointer_paths(store):
+    for rel in set_pointer_paths(store):
         with suppress(DamageError, FileNotFoundError):
             name = read_pointer(store, rel)
             if store.exists(f"sets/{name}/set.json"):
@@ -206,13 +202,7 @@ def shards_of_set(store: Store, name: str) -> list[str]:
     return paths
 
 
-def current_set_ids(store: Store, excluded: Container[str] = ()) -> list[str]:
-    """Ids of the sets that sets/current-*.json, without the `excluded` ones, point at. DamageError where one does not
-    point below the root."""
-    return sorted({read_pointer(store, rel) for rel in _set_pointer_paths(store) if rel not in excluded})
-
-
-def _set_pointer_paths(store: Store) -> list[str]:
+def set_pointer_paths(store: Store) -> list[str]:
     """The files that name the current set of each family and task."""
     paths = (f"sets/{name}" for name in store.list_names("sets") if name.startswith("current-"))
     return [rel for rel in paths if is_project_file(rel)]

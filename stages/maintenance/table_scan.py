@@ -35,14 +35,12 @@ def _table_paths(store: Store, top: str) -> list[str]:
     """The project's files under `top`. Of plans and sets only those that have their plan.json or set.json, and for
     these also the tables that are missing."""
     names = [f"{top}/{name}" for name in store.list_names(top) if is_project_file(f"{top}/{name}")]
+    if top not in ("plans", "sets"):
+        return names
     folders = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
-    tables = {"plans": plans.PLAN_TABLES, "sets": TABLE_CHECKS}.get(top, ())
-    unfinished = {
-        name
-        for name in names
-        if top in ("plans", "sets") and name.count("/") == 2 and name.rpartition("/")[0] not in folders
-    }
-    return sorted({*names} - unfinished | {f"{folder}/{table}.arrow" for folder in folders for table in tables})
+    finished = (name for name in names if name.count("/") != 2 or name.rpartition("/")[0] in folders)
+    tables = plans.PLAN_TABLES if top == "plans" else TABLE_CHECKS
+    return sorted({*finished, *(f"{folder}/{table}.arrow" for folder in folders for table in tables)})
 
 
 def _check_file(store: Store, rel: str) -> None:
@@ -62,20 +60,15 @@ def _check_file(store: Store, rel: str) -> None:
         read_pointer(store, rel)
     elif table in TABLE_CHECKS:
         read_set_table(store, name, table)
-    else:
-        _check_set(store, name)
-
-
-def _check_set(store: Store, name: str) -> None:
-    """That a set's description fits its tables, where each of these is sound."""
-    meta = store.read_json(f"sets/{name}/set.json")
-    for table in TABLE_CHECKS:
-        try:
-            read_set_table(store, name, table)
-        except DamageError:
-            return
-    shards_of_set(store, name)
-    (ExportedSet if "export" in meta else TrainSet)(store, name, meta).close()
+    else:  # set.json: it must fit its tables, where each of these is sound
+        meta = store.read_json(f"sets/{name}/set.json")
+        for table in TABLE_CHECKS:
+            try:
+                read_set_table(store, name, table)
+            except DamageError:
+                return
+        shards_of_set(store, name)
+        (ExportedSet if "export" in meta else TrainSet)(store, name, meta).close()
 
 
 def rebuild_commands(paths: DamageByPath) -> list[str]:

@@ -304,7 +304,7 @@ def test_what_comes_into_use_while_the_list_is_made_stays(indexed, monkeypatch) 
         indexed.run(program.run)
     age(indexed, 31)
     units = indexed.shards("latents")
-    listing, calls = gc.find_unused, []
+    listing, calls = gc.UnusedFiles, []
 
     def slow(*arguments):
         calls.append(listing(*arguments))
@@ -313,7 +313,7 @@ def test_what_comes_into_use_while_the_list_is_made_stays(indexed, monkeypatch) 
                 os.utime(path)
         return calls[-1]
 
-    monkeypatch.setattr(gc, "find_unused", slow)
+    monkeypatch.setattr(gc, "UnusedFiles", slow)
     assert "units that no plan has any longer" in str(indexed.run(gc.run, yes=True).details["unused"])
     assert indexed.shards("latents") == units
 

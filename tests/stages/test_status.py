@@ -6,11 +6,12 @@ import shutil
 from importlib.metadata import version
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from schemas.cli.console import Console, Report
 from stages import bucket, discover, encode_latents, encode_text, index, status
-from stages.maintenance import live_status
+from stages.discovery.missing_media import spread_evenly
 
 
 @pytest.fixture
@@ -85,17 +86,13 @@ def test_differences_among_the_shards_of_one_cache_are_reported(project) -> None
 
 def test_pace_is_that_of_the_last_shards() -> None:
     every_10_s = [(1000.0 + 10 * number, 5) for number in range(10)]
-    assert live_status.estimate_rate(every_10_s, 90, now=1090.0) == {"items_per_second": "0.5", "left": "0:03:00"}
-    assert live_status.estimate_rate(every_10_s, 90, now=1180.0) == {"items_per_second": "0.25", "left": "0:06:00"}
+    assert status.estimate_rate(every_10_s, 90, now=1090.0) == {"items_per_second": "0.5", "left": "0:03:00"}
+    assert status.estimate_rate(every_10_s, 90, now=1180.0) == {"items_per_second": "0.25", "left": "0:06:00"}
     nothing = {"items_per_second": "", "left": ""}
-    assert (
-        live_status.estimate_rate([], 90, now=0.0)
-        == live_status.estimate_rate(every_10_s[:1], 90, now=1000.0)
-        == nothing
-    )
-    assert live_status.estimate_rate(every_10_s, 90, now=1090.0 + 2 * live_status.RECENT_S) == nothing
+    assert status.estimate_rate([], 90, now=0.0) == status.estimate_rate(every_10_s[:1], 90, now=1000.0) == nothing
+    assert status.estimate_rate(every_10_s, 90, now=1090.0 + 2 * status.RECENT_S) == nothing
     long = [(float(second), 1) for second in range(1000)] + [(1000.0 + second, 9) for second in range(100)]
-    assert live_status.estimate_rate(long, 9, now=1099.0)["items_per_second"] == "9"
+    assert status.estimate_rate(long, 9, now=1099.0)["items_per_second"] == "9"
 
 
 def look(*remaining: int):
@@ -116,7 +113,7 @@ def look(*remaining: int):
 
 def test_watching_prints_a_line_for_each_change_and_ends_when_nothing_remains() -> None:
     out = io.StringIO()
-    report = live_status.refresh_until_done(look(9, 9, 4, 0), Console(stderr=out), 0.0)
+    report = status.refresh_until_done(look(9, 9, 4, 0), Console(stderr=out), 0.0)
     assert report.exit_code == 0
     assert out.getvalue().splitlines() == [
         "encode-text: 0 texts done, 9 remaining, 3 texts/s, 0:00:01 left",
@@ -126,7 +123,7 @@ def test_watching_prints_a_line_for_each_change_and_ends_when_nothing_remains() 
 
 
 def test_ctrl_c_ends_watching_well() -> None:
-    report = live_status.refresh_until_done(look(9, 4, -1), Console(stderr=io.StringIO()), 0.0)
+    report = status.refresh_until_done(look(9, 4, -1), Console(stderr=io.StringIO()), 0.0)
     assert report.exit_code == 0
     assert report.details["stopped"] == "watching, with 4 items remaining"
 
@@ -135,17 +132,17 @@ def test_a_terminal_is_redrawn(monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
-    live_status.refresh_until_done(look(9, 0), Console(stderr=out), 0.0)
+    status.refresh_until_done(look(9, 0), Console(stderr=out), 0.0)
     assert "\x1b[" in out.getvalue() and "status: 0 done" in out.getvalue()
 
 
 def test_of_many_shards_some_are_opened() -> None:
-    paths = [str(number) for number in range(1000)]
-    chosen = status.spread_evenly(paths, status.MAX_OPENED_SHARDS)
+    paths = pa.array(map(str, range(1000)))
+    chosen = spread_evenly(paths, status.MAX_OPENED_SHARDS)
     assert len(chosen) == status.MAX_OPENED_SHARDS and (chosen[0], chosen[-1]) == ("0", "999")
     steps = [int(b) - int(a) for a, b in itertools.pairwise(chosen)]
     assert max(steps) - min(steps) <= 1
-    assert status.spread_evenly(paths[:5], status.MAX_OPENED_SHARDS) == paths[:5]
+    assert spread_evenly(paths[:5], status.MAX_OPENED_SHARDS) == paths[:5].to_pylist()
 
 
 def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:

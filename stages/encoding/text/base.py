@@ -3,7 +3,6 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -13,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from cache.weights import fetch_components, load_pretrained
+from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Template
@@ -25,21 +25,13 @@ INSTALL_COMMAND = "pip install -e '.[quant]'"
 #: not quantised, on any machine.
 NF4_ROW_MULTIPLE, NF4_COLUMN_MULTIPLE = 32, 64
 QUANTIZATION_LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}
+DEFAULT_OPTIONS = Text()
 
 
 class OptionError(LatentpressError, ValueError):
     """An option of text.* that this model, device or installation does not support."""
 
     exit_code = USAGE
-
-
-@dataclass(frozen=True)
-class LanguageModelOptions:
-    """attention: None for the pipelines' default. quantization, offload: see `schemas.config.encoding.Text`."""
-
-    attention: str | None = None
-    quantization: str = "no_change"
-    offload: str = "none"
 
 
 class TextEncoder(ABC):
@@ -59,13 +51,10 @@ class TextEncoder(ABC):
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        attention: str | None = None,
-        quantization: str = "no_change",
-        offload: str = "none",
+        options: Text = DEFAULT_OPTIONS,
         share_prefix: bool = True,
     ) -> None:
-        """max_length: the pipeline's max_sequence_length. attention, quantization, offload: see `LanguageModelOptions`.
+        """max_length: the pipeline's max_sequence_length. options: their attention, quantization and offload.
 
         Raises WeightsError where a component is missing, OptionError for an option that is not supported.
         """
@@ -73,7 +62,7 @@ class TextEncoder(ABC):
         self.source, self.template, self.max_length = source, template, max_length
         self.dtype, self.device = dtype, device
         self.unquantized: list[str] = []  # matrices that nf4-bnb does not quantise
-        self._options, self._share_prefix = LanguageModelOptions(attention, quantization, offload), share_prefix
+        self._options, self._share_prefix = options, share_prefix
         self._lock = Lock()
         self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
         self._reader = self._load(folder)
@@ -110,9 +99,8 @@ def load_text_encoder(config: Config, where: torch.device) -> Any:
     module = importlib.import_module(f"stages.encoding.text.{model.family_spec.text_encoder}")
     dtype = getattr(torch, text.precision or model.precision)
     length = text.max_length or model.template.max_length
-    options = {"attention": text.attention, "quantization": text.quantization, "offload": text.offload}
     with model_loading.loading_errors(model, "text_encoder"):
-        return module.Encoder(model.source, model.revision, model.template, length, dtype, where, **options)
+        return module.Encoder(model.source, model.revision, model.template, length, dtype, where, text)
 
 
 def load_language_model(
@@ -120,7 +108,7 @@ def load_language_model(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    options: LanguageModelOptions,
+    options: Text,
     unused: Sequence[str] = (),
 ) -> Any:
     """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
@@ -141,11 +129,10 @@ def load_language_model(
     model = load_pretrained(model_class, folder, **settings).eval()
     for part in unused:
         model.set_submodule(part, torch.nn.Identity())
-    if (
-        options.quantization == "int8-quanto"
-    ):  # on the host, so that the device needs memory for the smaller weights only
+    if options.quantization == "int8-quanto":
         from optimum.quanto import freeze, qint8, quantize
 
+        # On the host, so that the device needs memory for the smaller weights only.
         layers = decoder_layers(model)
         quantize(layers, weights=qint8)
         freeze(layers)
@@ -168,7 +155,7 @@ def unquantized_layers(model: Any) -> list[str]:
     return sorted({name for name, part in parts if type(part) is torch.nn.Linear})
 
 
-def _check_options(model_class: Any, device: torch.device, options: LanguageModelOptions) -> None:
+def _check_options(model_class: Any, device: torch.device, options: Text) -> None:
     # A private attribute: transformers has no public way to ask before the weights are loaded.
     if options.attention == "sdpa" and not model_class._supports_sdpa:
         raise OptionError(

@@ -42,9 +42,8 @@ def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
     order = sorted(range(len(costs)), key=lambda row: costs[row])
     # Rows of one length stay together, so passes can end only where the length changes.
     ends = [0, *(end for end in range(1, len(order)) if costs[order[end]] != costs[order[end - 1]]), len(order)]
-    least = [
-        (0, 0)
-    ]  # for each end: the fewest tokens of the rows before it, and the end that their last pass begins at
+    # For each end: the fewest tokens of the rows before it, and the end that their last pass begins at.
+    least = [(0, 0)]
     for number, end in enumerate(ends[1:], 1):
         longest = costs[order[end - 1]]
         totals = (least[before][0] + overhead + (end - ends[before]) * longest for before in range(number))
@@ -109,7 +108,13 @@ class PrefixCachedModel:
         self._cache: Cache | None = None
         self.prefix_LD: torch.Tensor | None = None
         if prefix:
-            self._cache, self.prefix_LD = self._record()
+            cache = DynamicCache(config=model.config)
+            ids_1L = torch.tensor([prefix], device=device)
+            positions_1L = torch.arange(len(prefix), device=device)[None]
+            with torch.no_grad():
+                inputs = {"inputs_embeds": model.get_input_embeddings()(ids_1L), "position_ids": positions_1L}
+                self.prefix_LD = self._run(**inputs, past_key_values=cache, use_cache=True)[0]
+            self._cache = Cache(layers=[_PrefixLayer(layer) for layer in cache.layers])
 
     def shared_length(self, ids: list[int]) -> int:
         """The number of tokens of `ids` that need not be computed: the prefix's length, or 0."""
@@ -157,13 +162,3 @@ class PrefixCachedModel:
             return self._model(**inputs).last_hidden_state
         states = self._model(**inputs, output_hidden_states=True).hidden_states
         return torch.cat([states[layer] for layer in self._layers], dim=-1)
-
-    @torch.no_grad()
-    def _record(self) -> tuple[Cache, torch.Tensor]:
-        ids_1L = torch.tensor([self._prefix], device=self.device)
-        positions_1L = torch.arange(len(self._prefix), device=self.device)[None]
-        cache = DynamicCache(config=self._model.config)
-        embeds_1LD = self._model.get_input_embeddings()(ids_1L)
-        inputs = {"inputs_embeds": embeds_1LD, "position_ids": positions_1L, "past_key_values": cache}
-        hidden_1LD = self._run(**inputs, use_cache=True)
-        return Cache(layers=[_PrefixLayer(layer) for layer in cache.layers]), hidden_1LD[0]

@@ -77,7 +77,7 @@ class ImagePromptModel(PrefixCachedModel):
         self._whole = whole
         self._image_id = whole.config.image_token_id
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self._batch_features: dict[bytes, torch.Tensor] = {}  # of the batch that is being read
+        self._batch_features: dict[bytes, torch.Tensor] = {}  # (tokens, D) of the batch that is being read
 
     def prompt_positions(self, ids: list[int], shared: int, picture: ProcessedImage) -> torch.Tensor:
         """positions_3L of the tokens after the shared ones.
@@ -91,8 +91,24 @@ class ImagePromptModel(PrefixCachedModel):
 
     @torch.no_grad()
     def hidden_states(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
-        """Encodes the batch's images first, since its passes are divided by length and not by image."""
-        self._batch_features = self._features(texts)
+        """Encodes the batch's images first, since its passes are divided by length and not by image.
+
+        Each image is encoded alone, so that its features depend on nothing else. The last ones are cached, since a
+        batch may end between the texts of one image.
+        """
+        self._batch_features = {}
+        for text in texts:
+            assert isinstance(text, PreparedImagePrompt) and text.picture is not None
+            features = self._kept.pop(text.picture.key, None)
+            if features is None:
+                self.stats.images += 1
+                grid_13, pixels = text.picture.grid_3[None].to(self.device), text.picture.pixels.to(self.device)
+                features = torch.cat(tuple(self._whole.get_image_features(pixels, grid_13).pooler_output))
+            else:
+                self.stats.reused += 1
+            self._kept[text.picture.key] = self._batch_features[text.picture.key] = features
+        while len(self._kept) > MAX_CACHED_FEATURES:
+            self._kept.popitem(last=False)
         return super().hidden_states(texts)
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
@@ -110,21 +126,3 @@ class ImagePromptModel(PrefixCachedModel):
             assert isinstance(text, PreparedImagePrompt) and text.positions_3L is not None
             positions_3BL[:, row, : text.cost] = text.positions_3L
         return positions_3BL.to(self.device)
-
-    def _features(self, texts: Sequence[PreparedPrompt]) -> dict[bytes, torch.Tensor]:
-        """key -> (tokens, D), of all texts. Each image is encoded alone, so that its features depend on nothing else.
-        The last ones are cached, since a batch may end between the texts of one image."""
-        found: dict[bytes, torch.Tensor] = {}
-        for text in texts:
-            assert isinstance(text, PreparedImagePrompt) and text.picture is not None
-            features = self._kept.pop(text.picture.key, None)
-            if features is None:
-                self.stats.images += 1
-                grid_13, pixels = text.picture.grid_3[None].to(self.device), text.picture.pixels.to(self.device)
-                features = torch.cat(tuple(self._whole.get_image_features(pixels, grid_13).pooler_output))
-            else:
-                self.stats.reused += 1
-            self._kept[text.picture.key] = found[text.picture.key] = features
-        while len(self._kept) > MAX_CACHED_FEATURES:
-            self._kept.popitem(last=False)
-        return found

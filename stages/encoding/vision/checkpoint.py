@@ -4,13 +4,12 @@ A source is a local directory with config.json and *.safetensors, as transformer
 Hugging Face repository. Pickled weights are not read.
 """
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from cache.store import Store
-from cache.weights import COMMIT_PATTERN, WeightsError, call_hub, hash_file, local_folder
+from cache.weights import COMMIT_PATTERN, WeightsError, call_hub, hash_file, local_folder, read_object
 from schemas.errors import USAGE
 from schemas.identity import hash_json
 from stages.encoding.vision.grids import PATCH_SIZE
@@ -19,7 +18,7 @@ CONFIG_FILE = "config.json"
 CHECKPOINT_FILES = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json")
 #: model_type in config.json -> class in transformers.
 MODEL_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
-MODEL_ADVICE = "set vision.model to dinov2_vits14, dinov2_vitg14, or to a DINOv2 in transformers' layout"
+MODEL_ADVICE = "set vision.model to dinov2_vits14, dinov2_vitg14, or another DINOv2 in transformers' layout"
 
 
 class UnsupportedModelError(WeightsError):
@@ -43,7 +42,7 @@ def fingerprint_weights(source: str, revision: str | None, memo: Store | None = 
 
 def feature_width(source: str, revision: str | None) -> int:
     """Numbers of one patch's token."""
-    return _read_config(source, _find_config(source, revision))["hidden_size"]
+    return read_object(_find_config(source, revision))["hidden_size"]
 
 
 def resolve_checkpoint(source: str, revision: str | None) -> Path:
@@ -66,40 +65,30 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
 
 def require_dinov2_class(source: str, config: Path) -> str:
     """The transformers class of the model that the config describes. UnsupportedModelError where it is no DINOv2."""
-    values = _read_config(source, config)
+    values = read_object(config)
     kind, patch = values.get("model_type"), values.get("patch_size")
     if kind not in MODEL_CLASSES or patch != PATCH_SIZE:
         raise UnsupportedModelError(
             f"{source} is a {kind} with patches of {patch}; vision features are of "
             f"{' or '.join(MODEL_CLASSES)}, of {PATCH_SIZE}",
-            "set vision.model to dinov2_vits14, dinov2_vitg14, or another DINOv2 in transformers' layout",
+            MODEL_ADVICE,
         )
     return MODEL_CLASSES[kind]
-
-
-def _read_config(source: str, config: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(config.read_bytes())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{source}: {CONFIG_FILE} can't be read: {error}", "replace it with a whole copy") from error
-    return values if isinstance(values, dict) else {}
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if any(map(path.match, CHECKPOINT_FILES)) and path.name[0] != ".")
 
 
-def _find_config(source: str, revision: str | None) -> Path:
-    folder = local_folder(source, MODEL_ADVICE)
-    return folder / CONFIG_FILE if folder else _config_in_repo(source, revision)
-
-
 @cache
-def _config_in_repo(repo: str, revision: str | None) -> Path:
-    """config.json at the revision's present commit or, offline, the commit in the local cache; its folder is named by
-    the commit. Looked up once in a process, so that a branch that moves meanwhile does not change the fingerprint."""
+def _find_config(source: str, revision: str | None) -> Path:
+    """config.json. Of a repository that at the revision's present commit or, offline, at the commit in the local cache;
+    its folder is named by the commit. Looked up once in a process, so that a branch that moves meanwhile does not
+    change the fingerprint."""
+    if folder := local_folder(source, MODEL_ADVICE):
+        return folder / CONFIG_FILE
     from huggingface_hub import hf_hub_download
 
-    config = Path(call_hub(hf_hub_download, repo, revision, key="vision.model", filename=CONFIG_FILE))
+    config = Path(call_hub(hf_hub_download, source, revision, key="vision.model", filename=CONFIG_FILE))
     assert COMMIT_PATTERN.fullmatch(config.parent.name), f"{config}: no commit"
     return config

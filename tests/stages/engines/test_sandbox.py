@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +39,9 @@ def work(item: object) -> object:
         raise ZeroDivisionError("a bug of ours")
     if item == "pid":
         return os.getpid()
+    if isinstance(item, Path):
+        while not item.exists():
+            time.sleep(0.01)
     if isinstance(item, tuple):
         return {"frames": np.full(item, 7, np.uint8), "note": "large"}
     return item
@@ -181,6 +186,22 @@ def test_closing_or_forgetting_it_ends_its_processes() -> None:
     del other
     gc.collect()
     wait_until_gone(closed, forgotten)
+
+
+def test_one_that_a_thread_of_its_own_collects_ends_its_processes_too(tmp_path: Path) -> None:
+    """Garbage is collected in the thread that happens to make some."""
+    pool = sandbox(workers=1)
+    first, second = pool.begin(tmp_path / "go"), pool.begin("hang")
+    first.add_done_callback(lambda _: gc.collect())  # in the thread that receives the pool's results
+    vars(pool)["itself"] = pool
+    gc.disable()
+    try:
+        del pool
+        (tmp_path / "go").touch()
+        with pytest.raises((CancelledError, BrokenProcessPool)):
+            second.result(timeout=60)
+    finally:
+        gc.enable()
 
 
 OWNER = """

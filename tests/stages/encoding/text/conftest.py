@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from schemas.catalogue import FAMILIES
+from schemas.config.encoding import Text
 from schemas.family import Template
 from stages.encoding.text import gemma, kandinsky5
 from stages.encoding.text.request import TextRequest, TextResult
@@ -53,8 +54,9 @@ def make(tiny) -> Callable[..., Any]:
 
     def encoder(kind: str, dtype: torch.dtype = torch.float32, folder: Path | None = None, **options: Any) -> Any:
         template, module = TEMPLATES[kind], gemma if kind == "sana" else kandinsky5
-        where = str(folder or tiny(kind))
-        return module.Encoder(where, None, template, template.max_length, dtype, torch.device("cpu"), **options)
+        where, shared = str(folder or tiny(kind)), options.pop("share_prefix", True)
+        cpu = torch.device("cpu")
+        return module.Encoder(where, None, template, template.max_length, dtype, cpu, Text(**options), shared)
 
     return encoder
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from schemas.config.encoding import Text
 from schemas.errors import USAGE
 from stages import bucket, discover, encode_text
 from stages.encoding.stage_registry import text_fingerprint_inputs as parts
@@ -72,7 +73,7 @@ def test_nf4_stays_within_its_error_on_cpus_that_pack_and_on_others(
 
 
 def test_nf4_is_of_the_language_model_alone(tiny):
-    folder, options = tiny("kandinsky5-image-i2i") / "text_encoder", base.LanguageModelOptions(quantization="nf4-bnb")
+    folder, options = tiny("kandinsky5-image-i2i") / "text_encoder", Text(quantization="nf4-bnb")
     qwen = transformers.Qwen2_5_VLForConditionalGeneration
     model = base.load_language_model(qwen, folder, torch.float32, torch.device("cpu"), options)
     found = [name for name, part in model.named_modules() if isinstance(part, bitsandbytes.nn.Linear4bit)]
