@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.common import MIB, medians, time_call
-from cache import table_checks, table_files
+from cache import arrow_ipc, table_checks
 from cache.store import Store
 from schemas.tables import INDEX_SCHEMA
 
@@ -69,8 +69,8 @@ def main() -> None:
         print(f"{options.rows} rows, {store.size(INDEX_PATH) / MIB:.0f} MiB")
         with store.open(INDEX_PATH) as file:
             measure("mapped", lambda: pa.ipc.open_file(file).read_all())
-            measure("checksum", lambda: table_files.verify_checksum(file))
-            measure("validated", lambda: table_files.read_table(file))
+            measure("checksum", lambda: arrow_ipc.verify_checksum(file))
+            measure("validated", lambda: arrow_ipc.read_table(file))
         measure("read_table", lambda: Store(root).read_table(INDEX_PATH, table_checks.check_index))
         store.read_table(INDEX_PATH, table_checks.check_index)
         measure("again", lambda: store.read_table(INDEX_PATH, table_checks.check_index))

@@ -116,9 +116,8 @@ class ShardReader(shard.BaseShardReader):
 
     def _open(self) -> None:
         with as_damage(self.path, "it is not a whole Arrow file"):
-            self._batches = arrow_ipc.read_batch_index(self.file)
-        schema = self._batches.schema
-        metadata = schema.metadata or {}
+            self._schema, self._spans = arrow_ipc.read_batch_index(self.file)
+        metadata = self._schema.metadata or {}
         described = metadata.get(DESCRIPTION_KEY, b"")
         if xxhash.xxh3_128_hexdigest(described).encode() != metadata.get(DESCRIPTION_CHECKSUM_KEY):
             raise DamageError(self.path, "its description is missing or changed")
@@ -126,19 +125,19 @@ class ShardReader(shard.BaseShardReader):
             value = parse_json(described)
         self.meta = shard.parse_description(value, self.path)
         with as_damage(self.path, "its columns are not those of a shard"):
-            tensors = [field for field in schema if field.type == pa.large_binary()]
+            tensors = [field for field in self._schema if field.type == pa.large_binary()]
             self.columns = {
                 check_name(one.name, "a column"): (one.metadata or {})[b"dtype"].decode() for one in tensors
             }
             if any(map(is_reserved_name, self.columns)) or not set(self.columns.values()) <= set(NUMPY_DTYPES):
                 raise ValueError(f"columns {printable(self.columns)}")
-            if not schema.remove_metadata().equals(make_schema(self.columns), check_metadata=True):
-                raise ValueError(f"columns {printable(schema.names)}")
-        if (count := len(self._batches.ranges)) != len(self.meta.ids):
+            if not self._schema.remove_metadata().equals(make_schema(self.columns), check_metadata=True):
+                raise ValueError(f"columns {printable(self._schema.names)}")
+        if (count := len(self._spans)) != len(self.meta.ids):
             raise DamageError(self.path, f"it has {count} rows, and its description names {len(self.meta.ids)}")
 
     def _row(self, i: int) -> tuple[shard.ShardRow, bytes, str]:
-        batch = arrow_ipc.read_batch(self.file, self._batches.ranges[i], self._batches.schema)
+        batch = arrow_ipc.read_batch(self.file, self._spans[i], self._schema)
         if batch.num_rows != 1:
             raise ValueError(f"{batch.num_rows} rows in one batch")
         tensors = {}
@@ -164,5 +163,5 @@ class ShardReader(shard.BaseShardReader):
             raise DamageError(self.path, "it does not start as an Arrow file")
         with as_damage(self.path, "the schema at its start can't be read"):
             schema = pa.ipc.read_schema(self.file)
-        if not schema.equals(self._batches.schema, check_metadata=True):
+        if not schema.equals(self._schema, check_metadata=True):
             raise DamageError(self.path, "the schemas at its start and end differ")

@@ -1,20 +1,29 @@
-"""Record batches of an Arrow IPC file of unknown origin, each by one read.
+"""Arrow IPC files of unknown origin: their record batches, each by one read, and whole tables with a checksum.
 
 pyarrow's own `get_batch` trusts the file's block offsets, decompresses (a few bytes can become gigabytes), loads
 dictionaries, and takes two reads. Here offsets are checked when the file is opened, and a compressed batch is refused
 before it is decoded. Arrow verifies the flatbuffers first; reading them here, Python checks the bounds.
+
+Arrow has no checksum. So each table has the xxh3-128 of its whole file in its schema's metadata, which Arrow writes
+before the rows and again after them. It is written as placeholders, of which the checksum is computed, and filled in at
+both ends; readers compare it before Arrow sees the file. A file made with intent has a matching checksum too, so a
+table is also validated in full before it is used, and has plain columns only: no compression, no dictionaries, no
+views.
 """
 
+import io
 import os
+import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
-from cache.json_checks import MAX_DESCRIPTION_BYTES
+from cache.json_checks import MAX_DESCRIPTION_BYTES, printable
 
 ARROW_MAGIC = b"ARROW1"
 FILE_START = ARROW_MAGIC + b"\0\0"
@@ -24,14 +33,11 @@ _uint32, _int32, _uint16 = (struct.Struct(kind).unpack_from for kind in ("<I", "
 #: Numbers of fields in Arrow's format/File.fbs and format/Message.fbs.
 FOOTER_DICTIONARIES, FOOTER_BATCHES = 2, 3
 MESSAGE_HEADER, MESSAGE_CUSTOM, BATCH_COMPRESSION = 2, 4, 3
-
-
-@dataclass(frozen=True)
-class BatchIndex:
-    """The schema of a file, and of each batch the offset and length of its message."""
-
-    schema: pa.Schema
-    ranges: list[tuple[int, int]]
+CHECKSUM_KEY, _CHECKSUM_PREFIX = b"latentpress_checksum", b"xxh3-128:"
+_CHECKSUM_PLACEHOLDER = _CHECKSUM_PREFIX + b"\xff" * 32  # no text in UTF-8 holds these
+_CHECKSUM_PATTERN = re.compile(_CHECKSUM_PREFIX + rb"([0-9a-f]{32})")
+_HASH_BYTES = 16 << 20  # read at a time
+_MAX_DEPTH = 4  # of nested lists and records in a column
 
 
 def find_footer(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:
@@ -47,8 +53,9 @@ def find_footer(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:
     return size - TAIL_BYTES - length, length
 
 
-def read_batch_index(file: pa.NativeFile) -> BatchIndex:
-    """Read the end of the file. ValueError, as Arrow's errors are, or OSError where it is no whole Arrow file."""
+def read_batch_index(file: pa.NativeFile) -> tuple[pa.Schema, list[tuple[int, int]]]:
+    """The schema at the end of the file, and of each batch the offset and length of its message. ValueError, as Arrow's
+    errors are, or OSError where it is no whole Arrow file."""
     start, length = find_footer(file)
     file.seek(start)
     footer, tail = file.read(length), file.read(TAIL_BYTES)
@@ -63,7 +70,7 @@ def read_batch_index(file: pa.NativeFile) -> BatchIndex:
         raise ValueError("the offset or length of a batch is impossible")
     if (offset + head + body > start).any():  # the sums can't overflow now
         raise ValueError("a batch ends beyond the end of the file")
-    return BatchIndex(schema, list(zip(offset.tolist(), (head + body).tolist(), strict=True)))
+    return schema, list(zip(offset.tolist(), (head + body).tolist(), strict=True))
 
 
 def read_batch(file: pa.NativeFile, span: tuple[int, int], schema: pa.Schema) -> pa.RecordBatch:
@@ -117,3 +124,109 @@ def _read_blocks(footer: bytes, root: int, number: int) -> np.ndarray:
         return np.empty(0, BLOCK_DTYPE)
     vector = _follow_offset(footer, field)
     return np.frombuffer(footer, BLOCK_DTYPE, _uint32(footer, vector)[0], vector + 4)
+
+
+@contextmanager
+def open_writer(file: BinaryIO, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
+    """A writer of a table to `file`, a new file with a name. The checksum is filled in when the body ends."""
+    schema = schema.with_metadata({**(schema.metadata or {}), CHECKSUM_KEY: _CHECKSUM_PLACEHOLDER})
+    hashed = _HashingFile(file)
+    with pa.ipc.new_file(pa.PythonFile(hashed, "w"), schema) as writer:
+        yield writer
+    file.flush()
+    checksum = _CHECKSUM_PREFIX + hashed.state.hexdigest().encode()
+    fill_placeholders(file.name, schema, {_CHECKSUM_PLACEHOLDER: checksum})
+
+
+def hash_table(table: pa.Table) -> bytes:
+    """The xxh3-128 of a table as an Arrow stream, which depends on its chunks too."""
+    with open(os.devnull, "wb") as sink:
+        hashed = _HashingFile(sink)
+        with pa.ipc.new_stream(pa.PythonFile(hashed, "w"), table.schema) as writer:
+            writer.write_table(table)
+    return hashed.state.digest()
+
+
+class _HashingFile(io.RawIOBase):
+    """Passes on what is written to it, and hashes it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.state = file, xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        self.state.update(data)
+        return self._file.write(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def read_table(file: pa.NativeFile) -> pa.Table:
+    """The table in `file`, as views where the file is mapped. One of cache.damage.PARSE_ERRORS where a byte is not as
+    it was written, or the file is no table."""
+    verify_checksum(file)
+    schema, spans = read_batch_index(file)
+    for field in schema:
+        if not _is_plain_type(field.type):
+            raise ValueError(f"a column {printable(field.name)} of type {printable(field.type)}")
+    rows = [read_batch(file, span, schema) for span in spans]
+    metadata = {key: value for key, value in (schema.metadata or {}).items() if key != CHECKSUM_KEY}
+    return pa.Table.from_batches(rows, schema).replace_schema_metadata(metadata or None)
+
+
+def verify_checksum(file: pa.NativeFile) -> str:
+    """The checksum of a whole file, "" where an earlier release wrote none. ValueError where it does not match."""
+    file.seek(0)
+    start = file.read(len(FILE_START) + 8)
+    if start[:-4] != FILE_START + b"\xff\xff\xff\xff":
+        raise ValueError("it does not start as an Arrow file")
+    # The first message is the schema.
+    schema_end = len(start) + min(int.from_bytes(start[-4:], "little"), MAX_DESCRIPTION_BYTES)
+    footer = find_footer(file)
+    offsets, values = list[int](), set[bytes]()
+    for offset, length in ((0, schema_end), footer):
+        file.seek(offset)
+        for match in _CHECKSUM_PATTERN.finditer(file.read(length)):
+            offsets.append(offset + match.start())
+            values.add(match[1])
+    if not offsets:
+        return ""
+    if len(offsets) != 2 or offsets[0] >= footer[0] or offsets[1] < footer[0] or len(values) != 1:
+        raise ValueError("its two ends differ")
+    checksum = values.pop().decode()
+    if _hash_file(file, offsets) != checksum:
+        raise ValueError("its checksum does not match")
+    return checksum
+
+
+def _hash_file(file: pa.NativeFile, checksum_offsets: list[int]) -> str:
+    """Of all bytes, with placeholders in place of the checksums."""
+    state, position = xxhash.xxh3_128(), 0
+    for end in [*checksum_offsets, file.size()]:
+        file.seek(position)
+        while position < end:
+            data = file.read_buffer(min(_HASH_BYTES, end - position))
+            if not data.size:
+                raise ValueError("it is shorter than it was")
+            state.update(data)
+            position += data.size
+        if end in checksum_offsets:
+            state.update(_CHECKSUM_PLACEHOLDER)
+            position += len(_CHECKSUM_PLACEHOLDER)
+    return state.hexdigest()
+
+
+def _is_plain_type(kind: pa.DataType, depth: int = 0) -> bool:
+    """Whether values of a type are numbers, truth values, text or bytes, or lists and records of these. The memory of
+    such a column is bounded by the bytes that it has in the file."""
+    types = pa.types
+    if types.is_list(kind) or types.is_struct(kind):
+        inner = [kind.field(number) for number in range(kind.num_fields)]
+        return bool(inner) and depth < _MAX_DEPTH and all(_is_plain_type(field.type, depth + 1) for field in inner)
+    plain = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string)
+    return any(test(kind) for test in (*plain, types.is_binary, types.is_large_binary)) or (
+        types.is_null(kind) and not depth
+    )

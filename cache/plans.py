@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.arrow_ipc import hash_table
 from cache.damage import DamageError, as_damage
 from cache.json_checks import check_checksum, check_list, check_name, check_object, check_text
 from cache.layout import is_project_file
 from cache.store import Store
 from cache.table_checks import check_active, check_samples, check_texts, check_units
-from cache.table_files import hash_table
 from schemas.identity import hash_bytes, hash_json, id_prefixes
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TABLES_VERSION, TEXTS_SCHEMA, UNITS_SCHEMA
 

@@ -19,12 +19,14 @@ from typing import Any, BinaryIO
 import fsspec
 import pyarrow as pa
 
-from cache import files, json_checks, table_files
+from cache import arrow_ipc, files, json_checks
 from cache.damage import DamageError, as_damage
 from cache.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
+from schemas.identity import hash_json
 
 OPEN_TRIES = 5
 STALE = 24 * 3600  # seconds: no writer takes longer over one file
+CHECKSUM_KEY = "checksum"  # of a JSON object
 MAX_JSON_BYTES = 64 << 20  # a plan.json or set.json is smaller
 
 
@@ -129,7 +131,7 @@ class Store:
         with self.open(rel) as file, explained(path):
             signature = _file_signature(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
             with as_damage(path, "it is not as it was written"):
-                table = table_files.read_table(file)
+                table = arrow_ipc.read_table(file)
             with as_damage(path, "its values can't be right"):
                 if check is not None:
                     check(table)
@@ -138,11 +140,16 @@ class Store:
         return table
 
     def read_json(self, rel: str) -> dict[str, Any]:
-        """The JSON object in `rel` without its checksum. DamageError where that does not match or it is unsafe."""
+        """The JSON object in `rel` without its checksum, which earlier releases did not write. DamageError where that
+        does not match or it is unsafe."""
         try:
             if self.size(rel) > MAX_JSON_BYTES:
                 raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
-            return table_files.strip_checksum(json_checks.parse_json(self.read_bytes(rel)))
+            record = json_checks.check_object(json_checks.parse_json(self.read_bytes(rel)), "the JSON")
+            checksum = record.pop(CHECKSUM_KEY, None)
+            if checksum is not None and checksum != hash_json(record):
+                raise ValueError("its checksum does not match")
+            return record
         except ValueError as error:
             reason = f"it is no JSON object as it was written ({json_checks.printable(error)})"
             raise DamageError(self.path(rel), reason) from error
@@ -205,13 +212,15 @@ class Store:
             file.write(data)
 
     def publish_json(self, rel: str, record: Mapping[str, Any]) -> None:
-        """Publish a JSON object, with its checksum."""
-        self.publish_bytes(rel, json.dumps(table_files.add_checksum(record), indent=1, sort_keys=True).encode())
+        """Publish a JSON object, with the checksum of its values."""
+        plain = {key: value for key, value in record.items() if key != CHECKSUM_KEY}
+        text = json.dumps(plain | {CHECKSUM_KEY: hash_json(plain)}, indent=1, sort_keys=True)
+        self.publish_bytes(rel, text.encode())
 
     @contextmanager
     def create_table(self, rel: str, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
         """Write the table `rel` in slices in the body; published, with its checksum, when the body ends."""
-        with self.create(rel) as file, table_files.open_writer(file, schema) as writer:
+        with self.create(rel) as file, arrow_ipc.open_writer(file, schema) as writer:
             yield writer
 
     def write_table(self, rel: str, table: pa.Table) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from cache import arrow_ipc, plans, rejects, table_checks, table_files
+from cache import arrow_ipc, plans, rejects, table_checks
 from cache.damage import PARSE_ERRORS, DamageError
 from cache.set_lookup import newest_pointer, open_set
 from cache.store import Store
@@ -195,9 +195,9 @@ def test_a_file_that_was_cut_or_emptied(store, rel, forked) -> None:
 
 def resealed(data: bytes) -> bytes:
     """The file with the checksum that whoever changed it would give it."""
-    plain = table_files._CHECKSUM_PATTERN.sub(table_files._CHECKSUM_PLACEHOLDER, data)
+    plain = arrow_ipc._CHECKSUM_PATTERN.sub(arrow_ipc._CHECKSUM_PLACEHOLDER, data)
     return plain.replace(
-        table_files._CHECKSUM_PLACEHOLDER, table_files._CHECKSUM_PREFIX + xxhash.xxh3_128_hexdigest(plain).encode()
+        arrow_ipc._CHECKSUM_PLACEHOLDER, arrow_ipc._CHECKSUM_PREFIX + xxhash.xxh3_128_hexdigest(plain).encode()
     )
 
 
@@ -241,7 +241,7 @@ def test_what_no_table_is_made_of(store, forked, how: Callable) -> None:
     rel = "media/photos/media.arrow"
     found, options = how(store.read_table(rel))
     schema = found.schema.with_metadata(
-        {**found.schema.metadata, table_files.CHECKSUM_KEY: table_files._CHECKSUM_PLACEHOLDER}
+        {**found.schema.metadata, arrow_ipc.CHECKSUM_KEY: arrow_ipc._CHECKSUM_PLACEHOLDER}
     )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema, options=options) as out:
@@ -329,14 +329,14 @@ def test_the_checksum_stands_at_both_ends(store, rel) -> None:
     if rel.endswith(".json"):
         pytest.skip("stands there once")
     with store.open(rel) as file:
-        found = table_files.verify_checksum(file)
+        found = arrow_ipc.verify_checksum(file)
         place, _ = arrow_ipc.find_footer(file)
     data = store.read_bytes(rel)
     assert data.count(found.encode()) == 2 and data.index(found.encode()) < place < data.rindex(found.encode())
     assert xxhash.xxh3_128_hexdigest(data.replace(found.encode(), b"\xff" * 32)) == found
     put(store, rel, data.replace(found.encode(), b"0" * 32))
     with store.open(rel) as file, pytest.raises(PARSE_ERRORS, match="does not match"):
-        table_files.verify_checksum(file)
+        arrow_ipc.verify_checksum(file)
 
 
 @pytest.mark.parametrize("what", ["flipped", "cut", "gone"])
