@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLAVOUR ?=
 PYTEST_ARGS ?=
+# Container images often set it; each of the tests' processes would then compile the same files again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv test test-fast torture lint demo clean
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from PIL import Image
 
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
-from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
-from trainer.__main__ import run as train
+from stages import bucket, discover, encode_text
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 OURS = ("stages", "trainer", "cache", "schemas", "examples")
@@ -39,6 +37,7 @@ STARTED = (
     "schemas",
     "cache",
 )
+BEFORE_TRAINING = ("discover", "bucket", "encode-text", "encode-latents", "index")
 HOSTILE = """\
 import os
 with open({notes!r}, "a") as notes:
@@ -50,7 +49,7 @@ raise SystemExit("MINE")
 class Place:
     """A working directory, a configuration elsewhere, its media elsewhere again."""
 
-    def __init__(self, folder: Path, checkpoint: Path, vision: Path) -> None:
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.notes = folder / "notes"
         self.work, self.project, self.media = folder / "here", folder / "project", folder / "media"
         for made in (self.work, self.project, self.media):
@@ -63,9 +62,12 @@ class Place:
             "cache": {"unit_mib": 0.02},
             "model": {"family": "kandinsky5-image", "path": str(checkpoint), "precision": "float32"},
             "text": {"max_length": 3},
-            "vision": {"model": str(vision), "size": 84},
             "datasets": [{"id": "colours", "instance_data_dir": str(self.media), "resolution": 64}],
-            "stages": {"encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
+            "stages": {
+                "encode-text": {"threads": 1, "workers": 2},
+                "encode-latents": {"threads": 1},
+                "order": list(BEFORE_TRAINING),
+            },
             "train": {"run": "one", "steps": 2, "batch_size": 1, "threads": 1},
             "validation": {"size": "64x64", "steps": 1, "eval_samples": 1, "prompts": [{"name": "p", "prompt": "a"}]},
         }
@@ -100,20 +102,22 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path, tiny: Callable[[str], Path]) -> Place:
-    return Place(tmp_path, tiny("kandinsky5-image-t2i"), tiny("dinov2"))
+    return Place(tmp_path, tiny("kandinsky5-image-t2i"))
 
 
 def in_this_process(config: Path, *programs: Callable[..., Report]) -> None:
     for program in programs:
-        report = program(load_config(config), Options(config), Console(stderr=io.StringIO()))
+        report = program(load_config(config), Options(config, workers=1), Console(stderr=io.StringIO()))
         assert report.exit_code == 0
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) -> Place:
     """One that is planned, where every name lies in every folder."""
-    made = Place(tmp_path_factory.mktemp("kept"), tiny("kandinsky5-image-t2i"), tiny("dinov2"))
+    made = Place(tmp_path_factory.mktemp("kept"), tiny("kandinsky5-image-t2i"))
     in_this_process(made.config, discover.run, bucket.run)
+    settings = json.loads(made.config.read_text()) | {"root": "whole"}
+    made.config.with_name("whole.yaml").write_text(json.dumps(settings))
     shutil.copytree(made.project, made.project.with_name("planned"))
     for folder in (made.work, made.project, made.media):
         made.lay(folder, *sorted({*sys.stdlib_module_names, *INSTALLED, *OURS}))
@@ -127,81 +131,41 @@ def planned(kept: Place) -> Place:
     return kept
 
 
-@pytest.fixture(scope="module")
-def trained(kept: Place) -> Place:
-    """The same, in another root, where the stages have been run up to the training."""
-    settings = json.loads(kept.config.read_text()) | {"root": "whole"}
-    kept.config.with_name("whole.yaml").write_text(json.dumps(settings))
-    stages = (discover, bucket, encode_text, encode_latents, encode_vision, index)
-    to_folder = partial(export.run, to=str(kept.project / "exported"))
-    in_this_process(kept.config.with_name("whole.yaml"), *(stage.run for stage in stages), train, to_folder)
-    return kept
-
-
-# Programs from a process that has imported what the encoders need: each in a child, which runs the installed script.
-TOGETHER = """
-import json, os, runpy, sys
-from schemas.cli.import_path import remove_working_directory
-
-remove_working_directory()
-import stages.encoding.text.kandinsky5, stages.encoding.text.worker, stages.encoding.vae.flux
-import stages.encoding.vae.worker, stages.encoding.vision.worker
-
-for words in json.loads(sys.argv[2]):
-    if os.fork() == 0:
-        sys.argv = sys.argv[1:2] + words
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        raise SystemExit(0)
-    if code := os.waitstatus_to_exitcode(os.wait()[1]):
-        raise SystemExit(f"{words} ended with {code}")
-"""
-
-
-def together(place: Place, *programs: tuple[str, ...]) -> None:
-    script = place.notes.with_name("script") / "together.py"  # whose folder comes first, as that of `latentpress` does
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(TOGETHER)
-    asked = [[*words, "--config", str(place.config.with_name("whole.yaml"))] for words in programs]
-    place.run(sys.executable, script, SCRIPTS / "latentpress", json.dumps(asked))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("discover", "--workers", "2", "--set", "root=again"),
-        ("bucket",),
-        ("preview", "--plan"),
-        ("encode-latents", "--workers", "2"),
-        ("run", "--workers", "2", "--set", "stages.order=[discover, bucket]"),
-        ("status",),
-        ("gc",),
-    ],
-    ids=" ".join,
+    "words", [("discover", "--workers", "2", "--set", "root=again"), ("preview", "--plan"), ("gc",)], ids=" ".join
 )
 def test_no_program_imports_what_lies_about(planned: Place, words: tuple[str, ...]) -> None:
-    planned.latentpress(*words, code=3 if words[0] == "status" else 0)  # work remains
+    planned.latentpress(*words)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a dozen programs, of which five import torch
-def test_nor_do_the_other_encoding_programs_and_those_after_them(planned: Place, trained: Place) -> None:
+@pytest.mark.timeout(1800)  # two dozen processes, of which six import torch
+def test_nor_does_a_run_from_pictures_to_an_adapter(planned: Place) -> None:
+    """In new processes, as users start them; and two spawned workers make the same shards as one."""
+    planned.latentpress("run", config="whole.yaml")
+    in_this_process(planned.config, encode_text.run)
+    assert texts(planned.project / "whole") == texts(planned.project / "kept") != {}
+
     for words in (
-        ("index",),
+        ("status",),
         ("verify",),
-        ("export", "--to", "exported"),
+        ("export", "--to", "../project/exported"),
         ("import", "--from", "../project/exported", "--set", "root=other"),
     ):
-        trained.latentpress(*words, config="whole.yaml")
-    anew = ("--set", "root=kept")  # which is planned and no more
-    together(trained, ("encode-text", *anew), ("encode-vision", *anew), ("decode",), ("preview",))
+        planned.latentpress(*words, config="whole.yaml")
 
     # As README says it; `torchrun -m trainer` would look for the trainer in the working directory first.
     launcher = (SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", SCRIPTS / "latentpress")
-    words = ("train", "--config", trained.config.with_name("whole.yaml"), "--set", "train.run=launched")
-    trained.run(*launcher, *words)
+    words = ("train", "--config", planned.config.with_name("whole.yaml"), "--set", "train.run=launched")
+    planned.run(*launcher, *words)
 
 
+def texts(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in (root / "text").rglob("*.arrow")}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("stages.discover", "--workers", "2"), ("trainer", "--help")], ids=" ".join)
 def test_a_module_is_safe_with_the_option(planned: Place, words: tuple[str, ...]) -> None:
     """So does `run` start every program."""

@@ -112,16 +112,6 @@ def test_three_parts_give_the_same_shards_as_one_run(photos, format: str) -> Non
         assert {name: path.read_bytes() for name, path in parts.items()} == shards
 
 
-@pytest.mark.slow
-def test_two_workers_give_the_same_shards_as_one(photos) -> None:
-    """Spawned, as they are for a user; tests/torture/ has workers of the other stages, which cost no imports there."""
-    photos.run(encode_latents.run)
-    prepare(photos, "root=two")
-    photos.run(encode_latents.run, "root=two", workers=2)
-    folder = photos.folder / "two" / "latents"
-    assert {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.arrow")} == photos.shards("latents")
-
-
 def changed(home, *overrides: str) -> tuple[int, int]:
     """(texts, samples) that are encoded anew after a change."""
     prepare(home, *overrides)

@@ -17,7 +17,6 @@ from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run
 from stages.cli import PROGRAMS, program_module
-from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.reports import odd_keys
 from trainer.__main__ import run as train
@@ -62,18 +61,14 @@ def home(project: Callable[..., Project]) -> Project:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a dozen processes, of which six import torch
 def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
-    home: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    forked_programs: None, home: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole run is in processes as a user has them; those before and after it, which import no torch, are forks."""
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", ForkedProgram)
-        code, _, _, log = latentpress(home, "run", "--dry-run")
+    """Programs are forks of this process; tests/test_importpath.py has a run of new ones, as users start them."""
+    code, _, _, log = latentpress(home, "run", "--dry-run")
     assert code == 0, log
     code, first, _, log = latentpress(home, "run")
     assert code == 0, log
-    monkeypatch.setattr(subprocess, "Popen", ForkedProgram)
     assert (first.done, first.skipped, first.remaining) == (7, 0, 0)
     assert first.summary().startswith("run: 7 stages done, 0 skipped, 5 truncated\n")
     done = {row["stage"]: row["done"] for row in first.details["stages"]}

@@ -22,6 +22,7 @@ from stages import bucket, discover, encode_latents, run
 from stages.encoding import member_reader
 from stages.encoding.interruption import StopHandler, parse_duration
 from stages.encoding.vae.worker import LatentsWorker
+from tests.processes import ForkedProgram
 
 
 @pytest.mark.parametrize(
@@ -144,8 +145,13 @@ def test_the_time_of_a_whole_run_is_limited_too(planned) -> None:
     assert report.exit_code == INCOMPLETE and report.details["stages"] == []
 
 
+class SessionLeader(ForkedProgram):
+    def prepare(self) -> None:
+        os.setsid()
+
+
 @pytest.mark.slow
-def test_a_stage_under_run_is_told_to_stop_and_reports(planned) -> None:
+def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs) -> None:
     """The signal reaches the program alone, as with Docker and timeout; a terminal's Ctrl-C reaches the stage too."""
     for number in range(8, 120):
         planned.image(f"{number}.png", (192, 192), "much", number)
@@ -154,7 +160,7 @@ def test_a_stage_under_run_is_told_to_stop_and_reports(planned) -> None:
     planned.run(discover.run)
     planned.run(bucket.run)
     command = [sys.executable, "-m", "stages.cli", "run", "--config", str(planned.folder / "pipeline.yaml"), "--json"]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    started = SessionLeader(command, stdout=subprocess.PIPE, text=True)
     try:
         while not planned.shards("latents"):
             assert started.poll() is None
