@@ -5,9 +5,12 @@ The rows are in `schemas/families/`; `schemas/catalogue.py` joins them. No other
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from schemas.cleaning import Cleaner
+
+if TYPE_CHECKING:  # as in `schemas/cleaning.py`
+    import pyarrow as pa
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
 
@@ -27,6 +30,19 @@ class Template:
     negative_uses_template: bool = True
     with_image: bool = False
     layers: tuple[int, ...] = (-1,)
+
+    def render(self, cleaned: str, *, negative: bool = False) -> str:
+        """The exact text that is tokenised for a caption; some templates leave negative and null prompts alone."""
+        alone = negative and not self.negative_uses_template
+        return cleaned if alone else self.text.replace("{}", cleaned, 1)
+
+    def render_column(self, cleaned: "pa.Array", *, negative: bool = False) -> "pa.Array":
+        """`render` of n captions."""
+        import pyarrow.compute as pc
+
+        alone = negative and not self.negative_uses_template
+        before, after = self.text.split("{}", 1)
+        return cleaned if alone else pc.binary_join_element_wise(before, cleaned, after, "")
 
 
 @dataclass(frozen=True)
@@ -131,7 +147,6 @@ class Family:
     resolution: int
     text_width: int
     text_components: tuple[str, ...]
-    latent_components: tuple[str, ...]
     model_classes: dict[str, str]
     transformer_config: dict[Task, dict[str, int | bool]]
     autoencoder_config: dict[str, int]
@@ -143,6 +158,7 @@ class Family:
     templates: dict[Task, Template]
     conditions: dict[Task, Condition] = field(default_factory=dict)
     components: tuple[str, ...] = ("transformer",)
+    latent_components: tuple[str, ...] = ("vae",)
     negative_prompt: str = ""
     posterior: bool = True
     normalisation: Normalisation = Normalisation()

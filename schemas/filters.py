@@ -83,9 +83,7 @@ class Filter:
                     raise ValueError(f"{self.text!r}: nothing equals None; write `column is None` or `is not None`")
                 values = [self._evaluate(operand, table, dry) for operand in operands]
                 return None if dry else reduce(pc.and_kleene, map(self._compare, ops, values, values[1:]))
-        raise ValueError(
-            f"{self.text!r}: {ast.unparse(node)!r} is not understood; valid: comparisons, in, and, or, not"
-        )
+        raise ValueError(f"{self.text!r}: {ast.unparse(node)!r} is not understood; valid: comparison, in, and, or, not")
 
     def _compare(self, op: ast.cmpop, left: Any, right: Any) -> Any:
         if isinstance(op, ast.In | ast.NotIn):

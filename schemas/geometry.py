@@ -23,10 +23,11 @@ Numbers = float | Floats
 Pixels = TypeVar("Pixels", int, Ints)
 CropStyle = Literal["center", "random", "corner"]
 ResolutionType = Literal["pixel", "area", "pixel_area"]
-Orientation = Literal["landscape", "portrait", "square"]
 
-RESOLUTION_TYPES: tuple[ResolutionType, ...] = ("pixel", "area", "pixel_area")
+#: Type -> what the resolution is.
+RESOLUTION_TYPES = {"pixel": "the shorter edge", "area": "megapixels", "pixel_area": "the edge of a square"}
 MAX_ASPECT = 2.5
+MAX_BUCKET_PIXELS = 8192 * 8192
 
 _BUCKET_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?")
 
@@ -56,7 +57,7 @@ class Bucket:
         return cls(int(width), int(height), int(frames))
 
     @property
-    def orientation(self) -> Orientation:
+    def orientation(self) -> str:
         if self.width == self.height:
             return "square"
         return "landscape" if self.width > self.height else "portrait"
@@ -85,74 +86,68 @@ class Crop(Generic[Pixels]):
     y: Pixels
 
 
-def target_area(resolution: float, resolution_type: ResolutionType, *, aspect: float = 1.0) -> int:
-    """Pixels that a bucket of this resolution should have.
-
-    resolution: by its type, the edge of a square of that area (`pixel_area`), megapixels (`area`), or the shorter edge
-    (`pixel`; the area grows with `aspect`, longer side over shorter).
-    """
-    _check_resolution(resolution, resolution_type)
-    if resolution_type == "pixel_area":
-        return round(resolution**2)
-    if resolution_type == "area":
-        return round(resolution * 1_000_000)
-    if aspect < 1:
-        raise ValueError(f"aspect {aspect}: give the longer side divided by the shorter one, 1 or more")
-    return round(resolution**2 * aspect)
-
-
-def aspect_buckets(area: int, stride: int, *, max_aspect: float = MAX_ASPECT) -> tuple[tuple[int, int], ...]:
-    """All (width, height) of about `area` pixels whose sides are multiples of `stride`, sorted.
-
-    For each shorter side a pair with the longer side rounded to the nearest multiple, and its mirror image; always a
-    square. Areas are within `stride * (longer side + stride)` of `area`, longer sides at most `max_aspect` times the
-    shorter. ValueError where the area is smaller than one stride squared.
-    """
-    edge = math.sqrt(area)
-    _check_stride(edge, stride)
-    square = _nearest_multiple(edge, stride)
-    pairs = {(square, square)}
-    for shorter in range(stride, square, stride):
-        longer = _nearest_multiple(area / shorter, stride)
-        if shorter < longer <= max_aspect * shorter:
-            pairs |= {(shorter, longer), (longer, shorter)}
-    return tuple(sorted(pairs))
-
-
-def shorter_edge_buckets(edge: float, stride: int, *, max_aspect: float = MAX_ASPECT) -> tuple[tuple[int, int], ...]:
-    """All (width, height) whose shorter side is `edge` rounded to `stride`, up to `max_aspect`, sorted."""
-    _check_stride(edge, stride)
-    shorter = _nearest_multiple(edge, stride)
-    longest = math.floor(shorter * max_aspect)
-    pairs = {(shorter, longer) for longer in range(shorter, longest + 1, stride)} | {(shorter, shorter)}
-    return tuple(sorted(pairs | {(height, width) for width, height in pairs}))
-
-
 def resolution_buckets(
     resolution: float, resolution_type: ResolutionType, stride: int, *, max_aspect: float = MAX_ASPECT
 ) -> tuple[tuple[int, int], ...]:
-    """The bucket sizes of a dataset's `resolution` and `resolution_type`."""
-    if resolution_type == "pixel":
-        _check_resolution(resolution, resolution_type)
-        return shorter_edge_buckets(resolution, stride, max_aspect=max_aspect)
-    return aspect_buckets(target_area(resolution, resolution_type), stride, max_aspect=max_aspect)
+    """All (width, height) in pixels of a dataset's `resolution`, whose sides are multiples of `stride`, sorted.
 
-
-def choose_buckets(width: Lengths, height: Lengths, candidates: Sequence[tuple[int, int]]) -> Ints:
-    """(n,) index of the candidate (width, height) nearest in the logarithm of the aspect; of equals the larger, then
-    the wider. ValueError without candidates or for a size that is not positive.
+    resolution: by its type, the edge of a square of the buckets' area (`pixel_area`), megapixels (`area`), or the
+    shorter edge (`pixel`). Always a square, and with each pair its mirror image. A longer side is at most `max_aspect`
+    times the shorter. `pixel`: the shorter side of all is the multiple nearest to `resolution`. Else the longer side is
+    the multiple nearest to the area over the shorter, so that areas are within `stride * (longer side + stride)` of the
+    one asked for. ValueError where the edge is less than one stride or the area more than MAX_BUCKET_PIXELS.
     """
-    across, down = _check_sides(width, height)
-    return _nearest_aspect(across.astype(np.float64), down.astype(np.float64), candidates)
+    _check_type(resolution_type)
+    if not resolution > 0 or not math.isfinite(resolution):
+        raise ValueError(f"resolution {resolution}: must be more than 0")
+    area = round(resolution * 1_000_000 if resolution_type == "area" else resolution**2)
+    if area > MAX_BUCKET_PIXELS:
+        raise ValueError(
+            f"{resolution:g} makes pictures of {area / 1e6:.0f} megapixels (resolution_type {resolution_type}: "
+            f"{RESOLUTION_TYPES[resolution_type]}); at most {MAX_BUCKET_PIXELS / 1e6:.0f}"
+        )
+    edge = resolution if resolution_type == "pixel" else math.sqrt(area)
+    if stride < 1:
+        raise ValueError(f"stride {stride}: must be 1 or more")
+    if edge < stride:
+        raise ValueError(f"an edge of {edge:g} pixels is less than the stride of {stride}: use a higher resolution")
+    square = _nearest_multiple(edge, stride)
+    pairs = {(square, square)}
+    if resolution_type == "pixel":
+        pairs |= {(square, longer) for longer in range(square, math.floor(square * max_aspect) + 1, stride)}
+    else:
+        longer_sides = {shorter: _nearest_multiple(area / shorter, stride) for shorter in range(stride, square, stride)}
+        pairs |= {pair for pair in longer_sides.items() if pair[0] < pair[1] <= max_aspect * pair[0]}
+    return tuple(sorted(pairs | {(height, width) for width, height in pairs}))
 
 
-def nearest_aspects(aspect: Numbers, candidates: Sequence[tuple[int, int]]) -> Ints:
-    """`choose_buckets` by aspect, width / height."""
-    across = np.asarray(aspect, np.float64)
-    wrong = ~(np.isfinite(across) & (across > 0))
-    if wrong.any():
-        raise ValueError(f"aspect {across[wrong].flat[0]}: give width / height, more than 0")
-    return _nearest_aspect(across, np.ones_like(across), candidates)
+def choose_buckets(width: Numbers, height: Numbers, candidates: Sequence[tuple[int, int]]) -> Ints:
+    """(n,) index of the candidate (width, height) nearest in the logarithm of the aspect; of equals the larger, then
+    the wider. An aspect alone is its width at a height of 1. ValueError without candidates or for a side that is not
+    positive and finite.
+    """
+    if not candidates:
+        raise ValueError("no bucket to choose from: give at least one (width, height)")
+    _check_sides(np.array(candidates))
+    across, down = np.asarray(width, np.float64), np.asarray(height, np.float64)
+    for side in (across, down):
+        if not (np.isfinite(side) & (side > 0)).all():
+            raise ValueError(f"sides {side}: every side must be finite and more than 0")
+    largest: dict[Fraction, int] = {}  # of each aspect
+    for number, size in enumerate(candidates):
+        aspect = Fraction(*size)
+        if aspect not in largest or size > candidates[largest[aspect]]:
+            largest[aspect] = number
+    index = np.array([largest[aspect] for aspect in sorted(largest)], np.int64)
+    bucket_width, bucket_height = np.array(candidates, np.float64)[index].T
+    # Only the next aspects below and above are compared, by ratios instead of differences of logarithms.
+    above = np.searchsorted(bucket_width / bucket_height, across / down)
+    low, high = np.maximum(above - 1, 0), np.minimum(above, len(index) - 1)
+    from_low = across * bucket_height[low] / (down * bucket_width[low])
+    to_high = down * bucket_width[high] / (across * bucket_height[high])
+    area = bucket_width * bucket_height
+    larger_above = np.append(area[1:] >= area[:-1], True)
+    return index[np.where((to_high < from_low) | ((to_high == from_low) & larger_above[low]), high, low)]
 
 
 def cover_crop(
@@ -163,51 +158,53 @@ def cover_crop(
     style: CropStyle = "center",
     across: Numbers = 0.0,
     down: Numbers = 0.0,
+    *,
+    scaled_shorter: Numbers | None = None,
 ) -> Crop:
     """Scale (width, height) until it just covers the bucket, and crop.
 
     One side equals the bucket's; the other is rounded to the nearest pixel. style: `center`; `corner`, the upper left;
-    `random`, at `across` and `down`, each in [0, 1): where they are uniform, so is the offset.
+    `random`, at `across` and `down`, each in [0, 1): where they are uniform, so is the offset. scaled_shorter: shorter
+    side in pixels of the scaled picture, where that is more than covers the bucket and no more than the picture has;
+    both sides are rounded to the nearest pixel, the longer one to keep the aspect.
     """
+    if style not in get_args(CropStyle):
+        raise ValueError(f"crop_style {style!r}: choose one of {', '.join(get_args(CropStyle))}")
     sides = _check_sides(width, height, bucket_width, bucket_height)
-    return _make_crop(_cover_size(*sides), sides[2:], style, across, down)
+    wide, tall = sides[0] * sides[3], sides[1] * sides[2]
+    wider = wide >= tall
+    size = [
+        np.where(wider, _rounded_division(wide, sides[1]), sides[2]),
+        np.where(wider, sides[3], _rounded_division(tall, sides[0])),
+    ]
+    if scaled_shorter is not None:
+        shorter = np.minimum(sides[0], sides[1])
+        exact = np.minimum(scaled_shorter, shorter)
+        if not (exact > 0).all():
+            raise ValueError("scaled_shorter: every length must be more than 0 pixels")
+        scaled = np.floor(exact + 0.5).astype(np.int64)
+        # Both are roundings of the sides times one factor each, so the larger pair is that of the larger factor.
+        pairs = zip(sides[:2], size, strict=True)
+        size = [np.maximum(covering, _rounded_division(side * scaled, shorter)) for side, covering in pairs]
+    offsets = []
+    for length, cut, share in zip(size, sides[2:], (across, down), strict=True):
+        free = length - cut
+        if style == "random":
+            assert np.all((np.asarray(share) >= 0) & (np.asarray(share) < 1)), "across and down are in [0, 1)"
+            offsets.append(np.floor(share * (free + 1)).astype(np.int64))
+        else:
+            offsets.append(free // 2 if style == "center" else np.zeros_like(free))
+    return Crop(*map(to_python_scalar, np.broadcast_arrays(*size, *offsets)))
 
 
-def resize_then_crop(
-    width: Lengths,
-    height: Lengths,
-    bucket_width: Lengths,
-    bucket_height: Lengths,
-    scaled_shorter: Numbers,
-    style: CropStyle = "center",
-    across: Numbers = 0.0,
-    down: Numbers = 0.0,
-) -> Crop:
-    """Scale (width, height) until its shorter side is `scaled_shorter` pixels, and crop to the bucket.
-
-    The picture always covers the bucket, as in `cover_crop`, and is not enlarged further. Both sides are rounded to the
-    nearest pixel, the longer one to keep the aspect.
-    """
-    sides = _check_sides(width, height, bucket_width, bucket_height)
-    shorter = np.minimum(sides[0], sides[1])
-    exact = np.minimum(scaled_shorter, shorter)
-    if not (exact > 0).all():
-        raise ValueError("scaled_shorter: every length must be more than 0 pixels")
-    scaled = np.floor(exact + 0.5).astype(np.int64)
-    # Both are roundings of the sides times one factor each, so the larger pair is that of the larger factor.
-    pairs = zip(sides[:2], _cover_size(*sides), strict=True)
-    size = [np.maximum(covering, _rounded_division(side * scaled, shorter)) for side, covering in pairs]
-    return _make_crop(size, sides[2:], style, across, down)
-
-
-def stretch_to_bucket(bucket_width: Lengths, bucket_height: Lengths, n: int | None = None) -> Crop:
-    """Stretch the picture to the bucket without a crop; for `n` items where the bucket is a number."""
-    bucket = _check_sides(*(side if n is None else np.full(n, side) for side in (bucket_width, bucket_height)))
-    return _make_crop(bucket, bucket, "corner", 0.0, 0.0)
+def stretch_to_bucket(bucket_width: Lengths, bucket_height: Lengths) -> Crop:
+    """Stretch the picture to the bucket without a crop."""
+    across, down = map(to_python_scalar, _check_sides(bucket_width, bucket_height))
+    return Crop(across, down, across * 0, down * 0)
 
 
 def measure_size(width: Lengths, height: Lengths, resolution_type: ResolutionType) -> Floats:
-    """Size in the unit of `resolution_type` (see `target_area`)."""
+    """Size in the unit of `resolution_type` (see `resolution_buckets`)."""
     _check_type(resolution_type)
     across, down = np.asarray(width, np.float64), np.asarray(height, np.float64)
     if resolution_type == "pixel":
@@ -244,54 +241,6 @@ def is_upscaled(width: Lengths, height: Lengths, crop: Crop) -> NDArray[np.bool_
     return np.greater(crop.resize_width, width) | np.greater(crop.resize_height, height)
 
 
-def _nearest_aspect(across: Floats, down: Floats, candidates: Sequence[tuple[int, int]]) -> Ints:
-    """(n,) index of the candidate nearest in aspect to across / down.
-
-    Of the sorted aspects only the next below and the next above are compared, by the ratio of aspects instead of the
-    difference of logarithms.
-    """
-    if not candidates:
-        raise ValueError("no bucket to choose from: give at least one (width, height)")
-    _check_sides(np.array(candidates))
-    largest: dict[Fraction, int] = {}  # of each aspect
-    for number, size in enumerate(candidates):
-        aspect = Fraction(*size)
-        if aspect not in largest or size > candidates[largest[aspect]]:
-            largest[aspect] = number
-    index = np.array([largest[aspect] for aspect in sorted(largest)], np.int64)
-    width, height = np.array(candidates, np.float64)[index].T
-    above = np.searchsorted(width / height, across / down)
-    low, high = np.maximum(above - 1, 0), np.minimum(above, len(index) - 1)
-    from_low = across * height[low] / (down * width[low])
-    to_high = down * width[high] / (across * height[high])
-    area = width * height
-    larger_above = np.append(area[1:] >= area[:-1], True)
-    return index[np.where((to_high < from_low) | ((to_high == from_low) & larger_above[low]), high, low)]
-
-
-def _cover_size(width: Ints, height: Ints, bucket_width: Ints, bucket_height: Ints) -> tuple[Ints, Ints]:
-    """The smallest size of the picture's aspect that covers the bucket."""
-    wide, tall = width * bucket_height, height * bucket_width
-    wider = wide >= tall
-    across = np.where(wider, _rounded_division(wide, height), bucket_width)
-    return across, np.where(wider, bucket_height, _rounded_division(tall, width))
-
-
-def _make_crop(size: Sequence[Ints], bucket: Sequence[Ints], style: CropStyle, *shares: Numbers) -> Crop:
-    """Cut the bucket from a picture that covers it. size, bucket and shares (of the free pixels): across, down."""
-    if style not in get_args(CropStyle):
-        raise ValueError(f"crop_style {style!r}: choose one of {', '.join(get_args(CropStyle))}")
-    offsets = []
-    for length, cut, share in zip(size, bucket, shares, strict=True):
-        free = length - cut
-        if style == "random":
-            assert np.all((np.asarray(share) >= 0) & (np.asarray(share) < 1)), "across and down are in [0, 1)"
-            offsets.append(np.floor(share * (free + 1)).astype(np.int64))
-        else:
-            offsets.append(free // 2 if style == "center" else np.zeros_like(free))
-    return Crop(*map(to_python_scalar, np.broadcast_arrays(*size, *offsets)))
-
-
 def _check_sides(*values: Lengths) -> tuple[Ints, ...]:
     """Lengths in pixels as int64. ValueError for one below 1, TypeError for fractions."""
     sides = tuple(np.asarray(value).astype(np.int64, casting="same_kind", copy=False) for value in values)
@@ -304,19 +253,6 @@ def _check_sides(*values: Lengths) -> tuple[Ints, ...]:
 def _check_type(resolution_type: str) -> None:
     if resolution_type not in RESOLUTION_TYPES:
         raise ValueError(f"resolution_type {resolution_type!r}: choose one of {', '.join(RESOLUTION_TYPES)}")
-
-
-def _check_resolution(resolution: float, resolution_type: str) -> None:
-    _check_type(resolution_type)
-    if not resolution > 0 or not math.isfinite(resolution):
-        raise ValueError(f"resolution {resolution}: must be more than 0")
-
-
-def _check_stride(edge: float, stride: int) -> None:
-    if stride < 1:
-        raise ValueError(f"stride {stride}: must be 1 or more")
-    if edge < stride:
-        raise ValueError(f"an edge of {edge:g} pixels is less than the stride of {stride}: use a higher resolution")
 
 
 def _nearest_multiple(value: float, stride: int) -> int:

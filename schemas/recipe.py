@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
 
-from schemas import preprocessing
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.family import Normalisation
@@ -18,6 +17,23 @@ from schemas.tables import TABLES_VERSION
 
 # Raise a version when its stage gives other bytes for the same settings.
 TEXT_VERSION, LATENTS_VERSION, VISION_VERSION = 3, 2, 1
+# Names of the pixel operations before an encoder. Change a name with its code, which is elsewhere, so that computing a
+# fingerprint needs no Pillow.
+RESIZE = "pillow-lanczos"  # stages/media/pixels.py: resize_and_crop
+# stages/encoding/text: prompt_images.py (half of each side, as the pipeline does), qwen_image_processor.py (the rest)
+PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalise"
+# stages/media/sample_reader.py: read_sample_mask; stages/encoding/vae/worker.py: mask_to_latent_grid
+MASK = "grey-over-black;pillow-bilinear;area-mean"
+# stages/media: image.py, colour.py and orientation.py
+COLOUR = (
+    "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below;wide-primaries-to-709;mirrored-as-shown;"
+    "hdr-and-interlaced-refused"
+)
+#: Of vision features: the model's pixels, and its patch tokens.
+VISION_PIXELS = "aspect-kept-to-multiples-of-14;pillow-bicubic;imagenet-mean-deviation"
+VISION_POOLING = (
+    "last-hidden-state-patches;space-area-mean-where-finer-than-tokens;time-mean-of-each-latent-frames-group"
+)
 #: Options of a dataset that do not change a plan.
 MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
 #: Options that change its media table.
@@ -115,11 +131,7 @@ def text_settings(config: Config) -> Settings:
     if template.layers != (-1,):
         settings["layers"] = template.layers  # left out by default, to keep the fingerprints of older caches
     if template.with_image:
-        settings |= {
-            "resize": preprocessing.RESIZE,
-            "colour": preprocessing.COLOUR,
-            "image": preprocessing.PROMPT_IMAGE,
-        }
+        settings |= {"resize": RESIZE, "colour": COLOUR, "image": PROMPT_IMAGE}
     return settings
 
 
@@ -134,9 +146,9 @@ def latents_settings(config: Config) -> Settings:
         "precision": config.latents.precision or model.precision,
         "posterior": config.latents.posterior if family.posterior else None,
         "decoder": config.latents.decoder if family.video else None,
-        "resize": preprocessing.RESIZE,
-        "colour": preprocessing.COLOUR,
-        "mask": preprocessing.MASK,
+        "resize": RESIZE,
+        "colour": COLOUR,
+        "mask": MASK,
     }
     # Left out at their defaults, to keep the fingerprints of older caches.
     if family.normalisation != Normalisation():
@@ -154,11 +166,11 @@ def vision_settings(config: Config) -> Settings:
         "version": VISION_VERSION,
         "size": vision.pixels,
         "precision": vision.precision or config.model.precision,
-        "pixels": preprocessing.VISION_PIXELS,
-        "pooling": preprocessing.VISION_POOLING,
+        "pixels": VISION_PIXELS,
+        "pooling": VISION_POOLING,
         # Instead of the family: families with tokens of the same size share their features.
         "token": [family.temporal_stride, family.side_multiple],
         "decoder": config.latents.decoder if family.video else None,
-        "resize": preprocessing.RESIZE,
-        "colour": preprocessing.COLOUR,
+        "resize": RESIZE,
+        "colour": COLOUR,
     }

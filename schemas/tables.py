@@ -19,6 +19,8 @@ def _fields(type_: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
     return [(name, type_) for name in names]
 
 
+_DRAWS = [("repeats", _int), ("weight", _float), ("regularisation", pa.bool_())]
+
 #: Media resized to resize_w x resize_h, then cropped to the bucket at (x, y).
 GEOMETRY_TYPE = pa.struct([("bucket", _str), ("resize_w", _int), ("resize_h", _int), ("x", _int), ("y", _int)])
 
@@ -71,13 +73,10 @@ TEXTS_SCHEMA = pa.schema(
     ]
 )
 
-#: plans/<generation>/units.arrow: work units first planned in this generation.
+#: plans/<generation>/units.arrow: work units first planned in this generation. kind: text | latents. bucket: "" for
+#: text.
 UNITS_SCHEMA = pa.schema(
-    [
-        *_fields(_str, "unit_id", "kind", "bucket"),  # kind: text | latents; bucket: "" for text
-        ("members", pa.list_(_str)),
-        ("estimated_bytes", _long),
-    ]
+    [*_fields(_str, "unit_id", "kind", "bucket"), ("members", pa.list_(_str)), ("estimated_bytes", _long)]
 )
 
 #: plans/<generation>/active.arrow: every active sample with the current paths of its files, one row per item (two files
@@ -85,9 +84,7 @@ UNITS_SCHEMA = pa.schema(
 ACTIVE_SCHEMA = pa.schema(
     [
         *_fields(_str, "sample_id", "role", "dataset", "path", "source_path", "mask_path", "bucket"),
-        ("repeats", _int),
-        ("weight", _float),
-        ("regularisation", pa.bool_()),
+        *_DRAWS,
         ("texts", pa.list_(_str)),
         ("null_text", _str),
     ]
@@ -98,9 +95,7 @@ ACTIVE_SCHEMA = pa.schema(
 INDEX_SCHEMA = pa.schema(
     [
         *_fields(_str, "sample_id", "role", "dataset", "bucket"),  # role: train | eval
-        ("repeats", _int),
-        ("weight", _float),
-        ("regularisation", pa.bool_()),
+        *_DRAWS,
         *_fields(_int, "shard", "row"),
         ("texts", pa.list_(_int)),
         ("null_text", _int),
@@ -110,9 +105,7 @@ SET_TEXTS_SCHEMA = pa.schema([("text_id", _str), ("shard", _int), ("row", _int)]
 SET_SHARDS_SCHEMA = pa.schema([("path", _str), ("kind", _str)])
 
 #: rejects/<stage>/...: everything set aside. retry: whether the next run tries again.
-REJECTS_SCHEMA = pa.schema(
-    [("stage", _str), ("item", _str), ("path", _str), ("reason", _str), ("message", _str), ("retry", pa.bool_())]
-)
+REJECTS_SCHEMA = pa.schema([*_fields(_str, "stage", "item", "path", "reason", "message"), ("retry", pa.bool_())])
 
 
 def index_schema(kinds: Sequence[str]) -> pa.Schema:

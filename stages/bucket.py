@@ -16,7 +16,6 @@ from cache.schedule import small_bucket_advice
 from cache.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import VALIDATION, Config
-from schemas.config.unused_features import find_unused_features
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
 from schemas.tables import ACTIVE_SCHEMA
@@ -183,7 +182,7 @@ def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], mu
                 f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {notes.planned} items, "
                 "because each is chosen by its own content; raise it, or set eval: true on a separate dataset"
             )
-    for text in find_unused_features(config, "masks", "regularisation", "vision"):
+    for text in config.unused_features("masks", "regularisation", "vision"):
         console.warn(text)
     if scale := summary.scale_warning(config, buckets, multiple):
         console.warn(scale)

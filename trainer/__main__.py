@@ -13,7 +13,6 @@ from cache.set_lookup import open_configured_set
 from cache.trainset import TrainSet
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from schemas.config.unused_features import find_unused_features
 from schemas.errors import LatentpressError
 from trainer import interruption
 from trainer.output_lock import lock_output
@@ -120,7 +119,7 @@ def log_warnings(
         )
     if state and state["step"] > config.train.steps:
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")
-    for text in find_unused_features(config, "masks", "vision"):
+    for text in config.unused_features("masks", "vision"):
         console.warn(text)
     newer = data.find_newer_plan()
     if newer is not None:

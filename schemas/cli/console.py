@@ -15,6 +15,7 @@ the report alone.
 
 import inspect
 import json
+import logging
 import sys
 import threading
 import time
@@ -22,13 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
 import typer
 
-import schemas.cli.log_filters  # noqa: F401  (filters are added on import)
 from schemas.cli.options import (
     NOT_PARTITIONED,
     ConfigOption,
@@ -54,6 +55,12 @@ OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
 EXIT_CODES = "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
 
+# A message that no user can act on: on CPUs with AVX512-BF16 bitsandbytes then computes with its own library. Programs
+# and workers import this module before the libraries.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward from kernels-community")
+)
+
 
 class Progress:
     """Counts the units done of `total` (None: unknown). Safe to advance from several threads.
@@ -63,7 +70,7 @@ class Progress:
 
     def __init__(self, total: float | None, show: Callable[["Progress"], None], clock: Callable[[], float]) -> None:
         self.total, self.done = total, 0.0
-        self._show, self._clock, self._start, self._lock = show, clock, clock(), threading.Lock()
+        self._show, self._clock, self._lock = show, clock, threading.Lock()
         self._first: tuple[float, float] | None = None  # time and count of the first advance
 
     def advance(self, n: float = 1) -> None:
@@ -72,13 +79,9 @@ class Progress:
             self._first = self._first or (self._clock(), self.done)
             self._show(self)
 
-    @property
-    def seconds(self) -> float:
-        return self._clock() - self._start
-
     def state(self, unit: str) -> str:
         """Like "12/140 units, 1.5 units/s, 0:01:25 left"."""
-        start, counted = self._first or (self._start, self.done)
+        start, counted = self._first or (self._clock(), self.done)
         elapsed = self._clock() - start
         rate = (self.done - counted) / elapsed if elapsed > 0 else 0.0
         text = f"{self.done:.10g} {unit}" if self.total is None else f"{self.done:.10g}/{self.total:.10g} {unit}"
@@ -114,6 +117,7 @@ class Console:
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         self._rich = RichConsole(file=stderr or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._on_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._clock, self._interval, self._complete = clock, interval, complete
 
     def log(self, message: str) -> None:
@@ -131,24 +135,15 @@ class Console:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        if not self._on_terminal:
-            with self._progress_lines(total, description, unit) as progress:
+        if self._on_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+            with Bar(*columns, console=self._rich) as bar:
+                update = partial(bar.update, bar.add_task(description, total=total, state=""))
+                progress = Progress(total, lambda p: update(completed=p.done, state=p.state(unit)), self._clock)
+                progress.advance(0)
                 yield progress
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-        with Bar(*columns, console=self._rich) as bar:
-            task = bar.add_task(description, total=total, state="")
-            progress = Progress(total, lambda p: bar.update(task, completed=p.done, state=p.state(unit)), self._clock)
-            progress.advance(0)
-            yield progress
-
-    @property
-    def _on_terminal(self) -> bool:
-        return self._rich.is_terminal and not self._rich.is_dumb_terminal
-
-    @contextmanager
-    def _progress_lines(self, total: float | None, description: str, unit: str) -> Iterator[Progress]:
-        last = self._clock()
+        begin = last = self._clock()
 
         def show(progress: Progress) -> None:
             nonlocal last
@@ -160,7 +155,7 @@ class Console:
         try:
             yield progress
         finally:
-            self.log(f"{description}: {progress.state(unit)}, after {timedelta(seconds=round(progress.seconds))}")
+            self.log(f"{description}: {progress.state(unit)}, after {timedelta(seconds=round(self._clock() - begin))}")
 
     @contextmanager
     def live_display(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:

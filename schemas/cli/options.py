@@ -11,7 +11,7 @@ import typer
 
 from schemas.config.encoding import Resources
 from schemas.config.pipeline import Config
-from schemas.config.types import DEVICE, MOST_PROCESSES
+from schemas.config.section import DEVICE, MOST_PROCESSES
 
 T = TypeVar("T")
 #: "latentpress PROGRAM" at the beginning of a text, after a backtick, or at the end after a colon.

@@ -78,17 +78,13 @@ def heading(key: str) -> str:
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Aligned lines, one per row, under the headings of the first row; numbers are right-aligned."""
-    keys = list(rows[0])
-    cells = [[heading(key) for key in keys]] + [
-        [escape_unprintable(str(row.get(key, ""))) for key in keys] for row in rows
-    ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
-    right = [all(isinstance(row.get(key, 0), int | float) for row in rows) for key in keys]
-    aligned = [
-        [cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in columns]
-        for columns in (zip(line, widths, right, strict=True) for line in cells)
-    ]
-    return ["  ".join(line).rstrip() for line in aligned]
+    columns = []
+    for key in rows[0]:
+        cells = [heading(key), *(escape_unprintable(str(row.get(key, ""))) for row in rows)]
+        is_number = all(isinstance(row.get(key, 0), int | float) for row in rows)
+        width = max(map(len, cells))
+        columns.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
 def _format_detail(key: str, value: Any) -> list[str]:

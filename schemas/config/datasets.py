@@ -6,9 +6,9 @@ The names are those of other trainers for these models; docs/datasets.md explain
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
-from schemas.config.section import Name, Problem, Section, UnitFloat, refuse
+from schemas.config.section import Name, Problem, Section, UnitFloat
 
 SourceName = Literal["folder", "remote", "webdataset", "huggingface", "manifest"]
 CaptionStrategy = Literal[
@@ -17,10 +17,10 @@ CaptionStrategy = Literal[
 MediaKind = Literal["image", "video"]
 TABLE_STRATEGIES: tuple[CaptionStrategy, ...] = ("csv", "jsonl", "parquet")
 
-Aspect = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
+Aspects = Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(strict=False)]
 MAX_CLIP_FRAMES = 99_999
 MAX_EDGE = 1_000_000  # pixels: the limit of `schemas/geometry.py`
-ColumnNames = tuple[str, ...]
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Size = Annotated[float, Field(gt=0, le=MAX_EDGE)]  # in the unit of resolution_type
 ClipFrames = Annotated[int, Field(ge=1, le=MAX_CLIP_FRAMES)]
 VideoFrames = Annotated[int, Field(ge=1, le=10**9)]
@@ -29,9 +29,7 @@ VideoFrames = Annotated[int, Field(ge=1, le=10**9)]
 class TagShuffle(Section):
     """A fixed number of orders of a caption's tags, each encoded once; they take turns in training."""
 
-    variants: int = Field(
-        4, ge=1, le=64, description="orders of each caption, the first as written; equal ones count once"
-    )
+    variants: int = Field(4, ge=1, le=64, description="orders of its tags, the first as written; equal ones count once")
     delimiter: str = Field(",", min_length=1, description="separates tags; spaces around it are dropped")
     keep: int = Field(0, ge=0, le=10_000, description="tags at the beginning that keep their place")
 
@@ -58,11 +56,6 @@ class Video(Section):
         None, description="largest share of a clip's frames that may repeat the one before; default: no limit"
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Video":
-        refuse(self._problems())
-        return self
-
     def _problems(self) -> Iterator[Problem]:
         if self.min_frames > self.num_frames:
             yield ("min_frames",), f"{self.min_frames} is more than num_frames, {self.num_frames}"
@@ -82,9 +75,7 @@ class Dataset(Section):
         None,
         description="default, by instance_data_dir: URL: remote; *.tar: webdataset; table file: manifest; else folder",
     )
-    instance_data_dir: str = Field(
-        min_length=1, description="folder, URL, tars ({00000..00012}.tar), manifest or dataset"
-    )
+    instance_data_dir: str = Field(min_length=1, description="folder, URL, tars ({000..012}.tar), manifest or dataset")
     media_root: str | None = Field(None, description="location of the media on this machine, if another")
     split: str = Field("train", description="of a huggingface dataset")
     media_column: str | None = Field(None, description="column of a manifest or huggingface dataset with the media")
@@ -98,14 +89,12 @@ class Dataset(Section):
         None, description="default: the source's own: textfile, webdataset, huggingface, or the manifest's kind"
     )
     caption_file: str | None = Field(None, description="table for csv, jsonl, parquet; default: the manifest itself")
-    caption_column: ColumnNames = Field(
-        ("caption",), strict=False, description="column(s) of captions; several, and lists, are alternatives"
-    )
+    caption_column: Texts = Field(("caption",), description="column(s); several, and lists, are alternatives")
     instance_prompt: str | None = Field(None, description="the caption of every item, for instanceprompt")
     prepend: str = Field("", description="put before every caption")
     append: str = Field("", description="put after every caption")
     tag_shuffle: TagShuffle | None = None
-    caption_filter: ColumnNames = Field((), strict=False, description="plain text or /regex/, removed from captions")
+    caption_filter: Texts = Field((), description="plain text or /regex/, removed from captions")
 
     conditioning_data: str | None = Field(None, description="folder or URL of i2i source images, named as the targets")
     conditioning_column: str | None = Field(None, description="column (webdataset: extension) of the i2i source image")
@@ -115,9 +104,7 @@ class Dataset(Section):
     where: str | None = Field(None, description="filter on extra columns: score > 5 and licence in ('cc0', 'cc-by')")
     repeats: int = Field(0, ge=0, le=1_000_000, description="extra passes in an epoch: 0 = once")
     weight: float = Field(1.0, gt=0, le=1e6, description="draws in an epoch, times this; 0.5: every other epoch")
-    is_regularisation_data: bool = Field(
-        False, description="marked as regularisation data, which training does not use yet"
-    )
+    is_regularisation_data: bool = Field(False, description="regularisation data, which training does not use yet")
     eval: bool = Field(False, description="held out: the whole dataset is for evaluation")
     eval_fraction: UnitFloat = Field(0.0, description="share held out for evaluation, chosen by content")
 
@@ -133,9 +120,7 @@ class Dataset(Section):
     crop_aspect: Literal["preserve", "square", "closest", "random"] = Field(
         "preserve", description="shape of the crop: the nearest bucket, square, or one of crop_aspect_buckets"
     )
-    crop_aspect_buckets: tuple[Aspect, ...] = Field(
-        (), strict=False, description="width / height to choose among, for closest and random"
-    )
+    crop_aspect_buckets: Aspects = Field((), description="width / height to choose among, for closest and random")
     crop_style: Literal["center", "random", "corner"] = Field(
         "center", description="place of the crop; random: seeded by the item's identity; corner: upper left"
     )
@@ -143,9 +128,7 @@ class Dataset(Section):
     maximum_image_size: Size | None = Field(
         None, description="larger is set aside, or first scaled down to target_downsample_size where that is given"
     )
-    target_downsample_size: Size | None = Field(
-        None, description="what maximum_image_size excludes is scaled to this first"
-    )
+    target_downsample_size: Size | None = Field(None, description="what exceeds maximum_image_size is scaled to this")
     allow_upscale: bool = Field(False, description="false: a file smaller than its bucket is set aside")
     max_distortion: float | None = Field(None, ge=0, le=1000, description="largest change of aspect: 0.05 is 5 %")
     max_cropped: UnitFloat | None = Field(None, description="largest share of the area that a crop may lose")
@@ -186,11 +169,6 @@ class Dataset(Section):
             return next((name for name in TABLE_STRATEGIES if name == ending), "csv")
         return source if source in ("webdataset", "huggingface") else "textfile"
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Dataset":
-        refuse((*self._problems(), *self._caption_problems(), *self._geometry_problems()))
-        return self
-
     def _problems(self) -> Iterator[Problem]:
         if self.conditioning_data and self.conditioning_column:
             yield ("conditioning_column",), "and conditioning_data name the same thing; keep one"
@@ -205,7 +183,6 @@ class Dataset(Section):
             if scheme and "@" in rest.partition("/")[0]:
                 yield (key,), "holds a user name or password; take it out and give it by the environment"
 
-    def _caption_problems(self) -> Iterator[Problem]:
         strategy, source = self.resolved_caption_strategy, self.resolved_source
         if strategy == "instanceprompt" and not self.instance_prompt:
             yield ("instance_prompt",), "caption_strategy instanceprompt needs it"
@@ -216,14 +193,12 @@ class Dataset(Section):
         if strategy in TABLE_STRATEGIES and source != "manifest" and not self.caption_file:
             yield ("caption_file",), f"caption_strategy {strategy} needs the table of captions"
 
-    def _geometry_problems(self) -> Iterator[Problem]:
         if self.crop_aspect in ("closest", "random") and not self.crop_aspect_buckets:
             yield ("crop_aspect_buckets",), f"crop_aspect {self.crop_aspect} needs a list, such as [1.0, 0.75, 1.33]"
-        if self.target_downsample_size is not None:
-            if self.maximum_image_size is None:
-                yield ("maximum_image_size",), "target_downsample_size needs it: what is larger is scaled down"
-            elif self.target_downsample_size > self.maximum_image_size:
-                yield ("target_downsample_size",), f"is more than maximum_image_size, {self.maximum_image_size:g}"
-        low, high = self.minimum_image_size, self.maximum_image_size
+        low, target, high = self.minimum_image_size, self.target_downsample_size, self.maximum_image_size
+        if target is not None and high is None:
+            yield ("maximum_image_size",), "target_downsample_size needs it: what is larger is scaled down"
+        if target is not None and high is not None and target > high:
+            yield ("target_downsample_size",), f"is more than maximum_image_size, {high:g}"
         if low is not None and high is not None and low > high:
             yield ("minimum_image_size",), f"{low:g} is more than maximum_image_size, {high:g}"

@@ -6,8 +6,7 @@ from typing import Literal, get_args
 from pydantic import Field, ValidationInfo, field_validator
 
 from schemas.catalogue import FAMILIES, VISION_MODELS, get_flavour
-from schemas.config.section import Section
-from schemas.config.types import Count, Device, Precision, Processes
+from schemas.config.section import Count, Device, Precision, Processes, Section
 from schemas.family import Condition, Family, Flavour, Task, Template
 
 StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode"]
@@ -110,9 +109,7 @@ class Vision(Section):
 
     model: str | None = Field(None, description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a DINOv2")
     revision: str | None = Field(None, description="commit or tag of the repo")
-    size: int | None = Field(
-        None, ge=14, le=14 * 148, multiple_of=14, description="pixels, a multiple of 14; default: 224, vitg14 518"
-    )
+    size: int | None = Field(None, ge=14, le=14 * 148, multiple_of=14, description="pixels; default: 224, vitg14 518")
     batch_size: Count = Field(32, description="frames of one forward pass")
     precision: Precision | None = Field(None, description="default: model.precision; features are stored in bfloat16")
 

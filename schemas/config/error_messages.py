@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -10,8 +11,7 @@ from pydantic_core import ErrorDetails
 
 from schemas.config import migration_hints
 from schemas.config.pipeline import Config
-from schemas.config.section import InconsistentValues, Problem, Section
-from schemas.config.types import PATTERNS
+from schemas.config.section import PATTERNS, InconsistentValues, Problem, Section
 from schemas.config.yaml_reader import KeyPath, parse_yaml
 from schemas.text_format import shorten
 
@@ -85,8 +85,10 @@ def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], 
         expected = f"expected {_EXPECTED_TYPES[kind]}, got {_format_value(value)}"
         if kind == "string_type" and isinstance(value, int | float):
             return f"{expected}; put it in quotes"
-        if isinstance(value, str) and kind in _PYTHON_TYPES and isinstance(_parse_unquoted(value), _PYTHON_TYPES[kind]):
-            return f"{expected}; write it without quotes"
+        if isinstance(value, str) and kind in _PYTHON_TYPES:
+            with suppress(ValueError):
+                if isinstance(parse_yaml(value).value, _PYTHON_TYPES[kind]):
+                    return f"{expected}; write it without quotes"
         return f"{expected}; valid: true, false" if kind == "bool_type" else expected
     if kind in ("model_type", "model_attributes_type"):
         section = type_at(path)
@@ -105,13 +107,6 @@ _EXPECTED_TYPES = {
     "finite_number": "a finite number",
 }
 _PYTHON_TYPES: dict[str, Any] = {"bool_type": bool, "float_type": (int, float), "int_type": int}
-
-
-def _parse_unquoted(text: str) -> Any:
-    try:
-        return parse_yaml(text).value
-    except ValueError:
-        return text
 
 
 def _suggest(value: Any, choices: list[str]) -> str:

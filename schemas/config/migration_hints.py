@@ -2,22 +2,29 @@
 they are not needed. Shown in the error for such a key."""
 
 _CACHE_HINT = "not needed: caches are under root, and each stage finds its own"
-_RESOURCES_HINT = "stages.<stage>.workers and .threads say what each stage may use"
 _FRAMES_HINT = "here video.num_frames, and video.clip says which part"
-_ASPECT_HINT = "here max_aspect: longest side of a bucket over its shorter one"
+_RESOURCES_HINT = "stages.<stage>.workers and .threads say what each stage may use"
 
 #: Key -> hint; "datasets.KEY": below datasets only.
 HINTS = {
+    # Several of them
+    **dict.fromkeys(("datasets.cache_dir", "cache_directory", "cache_dir_vae", "cache_dir_text"), _CACHE_HINT),
+    "cache_dir_conditioning_image_embeds": _CACHE_HINT,
+    **dict.fromkeys(("resolution_frames", "target_frames", "frame_buckets"), _FRAMES_HINT),
+    **dict.fromkeys(("enable_bucket", "enable_ar_bucket"), "not needed: media always go into buckets by aspect"),
+    **dict.fromkeys(("train_batch_size", "micro_batch_size_per_gpu"), "here train.batch_size"),
+    **dict.fromkeys(("num_train_epochs", "epochs"), "here train.steps, counted in optimizer steps"),
+    **dict.fromkeys(("checkpointing_steps", "save_every_n_steps"), "here train.checkpoint_every"),
+    **dict.fromkeys(("lora_rank", "network_dim"), "here train.adapter.rank"),
+    **dict.fromkeys(("lora_alpha", "network_alpha"), "here train.adapter.alpha"),
     # SimpleTuner: multidatabackend.json
     "datasets.type": "here source: folder (its local), remote, webdataset, huggingface, manifest; without it, by "
     "instance_data_dir",
     "datasets.csv_file": "here instance_data_dir names the table, or caption_file one of captions alone",
-    "datasets.cache_dir": _CACHE_HINT,
     "metadata_backend": "not needed: discover reads sizes from the files into one table",
     "metadata_update_interval": "not needed: discover keeps what it has read as it goes",
     "write_batch_size": "not needed: cache.unit_mib says how large a shard is",
     **dict.fromkeys(("read_batch_size", "image_processing_batch_size", "max_workers"), _RESOURCES_HINT),
-    **dict.fromkeys(("cache_dir_vae", "cache_dir_text", "cache_dir_conditioning_image_embeds"), _CACHE_HINT),
     "vae_cache_clear_each_epoch": "not needed: what changes is encoded again",
     "vae_batch_size": "here latents.batch_pixels",
     "text_embeds": "not needed: texts are cached under root",
@@ -28,7 +35,6 @@ HINTS = {
     "probability": "here weight: draws in an epoch, times this",
     "prepend_instance_prompt": "here prepend: the words before every caption",
     "only_instance_prompt": "here caption_strategy: instanceprompt, with instance_prompt",
-    "resolution_frames": _FRAMES_HINT,
     "is_regularization_data": "here is_regularisation_data",
     "conditioning_type": "not needed: conditioning_data names i2i source images, mask_data masks",
     "crop_enabled": "here crop: true or false",
@@ -43,19 +49,14 @@ HINTS = {
     "model_type": "here train.adapter.type: lora or full",
     "pretrained_model_name_or_path": "here model.path",
     "output_dir": "here output",
-    "train_batch_size": "here train.batch_size",
     "gradient_accumulation_steps": "here train.accumulate",
     "max_train_steps": "here train.steps",
-    "num_train_epochs": "here train.steps, counted in optimizer steps",
     "learning_rate": "here train.optimizer.lr",
     "lr_scheduler": "here train.optimizer.schedule",
     "lr_warmup_steps": "here train.optimizer.warmup",
-    "lora_rank": "here train.adapter.rank",
-    "lora_alpha": "here train.adapter.alpha",
     "lora_dropout": "here train.adapter.dropout",
     "mixed_precision": "here model.precision, and train.precision",
     "base_model_precision": "here text.quantization, of the text encoder; the transformer is not quantised",
-    "checkpointing_steps": "here train.checkpoint_every",
     "checkpoints_total_limit": "here train.keep_checkpoints",
     "resume_from_checkpoint": "here train.resume",
     "flow_schedule_shift": "here train.shift",
@@ -75,27 +76,16 @@ HINTS = {
     "image_jsonl_file": "here instance_data_dir names the table",
     "video_jsonl_file": "here instance_data_dir names the table, with dataset_type: video",
     "control_directory": "here conditioning_data",
-    "cache_directory": _CACHE_HINT,
     "caption_extension": "not needed: captions are the .txt files beside the media (caption_strategy: textfile)",
     "num_repeats": "here repeats: extra passes, so that 0 is once",
-    "enable_bucket": "not needed: media always go into buckets",
     "bucket_no_upscale": "here allow_upscale: false, the default",
-    "target_frames": _FRAMES_HINT,
     "frame_extraction": "here video.clip: head, middle, random, uniform, chunks or slide",
     "source_fps": "not needed: frames are chosen by their timestamps; video.frame_rate is the target",
-    "network_dim": "here train.adapter.rank",
-    "network_alpha": "here train.adapter.alpha",
     # diffusion-pipe
     "directory": "here datasets, an item with instance_data_dir: the path",
     "resolutions": "here resolution, one for each item of datasets",
-    "enable_ar_bucket": "not needed: media always go into buckets by aspect",
-    "min_ar": _ASPECT_HINT,
-    "max_ar": _ASPECT_HINT,
+    **dict.fromkeys(("min_ar", "max_ar"), "here max_aspect: longest side of a bucket over its shorter one"),
     "num_ar_buckets": "not needed: buckets are computed from resolution and strides (buckets: computed)",
-    "frame_buckets": _FRAMES_HINT,
-    "micro_batch_size_per_gpu": "here train.batch_size",
-    "epochs": "here train.steps, counted in optimizer steps",
-    "save_every_n_steps": "here train.checkpoint_every",
 }
 
 

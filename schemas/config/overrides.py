@@ -45,9 +45,8 @@ def set_value(config: dict[str, Any], key: str, value: Any) -> KeyPath:
         inner = here[step] if isinstance(here, list) else here.get(step)
         if inner is None:
             if get_origin(type_at(path)) is tuple:
-                raise ValueError(
-                    f"the list {dotted_path(path)} is not in the file; set all of it: {dotted_path(path)}=[...]"
-                )
+                where = dotted_path(path)
+                raise ValueError(f"the list {where} is not in the file; set all of it: {where}=[...]")
             inner = here[step] = {}
         here = inner
     return path

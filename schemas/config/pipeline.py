@@ -3,21 +3,22 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from schemas.clips import largest_valid_frames
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Latents, Model, Stages, Text, Vision
-from schemas.config.section import Problem, Section, refuse
+from schemas.config.section import Problem, Section
 from schemas.config.training import Train, Validation
 from schemas.folder_checks import find_obstacle
-from schemas.geometry import resolution_buckets, target_area
+from schemas.geometry import resolution_buckets
 
-MAX_BUCKET_PIXELS = 8192 * 8192
 VALIDATION = "validation"  # the dataset of the images of validation prompts
 PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("schemas", "cache", "stages", "trainer"))
+
+Topic = Literal["masks", "regularisation", "vision"]
 
 
 class Config(Section):
@@ -45,14 +46,27 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> "Config":
-        """Set latents.precision to the family's own where it is not given; refuse inconsistent sections."""
+        """Set latents.precision to the family's own where it is not given."""
         if self.latents.precision is None and self.model.family_spec.latent_precision is not None:
             latents = self.latents.model_copy(update={"precision": self.model.family_spec.latent_precision})
             object.__setattr__(self, "latents", latents)  # sections are frozen
-        refuse((*self._folder_problems(), *self._dataset_problems(), *self._validation_problems()))
         return self
 
-    def _folder_problems(self) -> Iterator[Problem]:
+    def unused_features(self, *topics: Topic) -> Iterator[str]:
+        """A sentence for each of `topics` that is configured and prepared, but that training does not use yet."""
+        used = [dataset for dataset in self.datasets if not dataset.disabled]
+        masked = ", ".join(dataset.id for dataset in used if dataset.mask_data or dataset.mask_column)
+        regularisation = ", ".join(dataset.id for dataset in used if dataset.is_regularisation_data)
+        if "masks" in topics and masked:
+            yield f"{masked}: masks are encoded, but training does not use them yet"
+        if "regularisation" in topics and regularisation:
+            how = "training does not use is_regularisation_data yet and treats these samples like any others"
+            yield f"{regularisation}: {how}"
+        if "vision" in topics and self.vision.model:
+            how = "features are encoded, but training does not use them yet (no CREPA)"
+            yield f"vision.model {self.vision.model}: {how}"
+
+    def _problems(self) -> Iterator[Problem]:
         for key in ("root", "output"):
             value = getattr(self, key)
             if key == "output" and "://" in value:
@@ -62,6 +76,8 @@ class Config(Section):
                 yield (key,), obstacle
             if "://" not in value and any(Path(os.path.realpath(value)).is_relative_to(top) for top in PACKAGES):
                 yield (key,), f"{value!r} lies inside a package of the source code; choose another folder"
+        yield from self._dataset_problems()
+        yield from self._validation_problems()
 
     def _dataset_problems(self) -> Iterator[Problem]:
         ids, task, condition = [dataset.id for dataset in self.datasets], self.model.task, self.model.condition
@@ -73,8 +89,12 @@ class Config(Section):
                 yield (*here, "id"), f"{VALIDATION!r} is reserved for the validation prompts' images; choose another"
             if dataset.disabled:
                 continue
-            if problem := self._resolution_problem(dataset):
-                yield (*here, "resolution"), problem
+            try:
+                resolution = dataset.resolution or self.model.family_spec.resolution
+                multiple = self.model.family_spec.side_multiple
+                resolution_buckets(resolution, dataset.resolution_type, multiple, max_aspect=dataset.max_aspect)
+            except ValueError as error:
+                yield (*here, "resolution"), str(error)
             video = dataset.dataset_type == "video"
             if video and not self.model.family_spec.video:
                 yield (*here, "dataset_type"), f"'video' cannot train {self.model.family}; valid: image"
@@ -88,21 +108,6 @@ class Config(Section):
             yield ("datasets",), "needs at least one item"
         if self.datasets and all(dataset.disabled for dataset in self.datasets):
             yield ("datasets",), "every dataset is disabled"
-
-    def _resolution_problem(self, dataset: Dataset) -> str | None:
-        resolution, kind = dataset.resolution or self.model.family_spec.resolution, dataset.resolution_type
-        area = target_area(resolution, kind)
-        if area > MAX_BUCKET_PIXELS:
-            meaning = {"area": "megapixels", "pixel": "the shorter edge", "pixel_area": "the edge of a square"}[kind]
-            return (
-                f"{resolution:g} makes pictures of {area / 1e6:.0f} megapixels (resolution_type {kind}: {meaning}); "
-                f"at most {MAX_BUCKET_PIXELS / 1e6:.0f}"
-            )
-        try:
-            resolution_buckets(resolution, kind, self.model.family_spec.side_multiple, max_aspect=dataset.max_aspect)
-        except ValueError as error:
-            return str(error)
-        return None
 
     def _validation_problems(self) -> Iterator[Problem]:
         task, prompts = self.model.task, self.validation.prompts

@@ -1,14 +1,31 @@
-"""The base class of the sections of pipeline.yaml, and how they report inconsistent values."""
+"""The base class of the sections of pipeline.yaml, and the types and limits that several of them share."""
 
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
+SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"
+#: Pattern -> its description in an error.
+PATTERNS = {
+    NAME_PATTERN: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
+    DEVICE: "valid: auto, cpu, cuda, cuda:N",
+    SIZE: "valid: WxH or WxH@F, for example 768x512@61",
+}
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
+Precision = Literal["float32", "bfloat16", "float16"]
+Device = Annotated[str, Field(pattern=DEVICE, description="auto, cpu, cuda or cuda:N")]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+MOST_STEPS = 10**9  # of training; for an interval it means "never"
+MOST_PROCESSES = 1024  # of one stage on one machine, and threads of one process
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Count = Annotated[int, Field(ge=1, le=65_536)]
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 
 #: A key's path below the section, and what is wrong there.
 Problem = tuple[tuple[str | int, ...], str]
@@ -22,13 +39,17 @@ class InconsistentValues(ValueError):
         self.problems = problems
 
 
-def refuse(problems: Iterable[Problem]) -> None:
-    """Raise InconsistentValues if there are any problems."""
-    if found := list(problems):
-        raise InconsistentValues(found)
-
-
 class Section(BaseModel):
     """Base of every section: unknown keys are forbidden, text is never converted to numbers or truth values."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if problems := list(self._problems()):
+            raise InconsistentValues(problems)
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        """What is inconsistent in this section."""
+        yield from ()

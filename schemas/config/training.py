@@ -1,12 +1,13 @@
 """Sections about training: the adapter, the optimizer, the loop, and validation."""
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from schemas.config.section import Name, Section, UnitFloat
-from schemas.config.types import MOST_STEPS, SIZE, Beta, Count, Device, Processes, Seed, Steps
+from schemas.config.section import MOST_STEPS, SIZE, Count, Device, Name, Processes, Section, Seed, Steps, UnitFloat
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Adapter(Section):
@@ -14,9 +15,7 @@ class Adapter(Section):
     rank: Count = 16
     alpha: float | None = Field(None, gt=0, le=1e6, description="default: rank")
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: tuple[str, ...] | None = Field(
-        None, strict=False, description="regular expressions; default: the family's"
-    )
+    targets: tuple[str, ...] | None = Field(None, strict=False, description="regular expressions; default: by family")
 
     @field_validator("targets")
     @classmethod
@@ -42,9 +41,7 @@ class Optimizer(Section):
 
 class Train(Section):
     run: Name = "run"
-    set: str = Field(
-        "current", min_length=1, description="'current', the id of a training set, or an export's path or URL"
-    )
+    set: str = Field("current", min_length=1, description="'current', a training set's id, or an export's path or URL")
     steps: Steps = Field(1000, description="optimizer steps")
     batch_size: Count = Field(1, description="samples of one forward pass on one device")
     accumulate: Count = Field(1, description="forward passes of one optimizer step")
@@ -61,9 +58,7 @@ class Train(Section):
     log_every: Steps = Field(1, description="steps")
     device: Device = "auto"
     threads: Processes | None = Field(None, description="CPU threads; default: torch's own")
-    max_bad_steps: int = Field(
-        5, ge=0, le=MOST_STEPS, description="steps with a non-finite loss or gradient before it stops"
-    )
+    max_bad_steps: int = Field(5, ge=0, le=MOST_STEPS, description="non-finite losses or gradients before it stops")
 
 
 class Prompt(Section):
@@ -83,6 +78,4 @@ class Validation(Section):
     seed: Seed = 0
     eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[UnitFloat, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
-    fps: float | None = Field(
-        None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's rate"
-    )
+    fps: float | None = Field(None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's")

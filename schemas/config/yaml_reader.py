@@ -141,10 +141,7 @@ def _integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ValueError(f"a number of {len(text):,} digits; at most {MAX_DIGITS}")
     digits = text.replace("_", "")
-    sign = -1 if digits.startswith("-") else 1
-    digits = digits.lstrip("+-")
-    base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2].lower())
-    return sign * (int(digits[2:], base) if base else int(digits))
+    return int(digits, 0 if digits.lstrip("+-").lower().startswith(("0x", "0o", "0b")) else 10)
 
 
 def _float(text: str) -> float:

@@ -4,24 +4,25 @@ Sources: the model cards of kandinskylab/Kandinsky-5.0-*-Diffusers and the pipel
 (pipelines/kandinsky5), with which tests compare templates and crops.
 """
 
+from dataclasses import replace
+
 from schemas.cleaning import FOLDED
 from schemas.family import Condition, Family, Flavour, ScaleWindow, SparseAttention, Task, Template
 
 _T2I = Template(
     name="kandinsky5-t2i",
-    text="<|im_start|>system\nYou are a prompt engineer. Describe the image by detailing the color, shape, "
-    "size, texture, quantity, text, spatial relationships of the objects and "
-    "background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>",
+    text="<|im_start|>system\nYou are a prompt engineer. Describe the image by detailing the color, shape, size, "
+    "texture, quantity, text, spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+    "{}<|im_end|>",
     crop=40,
     max_length=512,
     cleaner=FOLDED,
 )
 _I2I = Template(
     name="kandinsky5-i2i",
-    text="<|im_start|>system\nYou are a prompt engineer. Based on the provided source image (first image) "
-    "and target image (second image), create an interesting text prompt that can be used together with the "
-    "source image to create the target "
-    "image:<|im_end|><|im_start|>user{}<|vision_start|><|image_pad|><|vision_end|><|im_end|>",
+    text="<|im_start|>system\nYou are a prompt engineer. Based on the provided source image (first image) and target "
+    "image (second image), create an interesting text prompt that can be used together with the source image to create "
+    "the target image:<|im_end|><|im_start|>user{}<|vision_start|><|image_pad|><|vision_end|><|im_end|>",
     crop=54,
     max_length=1024,
     cleaner=FOLDED,
@@ -29,20 +30,14 @@ _I2I = Template(
 )
 _VIDEO = Template(
     name="kandinsky5-video",
-    text="\n".join(
-        [
-            "<|im_start|>system\nYou are a prompt engineer. Describe the video in detail.",
-            "Describe how the camera moves or shakes, describe the zoom and view angle, whether it follows "
-            "the objects.",
-            "Describe the location of the video, main characters or objects and their action.",
-            "Describe the dynamism of the video and presented actions.",
-            "Name the visual style of the video: whether it is a professional footage, user generated "
-            "content, some kind of animation, video game or scren content.",
-            "Describe the visual effects, postprocessing and transitions if they are presented in the video.",
-            "Pay attention to the order of key actions shown in the scene.<|im_end|>",
-            "<|im_start|>user\n{}<|im_end|>",
-        ]
-    ),
+    text="<|im_start|>system\nYou are a prompt engineer. Describe the video in detail.\n"
+    "Describe how the camera moves or shakes, describe the zoom and view angle, whether it follows the objects.\n"
+    "Describe the location of the video, main characters or objects and their action.\n"
+    "Describe the dynamism of the video and presented actions.\n"
+    "Name the visual style of the video: whether it is a professional footage, user generated content, some kind of "
+    "animation, video game or scren content.\n"
+    "Describe the visual effects, postprocessing and transitions if they are presented in the video.\n"
+    "Pay attention to the order of key actions shown in the scene.<|im_end|>\n<|im_start|>user\n{}<|im_end|>",
     crop=128,
     max_length=512,
     cleaner=FOLDED,
@@ -65,95 +60,74 @@ def _flavours(task: Task, names: dict[str, str]) -> dict[str, Flavour]:
     return flavours
 
 
-_VIDEO_NEGATIVE = (
-    "Static, 2D cartoon, cartoon, 2d animation, paintings, images, worst quality, low quality, ugly, "
-    "deformed, walking backwards"
+_T2V_FLAVOURS = {
+    "t2v-lite-sft-5s": "T2V-Lite-sft-5s",
+    "t2v-lite-sft-10s": "T2V-Lite-sft-10s",
+    "t2v-lite-pretrain-5s": "T2V-Lite-pretrain-5s",
+    "t2v-lite-pretrain-10s": "T2V-Lite-pretrain-10s",
+    "t2v-pro-sft-5s-hd": "T2V-Pro-sft-5s",
+    "t2v-pro-sft-10s-hd": "T2V-Pro-sft-10s",
+    "t2v-pro-pretrain-5s-hd": "T2V-Pro-pretrain-5s",
+    "t2v-pro-pretrain-10s-hd": "T2V-Pro-pretrain-10s",
+}
+
+_IMAGE = Family(
+    name="kandinsky5-image",
+    flavours=_flavours("t2i", {"t2i-lite-sft": "T2I-Lite-sft", "t2i-lite-pretrain": "T2I-Lite-pretrain"})
+    | _flavours("i2i", {"i2i-lite-sft": "I2I-Lite-sft", "i2i-lite-pretrain": "I2I-Lite-pretrain"}),
+    default_flavour="t2i-lite-sft",
+    text_encoder="kandinsky5",
+    autoencoder="flux",
+    transformer="kandinsky5",
+    latent_channels=16,
+    side_multiple=16,
+    spatial_stride=8,
+    temporal_stride=1,
+    resolution=1024,
+    text_width=3584,
+    text_components=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    model_classes={"transformer": "Kandinsky5Transformer3DModel", "text_encoder": "qwen2_5_vl", "vae": "AutoencoderKL"},
+    transformer_config={
+        "t2i": {"in_visual_dim": 16, "visual_cond": False},
+        "i2i": {"in_visual_dim": 16, "visual_cond": True},
+    },
+    autoencoder_config={"latent_channels": 16, "block_out_channels": 4},
+    text_widths={"embeds": "in_text_dim", "pooled": "in_text_dim2"},
+    pipelines={"t2i": "Kandinsky5T2IPipeline", "i2i": "Kandinsky5I2IPipeline"},
+    latent_settings={"tiling": False},
+    video=False,
+    guidance=3.5,
+    steps=50,
+    templates={"t2i": _T2I, "i2i": _I2I},
+    conditions={"i2i": Condition("source")},
+)
+#: The text encoder, the transformer's module and what follows from them are the image family's.
+_VIDEO_FAMILY = replace(
+    _IMAGE,
+    name="kandinsky5-video",
+    flavours=_flavours("t2v", _T2V_FLAVOURS)
+    | _flavours("i2v", {"i2v-lite-5s": "I2V-Lite-5s", "i2v-pro-sft-5s": "I2V-Pro-sft-5s"}),
+    default_flavour="t2v-lite-sft-5s",
+    autoencoder="hunyuan_video",
+    temporal_stride=4,
+    resolution=512,
+    model_classes=_IMAGE.model_classes | {"vae": "AutoencoderKLHunyuanVideo"},
+    transformer_config={"t2v": {"in_visual_dim": 16}, "i2v": {"in_visual_dim": 16}},
+    autoencoder_config={"latent_channels": 16, "spatial_compression_ratio": 8, "temporal_compression_ratio": 4},
+    pipelines={"t2v": "Kandinsky5T2VPipeline", "i2v": "Kandinsky5I2VPipeline"},
+    latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},
+    tile=(256, 192),
+    video=True,
+    frames=121,
+    # NABLA's blocks are 8x8 patches of 2x2 latents of 8x8 pixels.
+    sparse=SparseAttention("NABLA", "attention_type", "nabla", side_multiple=128),
+    # As the diffusers pipelines choose scale_factor.
+    scale_window=ScaleWindow(480, 854, inside=(1.0, 2.0, 2.0), outside=(1.0, 3.16, 3.16)),
+    guidance=5.0,
+    negative_prompt="Static, 2D cartoon, cartoon, 2d animation, paintings, images, worst quality, low quality, ugly, "
+    "deformed, walking backwards",
+    templates={"t2v": _VIDEO, "i2v": _VIDEO},
+    conditions={"i2v": Condition("first-frame")},
 )
 
-_QWEN_CLIP = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-_TEXT_WIDTHS = {"embeds": "in_text_dim", "pooled": "in_text_dim2"}
-_QWEN_MODELS = {"transformer": "Kandinsky5Transformer3DModel", "text_encoder": "qwen2_5_vl"}
-
-# NABLA's blocks are 8x8 patches of 2x2 latents of 8x8 pixels.
-NABLA = SparseAttention("NABLA", "attention_type", "nabla", side_multiple=128)
-# As the diffusers pipelines choose scale_factor.
-SCALE_WINDOW = ScaleWindow(480, 854, inside=(1.0, 2.0, 2.0), outside=(1.0, 3.16, 3.16))
-
-FAMILIES = {
-    "kandinsky5-image": Family(
-        name="kandinsky5-image",
-        flavours=_flavours("t2i", {"t2i-lite-sft": "T2I-Lite-sft", "t2i-lite-pretrain": "T2I-Lite-pretrain"})
-        | _flavours("i2i", {"i2i-lite-sft": "I2I-Lite-sft", "i2i-lite-pretrain": "I2I-Lite-pretrain"}),
-        default_flavour="t2i-lite-sft",
-        text_encoder="kandinsky5",
-        autoencoder="flux",
-        transformer="kandinsky5",
-        latent_channels=16,
-        side_multiple=16,
-        spatial_stride=8,
-        temporal_stride=1,
-        resolution=1024,
-        text_width=3584,
-        text_components=_QWEN_CLIP,
-        latent_components=("vae",),
-        model_classes={**_QWEN_MODELS, "vae": "AutoencoderKL"},
-        transformer_config={
-            "t2i": {"in_visual_dim": 16, "visual_cond": False},
-            "i2i": {"in_visual_dim": 16, "visual_cond": True},
-        },
-        autoencoder_config={"latent_channels": 16, "block_out_channels": 4},
-        text_widths=_TEXT_WIDTHS,
-        pipelines={"t2i": "Kandinsky5T2IPipeline", "i2i": "Kandinsky5I2IPipeline"},
-        latent_settings={"tiling": False},
-        video=False,
-        guidance=3.5,
-        steps=50,
-        templates={"t2i": _T2I, "i2i": _I2I},
-        conditions={"i2i": Condition("source")},
-    ),
-    "kandinsky5-video": Family(
-        name="kandinsky5-video",
-        flavours=_flavours(
-            "t2v",
-            {
-                "t2v-lite-sft-5s": "T2V-Lite-sft-5s",
-                "t2v-lite-sft-10s": "T2V-Lite-sft-10s",
-                "t2v-lite-pretrain-5s": "T2V-Lite-pretrain-5s",
-                "t2v-lite-pretrain-10s": "T2V-Lite-pretrain-10s",
-                "t2v-pro-sft-5s-hd": "T2V-Pro-sft-5s",
-                "t2v-pro-sft-10s-hd": "T2V-Pro-sft-10s",
-                "t2v-pro-pretrain-5s-hd": "T2V-Pro-pretrain-5s",
-                "t2v-pro-pretrain-10s-hd": "T2V-Pro-pretrain-10s",
-            },
-        )
-        | _flavours("i2v", {"i2v-lite-5s": "I2V-Lite-5s", "i2v-pro-sft-5s": "I2V-Pro-sft-5s"}),
-        default_flavour="t2v-lite-sft-5s",
-        text_encoder="kandinsky5",
-        autoencoder="hunyuan_video",
-        transformer="kandinsky5",
-        latent_channels=16,
-        side_multiple=16,
-        spatial_stride=8,
-        temporal_stride=4,
-        resolution=512,
-        text_width=3584,
-        text_components=_QWEN_CLIP,
-        latent_components=("vae",),
-        model_classes={**_QWEN_MODELS, "vae": "AutoencoderKLHunyuanVideo"},
-        transformer_config={"t2v": {"in_visual_dim": 16}, "i2v": {"in_visual_dim": 16}},
-        autoencoder_config={"latent_channels": 16, "spatial_compression_ratio": 8, "temporal_compression_ratio": 4},
-        text_widths=_TEXT_WIDTHS,
-        pipelines={"t2v": "Kandinsky5T2VPipeline", "i2v": "Kandinsky5I2VPipeline"},
-        latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},
-        tile=(256, 192),
-        video=True,
-        frames=121,
-        sparse=NABLA,
-        scale_window=SCALE_WINDOW,
-        guidance=5.0,
-        steps=50,
-        negative_prompt=_VIDEO_NEGATIVE,
-        templates={"t2v": _VIDEO, "i2v": _VIDEO},
-        conditions={"i2v": Condition("first-frame")},
-    ),
-}
+FAMILIES = {family.name: family for family in (_IMAGE, _VIDEO_FAMILY)}

@@ -9,51 +9,39 @@ from schemas.family import Family, Flavour, Template
 
 _TEMPLATE = Template(
     name="sana-complex-human-instruction",
-    text="\n".join(
-        [
-            "Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual descriptions "
-            "suitable for image generation. Evaluate the level of detail in the user prompt:",
-            "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, "
-            "and spatial relationships to create vivid and concrete scenes.",
-            "- If the prompt is already detailed, refine and enhance the existing details slightly without "
-            "overcomplicating.",
-            "Here are examples of how to transform or refine prompts:",
-            "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round "
-            "shape, sleeping peacefully on a warm sunny windowsill, surrounded by pots of blooming red "
-            "flowers.",
-            "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring "
-            "glowing street lamps, a diverse crowd of people in colorful clothing, and a double-decker bus "
-            "passing by towering glass skyscrapers.",
-            "Please generate only the enhanced description for the prompt below and avoid including any "
-            "additional commentary or evaluations:",
-            "User Prompt: {}",
-        ]
-    ),
+    text="Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual descriptions suitable for "
+    "image generation. Evaluate the level of detail in the user prompt:\n"
+    "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
+    "relationships to create vivid and concrete scenes.\n"
+    "- If the prompt is already detailed, refine and enhance the existing details slightly without overcomplicating.\n"
+    "Here are examples of how to transform or refine prompts:\n"
+    "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round shape, sleeping "
+    "peacefully on a warm sunny windowsill, surrounded by pots of blooming red flowers.\n"
+    "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing street "
+    "lamps, a diverse crowd of people in colorful clothing, and a double-decker bus passing by towering glass "
+    "skyscrapers.\n"
+    "Please generate only the enhanced description for the prompt below and avoid including any additional commentary "
+    "or evaluations:\nUser Prompt: {}",
     crop=None,
     max_length=300,
     cleaner=LOWERCASE,
     negative_uses_template=False,
 )
 
-
-def _flavours(names: dict[str, tuple[str, float]]) -> dict[str, Flavour]:
-    return {name: Flavour(name, repo, "t2i", shift) for name, (repo, shift) in names.items()}
-
+_FLAVOURS = (
+    Flavour("sana-1.6b-1024px", "terminusresearch/sana-1.6b-1024px", "t2i", 3.0),
+    Flavour("sana1.5-1.6b-1024px", "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", "t2i", 3.0),
+    Flavour("sana1.5-4.8b-1024px", "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", "t2i", 3.0),
+    Flavour("sana-1600m-1024px-bf16", "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "t2i", 3.0),
+    Flavour("sana-1600m-2kpx-bf16", "Efficient-Large-Model/Sana_1600M_2Kpx_BF16_diffusers", "t2i", 3.0),
+    Flavour("sana-600m-1024px", "Efficient-Large-Model/Sana_600M_1024px_diffusers", "t2i", 4.0),
+    Flavour("sana-600m-512px", "Efficient-Large-Model/Sana_600M_512px_diffusers", "t2i", 4.0),
+)
 
 FAMILIES = {
     "sana": Family(
         name="sana",
-        flavours=_flavours(
-            {
-                "sana-1.6b-1024px": ("terminusresearch/sana-1.6b-1024px", 3.0),
-                "sana1.5-1.6b-1024px": ("Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", 3.0),
-                "sana1.5-4.8b-1024px": ("Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", 3.0),
-                "sana-1600m-1024px-bf16": ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", 3.0),
-                "sana-1600m-2kpx-bf16": ("Efficient-Large-Model/Sana_1600M_2Kpx_BF16_diffusers", 3.0),
-                "sana-600m-1024px": ("Efficient-Large-Model/Sana_600M_1024px_diffusers", 4.0),
-                "sana-600m-512px": ("Efficient-Large-Model/Sana_600M_512px_diffusers", 4.0),
-            }
-        ),
+        flavours={flavour.name: flavour for flavour in _FLAVOURS},
         default_flavour="sana-1.6b-1024px",
         text_encoder="gemma",
         autoencoder="dc_ae",
@@ -65,7 +53,6 @@ FAMILIES = {
         resolution=1024,
         text_width=2304,
         text_components=("text_encoder", "tokenizer"),
-        latent_components=("vae",),
         model_classes={"transformer": "SanaTransformer2DModel", "text_encoder": "gemma2", "vae": "AutoencoderDC"},
         transformer_config={"t2i": {"in_channels": 32}},
         autoencoder_config={"latent_channels": 32, "encoder_block_out_channels": 6},

@@ -25,9 +25,8 @@ from cache.store import Store
 from schemas.cli.console import Console, Options, Partition, Report
 from schemas.cli.options import NOT_PARTITIONED
 from schemas.config.encoding import MOST_PREFETCH, Encoding
-from schemas.config.pipeline import Config
-from schemas.config.types import MOST_PROCESSES
-from schemas.config.unused_features import Topic, find_unused_features
+from schemas.config.pipeline import Config, Topic
+from schemas.config.section import MOST_PROCESSES
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import compute_fingerprint
 from schemas.text_format import escape_unprintable, shorten
@@ -138,7 +137,7 @@ class EncodingStage:
             "to_encode_mib": round(sum(self.estimate_bytes(config, unit) for unit in remaining) / 2**20, 2),
         }
         topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks", "regularisation"), "vision": ("vision",)}
-        for message in find_unused_features(config, *topics.get(self.kind, ())):
+        for message in config.unused_features(*topics.get(self.kind, ())):
             console.warn(message)
         if options.dry_run:
             report.remaining = _count_members(remaining)

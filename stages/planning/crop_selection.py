@@ -167,14 +167,13 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes) -
     def crop_of(width: np.ndarray, height: np.ndarray) -> Crop:
         if not dataset.crop:
             return geometry.stretch_to_bucket(bucket_width, bucket_height)
-        covering = geometry.cover_crop(width, height, bucket_width, bucket_height, dataset.crop_style, *offsets)
+        how = (width, height, bucket_width, bucket_height, dataset.crop_style, *offsets)
+        covering = geometry.cover_crop(*how)
         if dataset.target_downsample_size is None:
             return covering
         assert dataset.maximum_image_size is not None
         shorter = geometry.shorter_side_at_size(width, height, dataset.target_downsample_size, dataset.resolution_type)
-        downsampled = geometry.resize_then_crop(
-            width, height, bucket_width, bucket_height, shorter, dataset.crop_style, *offsets
-        )
+        downsampled = geometry.cover_crop(*how, scaled_shorter=shorter)
         large = geometry.measure_size(width, height, dataset.resolution_type) > dataset.maximum_image_size
         return _crop_where(large, downsampled, covering)
 
@@ -201,7 +200,7 @@ def _choose_sizes(
     if dataset.crop_aspect == "preserve":
         return geometry.choose_buckets(width, height, sizes)
     aspects = (1.0,) if dataset.crop_aspect == "square" else dataset.crop_aspect_buckets
-    allowed = geometry.nearest_aspects(np.array(aspects), sizes)
+    allowed = geometry.choose_buckets(np.array(aspects), 1, sizes)
     if dataset.crop_aspect == "random":
         drawn = to_unit_interval(derive_seeds(items.column("media_id"), "crop-aspect"))
         return allowed[np.floor(drawn * len(allowed)).astype(np.int64)]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from schemas import identity, prompts
+from schemas import identity
 from schemas.config.datasets import Dataset, TagShuffle
 from schemas.family import Template
 from schemas.randomness import mix_bits
@@ -113,7 +113,7 @@ def compute_text_ids(
     """Ids of cleaned texts. images: the ids of the images in their prompts, if the template has one."""
     ids = []
     for start in range(0, len(texts), RENDER_CHUNK):
-        rendered = prompts.render_prompts(texts.slice(start, RENDER_CHUNK), template, negative=negative)
+        rendered = template.render_column(texts.slice(start, RENDER_CHUNK), negative=negative)
         ids.append(identity.text_ids(rendered, None if images is None else images.slice(start, RENDER_CHUNK)))
     return pa.concat_arrays(ids) if ids else pa.array([], pa.string())
 

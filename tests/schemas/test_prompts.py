@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from schemas.catalogue import FAMILIES
 from schemas.cleaning import folded, lowercase
-from schemas.prompts import render_prompt, render_prompts
 
 PIPELINES = (pipeline_kandinsky, pipeline_kandinsky_i2i, pipeline_kandinsky_i2v, pipeline_kandinsky_t2i)
 TEXTS = st.lists(
@@ -44,10 +43,8 @@ def test_a_column_is_cleaned_as_its_texts_are(texts):
         for template in family.templates.values():
             whole = template.cleaner.column(pa.array(texts, pa.string()))
             assert whole.to_pylist() == [None if text is None else template.cleaner.text(text) for text in texts]
-            rendered = render_prompts(whole, template, negative=True).to_pylist()
-            wanted = [
-                None if text is None else render_prompt(text, template, negative=True) for text in whole.to_pylist()
-            ]
+            rendered = template.render_column(whole, negative=True).to_pylist()
+            wanted = [None if text is None else template.render(text, negative=True) for text in whole.to_pylist()]
             assert rendered == wanted
 
 
@@ -77,14 +74,14 @@ def test_kandinsky_rendering_is_format(text):
     for name in ("kandinsky5-image", "kandinsky5-video"):
         for template in FAMILIES[name].templates.values():
             for negative in (False, True):
-                assert render_prompt(text, template, negative=negative) == template.text.format(text)
+                assert template.render(text, negative=negative) == template.text.format(text)
 
 
 @pytest.mark.parametrize("caption", ["", "a {} cat", "{0}", "50 % {"])
 def test_sanas_negative_prompts_go_without_instruction(caption):
     template = FAMILIES["sana"].templates["t2i"]
-    assert render_prompt(caption, template, negative=True) == caption
-    assert render_prompt(caption, template) == template.text[: -len("{}")] + caption
+    assert template.render(caption, negative=True) == caption
+    assert template.render(caption) == template.text[: -len("{}")] + caption
 
 
 def test_cleaning_follows_the_template():

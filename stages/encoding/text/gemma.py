@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from transformers import Gemma2Model
 
-from schemas.prompts import render_prompt
 from stages.encoding.text.base import TextEncoder
 from stages.encoding.text.prefix_cache import PrefixCachedModel
 from stages.encoding.text.request import PreparedPrompt, TextRequest, TextResult, request_error
@@ -36,7 +35,7 @@ class Encoder(TextEncoder):
     def prepare(self, request: TextRequest) -> GemmaPrompt:
         assert request.image is None, f"{self.template.name} takes no image"
         with self._lock:
-            ids = self._ids(render_prompt(request.text, self.template, negative=request.negative))
+            ids = self._ids(self.template.render(request.text, negative=request.negative))
         limit = self.max_length if request.negative else self._instruction + self.max_length - 2
         kept = ids[:limit]
         if not kept or (not request.negative and len(kept) < self._instruction):

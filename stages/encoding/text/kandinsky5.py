@@ -12,7 +12,6 @@ import torch
 from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from cache.weights import WeightsError, load_pretrained
-from schemas.prompts import render_prompt
 from stages.encoding.text.base import TextEncoder
 from stages.encoding.text.prefix_cache import PrefixCachedModel
 from stages.encoding.text.prompt_images import CachedImageProcessor, ImagePromptModel, PreparedImagePrompt
@@ -39,7 +38,7 @@ class Encoder(TextEncoder):
         assert self.template.crop is not None, f"{self.template.name} names no prefix length"
         self.crop, with_image = self.template.crop, self.template.with_image
         self._clip_tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
-        template_tokens = len(self._ids(render_prompt("", self.template)))
+        template_tokens = len(self._ids(self.template.render("")))
         if not with_image and template_tokens <= self.crop:
             raise WeightsError(
                 f"{self.source}: its tokenizer makes {template_tokens} tokens of the template {self.template.name} "
@@ -93,7 +92,7 @@ class Encoder(TextEncoder):
         An over-long prompt is cut as by the pipeline: as many characters at the end, those of the template included,
         as the surplus tokens decode to; then what is still over the limit.
         """
-        text = render_prompt(request.text, self.template, negative=request.negative)
+        text = self.template.render(request.text, negative=request.negative)
         if self.template.with_image:
             return self._tokenise_with_image(text, request)
         assert request.image is None, f"{self.template.name} takes no image"

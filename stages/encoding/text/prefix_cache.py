@@ -15,7 +15,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from schemas.family import Template
-from schemas.prompts import render_prompt
 from stages.encoding.text.request import EncoderStats, PreparedPrompt
 
 # The empty caption, every letter ("user" and "s" give "users"), digit and sign, letters outside ASCII.
@@ -28,7 +27,7 @@ PASS_OVERHEAD_TOKENS = {"cpu": 32, "cuda": 256}
 
 def find_prefix_ids(tokenise: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
     """The ids, at most `most`, that every rendered prompt begins with, whatever its caption begins with."""
-    rows = [tokenise(render_prompt(probe, template)) for probe in PROBE_CAPTIONS]
+    rows = [tokenise(template.render(probe)) for probe in PROBE_CAPTIONS]
     same = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
     return [column[0] for column in same][:most]
 

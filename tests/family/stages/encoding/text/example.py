@@ -5,7 +5,6 @@ from pathlib import Path
 
 from transformers import Gemma2Model
 
-from schemas.prompts import render_prompt
 from stages.encoding.text.base import TextEncoder
 from stages.encoding.text.prefix_cache import PrefixCachedModel
 from stages.encoding.text.request import PreparedPrompt, TextRequest, TextResult
@@ -21,7 +20,7 @@ class Encoder(TextEncoder):
 
     def prepare(self, request: TextRequest) -> PreparedPrompt:
         with self._lock:
-            ids = self._ids(render_prompt(request.text, self.template, negative=request.negative))
+            ids = self._ids(self.template.render(request.text, negative=request.negative))
         kept = ids[: self._crop + self.max_length]
         return PreparedPrompt(kept, self._reader.shared_length(kept), len(ids))
 
