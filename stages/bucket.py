@@ -24,7 +24,7 @@ from stages.encoding.stage import refuse_partition
 from stages.media.errors import MediaError
 from stages.planning import summary, units
 from stages.planning.plan_builder import DraftPlan, build_plan
-from stages.planning.validation_prompts import PromptImage, add_validation_prompts
+from stages.planning.validation_prompts import add_validation_prompts
 
 TableRow = dict[str, Any]
 MAX_LISTED_ITEMS = 30  # excluded items, and items of a warning, that are listed by name
@@ -41,7 +41,14 @@ def run(config: Config, options: Options, console: Console) -> Report:
     add_validation_prompts(plan, config, multiple, probe_prompt_image)
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training_samples(plan)
-    _set_aside_damaged_plans(store, options, console)
+    # Damaged plans are quarantined, so that their samples and texts are planned again. Unit ids are made of their
+    # members' ids, so the shards of units that are planned again stay in use.
+    for name in plans.list_plans(store):
+        damage = plans.find_damage(store, name)
+        if damage and options.dry_run:
+            raise damage
+        if damage:
+            console.warn(f"{damage.message}; this plan is kept as {plans.quarantine(store, name)} and planned again")
     new_samples = _new_rows(plan.samples, "sample_id", plans.planned_ids(store, "latents"))
     new_texts = _new_rows(plan.texts, "text_id", plans.planned_ids(store, "text"))
     key = plan_key(config, multiple)
@@ -75,28 +82,16 @@ def run(config: Config, options: Options, console: Console) -> Report:
     return report
 
 
-def _set_aside_damaged_plans(store: Store, options: Options, console: Console) -> None:
-    """Quarantine damaged plans, so that their samples and texts are planned again. Unit ids are made of the members'
-    ids, so the shards of units that are planned again stay in use."""
-    for name in plans.list_plans(store):
-        damage = plans.find_damage(store, name)
-        if damage and options.dry_run:
-            raise damage
-        if damage:
-            console.warn(f"{damage.message}; this plan is kept as {plans.quarantine(store, name)} and planned again")
-
-
-def probe_prompt_image(path: Path, kind: str) -> PromptImage:
-    """Probe a validation prompt's file. kind: "image", or "video" for a condition of several frames."""
+def probe_prompt_image(path: Path, kind: str) -> TableRow:
+    """Columns of a validation prompt's file. kind: "image", or "video" for a condition of several frames."""
     from stages.media.probe import probe_media
 
     try:
-        info = probe_media(path, kind, animations="video" if kind == "video" else "first-frame")
+        return probe_media(path, kind, animations="video" if kind == "video" else "first-frame")
     except (MediaError, OSError) as error:
         raise LatentpressError(
             f"a validation prompt's {kind} can't be read: {error}", "correct validation.prompts"
         ) from error
-    return PromptImage(info["media_id"], info["width"], info["height"], info["duration"] or 0.0)
 
 
 def _require_training_samples(plan: DraftPlan) -> None:
@@ -134,8 +129,8 @@ def _latest_active(store: Store, info: TableRow) -> pa.Table:
 
 
 def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_texts: pa.Table) -> TableRow:
-    latents, text = summary.estimate_disk_mib(config, plan.samples, plan.texts)
-    latents_new, text_new = summary.estimate_disk_mib(config, new_samples, new_texts)
+    latent_bytes = [units.sample_tensor_bytes(config, samples) for samples in (plan.samples, new_samples)]
+    text_bytes = [units.text_tensor_bytes(config, texts) for texts in (plan.texts, new_texts)]
     trained = plan.samples.select(["geometry", "condition", "mask_id", "role"])
     trained = trained.filter(pc.not_equal(trained.column("role"), VALIDATION))
     crops = [row for notes in plan.notes.values() for row in notes.crop_statistics]
@@ -144,10 +139,7 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
         "excluded": summary.count_excluded(plan.rejects) or "nothing",
         "datasets": summary.dataset_table(config, plan),
         "texts": plan.texts.num_rows,
-        "disk": [
-            {"estimated": "latents", "plan_mib": round(latents, 2), "to_encode_mib": round(latents_new, 2)},
-            {"estimated": "text", "plan_mib": round(text, 2), "to_encode_mib": round(text_new, 2)},
-        ],
+        "disk": [summary.disk_row("latents", *latent_bytes), summary.disk_row("text", *text_bytes)],
     }
 
 

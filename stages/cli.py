@@ -31,18 +31,15 @@ PROGRAMS = {
 
 def format_usage() -> str:
     width = max(map(len, PROGRAMS))
-    lines = [f"  {name.ljust(width)}  {what}" for name, what in PROGRAMS.items()]
-    return "\n".join(
-        [
-            "usage: latentpress PROGRAM [options]",
-            "",
-            "From folders of images and videos to a trained adapter, by cached stages.",
-            "",
-            *lines,
-            "",
-            "latentpress PROGRAM --help shows its options; pipeline.yaml is read unless --config names another.",
-        ]
-    )
+    lines = "\n".join(f"  {name.ljust(width)}  {what}" for name, what in PROGRAMS.items())
+    return f"""\
+usage: latentpress PROGRAM [options]
+
+From folders of images and videos to a trained adapter, by cached stages.
+
+{lines}
+
+latentpress PROGRAM --help shows its options; pipeline.yaml is read unless --config names another."""
 
 
 def program_module(program: str) -> str:

@@ -24,7 +24,12 @@ def run(config: Config, options: Options, console: Console) -> Report:
     report = Report(program="decode", dry_run=options.dry_run)
     files = sorted((folder / "validation").glob("*/*.safetensors"))
     own = options.partition.select(files)
-    todo = [file for file in own if not _is_decoded(file, output_path(folder, config, file))]
+    todo = []
+    for file in own:
+        picture = output_path(folder, config, file)
+        # A picture that is older than the latent is of an earlier training of the same name.
+        if not picture.exists() or picture.stat().st_mtime_ns < file.stat().st_mtime_ns:
+            todo.append(file)
     report.skipped = len(own) - len(todo)
     if options.dry_run:
         report.remaining = len(todo)
@@ -33,7 +38,27 @@ def run(config: Config, options: Options, console: Console) -> Report:
         console.log(f"no validation latents under {folder / 'validation'}: nothing to decode")
         return report
     if todo:
-        _decode_all(config, options, console, folder, todo, report)
+        import torch
+
+        from stages.encoding import model_loading
+        from stages.encoding.vae import base
+
+        autoencoder = base.load_autoencoder(config, model_loading.select_device(options.resources(config, "decode")))
+        rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
+        fps = config.validation.fps or next(iter(rates), 24.0)
+        with console.progress(len(todo), "decode", "samples") as progress:
+            for file in todo:
+                latent_CTHW, metadata = read_latent(file)
+                if (family := metadata["family"]) != config.model.family:
+                    row = {"item": file.name, "path": str(file), "reason": "other-family", "message": family}
+                    report.failed.append(row)
+                    continue
+                frames_THWC = autoencoder.decode(torch.from_numpy(latent_CTHW)[None])[0]
+                picture = output_path(folder, config, file)
+                with explained(str(picture)):
+                    write_output(picture, np.asarray(frames_THWC), fps)
+                report.done += 1
+                progress.advance(1)
     sheet = folder / "samples" / "contact-sheet.png"
     if todo or not sheet.exists():
         with explained(str(sheet)):
@@ -42,41 +67,9 @@ def run(config: Config, options: Options, console: Console) -> Report:
     return report
 
 
-def _is_decoded(file: Path, picture: Path) -> bool:
-    # A picture that is older than the latent is of an earlier training of the same name.
-    return picture.exists() and picture.stat().st_mtime_ns >= file.stat().st_mtime_ns
-
-
 def output_path(folder: Path, config: Config, file: Path) -> Path:
     """The path of a latent's picture or video."""
     return folder / "samples" / file.parent.name / (file.stem + OUTPUT_SUFFIXES[config.model.family_spec.video])
-
-
-def _decode_all(
-    config: Config, options: Options, console: Console, folder: Path, files: list[Path], report: Report
-) -> None:
-    import torch
-
-    from stages.encoding import model_loading
-    from stages.encoding.vae import base
-
-    autoencoder = base.load_autoencoder(config, model_loading.select_device(options.resources(config, "decode")))
-    rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
-    fps = config.validation.fps or next(iter(rates), 24.0)
-    with console.progress(len(files), "decode", "samples") as progress:
-        for file in files:
-            latent_CTHW, metadata = read_latent(file)
-            if (family := metadata["family"]) != config.model.family:
-                report.failed.append(
-                    {"item": file.name, "path": str(file), "reason": "other-family", "message": family}
-                )
-                continue
-            frames_THWC = autoencoder.decode(torch.from_numpy(latent_CTHW)[None])[0]
-            picture = output_path(folder, config, file)
-            with explained(str(picture)):
-                write_output(picture, np.asarray(frames_THWC), fps)
-            report.done += 1
-            progress.advance(1)
 
 
 def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
@@ -132,9 +125,21 @@ def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: P
 
     steps = sorted({file.parent.name for file in files})
     names = sorted({file.stem for file in files})
-    pictures = {file: _thumbnail(output_path(folder, config, file), 256) for file in files}
-    sizes = [side for picture in pictures.values() if picture for side in picture.size]
-    cell, label = max([160, *sizes]), 20
+    pictures = {}
+    for file in files:
+        picture = output_path(folder, config, file)
+        if not picture.exists():
+            continue
+        if picture.suffix == ".png":
+            image = Image.open(picture).convert("RGB")
+        else:
+            from stages.media.video import probe_video, read_frames
+
+            middle = probe_video(picture).duration / 2
+            image = Image.fromarray(next(iter(read_frames(picture, [middle]))))
+        image.thumbnail((256, 256), Image.Resampling.LANCZOS)
+        pictures[file] = image
+    cell, label = max([160, *(side for image in pictures.values() for side in image.size)]), 20
     sheet = Image.new("RGB", (len(steps) * cell, len(names) * (cell + label)), "white")
     draw = ImageDraw.Draw(sheet)
     for row, name in enumerate(names):
@@ -142,27 +147,11 @@ def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: P
             x, y = column * cell, row * (cell + label)
             draw.text((x + 4, y + 4), f"{name}  {step}", fill="black")
             file = folder / "validation" / step / f"{name}.safetensors"
-            if picture := pictures.get(file):
-                sheet.paste(picture, (x + (cell - picture.width) // 2, y + label + (cell - picture.height) // 2))
+            if file in pictures:
+                image = pictures[file]
+                sheet.paste(image, (x + (cell - image.width) // 2, y + label + (cell - image.height) // 2))
     with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
-
-
-def _thumbnail(path: Path, edge: int) -> Any:
-    """The picture, or a video's middle frame, at most `edge` pixels wide and high; None where there is no file."""
-    from PIL import Image
-
-    if not path.exists():
-        return None
-    if path.suffix == ".png":
-        image = Image.open(path).convert("RGB")
-    else:
-        from stages.media.video import probe_video, read_frames
-
-        middle = probe_video(path).duration / 2
-        image = Image.fromarray(next(iter(read_frames(path, [middle]))))
-    image.thumbnail((edge, edge), Image.Resampling.LANCZOS)
-    return image
 
 
 app = make_app("decode", "Turn validation latents into pictures and videos.", run, extra="encode")

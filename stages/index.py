@@ -169,7 +169,12 @@ def report_missing(report: Report, plan: Plan, encoded: Mapping[str, EncodedMemb
                 ]
                 first.sort(key=lambda row: row["text"])
             else:
-                first, count = _list_missing_files(plan, members.missing)
+                keys = ["dataset", "path", "sample_id"]
+                rows = plan.active.select(keys)
+                rows = rows.filter(pc.is_in(rows.column("sample_id"), value_set=members.missing))
+                rows = rows.group_by(keys).aggregate([]).sort_by([(key, "ascending") for key in keys])
+                count = rows.num_rows
+                first = rows.slice(0, MAX_LISTED_MISSING).rename_columns(["dataset", "path", "id"]).to_pylist()
             report.details |= {f"missing_{kind}": count, f"first_missing_{kind}": first}
     report.next_steps.append("latentpress index")
     return report
@@ -177,14 +182,6 @@ def report_missing(report: Report, plan: Plan, encoded: Mapping[str, EncodedMemb
 
 def _text_label(plan: Plan, name: str) -> str:
     return shorten(plan.texts[name]["text"]) or "(null prompt)"
-
-
-def _list_missing_files(plan: Plan, missing: pa.Array) -> tuple[list[TableRow], int]:
-    """The first MAX_LISTED_MISSING files whose samples are missing, and the number of all."""
-    keys = ["dataset", "path", "sample_id"]
-    rows = plan.active.select(keys).filter(pc.is_in(plan.active.column("sample_id"), value_set=missing))
-    rows = rows.group_by(keys).aggregate([]).sort_by([(key, "ascending") for key in keys])
-    return rows.slice(0, MAX_LISTED_MISSING).rename_columns(["dataset", "path", "id"]).to_pylist(), rows.num_rows
 
 
 app = make_app("index", "Join plan, texts and latents into the training set.", run)

@@ -19,7 +19,6 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.discovery import missing_media
-from stages.discovery.media_locations import MediaLocations
 from stages.encoding.stage import UsageError, refuse_partition
 from stages.pages import plan_page
 from stages.pages.plan_table import PlanTable
@@ -58,13 +57,8 @@ def run(
     buckets = [name for name in table.buckets if name in requested]
     page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
     check_folder(page.parent)
-    show = _show_plan if plan else _show_latents
-    return show(table, buckets, items, page, options, console, report)
-
-
-def _show_plan(
-    table: PlanTable, buckets: list[str], items: int, page: Path, options: Options, console: Console, report: Report
-) -> Report:
+    if not plan:
+        return _show_latents(table, buckets, items, page, options, console, report)
     chosen = table.choose(items, buckets)
     total = sum(map(len, chosen.values()))
     report.details["buckets"] = [
@@ -136,7 +130,7 @@ def _require_media(table: PlanTable, chosen: dict[str, list[int]]) -> None:
     rows = pa.array([row for rows in chosen.values() for row in rows], pa.int64())
     samples = table.active.column("sample_id").take(rows).combine_chunks()
     probed = missing_media.select_probed_members(table.plan, "latents", samples)
-    missing_media.require_media(MediaLocations(table.config, table.plan), "latents", probed)
+    missing_media.require_media(table.locations, "latents", probed)
 
 
 def _write_atomically(path: Path, pieces: Iterable[bytes]) -> int:

@@ -73,7 +73,14 @@ def _run_stages(
         report.failed += document["failed"]
         report.damage += document["damage"]
         if not options.dry_run:
-            report.details |= _result_paths(config, stage, document["details"])
+            details = document["details"]
+            if stage == "train" and "saved" in details:
+                report.details["adapter" if config.train.adapter.type == "lora" else "model"] = details["saved"]
+                report.details["numbers"] = str(Path(details["run"]) / "metrics.jsonl")
+                report.details["tensorboard"] = str(Path(details["run"]) / "tensorboard")
+            elif stage == "decode" and "contact_sheet" in details:
+                report.details["pictures"] = details["samples"]
+                report.details["contact_sheet"] = details["contact_sheet"]
         if code != OK:
             for step in document["next_steps"]:  # `run` has this option, too
                 own = step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
@@ -84,18 +91,6 @@ def _run_stages(
             console.log(f"{stage} has work to do; the later stages depend on its result")
             break
     return report
-
-
-def _result_paths(config: Config, stage: StageName, details: dict) -> dict[str, str]:
-    """The paths of the run's results, for its report."""
-    if stage == "train" and "saved" in details:
-        folder = Path(details["run"])
-        result = "adapter" if config.train.adapter.type == "lora" else "model"
-        logs = {"numbers": str(folder / "metrics.jsonl"), "tensorboard": str(folder / "tensorboard")}
-        return {result: details["saved"]} | logs
-    if stage == "decode" and "contact_sheet" in details:
-        return {"pictures": details["samples"], "contact_sheet": details["contact_sheet"]}
-    return {}
 
 
 class StageFailed(LatentpressError):

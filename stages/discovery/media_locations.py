@@ -34,11 +34,7 @@ class MediaLocations:
     def planned_files(self, kind: str, name: str) -> list[tuple[MediaPath, str]]:
         """The `required_files` of a member, to be opened, each with the media id it was planned with. Raises MediaError
         if the configuration no longer has it."""
-        opened = []
-        for dataset, role, path, content in self.required_files(kind, name):
-            media = self.open_media(dataset, path) if role == "media" else self.open_companion(dataset, role, path)
-            opened.append((media, content))
-        return opened
+        return [(self.open(file), file.content) for file in self.required_files(kind, name)]
 
     def required_files(self, kind: str, name: str) -> list[RequiredFile]:
         """The files of a member of this kind: of "text" the image inside an i2i prompt, nothing for other prompts; of
@@ -82,15 +78,12 @@ class MediaLocations:
             return False
         return True
 
-    def open_media(self, dataset: str, path: str) -> MediaPath:
-        """A sample's media, to be opened."""
-        return self._validation_image(path) if dataset == VALIDATION else self._source(dataset).open(path)
-
-    def open_companion(self, dataset: str, role: str, path: str) -> MediaPath:
-        """The i2i source image or the mask of a sample, by `role` ("source", "mask"); of a prompt its own image."""
-        if dataset == VALIDATION:
-            return self._validation_image(path)
-        return self._source(dataset).open_companion(role, path)
+    def open(self, file: RequiredFile) -> MediaPath:
+        """A file of a sample, to be opened; of a validation prompt its own image."""
+        if file.dataset == VALIDATION:
+            return self._validation_image(file.path)
+        source = self._source(file.dataset)
+        return source.open(file.path) if file.role == "media" else source.open_companion(file.role, file.path)
 
     def _validation_image(self, name: str) -> MediaPath:
         prompt = next((prompt for prompt in self._config.validation.prompts if prompt.name == name), None)

@@ -38,19 +38,15 @@ _BT709, _SMPTE170M = 1, 6  # ITU-T H.273; 6 is BT.601 as a matrix
 _HDR_TRANSFERS = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
 _DOLBY_TAGS = ("dvh1", "dvhe", "dva1", "dvav", "dav1")
 # Chromaticities (x, y) of red, green and blue; white is D65 in all of them (ITU-R BT.709, BT.2020, SMPTE EG 432-1).
+# `to_rgb` converts the wide ones, by FFmpeg's AVColorPrimaries, to those of sRGB.
 _SRGB_PRIMARIES = ((0.640, 0.330), (0.300, 0.600), (0.150, 0.060))
-_WIDE_PRIMARIES = {
+WIDE_PRIMARIES = {
     int(ColorPrimaries.BT2020): ((0.708, 0.292), (0.170, 0.797), (0.131, 0.046)),
     int(ColorPrimaries.SMPTE432): ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060)),
 }
 _WHITE_POINT = (0.3127, 0.3290)
 # Points on each axis of the colour table that converts primaries; interpolation errors are below one level.
 _LUT_SIZE = 49
-
-
-def has_wide_primaries(primaries: int) -> bool:
-    """Whether these primaries (FFmpeg's AVColorPrimaries) are wider than sRGB's and `to_rgb` converts them."""
-    return primaries in _WIDE_PRIMARIES
 
 
 class ColourTags(NamedTuple):
@@ -110,7 +106,7 @@ def to_rgb(
         threads=1,
     )
     pixels = converted.to_ndarray()
-    if has_wide_primaries(tags.primaries):
+    if tags.primaries in WIDE_PRIMARIES:
         return np.asarray(Image.fromarray(pixels).filter(_wide_to_srgb_lut(tags.primaries)))
     return pixels
 
@@ -137,7 +133,7 @@ def to_yuv420p(converter: VideoReformatter, pixels_HWC: np.ndarray, tags: Colour
 @cache
 def _wide_to_srgb_lut(primaries: int) -> ImageFilter.Color3DLUT:
     """A table from colours with wide primaries to those with sRGB's, both with BT.709's transfer."""
-    matrix = np.linalg.inv(_to_xyz(_SRGB_PRIMARIES)) @ _to_xyz(_WIDE_PRIMARIES[primaries])
+    matrix = np.linalg.inv(_to_xyz(_SRGB_PRIMARIES)) @ _to_xyz(WIDE_PRIMARIES[primaries])
     axis = np.linspace(0.0, 1.0, _LUT_SIZE)
     blue, green, red = np.meshgrid(axis, axis, axis, indexing="ij")  # red varies fastest
     values = np.stack([red, green, blue], axis=-1).reshape(-1, 3)

@@ -38,28 +38,23 @@ def open_video(path: MediaPath, threads: int = 1) -> Iterator[OpenVideo]:
     FFmpeg requests.
     """
     media_size(path)
-    with ExitStack() as stack, _translate_errors(path):
-        file = stack.enter_context(open_media(path)) if isinstance(path, Blob) else None
-        container = stack.enter_context(_open_container(path, file))
-        # Cover images are video streams, too.
-        streams = [s for s in container.streams.video if not s.disposition & s.disposition.attached_pic]
-        if not streams:
-            raise MediaError("no-video-stream", path, "has no video in it", "remove it from the dataset")
-        stream = streams[0]
-        if stream.codec_context is None:
-            problem = "has a codec that this FFmpeg can't decode, or its header is damaged"
-            raise MediaError("unknown-codec", path, problem, REMUX_ADVICE)
-        stream.codec_context.options = {"err_detect": "explode"}
-        stream.thread_count = threads
-        if threads > 1:
-            stream.thread_type = "AUTO"
-        yield OpenVideo(container, stream, path, file)
-
-
-@contextmanager
-def _translate_errors(path: MediaPath) -> Iterator[None]:
     try:
-        yield
+        with ExitStack() as stack:
+            file = stack.enter_context(open_media(path)) if isinstance(path, Blob) else None
+            container = stack.enter_context(_open_container(path, file))
+            # Cover images are video streams, too.
+            streams = [s for s in container.streams.video if not s.disposition & s.disposition.attached_pic]
+            if not streams:
+                raise MediaError("no-video-stream", path, "has no video in it", "remove it from the dataset")
+            stream = streams[0]
+            if stream.codec_context is None:
+                problem = "has a codec that this FFmpeg can't decode, or its header is damaged"
+                raise MediaError("unknown-codec", path, problem, REMUX_ADVICE)
+            stream.codec_context.options = {"err_detect": "explode"}
+            stream.thread_count = threads
+            if threads > 1:
+                stream.thread_type = "AUTO"
+            yield OpenVideo(container, stream, path, file)
     except MemoryError as error:  # also FFmpeg's own
         raise out_of_memory_error(path, error) from error
     except av.error.FFmpegError as error:

@@ -48,7 +48,16 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
     # decord can hang on a truncated file; probing the header with PyAV finds those.
     info = probe_video(path)
     with open_video(path) as reader:
-        _require_readable(path, info, reader)
+        container = reader.container.format.name
+        if container not in _CONTAINERS:
+            problem = f"is in a container that decord reads wrongly ({container})"
+            raise MediaError("unreadable", path, problem, _ADVICE)
+        if info.mirrored or info.wide:
+            problem = "is shown mirrored" if info.mirrored else "has colours beyond sRGB"
+            raise MediaError("unreadable", path, f"{problem}, which decord ignores", _ADVICE)
+        if is_assumed_bt709(reader.stream.codec_context):
+            problem = "is of high definition and names no colour matrix; decord assumes BT.601, players assume BT.709"
+            raise MediaError("unsupported-colour", path, problem, _ADVICE)
         tolerance, can_seek = time_tolerance(reader.stream), _can_seek(reader)
     try:
         with ExitStack() as stack:
@@ -63,18 +72,6 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
     except (decord.DECORDError, RuntimeError) as error:
         first_line = str(error).strip().splitlines()[0][:200]
         raise MediaError("unreadable", path, f"can't be decoded by decord ({first_line})", _ADVICE) from error
-
-
-def _require_readable(path: MediaPath, info: VideoInfo, reader: OpenVideo) -> None:
-    container = reader.container.format.name
-    if container not in _CONTAINERS:
-        raise MediaError("unreadable", path, f"is in a container that decord reads wrongly ({container})", _ADVICE)
-    if info.mirrored or info.wide:
-        problem = "is shown mirrored" if info.mirrored else "has colours beyond sRGB"
-        raise MediaError("unreadable", path, f"{problem}, which decord ignores", _ADVICE)
-    if is_assumed_bt709(reader.stream.codec_context):
-        problem = "is of high definition and names no colour matrix; decord assumes BT.601, players assume BT.709"
-        raise MediaError("unsupported-colour", path, problem, _ADVICE)
 
 
 def _can_seek(reader: OpenVideo) -> bool:

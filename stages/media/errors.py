@@ -2,7 +2,6 @@
 
 import errno
 import os
-import stat
 
 # The file, its disk or its server is not there.
 _MISSING_ERRNOS = (
@@ -31,19 +30,6 @@ class MediaError(Exception):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem}; {self.advice}"
-
-
-def require_regular_file(path: str | os.PathLike[str]) -> int:
-    """The size of a regular file in bytes. Raises MediaError for an empty file and for anything else."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise unreadable_error(path, error) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise MediaError("unreadable", path, "is not a regular file", "point the dataset at files")
-    if status.st_size == 0:
-        raise MediaError("empty-file", path, "has no bytes", "copy it again or delete it")
-    return status.st_size
 
 
 def unreadable_error(path: str | os.PathLike[str], error: OSError) -> MediaError:

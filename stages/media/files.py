@@ -2,12 +2,13 @@
 
 import io
 import os
+import stat
 from abc import abstractmethod
 from typing import BinaryIO, cast
 
 import xxhash
 
-from stages.media.errors import MediaError, require_regular_file, unreadable_error
+from stages.media.errors import MediaError, unreadable_error
 
 _HASH_BLOCK_BYTES = 1 << 22
 
@@ -103,10 +104,17 @@ def open_media(path: MediaPath) -> BinaryIO:
 
 
 def media_size(path: MediaPath) -> int:
-    """Size of a file or Blob in bytes. Raises MediaError if it is empty or can't be read."""
-    if not isinstance(path, Blob):
-        return require_regular_file(path)
-    size = path.size()
+    """Size of a file or Blob in bytes. Raises MediaError if it is empty, can't be read or is not a regular file."""
+    if isinstance(path, Blob):
+        size = path.size()
+    else:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise unreadable_error(path, error) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise MediaError("unreadable", path, "is not a regular file", "point the dataset at files")
+        size = status.st_size
     if not size:
         raise MediaError("empty-file", path, "has no bytes", "copy it again or delete it")
     return size
@@ -138,9 +146,8 @@ def require_unchanged(path: MediaPath, planned: str) -> None:
         path.refresh()
     media_size(path)
     if compute_media_id(path) != planned:
-        step = (
-            "run `latentpress discover` (with --rehash, if its size and time are as they were) and `latentpress bucket`"
-        )
+        rescan = "run `latentpress discover` (with --rehash, if its size and time are as they were)"
+        step = f"{rescan} and `latentpress bucket`"
         raise MediaError("changed", path, "is not the file that was discovered", step)
     if isinstance(path, Blob):
         path.verify()

@@ -80,7 +80,13 @@ def to_srgb(image: Image.Image, path: MediaPath, background: str = "white") -> I
     transpose = _TRANSPOSES.get(_exif_orientation(image))
     image.load()
     profile = image.info.get("icc_profile")
-    image = _to_8_bit(image, path)
+    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
+        # 16-bit grey, which Pillow may store in 32 bits; every other mode is 8-bit already.
+        samples = np.asarray(image)
+        if image.mode == "F" or samples.min() < 0 or samples.max() > 65535:
+            problem = f"has samples without a fixed white ({image.mode}, 32 bits)"
+            raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
+        image = Image.fromarray(((samples.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
     if image.has_transparency_data:
         grey = image.mode in ("L", "LA", "La")
         layered = image.convert("LA" if grey else "RGBA")
@@ -95,24 +101,19 @@ def to_srgb(image: Image.Image, path: MediaPath, background: str = "white") -> I
 def open_image(path: MediaPath) -> Iterator[Image.Image]:
     """The image with its header read, closed at the end. Errors until then become MediaError."""
     media_size(path)
-    with _translate_errors(path), open_media(path) as file:
-        head = file.read(_HEADER_BYTES)
-        formats = (*FORMATS, *_required_plugin(head, path))
-        if _is_hdr(head):
-            advice = "tone-map it to standard range (sRGB) or remove it"
-            raise MediaError("hdr", path, "has high dynamic range (PQ or HLG)", advice)
-        file.seek(0)
-        with warnings.catch_warnings():
-            # Pillow warns at half of its limit; here only the limit counts, and exceeding it is an error.
-            warnings.simplefilter("ignore")
-            with Image.open(file, formats=formats) as image:
-                yield image
-
-
-@contextmanager
-def _translate_errors(path: MediaPath) -> Iterator[None]:
     try:
-        yield
+        with open_media(path) as file:
+            head = file.read(_HEADER_BYTES)
+            formats = (*FORMATS, *_required_plugin(head, path))
+            if _is_hdr(head):
+                advice = "tone-map it to standard range (sRGB) or remove it"
+                raise MediaError("hdr", path, "has high dynamic range (PQ or HLG)", advice)
+            file.seek(0)
+            with warnings.catch_warnings():
+                # Pillow warns at half of its limit; here only the limit counts, and exceeding it is an error.
+                warnings.simplefilter("ignore")
+                with Image.open(file, formats=formats) as image:
+                    yield image
     except MemoryError as error:
         raise out_of_memory_error(path, error) from error
     except Image.DecompressionBombError as error:
@@ -122,12 +123,12 @@ def _translate_errors(path: MediaPath) -> Iterator[None]:
         problem = "is not an image of a known format, or its header is damaged"
         advice = f"use one of {', '.join(FORMATS)} or remove it"
         raise MediaError("not-an-image", path, problem, advice) from error
-    except OSError as error:
-        if error.errno is not None:
+    except (OSError, *_DECODE_ERRORS) as error:
+        if isinstance(error, OSError) and error.errno is not None:
             raise unreadable_error(path, error) from error
-        raise _decode_error(path, error) from error
-    except _DECODE_ERRORS as error:
-        raise _decode_error(path, error) from error
+        reason = "truncated" if "truncated" in str(error) or isinstance(error, EOFError) else "unreadable"
+        problem = f"can't be decoded ({error})"
+        raise MediaError(reason, path, problem, "replace it with an intact copy") from error
 
 
 def _required_plugin(head: bytes, path: MediaPath) -> tuple[str, ...]:
@@ -156,11 +157,6 @@ def _is_hdr(head: bytes) -> bool:
     return at > 0 and len(head) > at + 5 and head[at + 5] in _HDR_TRANSFERS
 
 
-def _decode_error(path: MediaPath, error: Exception) -> MediaError:
-    reason = "truncated" if "truncated" in str(error) or isinstance(error, EOFError) else "unreadable"
-    return MediaError(reason, path, f"can't be decoded ({error})", "replace it with an intact copy")
-
-
 def _exif_orientation(image: Image.Image) -> int:
     """1 to 8 as in EXIF; 1 if there is none or it is invalid."""
     if image.format == "TIFF":
@@ -171,17 +167,6 @@ def _exif_orientation(image: Image.Image) -> int:
     except (OSError, *_DECODE_ERRORS):
         return 1
     return value if value in _TRANSPOSES else 1
-
-
-def _to_8_bit(image: Image.Image, path: MediaPath) -> Image.Image:
-    """16-bit grey, which Pillow may store in 32 bits, rounded to 8 bits; every other mode is 8-bit already."""
-    if image.mode not in ("F", "I") and not image.mode.startswith("I;16"):
-        return image
-    samples = np.asarray(image)
-    if image.mode == "F" or samples.min() < 0 or samples.max() > 65535:
-        problem = f"has samples without a fixed white ({image.mode}, 32 bits)"
-        raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
-    return Image.fromarray(((samples.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
 
 
 def _colours_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from av.video.frame import VideoFrame
 
-from stages.media.container import REPLACE_ADVICE, OpenVideo
+from stages.media.container import OpenVideo
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath, open_media
 
@@ -157,9 +157,3 @@ def _parse_ebml_element(head: bytes) -> tuple[int, int, int]:
     mask = (1 << 7 * second) - 1
     number, size = int.from_bytes(head[:first], "big"), int.from_bytes(head[first : first + second], "big") & mask
     return number, first + second, size
-
-
-def require_same_orientation(one: Orientation, other: Orientation, path: MediaPath) -> None:
-    """Raise MediaError if a frame has another orientation than the header, which the plan relies on."""
-    if one != other:
-        raise MediaError("odd-rotation", path, "has another orientation in its frames than its header", REPLACE_ADVICE)

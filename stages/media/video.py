@@ -92,7 +92,7 @@ def probe_video(path: MediaPath) -> VideoInfo:
             *timing,
             codec=context.name,
             mirrored=turned.is_mirrored,
-            wide=colour.has_wide_primaries(context.color_primaries),
+            wide=context.color_primaries in colour.WIDE_PRIMARIES,
         )
 
 
@@ -178,7 +178,9 @@ def _decode_at_times(path: MediaPath, times: Sequence[float], threads: int, *, s
             if frame is not last:
                 tags = _frame_tags(frame, colours, path)
                 turned = orientation.orientation_of_frame(frame, path)
-                orientation.require_same_orientation(turned, declared or turned, path)
+                if turned != (declared or turned):  # the plan relies on the header
+                    problem = "has another orientation in its frames than its header"
+                    raise MediaError("odd-rotation", path, problem, REPLACE_ADVICE)
                 last, picture = frame, turned.apply(colour.to_rgb(converter, frame, tags))
             yield picture
 

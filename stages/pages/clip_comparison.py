@@ -63,11 +63,6 @@ def frame_indices(count: int) -> list[int]:
     return np.unique(np.rint(np.linspace(0, count - 1, min(MAX_COMPARED_FRAMES, count)))).astype(int).tolist()
 
 
-def count_pictures(frames: int, condition: bool) -> int:
-    """How many pictures `compare_clips` makes of a sample and its condition."""
-    return 3 * (len(frame_indices(frames)) + condition)
-
-
 def compare_clips(
     original_THWC: np.ndarray | None, reconstruction_THWC: np.ndarray, times: Sequence[float], max_bytes: int
 ) -> Comparison:

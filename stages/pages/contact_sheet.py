@@ -40,8 +40,12 @@ class SheetBlock:
     keep: int = 0
 
     def write(self, text: str, colour: str = TEXT_COLOUR) -> None:
-        """Add a line below, truncated to the block's width."""
-        self.lines.append((self.height, _fit_text(escape_unprintable(text), self.width), colour))
+        """Add a line below, or as much of its beginning as fits into the block with an ellipsis."""
+        text, width_of = escape_unprintable(text), _font().getlength
+        if width_of(text) > self.width:
+            length = bisect(range(1, len(text) + 1), self.width, key=lambda count: width_of(f"{text[:count]}…"))
+            text = f"{text[:length]}…"
+        self.lines.append((self.height, text, colour))
         self.height += LINE_HEIGHT
 
     def show(self, pictures: Sequence[Picture | None], side: int) -> None:
@@ -121,11 +125,3 @@ def _result_block(result: SampleResult) -> SheetBlock:
 def _font() -> Any:
     """Pillow's built-in font. It has Latin letters; others are shown as boxes."""
     return ImageFont.load_default(FONT_SIZE)
-
-
-def _fit_text(text: str, width: int) -> str:
-    """The text, or as much of its beginning as fits with an ellipsis."""
-    if _font().getlength(text) <= width:
-        return text
-    length = bisect(range(1, len(text) + 1), width, key=lambda count: _font().getlength(f"{text[:count]}…"))
-    return f"{text[:length]}…"

@@ -74,57 +74,15 @@ class PageItem:
         return self.active_row["path"]
 
     @property
-    def crop_box(self) -> tuple[float, float, float, float]:
-        """Left, top, width and height of the crop, as shares of the whole picture."""
-        geometry = self.sample["geometry"]
-        bucket, across, down = Bucket.parse(geometry["bucket"]), geometry["resize_w"], geometry["resize_h"]
-        return geometry["x"] / across, geometry["y"] / down, bucket.width / across, bucket.height / down
+    def times(self) -> list[float]:
+        """Seconds of a clip's frames; none of an image."""
+        if self.sample["kind"] != "video":
+            return []
+        return clip_times(self.sample["start"], self.sample["rate"], self.bucket.frames)
 
     @property
-    def outline(self) -> str:
-        """The crop on the whole picture, as an SVG path."""
-        assert self.preview is not None
-        sides = (self.preview.whole.width, self.preview.whole.height) * 2
-        x, y, width, height = (share * side for share, side in zip(self.crop_box, sides, strict=True))
-        return f"M{x:.2f} {y:.2f}h{width:.2f}v{height:.2f}h-{width:.2f}z"
-
-    @property
-    def whole_caption(self) -> str:
-        lost = 1 - self.crop_box[2] * self.crop_box[3]
-        return f"whole picture, {lost:.1%} cut off" if lost else "whole picture, nothing cut off"
-
-    @property
-    def facts(self) -> Iterator[str]:
-        """Lines with its geometry, times and companions."""
-        sample, geometry = self.sample, self.sample["geometry"]
-        bucket = Bucket.parse(geometry["bucket"])
-        native = "{}x{}".format(*self.size) if self.size else "size no longer known"
-        resized = f"resized to {geometry['resize_w']}x{geometry['resize_h']}"
-        yield f"{native} \N{RIGHTWARDS ARROW} {bucket}: {resized}, cropped at ({geometry['x']}, {geometry['y']})"
-        if self.size:
-            yield f"{self.cropped_share:.1%} cut off, stretched by {self.stretched:.1%}"
-        if sample["kind"] == "video":
-            times = clip_times(sample["start"], sample["rate"], bucket.frames)
-            frames = f"{bucket.frames} frames at {sample['rate']:g} per second"
-            yield f"{frames}, from {times[0]:.2f} to {times[-1]:.2f} s"
-        if sample["condition"] == "source":
-            yield f"source: {self.active_row['source_path']}"
-        if sample["mask_id"]:
-            yield f"mask: {self.active_row['mask_path']}"
-
-    @property
-    def marks(self) -> list[str]:
-        """Labels for what is particular about it."""
-        row, geometry = self.active_row, self.sample["geometry"]
-        labels = {
-            "held out": row["role"] == "eval",
-            "regularisation": row["regularisation"],
-            f"repeats {row['repeats']}": row["repeats"],
-            f"weight {row['weight']:g}": row["weight"] != 1,
-            "starts from its first frame": self.sample["condition"] == "first-frame",
-            "enlarged": self.size and (geometry["resize_w"] > self.size[0] or geometry["resize_h"] > self.size[1]),
-        }
-        return [label for label, applies in labels.items() if applies]
+    def bucket(self) -> Bucket:
+        return Bucket.parse(self.sample["geometry"]["bucket"])
 
 
 @dataclass(frozen=True)
@@ -135,10 +93,6 @@ class BucketSection:
     row: TableRow
     note: str
     cards: Iterable[Any]
-
-
-def format_known(value: Any) -> Any:
-    return "not known" if isinstance(value, float) and math.isnan(value) else value
 
 
 def format_decibels(value: float) -> str:
@@ -158,7 +112,6 @@ def template_environment(folder: Path) -> Environment:
     environment.filters |= {
         "decibels": format_decibels,
         "heading": heading,
-        "known": format_known,
         "shortened": shorten,
         "visible": escape_unprintable,
     }

@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 
 from cache import rejects
 from schemas.cli.console import Options, Progress, Report
-from stages.engines.sandbox import SandboxPool, WorkerFailure
+from stages.engines.sandbox import SandboxPool
 from stages.pages.html import BucketSection, PageItem, PreviewPictures, render_template
 from stages.pages.plan_table import PlanTable
-from stages.pages.sample_preview import OpenedSample, PreviewTask, SampleOpener, make_previewer
+from stages.pages.sample_preview import PreviewTask, make_previewer, read_samples
 from stages.planning import summary
 
 TableRow = dict[str, Any]
@@ -29,39 +29,43 @@ def render_plan_page(
 ) -> Iterator[bytes]:
     """The page in pieces; items are read as they are rendered. Items that can't be shown are added to `report`."""
     config, rows = table.config, {row["bucket"]: row for row in table.bucket_rows()}
-    opener, workers = SampleOpener(table), options.resources(config, "preview").workers
+    model, workers = config.model, options.resources(config, "preview").workers
     timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
-    model, held_out = config.model, pc.sum(pc.equal(table.active.column("role"), "eval")).as_py() or 0
-    size = sum(row["latents_mib"] for row in rows.values())
-    facts = [
-        f"{model.family}, {model.task}, {model.flavour_spec.name}",
-        f"{table.active.num_rows - held_out} training samples in {len(rows)} buckets, {held_out} held out; their "
-        f"latents take about {size:.4g} MiB. The pictures are read from the media and cropped as for encoding; nothing "
-        "has to be encoded yet.",
-    ]
+
+    def cards(indices: list[int], pool: SandboxPool[PreviewTask, PreviewPictures]) -> Iterator[PageItem]:
+        for item, result in read_samples(table, indices, pool):
+            ids = item.active_row["texts"]
+            captions = tuple(table.plan.texts[name]["text"] for name in ids[:MAX_CAPTIONS])
+            item = replace(item, captions=captions, more_captions=max(0, len(ids) - MAX_CAPTIONS))
+            progress.advance(1)
+            if isinstance(result, PreviewPictures):
+                report.done += 1
+                yield replace(item, preview=result)
+            else:
+                name = f"{item.active_row['dataset']}/{item.path}"
+                report.set_aside.append(rejects.make_reject("preview", name, item.path, result.reason, str(result)))
+                yield replace(item, problem=f"can't be shown ({result.reason}): {result}")
 
     def sections(pool: SandboxPool[PreviewTask, PreviewPictures]) -> Iterator[BucketSection]:
         for bucket, indices in chosen.items():
             note = f"{len(indices)} of {table.count(bucket)} samples"
             note += f"; {count} of the bucket are held out" if (count := table.count(bucket, "eval")) else ""
-            items = _page_items(table, [opener.open(index) for index in indices], pool, report, progress)
-            yield BucketSection(bucket, rows.get(bucket, {}), note, items)
+            yield BucketSection(bucket, rows.get(bucket, {}), note, cards(indices, pool))
 
     used = [dataset.id for dataset in config.datasets if not dataset.disabled]
     excluded = rejects.read_list(table.store, "bucket", f"{model.family}-{model.task}")
     set_aside = pa.concat_tables([rejects.read_list(table.store, "discover", name) for name in used])
-    exclusions = [
-        ("Excluded by bucket", "Items that a rule of the last bucket run dropped.", _rule_rows(excluded)),
-        ("Set aside by discover", "Items that discover set aside; no plan contains them.", _rule_rows(set_aside)),
-    ]
     with SandboxPool(make_previewer, workers=workers, timeout_s=timeout, memory_mib=memory) as pool:
         yield from render_template(
             "plan.html",
             title=f"Plan {table.plan.name}",
-            facts=facts,
+            model=model,
+            samples=table.active.num_rows,
+            held_out=pc.sum(pc.equal(table.active.column("role"), "eval")).as_py() or 0,
             buckets=list(rows.values()),
             sections=sections(pool),
-            exclusions=exclusions,
+            excluded=_rule_rows(excluded),
+            set_aside=_rule_rows(set_aside),
         )
 
 
@@ -72,33 +76,3 @@ def _rule_rows(excluded: pa.Table) -> list[TableRow]:
         mine = pc.and_(pc.equal(excluded.column("reason"), row["rule"]), of_dataset)
         row["example"] = excluded.filter(mine).slice(0, MAX_EXAMPLES).column("message").to_pylist()
     return rows
-
-
-def _page_items(
-    table: PlanTable,
-    opened: list[OpenedSample],
-    pool: SandboxPool[PreviewTask, PreviewPictures],
-    report: Report,
-    progress: Progress,
-) -> Iterator[PageItem]:
-    results = pool.map(sample.task for sample in opened if isinstance(sample.task, PreviewTask))
-    for sample in opened:
-        row, ids = sample.item.active_row, sample.item.active_row["texts"]
-        item = replace(
-            sample.item,
-            captions=tuple(table.plan.texts[name]["text"] for name in ids[:MAX_CAPTIONS]),
-            more_captions=max(0, len(ids) - MAX_CAPTIONS),
-        )
-        result = next(results)[1] if isinstance(sample.task, PreviewTask) else sample.task
-        if isinstance(result, WorkerFailure):
-            result = result.error(item.path)
-        progress.advance(1)
-        if isinstance(result, PreviewPictures):
-            report.done += 1
-            yield replace(item, preview=result)
-        else:
-            reject = rejects.make_reject(
-                "preview", f"{row['dataset']}/{item.path}", item.path, result.reason, str(result)
-            )
-            report.set_aside.append(reject)
-            yield replace(item, problem=f"can't be shown ({result.reason}): {result}")

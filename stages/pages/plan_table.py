@@ -12,8 +12,10 @@ from cache.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, Crop, aspect_distortion, cropped_share
+from stages.discovery.media_locations import MediaLocations
 from stages.discovery.media_table import read_media_table
 from stages.planning import summary
+from stages.planning.plan_builder import crop_statistics
 
 TableRow = dict[str, Any]
 
@@ -23,11 +25,13 @@ class PlanTable:
 
     active: its n rows without those of validation. width, height: (n,) of the item as displayed, in pixels; 0 if the
     media table no longer has it. cropped_share, stretched: (n,) share cut off and change of aspect; NaN without a size.
-    samples: the active samples, validation included, with the columns that sizes are computed from.
+    samples: the active samples, validation included, with the columns that sizes are computed from. locations: of their
+    files.
     """
 
     def __init__(self, store: Store, config: Config, plan: Plan) -> None:
         self.store, self.config, self.plan = store, config, plan
+        self.locations = MediaLocations(config, plan)
         active = plan.active.filter(pc.not_equal(plan.active.column("role"), VALIDATION)).combine_chunks()
         samples = plan.sample_table.select(["sample_id", "media_id", "geometry", "condition", "mask_id"])
         row = pc.index_in(active.column("sample_id"), value_set=samples.column("sample_id").combine_chunks())
@@ -38,7 +42,19 @@ class PlanTable:
             )
         self.active = active
         self.samples = samples.filter(pc.is_in(samples.column("sample_id"), value_set=plan.active_sample_ids))
-        self.width, self.height = _item_sizes(store, active, samples.column("media_id").take(row))
+        media_id, displayed = samples.column("media_id").take(row), np.zeros((2, active.num_rows), np.int64)
+        columns = ["path", "media_id", "width", "height"]
+        for dataset in pc.unique(active.column("dataset")).to_pylist():
+            try:
+                media = read_media_table(store, dataset).select(columns).combine_chunks()
+            except LatentpressError:
+                continue  # the dataset was removed; the plan and perhaps the files remain
+            mine = pc.equal(active.column("dataset"), dataset)
+            place = pc.index_in(active.column("path").filter(mine), value_set=media.column("path"))
+            same = pc.fill_null(pc.equal(media.column("media_id").take(place), media_id.filter(mine)), False)
+            found = [pc.fill_null(media.column(side).take(place), 0).to_numpy() for side in ("width", "height")]
+            displayed[:, mine.to_numpy()] = np.where(same.to_numpy(), found, 0)
+        self.width, self.height = displayed
         known = self.width > 0
         geometry = samples.column("geometry").take(row).combine_chunks()
         crop = Crop(*(np.asarray(geometry.field(name)).astype(np.int64) for name in ("resize_w", "resize_h", "x", "y")))
@@ -78,29 +94,7 @@ class PlanTable:
 
     def bucket_rows(self) -> list[TableRow]:
         """The table of buckets as `latentpress bucket` prints it, from the plan and the media tables."""
-        rows = []
-        for name in self.buckets:
-            mine = pc.equal(self.active.column("bucket"), name).to_numpy() & (self.width > 0)
-            row = {"bucket": name, "samples": 1, "distortion": np.nan, "lost": np.nan, "mean": np.nan}
-            if mine.any():
-                lost = self.cropped_share[mine]
-                row |= {"samples": int(mine.sum()), "distortion": float(self.stretched[mine].max())}
-                row |= {"lost": float(lost.max()), "mean": float(lost.mean())}
-            rows.append(row)
-        return summary.bucket_table(self.config, self.active, self.samples, rows)
-
-
-def _item_sizes(store: Store, active: pa.Table, media_id: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) width and height in the media tables; 0 if they no longer have the item with that content."""
-    sizes = np.zeros((2, active.num_rows), np.int64)
-    for dataset in pc.unique(active.column("dataset")).to_pylist():
-        try:
-            media = read_media_table(store, dataset).select(["path", "media_id", "width", "height"]).combine_chunks()
-        except LatentpressError:
-            continue  # the dataset was removed; the plan and perhaps the files remain
-        mine = pc.equal(active.column("dataset"), dataset)
-        row = pc.index_in(active.column("path").filter(mine), value_set=media.column("path"))
-        same = pc.fill_null(pc.equal(media.column("media_id").take(row), media_id.filter(mine)), False)
-        found = [pc.fill_null(media.column(side).take(row), 0).to_numpy() for side in ("width", "height")]
-        sizes[:, mine.to_numpy()] = np.where(same.to_numpy(), found, 0)
-    return sizes[0], sizes[1]
+        known = pa.array(self.width > 0)
+        columns = (pa.array(values).filter(known) for values in (self.stretched, self.cropped_share))
+        crops = crop_statistics(self.active.column("bucket").filter(known), *columns)
+        return summary.bucket_table(self.config, self.active, self.samples, crops)

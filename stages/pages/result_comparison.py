@@ -1,24 +1,29 @@
-"""Decodes chosen samples and compares them with their originals, one at a time."""
+"""Decodes chosen samples and compares them with their originals, one at a time. Imports torch."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
+
+import numpy as np
+import torch
 
 from cache import rejects
 from cache.damage import DamageError
+from cache.shard import ShardRow
 from schemas.cli.console import Progress, Report
-from schemas.clips import clip_times
 from schemas.config.encoding import Resources
 from schemas.errors import LatentpressError
+from schemas.family import Family
 from schemas.geometry import Bucket
-from stages.engines.sandbox import SandboxPool, WorkerFailure
+from stages.encoding import model_loading
+from stages.encoding.vae import base
+from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
 from stages.pages import clip_comparison
-from stages.pages.clip_comparison import Comparison
-from stages.pages.encoded_plan import NOT_ENCODED, EncodedPlan, StoredRow
-from stages.pages.latent_decoder import LatentDecoder
+from stages.pages.encoded_plan import NOT_ENCODED, EncodedPlan
+from stages.pages.html import PageItem
 from stages.pages.result_page import MAX_LOWEST, SampleResult
-from stages.pages.sample_preview import OpenedSample, OriginalPixels, PreviewTask, SampleOpener, make_original_reader
+from stages.pages.sample_preview import OriginalPixels, make_original_reader, read_samples
 
 TableRow = dict[str, Any]
 
@@ -30,20 +35,17 @@ def compare_samples(
 
     Originals are read ahead in a sandbox. Of each sample only small pictures stay in memory.
     """
-    config, opener, results = encoded.table.config, SampleOpener(encoded.table), list[SampleResult]()
-    opened = [opener.open(row) for rows in chosen.values() for row in rows]
-    samples = [one.item.sample for one in opened]
-    pictures = (clip_comparison.count_pictures(_frame_count(each), each["condition"] != "none") for each in samples)
-    max_bytes = clip_comparison.MAX_PAGE_BYTES // max(1, sum(pictures))
-    decoder = LatentDecoder(config, resources)
+    config, results = encoded.table.config, list[SampleResult]()
+    pictures = 0
+    for bucket, rows in chosen.items():
+        frames = len(clip_comparison.frame_indices(Bucket.parse(bucket).frames)) + (config.model.condition is not None)
+        pictures += 3 * frames * len(rows)
+    max_bytes = clip_comparison.MAX_PAGE_BYTES // max(1, pictures)
+    autoencoder = base.load_autoencoder(config, model_loading.select_device(resources))
     timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
     with SandboxPool(make_original_reader, workers=resources.workers, timeout_s=timeout, memory_mib=memory) as pool:
-        originals = pool.map(one.task for one in opened if isinstance(one.task, PreviewTask))
-        for one in opened:
-            original = next(originals)[1] if isinstance(one.task, PreviewTask) else one.task
-            if isinstance(original, WorkerFailure):
-                original = original.error(one.item.path)
-            results.append(_compare_sample(encoded, decoder, one, original, max_bytes))
+        for item, original in read_samples(encoded.table, [row for rows in chosen.values() for row in rows], pool):
+            results.append(_compare_sample(encoded, autoencoder, item, original, max_bytes))
             progress.advance(1)
     return [one for bucket in chosen for one in sorted((r for r in results if r.bucket == bucket), key=_sort_key)]
 
@@ -53,44 +55,59 @@ def _sort_key(result: SampleResult) -> tuple[float, str]:
     return (-1.0 if result.psnr is None else result.psnr, result.sample_id)
 
 
-def _frame_count(sample: TableRow) -> int:
-    return Bucket.parse(sample["geometry"]["bucket"]).frames
-
-
 def _compare_sample(
     encoded: EncodedPlan,
-    decoder: LatentDecoder,
-    opened: OpenedSample,
+    autoencoder: base.Autoencoder,
+    item: PageItem,
     original: OriginalPixels | MediaError,
     max_bytes: int,
 ) -> SampleResult:
     pixels, unreadable = (None, original) if isinstance(original, MediaError) else (original, None)
-    captions = encoded.captions(opened.item.active_row["texts"])
-    result = SampleResult(opened.item, captions, comparison=None, unreadable=unreadable)
+    captions, model = encoded.captions(item.active_row["texts"]), encoded.table.config.model
+    result = SampleResult(item, captions, comparison=None, unreadable=unreadable)
     [stored] = encoded.latents.read([result.sample_id]).values()
     if isinstance(stored, LatentpressError):
         return replace(result, damage=stored)
+    path, row = stored
     try:
-        return replace(result, comparison=_decode_and_compare(decoder, opened.item.sample, stored, pixels, max_bytes))
+        decoded = _decode(model.family_spec, autoencoder, path, row, "latent", item.bucket)
+        comparison = clip_comparison.compare_clips(pixels.frames if pixels else None, decoded, item.times, max_bytes)
+        if "condition" in row.tensors:
+            size = Bucket.parse((item.sample["source_geometry"] or item.sample["geometry"])["bucket"])
+            given = 1 if model.condition is None else model.condition.frames
+            bucket = Bucket(size.width, size.height, given)
+            decoded = _decode(model.family_spec, autoencoder, path, row, "condition", bucket)
+            times = item.times[:given]
+            condition = clip_comparison.compare_clips(pixels.condition if pixels else None, decoded, times, max_bytes)
+            comparison = replace(comparison, condition=condition.frames[0])
     except DamageError as damage:
         return replace(result, damage=damage)
+    return replace(result, comparison=comparison)
 
 
-def _decode_and_compare(
-    decoder: LatentDecoder, sample: TableRow, stored: StoredRow, original: OriginalPixels | None, max_bytes: int
-) -> Comparison:
-    (path, row), times = stored, list[float]()
-    if sample["kind"] == "video":
-        times = clip_times(sample["start"], sample["rate"], _frame_count(sample))
-    decoded = decoder.decode(path, row, "latent", sample["geometry"]["bucket"])
-    comparison = clip_comparison.compare_clips(original.frames if original else None, decoded, times, max_bytes)
-    if "condition" not in row.tensors:
-        return comparison
-    size = Bucket.parse((sample["source_geometry"] or sample["geometry"])["bucket"])
-    decoded = decoder.decode(path, row, "condition", str(Bucket(size.width, size.height, decoder.given)))
-    pixels = original.condition if original else None
-    condition = clip_comparison.compare_clips(pixels, decoded, times[: decoder.given], max_bytes)
-    return replace(comparison, condition=condition.frames[0])
+def _decode(
+    family: Family, autoencoder: base.Autoencoder, path: str, row: ShardRow, name: str, bucket: Bucket
+) -> np.ndarray:
+    """uint8 (T, H, W, 3) of the row's tensor `name`: latents (C, T, h, w), or their moments (2 C, T, h, w). Tiled as
+    diffusers does by default.
+
+    path: of its shard. Raises DamageError if their shape is not that of `bucket`, LatentpressError if memory runs out.
+    """
+    latent, shape = row.tensors[name], bucket.latent_shape(family.spatial_stride, family.temporal_stride)
+    if latent.shape not in {(times * family.latent_channels, *shape) for times in (1, 2)}:
+        reason = f"its {name} has the shape {latent.shape}, and {bucket} has {(family.latent_channels, *shape)}"
+        raise DamageError(path, reason, id=row.id)
+    try:
+        flat = torch.frombuffer(bytearray(latent.raw()), dtype=getattr(torch, latent.dtype))
+        frames_THWC = autoencoder.decode(flat.reshape(latent.shape)[None])[0].numpy()
+    except (RuntimeError, MemoryError) as error:
+        if not model_loading.is_out_of_memory(error):
+            raise
+        raise LatentpressError(
+            f"out of memory decoding one sample of {bucket}: {error}", "use --device cpu, or a larger card"
+        ) from error
+    assert frames_THWC.shape == (bucket.frames, bucket.height, bucket.width, 3), frames_THWC.shape
+    return frames_THWC
 
 
 def add_to_report(results: list[SampleResult], report: Report, *, with_samples: bool) -> None:
@@ -98,7 +115,18 @@ def add_to_report(results: list[SampleResult], report: Report, *, with_samples: 
     compared = sorted((result for result in results if result.psnr is not None), key=_sort_key)
     report.details["lowest_psnr"] = [_key_numbers(result) for result in compared[:MAX_LOWEST]]
     if with_samples:
-        report.details["samples"] = [_all_numbers(result) for result in results]
+        rows = report.details["samples"] = list[TableRow]()
+        for result in results:
+            condition = result.comparison.condition if result.comparison else None
+            numbers = {
+                "sample_id": result.sample_id,
+                "mse": result.mse,
+                "condition_mse": condition.mse if condition else None,
+                "captions": [asdict(caption) for caption in result.captions],
+                "unread": str(result.unreadable) if result.unreadable else "",
+                "damage": result.damage.message if result.damage else "",
+            }
+            rows.append(_key_numbers(result) | numbers)
     report.done = len(compared)
     if any(caption.problem == NOT_ENCODED for result in results for caption in result.captions):
         report.next_steps.append("latentpress encode-text")
@@ -118,18 +146,3 @@ def _key_numbers(result: SampleResult) -> TableRow:
     psnr = math.nan if result.psnr is None else round(result.psnr, 2)
     tokens = ", ".join("unknown" if caption.tokens is None else str(caption.tokens) for caption in result.captions)
     return {"psnr_db": psnr, "bucket": result.bucket, "tokens": tokens, "item": result.name}
-
-
-def _all_numbers(result: SampleResult) -> TableRow:
-    condition = result.comparison.condition if result.comparison else None
-    return _key_numbers(result) | {
-        "sample_id": result.sample_id,
-        "mse": result.mse,
-        "condition_mse": condition.mse if condition else None,
-        "captions": [
-            {"text": caption.text, "tokens": caption.tokens, "kept": caption.kept, "problem": caption.problem}
-            for caption in result.captions
-        ],
-        "unread": str(result.unreadable) if result.unreadable else "",
-        "damage": result.damage.message if result.damage else "",
-    }

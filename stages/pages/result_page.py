@@ -12,11 +12,6 @@ from stages.pages.encoded_plan import EncodedCaption, EncodedPlan
 from stages.pages.html import BucketSection, PageItem, render_template
 
 TableRow = dict[str, Any]
-POSTERIOR_LABELS = {
-    "sample": "drawn from the posterior",
-    "mode": "the posterior's mean",
-    "moments": "moments, shown by their mean",
-}
 MAX_LOWEST = 10  # samples of the lowest PSNR that are listed
 SECTION_NOTE = "The lowest PSNR comes first. Samples are chosen by their id, so each run shows the same ones."
 
@@ -55,15 +50,6 @@ class SampleResult:
         """dB over all pixels of all frames; None without a comparison, infinite for identical pixels."""
         return None if self.comparison is None else self.comparison.psnr
 
-    @property
-    def problems(self) -> list[str]:
-        problems = []
-        if self.unreadable:
-            problems.append(f"no original to compare with ({self.unreadable.reason}): {self.unreadable}")
-        if self.damage:
-            problems.append(f"can't be decoded: {self.damage.message}; {self.damage.next_step}")
-        return problems
-
 
 def bucket_rows(encoded: EncodedPlan, results: Sequence[SampleResult], buckets: Sequence[str]) -> list[TableRow]:
     """The table of buckets: how much is encoded and shown, mean and lowest PSNR of what is shown."""
@@ -81,17 +67,6 @@ def render_result_page(
     encoded: EncodedPlan, results: Sequence[SampleResult], rows: Sequence[TableRow]
 ) -> Iterator[bytes]:
     """The page in pieces. rows: of `bucket_rows`."""
-    config, model, aside = encoded.table.config, encoded.table.config.model, int(encoded.set_aside.sum())
-    posterior = f", {POSTERIOR_LABELS[config.latents.posterior]}" if model.family_spec.posterior else ""
-    counts = f"{int(encoded.encoded.sum())} of {len(encoded.encoded)} samples are encoded"
-    counts += f", {aside} were set aside" if aside else ""
-    counts += f"; {encoded.missing} are not encoded yet: latentpress encode-latents" if encoded.missing else ""
-    facts = [
-        f"{model.family}, {model.task}, {model.flavour_spec.name}; {encoded.folder}{posterior}",
-        counts,
-        "PSNR is 10 log10(255\N{SUPERSCRIPT TWO} / MSE) over the 8-bit pixels of all frames, before the encoder and "
-        "after the decoder, at full size. The mean of a bucket is over the samples shown.",
-    ]
     compared = sorted((result.psnr, result.sample_id, result) for result in results if result.psnr is not None)
     sections = [
         BucketSection(row["bucket"], row, SECTION_NOTE, [one for one in results if one.bucket == row["bucket"]])
@@ -100,7 +75,9 @@ def render_result_page(
     return render_template(
         "latents.html",
         title=f"Latents of plan {encoded.table.plan.name}",
-        facts=facts,
+        model=encoded.table.config.model,
+        posterior=encoded.table.config.latents.posterior,
+        encoded=encoded,
         buckets=rows,
         lowest=[result for _, _, result in compared[:MAX_LOWEST]],
         difference=f"difference \N{MULTIPLICATION SIGN} {DIFFERENCE_GAIN}",

@@ -1,12 +1,13 @@
 """The frames of each sample: one of an image, those of one or several clips of a video or of each of its scenes."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.clips import Clips, frames_available, match_frame_rates, select_clips, takes_every_kth_frame
+from schemas.clips import frames_available, match_frame_rates, select_clips, takes_every_kth_frame
 from schemas.config.datasets import Dataset, Video
 from schemas.family import Family, Task
 from schemas.identity import derive_seeds
@@ -119,21 +120,19 @@ def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems)
     seeds = np.where(begin > 0, mix_bits(seeds ^ begin.view(np.uint64)), seeds)
     rate = np.full(len(owner), video.frame_rate)
 
-    def select() -> Clips:
-        return select_clips(
-            end - begin,
-            seeds,
-            rate=rate,
-            num_frames=video.num_frames,
-            min_frames=video.min_frames,
-            strides=frame_strides(family, video),
-            fixed=video.bucket_strategy == "aspect_ratio",
-            clip=video.clip,
-            clips=video.clips,
-            clip_stride=video.clip_stride,
-        )
-
-    clips = select()
+    select = partial(
+        select_clips,
+        end - begin,
+        seeds,
+        num_frames=video.num_frames,
+        min_frames=video.min_frames,
+        strides=frame_strides(family, video),
+        fixed=video.bucket_strategy == "aspect_ratio",
+        clip=video.clip,
+        clips=video.clips,
+        clip_stride=video.clip_stride,
+    )
+    clips = select(rate=rate)
     native = _native_rates(items, video.frame_rate)[owner]
     near = native[clips.segment] != video.frame_rate
     if near.any():
@@ -141,7 +140,7 @@ def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems)
         source, start = _source_rates(items)[owner[segment]], begin[segment] + clips.start[near]
         uneven = owner[segment[~takes_every_kth_frame(start, clips.frames[near], source, video.frame_rate)]]
         rate = np.where(np.isin(owner, uneven), native, rate)
-        clips = select()
+        clips = select(rate=rate)
     item, rate, segment = owner[clips.segment], rate[clips.segment], clips.segment
     unrounded = np.minimum(frames_available((end - begin)[segment], rate), video.num_frames)
     rounded = int((clips.frames < unrounded).sum())

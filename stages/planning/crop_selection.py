@@ -49,7 +49,7 @@ class SelectedCrops:
 
     def keep(self, rows: np.ndarray) -> "SelectedCrops":
         def take(crop: Crop) -> Crop:
-            return Crop(*(np.asarray(values)[rows] for values in _crop_numbers(crop)))
+            return Crop(*(np.asarray(values)[rows] for values in vars(crop).values()))
 
         names = ("size", "aspect_differs", "cropped_share", "distortion")
         source = None if self.source is None else take(self.source)
@@ -81,7 +81,16 @@ def bucket_sizes(model: Model, dataset: Dataset, side_multiple: int) -> BucketSi
 def select_crops(model: Model, dataset: Dataset, items: CandidateItems, side_multiple: int) -> SelectedCrops:
     """Choose bucket and crop of every item; items that a rule forbids are dropped from `items`."""
     _drop_by_size(dataset, items)
-    _drop_mismatched_masks(items)
+    # A mask is laid over its media, so it must have the same aspect.
+    misshapen = (items.numbers("mask_width") > 0) & _differs_in_aspect(items, "mask_")
+    between, advice = ", of another shape than ", "; make one of the same shape"
+    items.drop(
+        misshapen,
+        "mask-shape",
+        lambda gone: message_column("its mask is ", gone.sizes("mask_"), between, gone.sizes(), advice),
+    )
+    moving = np.asarray(pc.fill_null(pc.equal(items.column("mask_kind"), "video"), False))
+    items.drop(moving & ~items.videos, "mask-moves", "is a still image and its mask a video; make the mask an image")
     crops = _choose_crops(dataset, items, bucket_sizes(model, dataset, side_multiple))
     if not dataset.allow_upscale:
         small = geometry.is_upscaled(items.numbers("width"), items.numbers("height"), crops.crop)
@@ -91,12 +100,24 @@ def select_crops(model: Model, dataset: Dataset, items: CandidateItems, side_mul
             "needs-upscale",
             lambda gone: message_column("is ", gone.sizes(), ", smaller than its bucket ", bucket, UPSCALE_ADVICE),
         )
-        crops = _drop_small_sources(items, crops.keep(stay))
+        crops = crops.keep(stay)
+        if crops.source is not None:
+            needed = np.asarray(crops.source.resize_width), np.asarray(crops.source.resize_height)
+            wider, taller = needed[0] > items.numbers("source_width"), needed[1] > items.numbers("source_height")
+            # A source of its target's aspect, up to rounding, may be stretched a little in one direction.
+            small = np.where(crops.aspect_differs, wider | taller, wider & taller)
+            size = message_column(needed[0][small], "x", needed[1][small])
+            purpose = f" is needed to show what its target shows{UPSCALE_ADVICE}"
+            stay = items.drop(
+                small,
+                "source-needs-upscale",
+                lambda gone: message_column("its source is ", gone.sizes("source_"), ", and ", size, purpose),
+            )
+            crops = crops.keep(stay)
     if dataset.max_distortion is not None:
         out = crops.distortion > dataset.max_distortion
-        stretched = message_column(
-            "would be stretched by ", crops.distortion[out] * 100, " %, more than max_distortion"
-        )
+        percent = crops.distortion[out] * 100
+        stretched = message_column("would be stretched by ", percent, " %, more than max_distortion")
         crops = crops.keep(items.drop(out, "too-distorted", lambda gone: stretched))
     if dataset.max_cropped is not None:
         out = crops.cropped_share > dataset.max_cropped
@@ -107,12 +128,8 @@ def select_crops(model: Model, dataset: Dataset, items: CandidateItems, side_mul
 
 def geometry_columns(crop: Crop, buckets: pa.Array, rows: np.ndarray) -> pa.StructArray:
     """Column of schemas.tables.GEOMETRY_TYPE: the crops of `rows` into `buckets` ("WxH@F")."""
-    columns = [buckets, *(pa.array(np.asarray(values)[rows], pa.int32()) for values in _crop_numbers(crop))]
+    columns = [buckets, *(pa.array(np.asarray(values)[rows], pa.int32()) for values in vars(crop).values())]
     return pa.StructArray.from_arrays(columns, fields=list(GEOMETRY_TYPE))
-
-
-def _crop_numbers(crop: Crop) -> tuple:
-    return crop.resize_width, crop.resize_height, crop.x, crop.y
 
 
 def _drop_by_size(dataset: Dataset, items: CandidateItems) -> None:
@@ -129,23 +146,6 @@ def _drop_by_size(dataset: Dataset, items: CandidateItems) -> None:
         drop(dataset.maximum_image_size, 1, "too-large", "more than maximum_image_size")
 
 
-def _drop_mismatched_masks(items: CandidateItems) -> None:
-    """A mask is laid over its media, so it must have the same aspect."""
-    items.drop(
-        (items.numbers("mask_width") > 0) & _differs_in_aspect(items, "mask_"),
-        "mask-shape",
-        lambda gone: message_column(
-            "its mask is ",
-            gone.sizes("mask_"),
-            ", of another shape than ",
-            gone.sizes(),
-            "; make one of the same shape",
-        ),
-    )
-    moving = np.asarray(pc.fill_null(pc.equal(items.column("mask_kind"), "video"), False))
-    items.drop(moving & ~items.videos, "mask-moves", "is a still image and its mask a video; make the mask an image")
-
-
 def _differs_in_aspect(items: CandidateItems, prefix: str) -> np.ndarray:
     """(n,) whether companions have another aspect than their items: by more than MAX_ASPECT_DIFFERENCE, and by more
     than rounding the sides to whole pixels explains."""
@@ -157,7 +157,17 @@ def _differs_in_aspect(items: CandidateItems, prefix: str) -> np.ndarray:
 
 def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes) -> SelectedCrops:
     width, height = items.numbers("width"), items.numbers("height")
-    size = _choose_sizes(dataset, items, width, height, sizes)
+    if dataset.crop_aspect == "preserve":
+        size = geometry.choose_buckets(width, height, sizes)
+    else:
+        aspects = (1.0,) if dataset.crop_aspect == "square" else dataset.crop_aspect_buckets
+        allowed = geometry.choose_buckets(np.array(aspects), 1, sizes)
+        if dataset.crop_aspect == "random":
+            drawn = to_unit_interval(derive_seeds(items.column("media_id"), "crop-aspect"))
+            size = allowed[np.floor(drawn * len(allowed)).astype(np.int64)]
+        else:
+            allowed = np.unique(allowed)
+            size = allowed[geometry.choose_buckets(width, height, [sizes[i] for i in allowed])]
     bucket_width, bucket_height = np.array(sizes, np.int64).reshape(-1, 2)[size].T
     offsets: tuple[np.ndarray | float, np.ndarray | float] = 0.0, 0.0
     if dataset.crop_style == "random":
@@ -189,38 +199,5 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes) -
 
 
 def _crop_where(condition: np.ndarray, one: Crop, other: Crop) -> Crop:
-    pairs = zip(_crop_numbers(one), _crop_numbers(other), strict=True)
+    pairs = zip(vars(one).values(), vars(other).values(), strict=True)
     return Crop(*(np.where(condition, left, right) for left, right in pairs))
-
-
-def _choose_sizes(
-    dataset: Dataset, items: CandidateItems, width: np.ndarray, height: np.ndarray, sizes: BucketSizes
-) -> np.ndarray:
-    """(n,) index into `sizes` by crop_aspect."""
-    if dataset.crop_aspect == "preserve":
-        return geometry.choose_buckets(width, height, sizes)
-    aspects = (1.0,) if dataset.crop_aspect == "square" else dataset.crop_aspect_buckets
-    allowed = geometry.choose_buckets(np.array(aspects), 1, sizes)
-    if dataset.crop_aspect == "random":
-        drawn = to_unit_interval(derive_seeds(items.column("media_id"), "crop-aspect"))
-        return allowed[np.floor(drawn * len(allowed)).astype(np.int64)]
-    allowed = np.unique(allowed)
-    return allowed[geometry.choose_buckets(width, height, [sizes[i] for i in allowed])]
-
-
-def _drop_small_sources(items: CandidateItems, crops: SelectedCrops) -> SelectedCrops:
-    if crops.source is None:
-        return crops
-    needed = np.asarray(crops.source.resize_width), np.asarray(crops.source.resize_height)
-    wider, taller = needed[0] > items.numbers("source_width"), needed[1] > items.numbers("source_height")
-    # A source of its target's aspect, up to rounding, may be stretched a little in one direction.
-    small = np.where(crops.aspect_differs, wider | taller, wider & taller)
-    size = message_column(needed[0][small], "x", needed[1][small])
-
-    def message(gone: CandidateItems) -> pa.Array:
-        source = gone.sizes("source_")
-        return message_column(
-            "its source is ", source, ", and ", size, " is needed to show what its target shows", UPSCALE_ADVICE
-        )
-
-    return crops.keep(items.drop(small, "source-needs-upscale", message))

@@ -21,7 +21,7 @@ from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, index_schema
 
 INDEXED_ROLES = ("train", "eval")  # in the order of the index
 GROUP_COLUMNS = ("bucket", "dataset", "repeats", "weight")  # the index is sorted by role, these, and sample id
-HASH_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
+HASH_MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93], "u8")
 
 TableRow = dict[str, Any]
 IntArray = NDArray[np.int64]
@@ -38,7 +38,7 @@ class IdLookup:
     def __init__(self, ids: pa.Array) -> None:
         self.ids = ids
         self._words = _id_words(ids)
-        hashes = _hash_ids(self._words)
+        hashes = self._words @ HASH_MULTIPLIERS
         self._order = np.argsort(hashes, kind="stable")
         self._hashes = hashes[self._order]
 
@@ -47,7 +47,7 @@ class IdLookup:
         if not len(self.ids) or not len(names):
             return np.full(len(names), -1)
         words = _id_words(names)
-        hashes = _hash_ids(words)
+        hashes = words @ HASH_MULTIPLIERS
         order = np.argsort(hashes)
         at = np.empty(len(names), np.int64)
         at[order] = np.searchsorted(self._hashes, hashes[order])
@@ -68,13 +68,6 @@ def _id_words(ids: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
     ids = ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
     ids = pc.if_else(pc.equal(pc.binary_length(ids), 32), ids, None).cast(pa.binary(32))
     return np.frombuffer(ids.buffers()[1], "<u8").reshape(-1, 4)[ids.offset :][: len(ids)]
-
-
-def _hash_ids(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    total = np.zeros(len(words), np.uint64)
-    for word, multiplier in enumerate(HASH_MULTIPLIERS):
-        total += words[:, word] * np.uint64(multiplier)
-    return total
 
 
 def _to_int64(values: pa.Array | pa.ChunkedArray) -> IntArray:
@@ -171,7 +164,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     images = latents.find(pa.array([prompt["condition"] for prompt in prompts], pa.string()))
     # Texts are numbered by first use, so that neighbouring samples find their texts together.
     null_texts = _to_int64(rows.column("null_text"))
-    used_texts = [_flatten_lists(rows.column("texts")), null_texts[null_texts >= 0], prompt_texts]
+    used_texts = [np.asarray(pc.list_flatten(rows.column("texts"))), null_texts[null_texts >= 0], prompt_texts]
     text_numbers = _Renumbering(len(texts.shard), used_texts)
     members = {kind: _to_int64(rows.column(kind)) for kind in samples}
     first, files = dict[str, int](), list[dict[str, str]]()  # first: of each kind the index in `files` of its first
@@ -281,7 +274,7 @@ def _index_table(
 ) -> pa.Table:
     """The index, of schemas.tables.index_schema, from rows of `_select_encoded`. locations: (shards, rows) by kind."""
     null_texts, lists = _to_int64(rows.column("null_text")), rows.column("texts")
-    captions = pa.array(text_numbers.of(_flatten_lists(lists)), pa.int32())
+    captions = pa.array(text_numbers.of(np.asarray(pc.list_flatten(lists))), pa.int32())
     columns = {name: rows.column(name) for name in ("sample_id", "role", *GROUP_COLUMNS, "regularisation")}
     for kind, (shard, row) in locations.items():
         prefix = "" if kind == "latents" else f"{kind}_"
@@ -295,7 +288,3 @@ def _index_table(
 def _list_offsets(lists: pa.ChunkedArray) -> IntArray:
     """(n + 1,) offsets of the lists in their flattened values."""
     return np.concatenate([[0], np.cumsum(_to_int64(pc.list_value_length(lists)))])
-
-
-def _flatten_lists(lists: pa.ChunkedArray) -> IntArray:
-    return np.asarray(pc.list_flatten(lists))

@@ -21,7 +21,6 @@ from schemas.filters import Filter
 from schemas.tables import ACTIVE_SCHEMA, REJECTS_SCHEMA, TEXTS_SCHEMA
 from stages.planning import clip_selection, crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, message_column
-from stages.planning.samples import PlannedSamples
 
 TableRow = dict[str, Any]
 
@@ -42,7 +41,7 @@ class DatasetNotes:
 
 @dataclass
 class DraftPlan:
-    """A complete plan, including what earlier plans already contain.
+    """A complete plan, including what earlier plans already contain; or one dataset's part of it.
 
     samples, texts: each id once. active: by role, dataset, path and start. rejects: rows of REJECTS_SCHEMA.
     """
@@ -56,18 +55,6 @@ class DraftPlan:
     validation: list[TableRow] = field(default_factory=list)
 
 
-@dataclass
-class _DatasetPlan:
-    """One dataset's part of a draft. captions: list of text ids of each sample."""
-
-    samples: PlannedSamples
-    texts: pa.Table
-    captions: pa.Array
-    null_text: pa.Array | None
-    rejects: list[pa.Table]
-    notes: DatasetNotes
-
-
 def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int) -> DraftPlan:
     """Plan all datasets. `media` maps a dataset's id to its table of schemas.tables.MEDIA_SCHEMA, sorted by path."""
     used = sorted((dataset for dataset in config.datasets if not dataset.disabled), key=lambda dataset: dataset.id)
@@ -78,7 +65,7 @@ def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int
             held_out.append(ids.filter(pa.array(samples.held_out_mask(dataset, ids))))
     held_out_ids = pc.unique(pa.concat_arrays(held_out))
     parts = [_plan_dataset(config, dataset, media[dataset.id], side_multiple, held_out_ids) for dataset in used]
-    active = [_active_rows(dataset, part) for dataset, part in zip(used, parts, strict=True)]
+    active = [part.active for part in parts]
     if any(dataset.eval or dataset.eval_fraction for dataset in used):
         roles = ("eval", "train")
         active = [table.filter(pc.equal(table.column("role"), role)) for role in roles for table in active]
@@ -87,11 +74,11 @@ def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int
         null_rows = plan_text(config, "", negative=True)
         null_text = null_rows.column("text_id")[0].as_py()
     return DraftPlan(
-        samples=drop_duplicate_ids(pa.concat_tables([part.samples.table for part in parts]), "sample_id"),
+        samples=drop_duplicate_ids(pa.concat_tables([part.samples for part in parts]), "sample_id"),
         texts=drop_duplicate_ids(pa.concat_tables([null_rows, *(part.texts for part in parts)]), "text_id"),
         active=pa.concat_tables(active),
-        rejects=pa.concat_tables([REJECTS_SCHEMA.empty_table(), *(table for part in parts for table in part.rejects)]),
-        notes={dataset.id: part.notes for dataset, part in zip(used, parts, strict=True)},
+        rejects=pa.concat_tables([REJECTS_SCHEMA.empty_table(), *(part.rejects for part in parts)]),
+        notes={name: notes for part in parts for name, notes in part.notes.items()},
         null_text=null_text,
     )
 
@@ -122,10 +109,7 @@ def drop_duplicate_ids(table: pa.Table, key: str) -> pa.Table:
 
 def _plan_dataset(
     config: Config, dataset: Dataset, table: pa.Table, side_multiple: int, held_out_ids: pa.Array
-) -> _DatasetPlan:
-    for pattern in dataset.caption_filter:
-        if problem := texts.pattern_error(pattern):
-            raise LatentpressError(f"datasets.{dataset.id}.caption_filter: {problem}", "correct it")
+) -> DraftPlan:
     family, template = config.model.family_spec, config.model.template
     items = CandidateItems(dataset.id, table.append_column("row", pa.array(np.arange(table.num_rows))))
     if dataset.where is not None:
@@ -149,7 +133,18 @@ def _plan_dataset(
     held_out = samples.held_out_mask(dataset, items.column("media_id"))
     planned = samples.plan_samples(dataset, config.model.condition, items, crops, clips, held_out)
     captions = captions.of_items(np.isin(captioned, items.numbers("row"), assume_unique=True))
-    rows, text_lists, null_text = _plan_texts(template, items, planned, captions)
+    text_rows, text_lists, null_text = _plan_texts(template, items, planned, clips.item, captions)
+    count = planned.num_rows
+    names = ("sample_id", "role", "dataset", "path", "source_path", "mask_path")
+    active = {name: planned.column(name) for name in names}
+    active |= {
+        "bucket": pc.struct_field(planned.column("geometry"), "bucket"),
+        "repeats": pa.repeat(pa.scalar(dataset.repeats, pa.int32()), count),
+        "weight": pa.repeat(dataset.weight, count),
+        "regularisation": pa.repeat(dataset.is_regularisation_data, count),
+        "texts": text_lists,
+        "null_text": pa.nulls(count, pa.string()) if null_text is None else null_text,
+    }
     differing = CandidateItems(dataset.id, items.table.filter(pa.array(crops.aspect_differs)))
     sizes = (" (", differing.sizes(), ", its source ", differing.sizes("source_"), ")")
     notes = DatasetNotes(
@@ -160,26 +155,36 @@ def _plan_dataset(
         rounded=clips.rounded,
         repeating=clips.repeating,
         aspect_differs=message_column(differing.column("path"), *sizes),
-        crop_statistics=_crop_statistics(crops, planned),
+        crop_statistics=crop_statistics(
+            active["bucket"], crops.distortion[clips.item], crops.cropped_share[clips.item]
+        ),
     )
-    return _DatasetPlan(planned, rows, text_lists, null_text, items.rejects, notes)
+    rejects = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *items.rejects])
+    active_rows = pa.table(active, schema=ACTIVE_SCHEMA)
+    return DraftPlan(planned, text_rows, active_rows, rejects, {dataset.id: notes}, null_text=None)
 
 
 def _plan_texts(
-    template: Template, items: CandidateItems, planned: PlannedSamples, captions: texts.CleanedCaptions
+    template: Template,
+    items: CandidateItems,
+    planned: pa.Table,
+    item: np.ndarray,
+    captions: texts.CleanedCaptions,
 ) -> tuple[pa.Table, pa.Array, pa.Array | None]:
-    """(rows of TEXTS_SCHEMA, list of text ids of each sample, each sample's own null text or None)."""
+    """(rows of TEXTS_SCHEMA, list of text ids of each sample, each sample's own null text or None).
+
+    planned: (m,) samples. item: (m,) the row of each one's item.
+    """
     offsets = np.concatenate([[0], np.cumsum(np.bincount(captions.item, minlength=len(items)))])
     if not template.with_image:
         ids = texts.compute_text_ids(captions.texts, template)
         used = pa.array(np.flatnonzero(np.bincount(captions.caption, minlength=1)))
         rows = texts.text_table(ids.take(used), captions.texts.take(used), template, negative=False)
         lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), ids.take(pa.array(captions.caption)))
-        return rows, lists.take(pa.array(planned.item)), None
-    assert len(planned.item) == len(items), "tasks with an image in the prompt have one sample for each item"
-    images = prompt_image_columns(
-        planned.column("dataset"), items.column("source"), items.column("source_id"), planned.column("source_geometry")
-    )
+        return rows, lists.take(pa.array(item)), None
+    assert len(item) == len(items), "tasks with an image in the prompt have one sample for each item"
+    dataset, geometry = (planned.column(name).combine_chunks() for name in ("dataset", "source_geometry"))
+    images = prompt_image_columns(dataset, items.column("source"), items.column("source_id"), geometry)
     of_captions = {name: column.take(pa.array(captions.item)) for name, column in images.items()}
     captioned = captions.texts.take(pa.array(captions.caption))
     ids = texts.compute_text_ids(captioned, template, images=of_captions.pop("key"))
@@ -209,32 +214,10 @@ def prompt_image_columns(
     return {"image_dataset": dataset, "image_path": path, "image_id": media_id, "image_geometry": geometry, "key": key}
 
 
-def _active_rows(dataset: Dataset, part: _DatasetPlan) -> pa.Table:
-    count = part.samples.table.num_rows
-    names = ("sample_id", "role", "dataset", "path", "source_path", "mask_path")
-    columns = {name: part.samples.column(name) for name in names}
-    columns |= {
-        "bucket": pc.struct_field(part.samples.column("geometry"), "bucket"),
-        "repeats": pa.repeat(pa.scalar(dataset.repeats, pa.int32()), count),
-        "weight": pa.repeat(dataset.weight, count),
-        "regularisation": pa.repeat(dataset.is_regularisation_data, count),
-        "texts": part.captions,
-        "null_text": part.null_text if part.null_text is not None else pa.nulls(count, pa.string()),
-    }
-    return pa.table(columns, schema=ACTIVE_SCHEMA)
-
-
-def _crop_statistics(crops: crop_selection.SelectedCrops, planned: PlannedSamples) -> list[TableRow]:
-    buckets = pc.struct_field(planned.column("geometry"), "bucket").dictionary_encode()
-    code = np.asarray(buckets.indices)
-    distortion, lost, total = np.zeros((3, len(buckets.dictionary)))
-    np.maximum.at(distortion, code, crops.distortion[planned.item])
-    np.maximum.at(lost, code, crops.cropped_share[planned.item])
-    np.add.at(total, code, crops.cropped_share[planned.item])
-    counts = np.bincount(code, minlength=len(buckets.dictionary))
-    columns = {"samples": counts, "distortion": distortion, "lost": lost, "mean": total / counts}
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return [
-        {"bucket": name, **dict(zip(columns, row, strict=True))}
-        for name, row in zip(buckets.dictionary.to_pylist(), rows, strict=True)
-    ]
+def crop_statistics(buckets: pa.ChunkedArray, distortion: np.ndarray, lost: np.ndarray) -> list[TableRow]:
+    """One row for each bucket, from the (n,) bucket, change of aspect and lost share of each sample."""
+    columns = {"bucket": buckets, "distortion": distortion, "lost": lost}
+    groups = pa.table(columns).group_by("bucket", use_threads=False)
+    found = groups.aggregate([([], "count_all"), ("distortion", "max"), ("lost", "max"), ("lost", "mean")])
+    found = found.select(["bucket", "count_all", "distortion_max", "lost_max", "lost_mean"])
+    return found.rename_columns(["bucket", "samples", "distortion", "lost", "mean"]).to_pylist()

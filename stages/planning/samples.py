@@ -1,7 +1,5 @@
 """From items, crops and clips to samples: their ids and the rows of the plan's table."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,17 +17,6 @@ from stages.planning.crop_selection import SelectedCrops, geometry_columns
 _CONDITION_CODES = {"none": 0, "first-frame": 1, "source": 2}
 
 
-@dataclass(frozen=True)
-class PlannedSamples:
-    """(m,) samples as rows of schemas.tables.SAMPLES_SCHEMA. item: the row of each one's item."""
-
-    table: pa.Table
-    item: np.ndarray
-
-    def column(self, name: str) -> pa.Array:
-        return self.table.column(name).combine_chunks()
-
-
 def held_out_mask(dataset: Dataset, media_ids: pa.Array) -> np.ndarray:
     """(n,) whether an item is held out. Its content decides, so that its role stays when data is added."""
     if dataset.eval or not dataset.eval_fraction:
@@ -44,8 +31,8 @@ def plan_samples(
     crops: SelectedCrops,
     clips: SelectedClips,
     held_out: np.ndarray,
-) -> PlannedSamples:
-    """One sample for each image or clip. held_out: (n,) which items are."""
+) -> pa.Table:
+    """Rows of schemas.tables.SAMPLES_SCHEMA, one for each image or clip. held_out: (n,) which items are."""
     rows, kind = clips.item, "none" if condition is None else condition.kind
     one_frame = np.ones_like(clips.frames)
 
@@ -81,7 +68,7 @@ def plan_samples(
         columns["mask_geometry"] = pc.if_else(masked, columns["geometry"], pa.scalar(None, columns["geometry"].type))
     columns["sample_id"] = identity.sample_ids(record)
     columns = {field.name: columns.get(field.name, pa.nulls(len(rows), field.type)) for field in SAMPLES_SCHEMA}
-    return PlannedSamples(pa.table(columns, schema=SAMPLES_SCHEMA), rows)
+    return pa.table(columns, schema=SAMPLES_SCHEMA)
 
 
 def _bucket_names(crops: SelectedCrops, rows: np.ndarray, frames: np.ndarray) -> pa.Array:

@@ -1,5 +1,6 @@
 """What to know about a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,26 +13,29 @@ from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.family import ScaleWindow
 from schemas.geometry import Bucket, choose_buckets, resolution_buckets
+from schemas.tables import ACTIVE_SCHEMA
 from stages.planning.plan_builder import DraftPlan
-from stages.planning.units import sample_tensor_bytes, text_tensor_bytes
+from stages.planning.units import sample_tensor_bytes
 
 TableRow = dict[str, Any]
 SCALE_CLASS = "scale_class"  # the column of families with a scale window
 
 
 def bucket_table(config: Config, active: pa.Table, samples: pa.Table, crops: Iterable[TableRow]) -> list[TableRow]:
-    """One row for each bucket of the training set. crops: rows of `DatasetNotes.crop_statistics`."""
+    """One row for each bucket of the training set. crops: rows of `plan_builder.crop_statistics`; the shares
+    of a bucket without any are NaN."""
     family = config.model.family_spec
     buckets = pc.struct_field(samples.column("geometry"), "bucket")
     sizes = pa.table({"bucket": buckets, "bytes": sample_tensor_bytes(config, samples)})
     means = sizes.group_by("bucket").aggregate([("bytes", "mean")]).to_pylist()
     mean_bytes = {row["bucket"]: row["bytes_mean"] for row in means}
+    unknown = {"samples": 1, "distortion": math.nan, "lost": math.nan, "mean": math.nan}
     crops_of: dict[str, list[TableRow]] = {}
     for crop in crops:
         crops_of.setdefault(crop["bucket"], []).append(crop)
     table = []
     for draws in sorted(epoch_schedule(active, 1).buckets, key=lambda draws: draws.name):
-        bucket, cropped = Bucket.parse(draws.name), crops_of[draws.name]
+        bucket, cropped = Bucket.parse(draws.name), crops_of.get(draws.name, [unknown])
         row: TableRow = {"bucket": draws.name, "orientation": bucket.orientation}
         row |= {"samples": draws.samples, "samples_per_pass": draws.draws}
         if family.video:
@@ -79,10 +83,10 @@ def count_excluded(excluded: pa.Table) -> list[TableRow]:
     return counts.sort_by([("dataset", "ascending"), ("items", "descending"), ("rule", "ascending")]).to_pylist()
 
 
-def estimate_disk_mib(config: Config, samples: pa.Table, texts: pa.Table) -> tuple[float, float]:
-    """Estimated MiB of these samples' latents and of these texts' embeddings."""
-    text = text_tensor_bytes(config.model.family_spec, texts, config.text.precision or config.model.precision)
-    return int(sample_tensor_bytes(config, samples).sum()) / 2**20, int(text.sum()) / 2**20
+def disk_row(what: str, plan_bytes: np.ndarray, new_bytes: np.ndarray) -> TableRow:
+    """Estimated MiB of what the whole plan needs of latents or text embeddings, and of what is not encoded yet."""
+    plan_mib, to_encode_mib = (round(int(each.sum()) / 2**20, 2) for each in (plan_bytes, new_bytes))
+    return {"estimated": what, "plan_mib": plan_mib, "to_encode_mib": to_encode_mib}
 
 
 def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:
@@ -110,15 +114,11 @@ def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:
 
 def _signatures(active: pa.Table) -> dict[str, pa.Array]:
     """item: "dataset/path". row: the same with everything that affects training."""
-    active = active.filter(pc.not_equal(active.column("role"), VALIDATION)).combine_chunks()
-
-    def column(name: str) -> pa.Array:
-        values = active.column(name)
-        return values.chunk(0) if values.num_chunks else pa.array([], values.type)
-
-    item = pc.binary_join_element_wise(column("dataset"), column("path"), "/")
-    rest = [pc.binary_join(column("texts"), ","), pc.fill_null(column("null_text"), "")]
-    rest += [column(name).cast(pa.string()) for name in ("sample_id", "role", "repeats", "weight", "regularisation")]
+    active = active.filter(pc.not_equal(active.column("role"), VALIDATION))
+    column = {name: active.column(name).combine_chunks() for name in ACTIVE_SCHEMA.names}
+    item = pc.binary_join_element_wise(column["dataset"], column["path"], "/")
+    rest = [pc.binary_join(column["texts"], ","), pc.fill_null(column["null_text"], "")]
+    rest += [column[name].cast(pa.string()) for name in ("sample_id", "role", "repeats", "weight", "regularisation")]
     return {"item": item, "row": pc.binary_join_element_wise(item, *rest, "|")}
 
 

@@ -12,6 +12,7 @@ import xxhash
 
 from schemas import identity
 from schemas.config.datasets import Dataset, TagShuffle
+from schemas.errors import LatentpressError
 from schemas.family import Template
 from schemas.randomness import mix_bits
 from schemas.tables import TEXTS_SCHEMA
@@ -34,10 +35,28 @@ class CleanedCaptions:
 
 
 def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> CleanedCaptions:
-    """Apply the dataset's options and the template's cleaner to a column of caption lists; empty ones are left out."""
+    """Apply the dataset's options and the template's cleaner to a column of caption lists; empty ones are left out.
+    LatentpressError for an invalid pattern."""
     item = np.asarray(pc.list_parent_indices(captions)).astype(np.int64)
     coded = captions.flatten().dictionary_encode()
-    variants, parent = _caption_variants(dataset, coded.dictionary)
+    variants, parent = coded.dictionary, np.arange(len(coded.dictionary))
+    for pattern in dataset.caption_filter:
+        try:
+            if len(pattern) > 2 and pattern[0] == pattern[-1] == "/":  # a regular expression (RE2), else plain text
+                pc.replace_substring_regex("", pattern[1:-1], "")  # an invalid one raises even if there are no captions
+                variants = pc.replace_substring_regex(variants, pattern[1:-1], "")
+            else:
+                variants = pc.replace_substring(variants, pattern, "")
+        except pa.ArrowInvalid as error:
+            problem = f"{pattern!r} is no regular expression: {error}"
+            raise LatentpressError(f"datasets.{dataset.id}.caption_filter: {problem}", "correct it") from error
+    if dataset.tag_shuffle is not None:
+        variants, parent = shuffle_tags(variants, dataset.tag_shuffle)
+    if dataset.prepend or dataset.append:
+        # A caption that the filter emptied stays empty: prepended and appended words alone describe nothing.
+        filled = pc.greater(pc.binary_length(pc.utf8_trim_whitespace(variants)), 0)
+        joined = pc.binary_join_element_wise(dataset.prepend, variants, dataset.append, "")
+        variants = pc.if_else(filled, joined, "")
     cleaned = template.cleaner.column(variants)
     # caption -> its variants, a run each; (item, caption) -> (item, variant)
     counts = np.bincount(parent, minlength=len(coded.dictionary))
@@ -62,28 +81,6 @@ def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> 
 def _positions_within(counts: np.ndarray) -> np.ndarray:
     """0 .. count - 1 for each count, concatenated."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _caption_variants(dataset: Dataset, captions: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """(m,) variants of captions by the dataset's options, and (m,) the caption of each, ascending."""
-    for pattern in dataset.caption_filter:
-        captions = _remove_pattern(captions, pattern)
-    parent = np.arange(len(captions))
-    if dataset.tag_shuffle is not None:
-        captions, parent = shuffle_tags(captions, dataset.tag_shuffle)
-    if not (dataset.prepend or dataset.append):
-        return captions, parent
-    # A caption that the filter emptied stays empty: prepended and appended words alone describe nothing.
-    filled = pc.greater(pc.binary_length(pc.utf8_trim_whitespace(captions)), 0)
-    joined = pc.binary_join_element_wise(dataset.prepend, captions, dataset.append, "")
-    return pc.if_else(filled, joined, ""), parent
-
-
-def _remove_pattern(captions: pa.Array, pattern: str) -> pa.Array:
-    """Remove what an entry of caption_filter matches: plain text, or /regular expression/ (RE2)."""
-    if len(pattern) > 2 and pattern[0] == pattern[-1] == "/":
-        return pc.replace_substring_regex(captions, pattern[1:-1], "")
-    return pc.replace_substring(captions, pattern, "")
 
 
 def shuffle_tags(captions: pa.Array, shuffle: TagShuffle) -> tuple[pa.Array, np.ndarray]:
@@ -130,12 +127,3 @@ def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: 
     }
     columns = {field.name: columns.get(field.name, pa.nulls(count, field.type)) for field in TEXTS_SCHEMA}
     return pa.table(columns, schema=TEXTS_SCHEMA)
-
-
-def pattern_error(pattern: str) -> str | None:
-    """What is wrong with an entry of caption_filter, or None."""
-    try:
-        _remove_pattern(pa.array([""]), pattern)
-    except pa.ArrowInvalid as error:
-        return f"{pattern!r} is no regular expression: {error}"
-    return None

@@ -6,7 +6,6 @@ import pyarrow.compute as pc
 
 from schemas import identity
 from schemas.config.pipeline import VALIDATION, Config
-from schemas.family import Family
 from schemas.geometry import Bucket
 from schemas.randomness import mix_bits
 from schemas.tables import UNITS_SCHEMA
@@ -32,11 +31,12 @@ def sample_tensor_bytes(config: Config, samples: pa.Table) -> np.ndarray:
     return ((frames + condition_frames) * channels + mask_frames) * frame_bytes
 
 
-def text_tensor_bytes(family: Family, texts: pa.Table, precision: str) -> np.ndarray:
+def text_tensor_bytes(config: Config, texts: pa.Table) -> np.ndarray:
     """(n,) estimated bytes of texts' tensors: a token for every four characters, and the tokens of the image."""
     tokens = 8 + np.asarray(pc.utf8_length(texts.column("text"))) // 4
     buckets = _image_buckets(texts)
     sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]  # 1x1: no image, 0 tokens
+    family, precision = config.model.family_spec, config.text.precision or config.model.precision
     side = family.image_token
     image_tokens = np.array([size.width // side * (size.height // side) for size in sizes], np.int64)
     return (tokens + image_tokens[np.asarray(buckets.indices)]) * family.text_width * _DTYPE_BYTES[precision]
@@ -63,12 +63,16 @@ def sample_units(config: Config, samples: pa.Table) -> pa.Table:
 def text_units(config: Config, texts: pa.Table) -> pa.Table:
     """Divide texts into units of similar length, so that batches need little padding. Texts with an image are sorted
     by its size, then by the image, and share a unit where they fit: the image is then read and encoded once."""
-    precision = config.text.precision or config.model.precision
-    sizes = text_tensor_bytes(config.model.family_spec, texts, precision)
+    sizes = text_tensor_bytes(config, texts)
     ids = texts.column("text_id").combine_chunks()
     buckets = _image_buckets(texts)
     bucket = np.argsort(np.argsort(buckets.dictionary.to_pylist()))[np.asarray(buckets.indices)]
-    image = _prompt_image_keys(texts)
+    image = np.zeros(len(ids), np.uint64)  # a number for the image in each prompt, file and crop; 0 without one
+    if texts.column("image_id").null_count < len(ids):
+        image = mix_bits(identity.id_prefixes(texts.column("image_id")))
+        for name in ("resize_w", "resize_h", "x", "y"):
+            values = pc.fill_null(pc.struct_field(texts.column("image_geometry"), name), 0)
+            image = mix_bits(image + np.asarray(values).astype(np.uint64))
     # Sorted by numbers: sorting a million ids as text takes ten times as long.
     order = np.lexsort((identity.id_prefixes(ids), np.asarray(pc.utf8_length(texts.column("text"))), image, bucket))
     units = [
@@ -76,18 +80,6 @@ def text_units(config: Config, texts: pa.Table) -> pa.Table:
         for rows in np.split(order, np.flatnonzero(np.diff(bucket[order])) + 1)
     ]
     return pa.concat_tables(units)
-
-
-def _prompt_image_keys(texts: pa.Table) -> np.ndarray:
-    """(n,) a number for the image in each prompt, file and crop; 0 where there is none."""
-    media = texts.column("image_id")
-    if media.null_count == len(media):
-        return np.zeros(len(media), np.uint64)
-    keys = mix_bits(identity.id_prefixes(media))
-    for name in ("resize_w", "resize_h", "x", "y"):
-        values = pc.fill_null(pc.struct_field(texts.column("image_geometry"), name), 0)
-        keys = mix_bits(keys + np.asarray(values).astype(np.uint64))
-    return keys
 
 
 def _image_buckets(texts: pa.Table) -> pa.DictionaryArray:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,26 +19,19 @@ from stages.planning.plan_builder import DraftPlan, drop_duplicate_ids, plan_tex
 TableRow = dict[str, Any]
 
 
-class PromptImage(NamedTuple):
-    """A prompt's image or clip as probed. width, height: pixels. duration: seconds."""
-
-    media_id: str
-    width: int
-    height: int
-    duration: float = 0.0
-
-
 def add_validation_prompts(
-    plan: DraftPlan, config: Config, multiple: int, probe: Callable[[Path, str], PromptImage]
+    plan: DraftPlan, config: Config, multiple: int, probe: Callable[[Path, str], TableRow]
 ) -> None:
     """Plan the validation prompts.
 
-    probe: opens a prompt's file as "image" or "video"; raises LatentpressError.
+    probe: from a prompt's file and "image" or "video" to its media_id, width, height and duration; raises
+    LatentpressError.
     """
     family, template = config.model.family_spec, config.model.template
-    bucket = validation_bucket(config, multiple) if config.validation.prompts else None
+    if not config.validation.prompts:
+        return
+    bucket = validation_bucket(config, multiple)
     for prompt in config.validation.prompts:
-        assert bucket is not None
         condition, image = None, None
         if prompt.image is not None and config.model.condition is not None:
             condition_bucket = Bucket(bucket.width, bucket.height, config.model.condition.frames)
@@ -86,7 +79,7 @@ def validation_bucket(config: Config, multiple: int) -> Bucket:
 
 
 def _condition_sample(
-    config: Config, prompt: Prompt, probe: Callable[[Path, str], PromptImage], bucket: Bucket
+    config: Config, prompt: Prompt, probe: Callable[[Path, str], TableRow], bucket: Bucket
 ) -> TableRow:
     """The sample of a prompt's image, or of a clip's first frames at the rate of the first video dataset."""
     assert prompt.image is not None
@@ -95,17 +88,17 @@ def _condition_sample(
         rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
         clip = {"kind": "video", "start": 0.0, "rate": rates[0]}
     image = probe(Path(prompt.image), clip["kind"])
-    if clip["kind"] == "video" and frames_available(image.duration, clip["rate"]) < bucket.frames:
+    if clip["kind"] == "video" and frames_available(image["duration"], clip["rate"]) < bucket.frames:
         raise LatentpressError(
             f"validation prompt {prompt.name}: {config.model.task} of {config.model.family} starts from "
             f"{bucket.frames} frames, and {prompt.image} has fewer at {clip['rate']:g} per second",
             "give a longer clip",
         )
-    found = cover_crop(image.width, image.height, bucket.width, bucket.height)
+    found = cover_crop(image["width"], image["height"], bucket.width, bucket.height)
     crop = {"resize_w": int(found.resize_width), "resize_h": int(found.resize_height)}
     crop |= {"x": int(found.x), "y": int(found.y)}
     record = np.zeros(1, identity.SAMPLE_DTYPE)
-    record["media"] = identity.id_bytes(pa.array([image.media_id]))
+    record["media"] = identity.id_bytes(pa.array([image["media_id"]]))
     record["geometry"] = [bucket.width, bucket.height, bucket.frames, *crop.values()]
     record["start"], record["rate"] = clip.get("start", 0.0), clip.get("rate", 0.0)
     return dict.fromkeys(SAMPLES_SCHEMA.names) | {
@@ -113,7 +106,7 @@ def _condition_sample(
         "role": VALIDATION,
         "dataset": VALIDATION,
         "path": prompt.name,
-        "media_id": image.media_id,
+        "media_id": image["media_id"],
         **clip,
         "geometry": {"bucket": str(bucket), **crop},
         "condition": "none",

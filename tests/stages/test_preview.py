@@ -4,6 +4,7 @@ import math
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ def test_see_gives_the_encoders_pixels_to_the_last_bit(project) -> None:
     planned(home)
     sample = rows(home)["clip.mp4"]
     seen = sample_preview.read_preview(
-        sample_preview.PreviewTask(sample, (64, 48), (path, sample["media_id"]), None, None, "pyav")
+        sample_preview.PreviewTask(sample, (64, 48), {"media": (path, sample["media_id"])}, "pyav")
     )
     np.testing.assert_array_equal(seen.frames, read_sample_frames(path, sample, "pyav")[::2])
     assert seen.times == pytest.approx(clip_times(sample["start"], sample["rate"], 17)[::2])
@@ -147,8 +148,10 @@ def item(word: str, **own: Any) -> PageItem:
 def plan_page(word: str) -> Page:
     looks = [PreviewPictures((DOT,), times, DOT, source=DOT, masked=(DOT,)) for times in ((), (0.5,))]
     items = [item(word, problem=word), *(item(word, preview=look) for look in looks)]
-    line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word]}
-    own = {"title": word, "facts": [word], "buckets": [line], "exclusions": [(word, word, [line]), (word, word, [])]}
+    line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word], "latents_mib": 1.5}
+    model = SimpleNamespace(family=word, task=word, flavour_spec=SimpleNamespace(name=word))
+    own = {"title": word, "model": model, "samples": 3, "held_out": 1, "buckets": [line], "set_aside": []}
+    own["excluded"] = [line]
     pieces = list(render_template("plan.html", sections=[BucketSection(word, line, word, items)], **own))
     assert len(pieces) > len(items)  # it is rendered an item at a time
     return Page(b"".join(pieces).decode())
@@ -191,7 +194,8 @@ def test_a_clip_that_ends_early_is_shown_with_its_reason(project) -> None:
     path = home.video("clip.mp4", frames=48, rate=24)
     planned(home)
     sample = rows(home)["clip.mp4"]
-    task = sample_preview.PreviewTask(sample | {"start": 1.5}, (64, 48), (path, sample["media_id"]), None, None, "pyav")
+    files = {"media": (path, sample["media_id"])}
+    task = sample_preview.PreviewTask(sample | {"start": 1.5}, (64, 48), files, "pyav")
     with pytest.raises(MediaError, match=r"ends at 2\.0"):
         sample_preview.render_preview(task)
 

@@ -4,6 +4,7 @@ import io
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -274,7 +275,11 @@ def latents_page(word: str) -> Any:
     shown = [SampleResult(item, captions, clip_comparison.Comparison((frame,), frame.mse, frame)) for frame in frames]
     shown += [SampleResult(item, captions, None, MediaError("missing", word, word, word), LatentpressError(word, word))]
     line = {"bucket": "64x64@1", word: word}
-    own = {"title": word, "facts": [word], "buckets": [line], "lowest": shown[:2], "difference": word}
+    flavour, family = SimpleNamespace(name=word), SimpleNamespace(posterior=True)
+    model = SimpleNamespace(family=word, task=word, flavour_spec=flavour, family_spec=family)
+    counts = SimpleNamespace(folder=word, encoded=np.ones(3, bool), set_aside=np.ones(3, bool), missing=1)
+    own = {"title": word, "model": model, "posterior": "mode", "encoded": counts, "buckets": [line]}
+    own |= {"lowest": shown[:2], "difference": word}
     return Page(
         b"".join(render_template("latents.html", sections=[BucketSection(word, line, word, shown)], **own)).decode()
     )

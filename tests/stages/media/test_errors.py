@@ -2,7 +2,8 @@ import pickle
 
 import pytest
 
-from stages.media.errors import MediaError, require_regular_file
+from stages.media.errors import MediaError
+from stages.media.files import media_size
 
 
 def test_the_message_names_the_file_the_problem_and_the_next_step():
@@ -21,8 +22,8 @@ def test_unusable_files_have_different_reasons(tmp_path):
     empty, full = tmp_path / "empty", tmp_path / "full"
     empty.touch()
     full.write_bytes(b"abc")
-    assert require_regular_file(full) == 3
+    assert media_size(full) == 3
     for path, reason in ((empty, "empty-file"), (tmp_path / "none", "missing"), (tmp_path, "unreadable")):
         with pytest.raises(MediaError) as caught:
-            require_regular_file(path)
+            media_size(path)
         assert caught.value.reason == reason

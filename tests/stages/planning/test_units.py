@@ -55,11 +55,7 @@ def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuf
         lengths = [len(row["text"]) for row in run]
         assert lengths == sorted(lengths)
 
-    sizes = dict(
-        zip(
-            table["text_id"].to_pylist(), text_tensor_bytes(config(1).model.family_spec, table, "bfloat16"), strict=True
-        )
-    )
+    sizes = dict(zip(table["text_id"].to_pylist(), text_tensor_bytes(config(1), table), strict=True))
     limit = int(unit_mib * 2**20)
     for unit in members:
         assert len({row["image_geometry"]["bucket"] for row in unit}) == 1
@@ -77,6 +73,6 @@ def test_texts_without_an_image_are_cut_where_a_unit_is_full() -> None:
     blank = {"image_dataset": None, "image_path": None, "image_id": None, "image_geometry": None}
     rows = [text(number, 0, 0, 9) | blank for number in range(100)]
     table = pa.Table.from_pylist(rows, schema=TEXTS_SCHEMA)
-    each = int(text_tensor_bytes(config(1).model.family_spec, table, "bfloat16")[0])
+    each = int(text_tensor_bytes(config(1), table)[0])
     units = text_units(config(each * 30.5 / 2**20), table)
     assert np.diff(units.column("members").combine_chunks().offsets).tolist() == [30, 30, 30, 10]
