@@ -44,7 +44,7 @@ class Damaged:
         if self.rel.endswith(".tar"):
             return json.loads(self.store.read_bytes(self.rel + ".json"))["rows"][3]["tensors"][0] - 512
         with shard_io.open_reader(self.store, self.rel) as reader:
-            return reader._batches.ranges[3][0]
+            return reader._spans[3][0]
 
 
 def flip_description(it: Damaged) -> None:
