@@ -1,21 +1,37 @@
-"""What the benchmarks share: configurations, silent runs of a program, clocks, rows of a table. No program."""
+"""What the benchmarks share: options, configurations, shards, clocks, rows of a table. No program."""
 
+import argparse
 import json
 import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from cache import shard_io
+from cache.shard import ShardMeta, ShardRow
+from cache.store import Store
 from cache.tensors import Array
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 
+T = TypeVar("T")
+
 MIB = 1 << 20
+
+
+def make_parser(description: str | None, repeat: int | None = None, root: bool = False) -> argparse.ArgumentParser:
+    """A parser whose help is `description` as it is written, with the options that several benchmarks have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if repeat is not None:
+        parser.add_argument("--repeat", type=int, default=repeat)
+    if root:
+        parser.add_argument("--root", type=Path, help="a folder on the disk to be measured")
+    return parser
 
 
 def write_config(path: Path, settings: dict[str, Any]) -> Path:
@@ -42,6 +58,17 @@ def time_call(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - start, cpu_seconds() - cpu
 
 
+def measure_by_turns(ways: Mapping[str, Callable[[], T]], repeat: int, uncounted: int = 0) -> dict[str, list[T]]:
+    """What each way returned, by its name: in each of `repeat` turns once, after `uncounted` turns that do not count.
+    Every second turn goes through the ways backwards."""
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    for turn in range(-uncounted, repeat):
+        for name in list(ways)[:: -1 if turn % 2 else 1]:
+            result = ways[name]()
+            found[name] += [result] if turn >= 0 else []
+    return found
+
+
 def medians(times: Iterable[Iterable[float]]) -> list[float]:
     """Median of each column."""
     return [statistics.median(column) for column in zip(*times, strict=True)]
@@ -49,6 +76,23 @@ def medians(times: Iterable[Iterable[float]]) -> list[float]:
 
 def random_bfloat16(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     return Array.from_numpy((rng.random(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16), "bfloat16")
+
+
+def make_rows(name: str, shape: tuple[int, ...], count: int) -> list[ShardRow]:
+    """Rows of one bfloat16 tensor; at most 64 of them differ."""
+    rng = np.random.default_rng(0)
+    values = [random_bfloat16(shape, rng) for _ in range(min(count, 64))]
+    return [ShardRow(f"{number:032x}", {name: values[number % 64]}) for number in range(count)]
+
+
+def write_shard(store: Store, meta: ShardMeta, rows: Sequence[ShardRow], format: str = "arrow") -> str:
+    """Write rows with the same tensors as an encoding stage does; returns the path."""
+    columns = {name: array.dtype for name, array in rows[0].tensors.items()}
+    stem = f"{meta.kind}/{meta.fingerprint}/{meta.unit}"
+    with shard_io.open_writer(store, stem, meta, columns, format) as out:
+        for row in rows:
+            out.add(row)
+        return out.finish()
 
 
 def print_row(*cells: object) -> None:

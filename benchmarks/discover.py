@@ -13,18 +13,17 @@
    counts mapped files too, which the system can drop (VmHWM). Linux only.
 """
 
-import argparse
 import io
-import json
 import os
-import select
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import av
@@ -33,7 +32,8 @@ import pyarrow as pa
 import xxhash
 from PIL import Image
 
-from benchmarks.common import MIB, medians, print_header, print_row, run_silently, time_call, write_config
+from benchmarks import common
+from benchmarks.common import MIB, print_header, print_row, run_silently, time_call, write_config
 from cache.store import Store
 from stages import discover
 from stages.discovery import item_reader
@@ -132,12 +132,10 @@ def bare_walk(folder: Path) -> None:
 
 def time_alternately(repeat: int, bare: Callable[[], object], ours: Callable[[], object]) -> tuple[str, str, str]:
     """Median seconds (processor seconds) of both, and their ratio with its lowest and highest."""
-    times: dict[Callable[[], object], list[tuple[float, float]]] = {bare: [], ours: []}
-    for number in range(repeat):
-        for work in (bare, ours) if number % 2 == 0 else (ours, bare):
-            times[work].append(time_call(work))
-    (bare_s, bare_cpu), (own_s, own_cpu) = medians(times[bare]), medians(times[ours])
-    ratios = sorted(own / least for (own, _), (least, _) in zip(times[ours], times[bare], strict=True))
+    ways = {"bare": partial(time_call, bare), "ours": partial(time_call, ours)}
+    times = common.measure_by_turns(ways, repeat)
+    (bare_s, bare_cpu), (own_s, own_cpu) = map(common.medians, times.values())
+    ratios = sorted(own / least for (least, _), (own, _) in zip(*times.values(), strict=True))
     ratio = f"{own_s / bare_s:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}; processor {own_cpu / bare_cpu:.2f})"
     return f"{bare_s:.3f} s ({bare_cpu:.2f})", f"{own_s:.3f} s ({own_cpu:.2f})", ratio
 
@@ -216,8 +214,9 @@ class SyntheticReader:
         return {"media_id": media_id, "kind": "image", "width": 1024, "height": 768, "captions": [caption]}
 
 
-def scan_synthetic(entries: int, folder: Path) -> None:
-    """In a process of its own: one scan, after a small one that makes what is made only once."""
+def scan_synthetic(entries: int, folder: Path, results: Connection) -> None:
+    """In a process of its own: one scan, after a small one that makes what is made only once. Sends its memory before,
+    then (seconds, MiB of the table, VmHWM)."""
     discover.open_source = SyntheticSource  # type: ignore[assignment]
     item_reader.ItemReader = SyntheticReader  # type: ignore[assignment,misc]
     with tempfile.TemporaryDirectory() as name:
@@ -226,10 +225,9 @@ def scan_synthetic(entries: int, folder: Path) -> None:
     SyntheticSource.entries, path = entries, make_config(folder)
     pa.default_memory_pool().release_unused()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    print(json.dumps(memory_of("self")), flush=True)
+    results.send(memory_of("self"))
     seconds, _ = time_call(lambda: run_silently(discover.run, path))
-    table = (folder / "work" / TABLE).stat().st_size / MIB
-    print(json.dumps({"seconds": seconds, "table": table, "most": memory_of("self")["VmHWM"]}), flush=True)
+    results.send((seconds, (folder / "work" / TABLE).stat().st_size / MIB, memory_of("self")["VmHWM"]))
 
 
 def memory_of(process: object) -> dict[str, float]:
@@ -239,32 +237,30 @@ def memory_of(process: object) -> dict[str, float]:
     return {name: int(value.split()[0]) / 1024 for name, value in pairs}
 
 
-def benchmark_memory(folder: str, entries: int) -> None:
-    command = [sys.executable, "-m", "benchmarks.discover", "--synthetic", folder, "--entries", str(entries)]
+def benchmark_memory(folder: Path, entries: int) -> None:
+    context = get_context("spawn")
     for scan in ("first", "second"):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            start, own = json.loads(child.stdout.readline()), 0.0
-            while not select.select([child.stdout], [], [], 0.002)[0]:
-                own = max(own, memory_of(child.pid)["RssAnon"])
-            end = json.loads(child.stdout.readline())
-        table, most, own = end["table"], end["most"] - start["VmRSS"], max(own - start["RssAnon"], 0.0)
+        results, sender = context.Pipe(duplex=False)
+        child = context.Process(target=scan_synthetic, args=(entries, folder, sender))
+        child.start()
+        sender.close()
+        start, own = results.recv(), 0.0
+        while not results.poll(0.002):
+            own = max(own, memory_of(child.pid)["RssAnon"])
+        seconds, table, most = results.recv()
+        child.join()
+        most, own = most - start["VmRSS"], max(own - start["RssAnon"], 0.0)
         sizes = (f"{table:.1f} MiB", f"{own:.0f} MiB", f"{most:.0f} MiB")
-        print_row(entries, scan, *sizes, f"{most / table:.2f}", f"{end['seconds']:.1f} s")
+        print_row(entries, scan, *sizes, f"{most / table:.2f}", f"{seconds:.1f} s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__, repeat=5)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--videos", type=int, default=200)
     parser.add_argument("--tree", type=int, default=100_000, help="files of the unchanged tree")
     parser.add_argument("--entries", type=int, nargs="*", default=[100_000, 1_000_000], help="made-up entries")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--synthetic", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.synthetic:
-        scan_synthetic(options.entries[0], options.synthetic)
-        return
     print_header("", "bare", "discover", "ratio", "limit")
     with tempfile.TemporaryDirectory() as folder:
         benchmark_first_scan(Path(folder), options.images, options.videos, options.repeat)
@@ -274,7 +270,7 @@ def main() -> None:
     print_header("entries", "scan", "table", "own memory", "resident", "resident / table", "time")
     for entries in options.entries if sys.platform == "linux" else ():
         with tempfile.TemporaryDirectory() as folder:
-            benchmark_memory(folder, entries)
+            benchmark_memory(Path(folder), entries)
 
 
 if __name__ == "__main__":

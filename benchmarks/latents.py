@@ -24,16 +24,20 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import common
 from benchmarks.common import medians, print_header, print_row, run_silently, time_call, write_config
 from benchmarks.discover import make_jpeg, make_video, unique_jpeg, unique_video, write_item
 from cache.store import Store
+from examples import tiny_models
 from schemas.config.loading import load_config
 from schemas.geometry import Bucket
+from stages import bucket, discover, encode_latents
 from stages.planning.plan_lookup import current_plan
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -48,8 +52,6 @@ def make_checkpoint(folder: Path, channels: int) -> Path:
     import torch
     from diffusers import AutoencoderKL
 
-    from examples import tiny_models
-
     tiny_models.build("kandinsky5-image-t2i", folder)
     torch.manual_seed(0)
     config = dict(AutoencoderKL.load_config(folder / "vae"))
@@ -63,8 +65,6 @@ def make_project(
     folder: Path, count: int, side: int, model: Path, kind: str = "kandinsky5-image-t2i", **resources: str
 ) -> Path:
     """A planned project of `count` pictures or clips; the configuration's path."""
-    from stages import bucket, discover
-
     dataset: dict = {"id": "media", "instance_data_dir": "media", "resolution": side}
     if "video" in kind:
         dataset |= {"dataset_type": "video", "video": {"num_frames": FRAMES, "clip": "head"}}
@@ -90,8 +90,6 @@ def make_project(
 
 def run_stage(path: Path) -> None:
     """Run encode-latents from scratch."""
-    from stages import encode_latents
-
     shutil.rmtree(path.parent / "work" / "latents", ignore_errors=True)
     run_silently(encode_latents.run, path)
 
@@ -157,13 +155,9 @@ def benchmark_on_device(one: Path, full: Path, repeat: int) -> None:
         rest = measure(lambda: run_stage(full), device) - measure(lambda: run_stage(one), device)
         return rest / (1 - shapes[0][1] / frames)
 
-    turns: dict[str, list[float]] = {"bare": [], "stage": []}
-    for turn in range(repeat + 1):
-        seconds = {"bare": devices.time_call(alone, device), "stage": without_start(devices.time_call)}
-        if turn:  # the first is not counted
-            for side, found in seconds.items():
-                turns[side].append(found)
-    bare, ours = (statistics.median(turns[side]) for side in ("bare", "stage"))
+    ways = {"bare": lambda: devices.time_call(alone, device), "stage": lambda: without_start(devices.time_call)}
+    turns = common.measure_by_turns(ways, repeat, uncounted=1)
+    bare, ours = map(statistics.median, turns.values())
     peak_flops = devices.peak_flops(device, vae.dtype)
     print(f"{len(ready)} batches, as {'x'.join(map(str, shapes[0]))}, {vae.dtype}, {device}")
     print_header("", "s, median", "min to max", "frames/s", "times bare", *devices.COLUMNS)
@@ -200,11 +194,12 @@ def compare_processes(folder: Path, options: argparse.Namespace) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     model = make_checkpoint(folder / "model", options.channels)
     one, full = (make_project(folder / str(count), count, options.side or 512, model) for count in (1, options.images))
-    times: dict[str, list[tuple[float, float]]] = {"bare": [], "stage": []}
-    for _ in range(options.repeat):
-        for side, turns in times.items():
-            start, total = measure_side(side, one), measure_side(side, full)
-            turns.append((total[0] - start[0], total[1] - start[1]))
+
+    def without_start(side: str) -> tuple[float, float]:
+        start, total = measure_side(side, one), measure_side(side, full)
+        return total[0] - start[0], total[1] - start[1]
+
+    times = common.measure_by_turns({side: partial(without_start, side) for side in ("bare", "stage")}, options.repeat)
     print_header("", "time", "processor", "ratio")
     found = {side: medians(turns) for side, turns in times.items()}
     for side, (seconds, busy) in found.items():
@@ -213,8 +208,6 @@ def compare_processes(folder: Path, options: argparse.Namespace) -> None:
 
 
 def compare_on_device(folder: Path, options: argparse.Namespace) -> None:
-    from examples import tiny_models
-
     model = tiny_models.build(options.kind, folder / "model")
     if options.true_size:
         tiny_models.build(options.kind, model, size="true", dtype=options.precision, only=("vae",))
@@ -227,10 +220,9 @@ def compare_on_device(folder: Path, options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__, repeat=3)
     parser.add_argument("--images", type=int, default=200, help="or clips; 2 or more")
     parser.add_argument("--side", type=int, help="default: 512; with --device the usual size")
-    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--device", help="cuda, or cpu; see above")
     parser.add_argument("--kind", choices=KINDS, default="kandinsky5-image-t2i", help="with --device")

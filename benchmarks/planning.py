@@ -7,19 +7,16 @@ quotes. `--foreign` is the share of captions with words in other scripts, which 
 a process of its own, bound to one core; "again" is a second run with nothing changed.
 """
 
-import argparse
-import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.common import print_header, print_row, run_silently, time_call, write_config
+from benchmarks.common import make_parser, print_header, print_row, run_silently, time_call, write_config
 from cache.store import Store
 from schemas.config.loading import load_config
 from schemas.tables import MEDIA_SCHEMA
@@ -75,34 +72,29 @@ def make_project(folder: Path, items: int, kind: str, foreign: float, **settings
     return path
 
 
-def run_child(path: Path) -> None:
-    """Run bucket once on one core; print the seconds and the most MiB it took."""
+def run_bucket(path: Path) -> tuple[float, float]:
+    """Run bucket once on one core, in a process of its own: seconds, and MiB at most."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)
     from stages import bucket
 
     seconds, _ = time_call(lambda: run_silently(bucket.run, path))
-    print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--items", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--kind", choices=("image", "video"), default="image")
     parser.add_argument("--foreign", type=float, default=0.0)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        return run_child(options.child)
     print_header("items", "plan, s", "again, s", "most memory, MiB")
     with tempfile.TemporaryDirectory() as folder:
         for items in options.items:
             path = make_project(Path(folder), items, options.kind, options.foreign)
-            command = [sys.executable, "-m", "benchmarks.planning", "--child", str(path)]
-            runs = [subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout for _ in range(2)]
-            (first, first_mib), (again, again_mib) = map(json.loads, runs)
+            with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+                (first, first_mib), (again, again_mib) = (pool.apply(run_bucket, (path,)) for _ in range(2))
             print_row(f"{items:,}", f"{first:.2f}", f"{again:.2f}", f"{max(first_mib, again_mib):,.0f}")
-    return None
 
 
 if __name__ == "__main__":

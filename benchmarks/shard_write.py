@@ -9,19 +9,19 @@ and musubi-tuner write for Kandinsky 5 (benchmarks/results/shard_write.md names 
 torch.save and safetensors: `files` is the sum of their sizes, `disk` the space that the file system allocated.
 """
 
-import argparse
+import math
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import MIB, medians, print_header, print_row, random_bfloat16, time_call
-from cache import shard, shard_io
+from benchmarks import common
+from benchmarks.common import MIB, make_rows, medians, print_header, print_row, time_call
+from cache import shard
 from cache.files import replace
 from cache.shard import ShardMeta, ShardRow
 from cache.store import Store
@@ -32,44 +32,26 @@ LONGEST = 250
 FLUX, HUNYUAN = (16, 1, 128, 128), (16, 16, 64, 96)
 SQUARES = (64, 96, 128)  # sides of latents of images at 512, 768 and 1024
 
-
-@dataclass
-class Unit:
-    """Columns and rows of a shard."""
-
-    columns: dict[str, str]
-    rows: list[ShardRow]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for row in self.rows for array in row.tensors.values())
-
-    def write(self, store: Store, name: str, format: str) -> str:
-        meta = ShardMeta("latents", "0" * 24, name, "", [row.id for row in self.rows])
-        with shard_io.open_writer(store, f"latents/{meta.fingerprint}/{name}", meta, self.columns, format) as out:
-            for row in self.rows:
-                out.add(row)
-            return out.finish()
+Rows = list[ShardRow]
 
 
-def make_latents(shape: tuple[int, ...], count: int) -> Unit:
-    rng = np.random.default_rng(0)
-    values = [random_bfloat16(shape, rng) for _ in range(min(count, 64))]
-    return Unit({"latent": "bfloat16"}, [ShardRow(f"{i:032x}", {"latent": values[i % 64]}) for i in range(count)])
+def write_shard(folder: Path, format: str, rows: Rows, name: str) -> None:
+    meta = ShardMeta("latents", "0" * 24, name, "", [row.id for row in rows])
+    common.write_shard(Store(folder), meta, rows, format)
 
 
-def make_texts(nbytes: int = 0, count: int = 0) -> Unit:
+def make_texts(nbytes: int = 0, count: int = 0) -> Rows:
     """Texts of 10 to LONGEST tokens, each length equally likely: `count`, or as many as fill `nbytes`."""
     rng, lengths = np.random.default_rng(0), np.random.default_rng(0)
-    longest = random_bfloat16((LONGEST, WIDTH), rng).numpy()
-    rows: list[ShardRow] = []
+    longest = common.random_bfloat16((LONGEST, WIDTH), rng).numpy()
+    rows: Rows = []
     while len(rows) < count if count else nbytes > 0:
         tokens = int(lengths.integers(10, LONGEST + 1))
         pooled = rng.random(POOLED, np.float32)
         tensors = {"embeds": Array.from_numpy(longest[:tokens], "bfloat16"), "pooled": Array.from_numpy(pooled)}
         rows.append(ShardRow(f"{len(rows):032x}", tensors, {"tokens": tokens, "kept": tokens}))
         nbytes -= sum(array.nbytes for array in tensors.values())
-    return Unit({"embeds": "bfloat16", "pooled": "float32"}, rows)
+    return rows
 
 
 def write_plain(folder: Path, data: memoryview, name: str) -> None:
@@ -97,33 +79,32 @@ def remove_files(folder: Path) -> tuple[int, int, int]:
 def benchmark_speed(folder: Path, mib: float, shards: int, repeat: int) -> None:
     size = int(mib * MIB)
     units = {
-        f"Flux latents {FLUX}": make_latents(FLUX, max(1, size // (2 * int(np.prod(FLUX))))),
-        f"HunyuanVideo latents {HUNYUAN}": make_latents(HUNYUAN, max(1, size // (2 * int(np.prod(HUNYUAN))))),
+        f"Flux latents {FLUX}": make_rows("latent", FLUX, max(1, size // (2 * math.prod(FLUX)))),
+        f"HunyuanVideo latents {HUNYUAN}": make_rows("latent", HUNYUAN, max(1, size // (2 * math.prod(HUNYUAN)))),
         f"texts of 10 to {LONGEST} tokens": make_texts(size),
     }
     print_header("", "written as", "MiB/s, median", "min to max", "CPU s per GiB", "of the disk's speed", "bytes")
-    for name, unit in units.items():
-        compare_formats(folder, name, unit, shards, repeat)
+    for name, rows in units.items():
+        compare_formats(folder, name, rows, shards, repeat)
 
 
-def compare_formats(folder: Path, name: str, unit: Unit, shards: int, repeat: int) -> None:
-    store = Store(folder)
-    data = memoryview(b"".join(array.raw() for row in unit.rows for array in row.tensors.values()))
-    writers: dict[str, Callable[[str], object]] = {"blocks of 1 MiB": partial(write_plain, folder, data)}
-    writers |= {format: partial(unit.write, store, format=format) for format in shard.SUFFIXES}
-    times: dict[str, list[tuple[float, float]]] = {way: [] for way in writers}
-    sizes, mib = {}, unit.nbytes * shards / MIB
-    for turn in range(repeat + 1):
-        for way, write in writers.items():
-            found = time_call(lambda write=write: [write(f"unit-{number}") for number in range(shards)])
-            times[way] += [found] if turn else []
-            sizes[way] = remove_files(folder)[1] / (unit.nbytes * shards)
-    base, _ = medians(times["blocks of 1 MiB"])
-    for way, turns in times.items():
-        seconds, cpu = medians(turns)
-        rates = sorted(mib / one for one, _ in turns)
+def compare_formats(folder: Path, name: str, rows: Rows, shards: int, repeat: int) -> None:
+    data = memoryview(b"".join(array.raw() for row in rows for array in row.tensors.values()))
+
+    def measure(write: Callable[[str], None]) -> tuple[float, float, float]:
+        """Seconds, processor seconds, and bytes of files for each byte of tensors."""
+        seconds, cpu = time_call(lambda: [write(f"unit-{number}") for number in range(shards)])
+        return seconds, cpu, remove_files(folder)[1] / (len(data) * shards)
+
+    ways = {"blocks of 1 MiB": partial(measure, partial(write_plain, folder, data))}
+    ways |= {format: partial(measure, partial(write_shard, folder, format, rows)) for format in shard.SUFFIXES}
+    found, mib = common.measure_by_turns(ways, repeat, uncounted=1), len(data) * shards / MIB
+    base = medians(found["blocks of 1 MiB"])[0]
+    for way, turns in found.items():
+        seconds, cpu, size = medians(turns)
+        rates = sorted(mib / turn[0] for turn in turns)
         speed = [f"{mib / seconds:,.0f}", f"{rates[0]:,.0f} to {rates[-1]:,.0f}", f"{cpu / mib * 1024:.2f}"]
-        print_row(name, way, *speed, f"{base / seconds:.2f}", f"{sizes[way]:.4f}")
+        print_row(name, way, *speed, f"{base / seconds:.2f}", f"{size:.4f}")
 
 
 # --- bytes of a sample ---
@@ -136,12 +117,12 @@ def torch_array(array: Array) -> Any:
     return torch.from_numpy(array.numpy().copy()).view(getattr(torch, array.dtype))
 
 
-def write_like_simpletuner(folder: Path, captions: Unit, pictures: list[Unit], pad: int, dtype: str) -> None:
+def write_like_simpletuner(folder: Path, captions: Rows, pictures: list[Rows], pad: int, dtype: str) -> None:
     """One .pt per caption, padded, and one .pt per sample."""
     import torch
 
     torch_dtype = getattr(torch, dtype)
-    for row in captions.rows:
+    for row in captions:
         embeds = torch_array(row.tensors["embeds"])
         padded = torch.zeros(1, pad, WIDTH, dtype=torch_dtype)
         padded[0, : len(embeds)] = embeds
@@ -149,19 +130,19 @@ def write_like_simpletuner(folder: Path, captions: Unit, pictures: list[Unit], p
         mask = torch.ones(1, pad, dtype=torch.int32)
         text = {"prompt_embeds": padded, "pooled_prompt_embeds": pooled, "attention_masks": mask}
         torch.save(text, folder / f"{row.id}-kandinsky5-video.pt")
-    for number, unit in enumerate(pictures):
-        for row in unit.rows:
+    for number, rows in enumerate(pictures):
+        for row in rows:
             torch.save(torch_array(row.tensors["latent"]), folder / f"{row.id}-{number}.pt")
 
 
-def write_like_musubi(folder: Path, captions: Unit, pictures: list[Unit]) -> None:
+def write_like_musubi(folder: Path, captions: Rows, pictures: list[Rows]) -> None:
     """Two .safetensors per item: the text at its true length, and the latents with the first and the last repeated."""
     import torch
     from safetensors.torch import save_file
 
     metadata = {"architecture": "kandinsky5", "format_version": "1.0.1"}
-    for number, unit in enumerate(pictures):
-        for text, picture in zip(captions.rows, unit.rows, strict=True):
+    for number, rows in enumerate(pictures):
+        for text, picture in zip(captions, rows, strict=True):
             embeds = torch_array(text.tensors["embeds"])
             mask = torch.ones(len(embeds), dtype=torch.bool)
             pooled = torch_array(text.tensors["pooled"])
@@ -175,14 +156,12 @@ def write_like_musubi(folder: Path, captions: Unit, pictures: list[Unit]) -> Non
             save_file(tensors, folder / f"{text.id}-{number}_k5.safetensors", metadata)
 
 
-def write_shards(folder: Path, captions: Unit, pictures: list[Unit], format: str) -> None:
-    store = Store(folder)
-    captions.write(store, "texts", format)
-    for number, unit in enumerate(pictures):
-        unit.write(store, f"latents-{number}", format)
+def write_shards(folder: Path, captions: Rows, pictures: list[Rows], format: str) -> None:
+    for number, rows in enumerate([captions, *pictures]):
+        write_shard(folder, format, rows, f"unit-{number}")
 
 
-STORAGE_FORMATS: dict[str, Callable[[Path, Unit, list[Unit]], None]] = {
+STORAGE_FORMATS: dict[str, Callable[[Path, Rows, list[Rows]], None]] = {
     **{f"shards, {format}": partial(write_shards, format=format) for format in shard.SUFFIXES},
     "musubi-tuner: a file per item, true length, bfloat16": write_like_musubi,
     "SimpleTuner: one per caption, padded to 256, bfloat16": partial(write_like_simpletuner, pad=256, dtype="bfloat16"),
@@ -194,14 +173,14 @@ STORAGE_FORMATS: dict[str, Callable[[Path, Unit, list[Unit]], None]] = {
 def benchmark_size(folder: Path, count: int) -> None:
     captions = make_texts(count=count)
     sets = {
-        "images 1024x1024": [make_latents(FLUX, count)],
-        "images at 512, 768 and 1024": [make_latents((16, 1, side, side), count) for side in SQUARES],
-        "clips 512x768, 61 frames": [make_latents(HUNYUAN, count)],
+        "images 1024x1024": [make_rows("latent", FLUX, count)],
+        "images at 512, 768 and 1024": [make_rows("latent", (16, 1, side, side), count) for side in SQUARES],
+        "clips 512x768, 61 frames": [make_rows("latent", HUNYUAN, count)],
     }
     print()
     print_header("samples", "stored as", "files", "bytes per sample: files", "disk", "times the shards")
     for name, pictures in sets.items():
-        samples, base = sum(len(unit.rows) for unit in pictures), 0
+        samples, base = sum(map(len, pictures)), 0
         for way, write in STORAGE_FORMATS.items():
             write(folder, captions, pictures)
             number, size, disk = remove_files(folder)
@@ -210,12 +189,10 @@ def benchmark_size(folder: Path, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__, repeat=9, root=True)
     parser.add_argument("--mib", type=float, default=128, help="of a shard's tensors")
     parser.add_argument("--shards", type=int, default=2, help="written in each turn")
-    parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--captions", type=int, default=100, help="of the second table; 0: without it")
-    parser.add_argument("--root", type=Path, help="a folder on the disk to be measured")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.root) as folder:
         if options.repeat:

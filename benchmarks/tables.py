@@ -7,15 +7,13 @@ file's xxh3-128; "validated" also has Arrow check every buffer; "read_table" als
 second call in the same process. Medians of seconds, and of processor seconds.
 """
 
-import argparse
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.common import MIB, medians, time_call
+from benchmarks.common import MIB, make_parser, medians, time_call
 from cache import arrow_ipc, table_checks
 from cache.store import Store
 from schemas.tables import INDEX_SCHEMA
@@ -53,10 +51,8 @@ def make_index(count: int) -> pa.Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeat=5, root=True)
     parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--root", type=Path, help="a folder on the disk to be measured")
     options = parser.parse_args()
 
     def measure(name: str, work: Callable[[], object]) -> None:

@@ -17,11 +17,13 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import common
 from benchmarks.common import print_header, print_row
 
 HIDDEN, LAYERS = 512, 4
@@ -139,12 +141,12 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
     }
     # On one CPU thread the process's own seconds are those of the wall clock on an idle machine.
     clock = time.process_time if device.type == "cpu" and options.threads == 1 else time.perf_counter
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(options.repeat + 1):
-        for name, way in ways.items():
-            start = clock()
-            tokens = way()
-            rates[name] += [tokens / (clock() - start)] if turn else []  # the first turn is not counted
+
+    def measure_rate(way: Callable[[], int]) -> float:
+        start = clock()
+        return way() / (clock() - start)
+
+    rates = common.measure_by_turns({name: partial(measure_rate, way) for name, way in ways.items()}, options.repeat, 1)
     medians = {name: float(np.median(values)) for name, values in rates.items()}
     print(f"{options.captions} captions of 10 to {options.longest} tokens, {options.kind}, {dtype}, {device}")
     print_header("", "tokens/s, median", "min to max", "times the pipeline")
@@ -153,31 +155,24 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         print_row(name, f"{medians[name]:,.0f}", f"{min(values):,.0f} to {max(values):,.0f}", f"{ratio:.2f}")
     counted = f"texts behind the shared prefix: {encoder.stats.shared}, whole: {encoder.stats.whole}"
     if options.device_usage or device.type == "cuda":
-        print_device_usage(ways, medians, device, dtype)
+        from benchmarks import device_usage as devices
+
+        peak_flops = devices.peak_flops(device, dtype)
+        print()
+        print_header("", *devices.COLUMNS)
+        for name, way in ways.items():  # memory includes all models of this comparison
+            print_row(name, *devices.measure_usage(way, device, way() / medians[name]).cells(peak_flops))
     print(counted)
 
 
-def print_device_usage(ways: dict[str, Callable[[], int]], rates: dict[str, float], device: Any, dtype: Any) -> None:
-    """How much of the device each way uses; its memory includes all models of this comparison."""
-    from benchmarks import device_usage as devices
-
-    peak_flops = devices.peak_flops(device, dtype)
-    print()
-    print_header("", *devices.COLUMNS)
-    for name, way in ways.items():
-        print_row(name, *devices.measure_usage(way, device, way() / rates[name]).cells(peak_flops))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__, repeat=3)
     parser.add_argument("--captions", type=int, default=64)
     parser.add_argument("--longest", type=int, default=250, help="tokens of the longest caption")
     parser.add_argument("--budget", type=int, default=4096, help="text.batch_tokens")
-    parser.add_argument("--repeat", type=int, default=3)
     kinds = ("kandinsky5-video-t2v", "kandinsky5-image-t2i")
     parser.add_argument("--kind", choices=kinds, default=kinds[0])
-    true_size = "Qwen2.5-VL-7B; needs 20 GB of disk and 50 GB on the device"
-    parser.add_argument("--true-size", action="store_true", help=true_size)
+    parser.add_argument("--true-size", action="store_true", help="Qwen2.5-VL-7B; takes 20 GB of disk, 50 of the device")
     parser.add_argument("--model", type=Path, help="a checkpoint in diffusers layout, instead of random weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")

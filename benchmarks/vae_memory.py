@@ -10,11 +10,9 @@ of a convolution's input) is not counted, and attention counts as a kernel that 
 weights of the same structure, on a CPU each line in a process of its own.
 """
 
-import argparse
 import resource
-import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
@@ -23,7 +21,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class under no other name
 
-from benchmarks.common import print_header, print_row
+from benchmarks import device_usage
+from benchmarks.common import make_parser, print_header, print_row, time_call
 from examples.tiny_models import make_model, make_untrained
 from schemas.catalogue import FAMILIES
 from stages.encoding.vae.base import MemoryOptions
@@ -50,7 +49,7 @@ class Case:
     shape: tuple[int, int, int]
     dtype: str
     options: MemoryOptions
-    overrides: tuple[tuple[str, Any], ...] = ()
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def cells(self) -> list[str]:
@@ -122,7 +121,7 @@ def compute_peak(case: Case) -> float:
     torch.set_default_dtype(getattr(torch, case.dtype))
     try:
         with torch.device("meta"):
-            vae = make_untrained(MODEL_NAMES[case.name], "true", **dict(case.overrides)).eval()
+            vae = make_untrained(MODEL_NAMES[case.name], "true", **case.overrides).eval()
     finally:
         torch.set_default_dtype(default)
     case.apply_options(vae)
@@ -141,11 +140,9 @@ def measure_cpu(case: Case) -> tuple[float, float]:
     """(GiB of peak RSS beyond what the process had with torch loaded, seconds), for a process of its own."""
     torch.set_num_threads(1)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, overrides=dict(case.overrides))
+    vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, overrides=case.overrides)
     case.apply_options(vae)
-    begin = time.perf_counter()
-    case.encode(vae, "cpu")
-    seconds = time.perf_counter() - begin
+    seconds, _ = time_call(lambda: case.encode(vae, "cpu"))
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024 / GIB, seconds
 
 
@@ -154,17 +151,9 @@ def measure_cuda(case: Case) -> tuple[float, float]:
     vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, device="cuda")
     case.apply_options(vae)
     torch.cuda.reset_peak_memory_stats()
-    seconds = 0.0
-    for _ in range(2):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        case.encode(vae, "cuda")
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-    peak = torch.cuda.max_memory_allocated()
-    del vae
-    torch.cuda.empty_cache()
-    return peak / GIB, seconds
+    case.encode(vae, "cuda")
+    seconds = device_usage.time_call(lambda: case.encode(vae, "cuda"), torch.device("cuda"))
+    return torch.cuda.max_memory_allocated() / GIB, seconds
 
 
 def measure(case: Case, device: str) -> list[str]:
@@ -180,7 +169,7 @@ def measure(case: Case, device: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--autoencoder", choices=list(MODEL_NAMES), nargs="+", default=list(MODEL_NAMES))
     parser.add_argument("--measure", choices=("cpu", "cuda"), help="default: only compute")
     parser.add_argument("--shape", default="17x192x256", help="frames x height x width of what a CPU measures")
@@ -193,8 +182,7 @@ def main() -> None:
     if arguments.measure == "cpu":
         frames, height, width = (int(part) for part in arguments.shape.split("x"))
         options = [MemoryOptions(chunk_frames=chunk) for chunk in (None, 4, 1)]
-        reduced = tuple(REDUCED.items())
-        cases = [Case("hunyuan_video", (frames, height, width), "float32", one, reduced) for one in options]
+        cases = [Case("hunyuan_video", (frames, height, width), "float32", one, REDUCED) for one in options]
     for case in cases:
         cells = measure(case, arguments.measure) if arguments.measure else []
         print_row(*case.cells, f"{compute_peak(case):.2f}", *cells)

@@ -9,22 +9,23 @@ all encoded (rows of one number), by size of unit. Medians of seconds and of pro
 each table alone is printed before it.
 """
 
-import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from benchmarks.common import MIB, medians, print_header, print_row, random_bfloat16, run_silently, time_call
+from benchmarks import common
+from benchmarks.common import MIB, medians, print_header, print_row, run_silently, time_call
 from benchmarks.planning import make_project
-from cache import shard, shard_io
+from cache import shard
 from cache.shard import ShardMeta, ShardRow
 from cache.store import Store
 from cache.tensors import Array
@@ -41,18 +42,12 @@ PROGRAMS = ("encode-text", "encode-latents", "status", "gc")
 
 def write_shards(store: Store, mib: int, format: str) -> None:
     """Shards of 128 MiB or less, half of `mib` of each kind."""
-    rng = np.random.default_rng(0)
     for kind, (name, shape) in SHAPES.items():
-        values = [random_bfloat16(shape, rng) for _ in range(64)]
-        rows = max(1, mib * MIB // 2 // values[0].nbytes)
-        shard_rows = min(rows, 128 * MIB // values[0].nbytes)
-        for start in range(0, rows, shard_rows):
+        row_bytes = 2 * math.prod(shape)
+        rows = common.make_rows(name, shape, max(1, mib * MIB // 2 // row_bytes))
+        for start in range(0, len(rows), 128 * MIB // row_bytes):
             meta = ShardMeta(kind, "0" * 24, f"unit-{start}", "" if kind == "text" else "1024x1024@1")
-            stem = f"{kind}/{meta.fingerprint}/{meta.unit}"
-            with shard_io.open_writer(store, stem, meta, {name: "bfloat16"}, format) as out:
-                for row in range(start, min(rows, start + shard_rows)):
-                    out.add(ShardRow(f"{row:032x}", {name: values[row % len(values)]}))
-                out.finish()
+            common.write_shard(store, meta, rows[start : start + 128 * MIB // row_bytes], format)
 
 
 def read_plain(path: Path) -> None:
@@ -88,14 +83,13 @@ def benchmark_reading(folder: Path, mib: int, repeat: int) -> None:
                 with ThreadPoolExecutor(threads) as pool:
                     list(pool.map(read_plain, paths))
 
+            def timed(work, cold, paths=paths) -> tuple[float, float]:
+                drop_page_cache(paths if cold else [])
+                return time_call(work)
+
             for state in ("in memory", "cold"):
-                times: dict[Callable[[], object], list[tuple[float, float]]] = {check: [], plain: []}
-                for _ in range(repeat):
-                    for work, turns in times.items():
-                        if state == "cold":
-                            drop_page_cache(paths)
-                        turns.append(time_call(work))
-                ours, least = medians(times[check]), medians(times[plain])
+                ways = {work.__name__: partial(timed, work, state == "cold") for work in (check, plain)}
+                ours, least = map(medians, common.measure_by_turns(ways, repeat).values())
                 cells = [f"{size / seconds:,.0f} ({cpu:.2f} s CPU)" for seconds, cpu in (ours, least)]
                 print_row(format, threads, state, *cells, f"{least[0] / ours[0]:.0%}")
         for path in paths:
@@ -117,10 +111,7 @@ def make_encoded_project(folder: Path, items: int, unit_mib: float) -> Path:
         for unit in work.units:
             ids = list(unit.members)
             meta = ShardMeta(stage.kind, work.fingerprint, unit.unit_id, unit.bucket, ids, provenance=libraries)
-            with shard_io.open_writer(store, f"{folder_name}/{unit.unit_id}", meta, {"x": "bfloat16"}) as out:
-                for name in ids:
-                    out.add(ShardRow(name, {"x": one}))
-                out.finish()
+            common.write_shard(store, meta, [ShardRow(name, {"x": one}) for name in ids])
     return path
 
 
@@ -138,12 +129,10 @@ def benchmark_idle_programs(folder: Path, items: int, unit_mib: float, repeat: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__, repeat=5, root=True)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--unit-mib", type=float, nargs="+", default=[128, 8])
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--root", type=Path, help="a folder on the disk to be measured")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.root) as folder:
         if options.mib:

@@ -107,7 +107,7 @@ def build_model(out: Path, kind: str) -> None:
 
 
 def run_flavour(name: str, out: Path) -> dict[str, Any]:
-    """Write the flavour's pipeline.yaml, run the pipeline and return its report."""
+    """Write the flavour's pipeline.yaml, run the pipeline, print its log with the flavour's name, return its report."""
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pipeline.yaml"
@@ -116,7 +116,15 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
         path.write_text(text)
     log(f"{name}: latentpress run --config {relative_path(path)}")
     started = time.monotonic()
-    code, output = run_and_log(name, [sys.executable, "-P", "-m", "stages.run", "--config", str(path), "--json"])
+    command = [sys.executable, "-P", "-m", "stages.run", "--config", str(path), "--json"]
+    with tempfile.TemporaryFile("w+") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        assert process.stderr is not None
+        for line in process.stderr:
+            print(f"[{name}] {line}", end="", flush=True)
+        code = process.wait()
+        file.seek(0)
+        output = file.read()
     if code:
         sys.exit(
             f"{output}\n{name}: latentpress run ended with {code}. `make clean` removes the files of an earlier demo; "
@@ -128,18 +136,6 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
     first, last = curve[0], curve[-1]
     log(f"{name}: {report['seconds']:.0f} s; eval loss {first[1]:.3f} -> {last[1]:.3f} after {last[0]} steps")
     return report
-
-
-def run_and_log(name: str, command: list[str]) -> tuple[int, str]:
-    """Run a program and print its log, each line after the flavour's name; (exit code, standard output)."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        assert process.stderr is not None
-        for line in process.stderr:
-            print(f"[{name}] {line}", end="", flush=True)
-        code = process.wait()
-        output.seek(0)
-        return code, output.read()
 
 
 def pipeline_settings(name: str, out: Path) -> dict[str, Any]:

@@ -107,26 +107,21 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
     options["num_inference_steps"] = arguments.steps or config.validation.steps or config.model.family_spec.steps
     if arguments.image:
         options["image"] = Image.open(arguments.image).convert("RGB")
-    if size := arguments.size or config.validation.size:
-        options |= size_arguments(config, pipeline, Bucket.parse(size))
+    if given := arguments.size or config.validation.size:
+        size = Bucket.parse(given)
+        options |= {"width": size.width, "height": size.height}
+        if hasattr(pipeline, "resolutions"):
+            pipeline.resolutions = [(size.width, size.height)]  # otherwise it takes the nearest of its own
+        if "use_resolution_binning" in signature(pipeline.__call__).parameters:
+            options["use_resolution_binning"] = False
+        if config.model.family_spec.video:
+            options["num_frames"] = size.frames
     [result] = pipeline(**options)[0]
     frames = result if isinstance(result, list) else [result]
     duration = 1000 / (config.validation.fps or 24.0)
     clip = {"save_all": True, "append_images": frames[1:], "duration": duration} if len(frames) > 1 else {}
     frames[0].save(arguments.out, **clip)
     print(f"{arguments.out}: {pipeline_name(config)}, {config.train.run}")
-
-
-def size_arguments(config: Config, pipeline: Any, size: Bucket) -> dict[str, Any]:
-    """The pipeline's arguments for a picture or clip of exactly this size."""
-    options: dict[str, Any] = {"width": size.width, "height": size.height}
-    if hasattr(pipeline, "resolutions"):
-        pipeline.resolutions = [(size.width, size.height)]  # otherwise it takes the nearest of its own
-    if "use_resolution_binning" in signature(pipeline.__call__).parameters:
-        options["use_resolution_binning"] = False
-    if config.model.family_spec.video:
-        options["num_frames"] = size.frames
-    return options
 
 
 @torch.no_grad()

@@ -121,7 +121,7 @@ class Family:
     """A model family.
 
     text_encoder, autoencoder, transformer: modules in stages/encoding/text/, stages/encoding/vae/, trainer/families/.
-    components: the checkpoint's sub-folders of transformers; several are `trainer.experts.Experts`. text_components,
+    components: the checkpoint's sub-folders of transformers; several are the trainer's `Experts`. text_components,
     latent_components: those that determine embeddings and latents. model_classes: sub-folder -> the model that its
     config names, to refuse another family's checkpoint. side_multiple: both sides of a bucket are multiples of it
     (pixels). resolution: edge of the square that is a bucket's default area (pixels). frames: of a validation clip by

@@ -135,7 +135,7 @@ from trainer.families import kandinsky5, sana
 from trainer.sampling import load_scheduler
 for family, folder in ((kandinsky5, sys.argv[1]), (sana, sys.argv[2])):
     model = family.load(folder)
-    adapters.add_lora(model, family.lora_targets(model), 2)
+    adapters.add_lora(model, adapters.choose_targets(model, [family.LORA_TARGETS]), 2)
     adapters.save_lora(model, Path(sys.argv[3]), "family")
     load_scheduler(folder)
 """

@@ -11,25 +11,18 @@ from cache.damage import DamageError, rebuild_advice
 from cache.schedule import BatchSchedule, small_bucket_advice
 from cache.set_lookup import open_configured_set
 from cache.trainset import TrainSet
-from schemas.cli.console import USAGE, Console, Options, Report, make_app
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError
 from trainer import interruption
 from trainer.output_lock import lock_output
-from trainer.run_state import find_resume_state, is_finished, result_folder, run_folder, train_precision
+from trainer.run_state import RunError, find_resume_state, is_finished, result_folder, run_folder, train_precision
 
 MAX_FULL_RANK_LR = 5e-5  # the highest learning rate at which full-rank training is not warned about
 
 
-class UsageError(LatentpressError):
-    """An option that training does not support."""
-
-    exit_code = USAGE
-
-
 def run(config: Config, options: Options, console: Console) -> Report:
     if options.partition.total > 1:
-        raise UsageError(
+        raise RunError(
             "training is one job and can't be divided with --shard",
             "For several GPUs: torchrun --standalone --nproc-per-node N --no-python latentpress train",
         )
@@ -41,10 +34,11 @@ def run(config: Config, options: Options, console: Console) -> Report:
     try:
         compatibility.check_task(config.model)
         data = open_configured_set(config, console.warn)
-        plan = BatchSchedule(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate * world)
-        report.details = describe_run(config, data, plan)
-        state = find_resume_state(config, data, plan)
-        log_warnings(config, data, plan, state, console)
+        global_batch = config.train.batch_size * config.train.accumulate * world
+        schedule = BatchSchedule(data.spans, config.train.seed, global_batch)
+        report.details = describe_run(config, data, schedule)
+        state = find_resume_state(config, data, schedule)
+        log_warnings(config, data, schedule, state, console)
         if options.dry_run:
             report.skipped = min(state["step"], config.train.steps) if state else 0
             report.remaining = config.train.steps - report.skipped
@@ -60,7 +54,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
             compatibility.check_transformer(config.model)
             from trainer.train import train
 
-            summary = train(config, data, plan, console, options.device or config.train.device)
+            summary = train(config, data, schedule, console, options.device or config.train.device)
     except DamageError as damage:
         message = damage.reason if damage.row is None else f"row {damage.row}: {damage.reason}"
         location = {"item": damage.id, "path": damage.path, "row": damage.row}
@@ -76,40 +70,40 @@ def read_launch_variable(name: str, alone: int) -> int:
     """A number that torchrun or accelerate sets in the environment of each process."""
     text = os.environ.get(name, str(alone))
     if not re.fullmatch("[0-9]{1,6}", text) or int(text) < alone:
-        raise UsageError(
+        raise RunError(
             f"the environment variable {name} is {text!r}, no number from {alone} on",
             "It is set by torchrun or accelerate launch; unset it to train in one process.",
         )
     return int(text)
 
 
-def describe_run(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[str, Any]:
+def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """Details of the run that need no model."""
-    buckets = [{"bucket": it.name, "samples": it.samples, "draws": it.draws, "fill": it.fill} for it in plan.buckets]
+    buckets = [{"bucket": b.name, "samples": b.samples, "draws": b.draws, "fill": b.fill} for b in schedule.buckets]
     return {
         "run": str(run_folder(config)),
         "set": f"sets/{data.id}",
         "samples": len(data),
         "buckets": buckets,
-        "global_batch": plan.global_batch,
-        "steps_per_epoch": plan.batches_per_epoch,
+        "global_batch": schedule.global_batch,
+        "steps_per_epoch": schedule.batches_per_epoch,
         "steps": config.train.steps,
-        "epochs": round(config.train.steps / plan.batches_per_epoch, 3),
+        "epochs": round(config.train.steps / schedule.batches_per_epoch, 3),
         "adapter": config.train.adapter.type,
         "precision": train_precision(config),
     }
 
 
 def log_warnings(
-    config: Config, data: TrainSet, plan: BatchSchedule, state: Mapping[str, Any] | None, console: Console
+    config: Config, data: TrainSet, schedule: BatchSchedule, state: Mapping[str, Any] | None, console: Console
 ) -> None:
     """Warn of what is allowed but may be a mistake."""
-    if plan.small_buckets:
-        small = ", ".join(f"{short.name} ({short.distinct})" for short in plan.small_buckets)
-        world = plan.global_batch // (config.train.batch_size * config.train.accumulate)
+    if schedule.small_buckets:
+        small = ", ".join(f"{short.name} ({short.distinct})" for short in schedule.small_buckets)
+        world = schedule.global_batch // (config.train.batch_size * config.train.accumulate)
         console.warn(
-            f"buckets with fewer samples than a step draws ({plan.global_batch}), so their steps repeat some: {small}. "
-            f"{small_bucket_advice(plan.small_buckets, config.train.batch_size, world)}"
+            f"buckets with fewer samples than a step draws ({schedule.global_batch}), so their steps repeat some: "
+            f"{small}. {small_bucket_advice(schedule.small_buckets, config.train.batch_size, world)}"
         )
     rate = config.train.optimizer.lr
     if config.train.adapter.type == "full" and rate > MAX_FULL_RANK_LR:
@@ -121,23 +115,21 @@ def log_warnings(
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")
     for text in config.unused_features("masks", "vision"):
         console.warn(text)
-    newer = data.find_newer_plan()
-    if newer is not None:
+    if newer := data.find_newer_plan():
         console.warn(
             f"set {data.id} was made from plan {data.meta['generation']}; {newer} is newer. "
             "`latentpress index` makes a set of it"
         )
     planned = {prompt["name"] for prompt in data.meta["validation"]}
     wanted = {prompt.name for prompt in config.validation.prompts}
-    missing = sorted(wanted - planned)
     if planned - wanted:
         console.warn(
             f"set {data.id} holds validation prompts that the configuration does not: "
             f"{', '.join(sorted(planned - wanted))}; they are used. `latentpress run` makes a set without them"
         )
-    if missing:
+    if wanted - planned:
         console.warn(
-            f"validation prompts {', '.join(missing)} are not in set {data.id} and are left out; "
+            f"validation prompts {', '.join(sorted(wanted - planned))} are not in set {data.id} and are left out; "
             "`latentpress run` encodes them and makes a set with them"
         )
 

@@ -11,17 +11,26 @@ state is (seed, step), since every random number of a step is a function of them
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cache.files import replacing, sync, temporary
 from trainer import resume
 from trainer.resume import OPTIMIZER_FILE, TRAINABLE_FILE
-from trainer.tensor_files import write_tensors
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions of the umask; the library's own are for the owner only."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    path.chmod(mode & 0o777)
 
 
 def save(
@@ -64,22 +73,19 @@ def restore(
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter.copy_(weights[name])
-    by_name: dict[str, dict[str, torch.Tensor]] = {}
+    numbers = {name: number for number, name in enumerate(trainable)}
+    state: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
     for key, value in load_file(checkpoint.path / OPTIMIZER_FILE).items():
         name, _, kind = key.rpartition("/")
-        by_name.setdefault(name, {})[kind] = value
-    numbers = {name: number for number, name in enumerate(trainable)}
-    state = {numbers[name]: kinds for name, kinds in by_name.items()}
+        state[numbers[name]][kind] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def quarantine(damaged: resume.DamagedCheckpoint) -> Path:
+def quarantine(damaged: Path) -> Path:
     """Rename a damaged checkpoint, so that it is neither counted nor removed; returns the new path."""
-    folder, number = damaged.path.parent, 1
-    while (kept := folder / f"damaged-{damaged.path.name}.{number}").exists():
-        number += 1
-    damaged.path.rename(kept)
-    sync(folder)
+    names = (damaged.with_name(f"damaged-{damaged.name}.{number}") for number in count(1))
+    kept = damaged.rename(next(name for name in names if not name.exists()))
+    sync(kept.parent)
     return kept
 
 

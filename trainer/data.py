@@ -4,9 +4,9 @@ Noise, sigma and the draw from a stored posterior are functions of (seed, step, 
 resumed run, or one on another number of ranks, gets the same.
 """
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,11 +15,10 @@ import torch
 
 from cache.schedule import BatchSchedule, Ints, choose_captions, draw_caption_dropout
 from cache.tensors import Array
-from cache.trainset import Sample, TrainSet
+from cache.trainset import Sample, SetError, TrainSet
 from schemas.catalogue import FAMILIES
 from schemas.family import Family
 from schemas.identity import derive_seed
-from trainer import posterior
 from trainer.batch import Batch, pad_text, stack
 
 T = TypeVar("T")
@@ -52,6 +51,31 @@ def to_tensor(array: Array) -> torch.Tensor:
     return copied.view(torch.bfloat16) if array.dtype == "bfloat16" else copied
 
 
+def seeded_noise(identity: str, purpose: str, shape: Sequence[int]) -> torch.Tensor:
+    """Standard normal noise, a function of its arguments: float32, on the CPU."""
+    generator = torch.Generator().manual_seed(derive_seed(identity, purpose))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def sample_latents(stored_CTHW: torch.Tensor, family: Family, identity: str) -> torch.Tensor:
+    """float32 latents (C, T, h, w) from stored ones, or from moments, of twice the channels; else SetError.
+
+    Moments are mean and log-variance in model space, joined along the channels; the latent is mean + exp(logvar / 2) *
+    noise, with standard normal noise that `identity` determines, the same on every device.
+    """
+    stored, channels = stored_CTHW.float(), family.latent_channels
+    if len(stored) == channels:
+        return stored
+    if len(stored) != 2 * channels or not family.posterior:
+        raise SetError(
+            f"a stored latent has {len(stored)} channels; {family.name} has {channels}"
+            + (f", or {2 * channels} with the log-variance" if family.posterior else ""),
+            "Its shard was made for another model: run `latentpress encode-latents` and `latentpress index`.",
+        )
+    mean, logvar = stored.chunk(2)
+    return mean + (logvar / 2).exp() * seeded_noise(identity, "posterior", mean.shape)
+
+
 def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Sequence[str]) -> Batch:
     """Samples of one bucket as a float32 batch on the CPU; text is padded with zeros to the longest.
 
@@ -62,7 +86,7 @@ def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Seque
         tensors = {name: to_tensor(array) for name, array in sample.tensors.items()}
         for name, identity in (("latent", draw), ("condition", f"{draw}/condition")):
             if name in tensors:
-                tensors[name] = posterior.sample_latents(tensors[name], family, identity)
+                tensors[name] = sample_latents(tensors[name], family, identity)
         tensors |= {f"text.{name}": to_tensor(array) for name, array in sample.text.items() if name != "embeds"}
         columns.append({name: it.float() if it.is_floating_point() else it for name, it in tensors.items()})
     ids = [sample.id for sample in samples]
@@ -87,7 +111,7 @@ class BatchLoader:
     """Reads the steps of one rank. batch_size: samples of one forward pass."""
 
     data: TrainSet
-    plan: BatchSchedule
+    schedule: BatchSchedule
     batch_size: int
     caption_dropout: float
     rank: int = 0
@@ -99,8 +123,8 @@ class BatchLoader:
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
-        positions, share = self.plan.batch(number).for_rank(self.rank, self.world)
-        seed, micro_batches = self.plan.seed, []
+        positions, share = self.schedule.batch(number).for_rank(self.rank, self.world)
+        seed, micro_batches = self.schedule.seed, []
         captions = choose_captions(seed, share.rows, share.passes, self.data.caption_counts(share.rows))
         dropped = draw_caption_dropout(seed, number, positions, self.caption_dropout)
         for first in range(0, len(positions), self.batch_size):
@@ -123,33 +147,14 @@ def prefetch(read: Callable[[int], T], numbers: range, depth: int = PREFETCH_STE
     An exception in the thread is raised at its place in the order. Leaving the iterator ends the thread. One thread is
     enough: reading is a memory map and a checksum, both of which release the GIL.
     """
-    ready: queue.Queue = queue.Queue(maxsize=depth)
-    stop = threading.Event()
-
-    def put(item: object) -> None:
-        while not stop.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        for number in numbers:
-            if stop.is_set():
-                return
-            try:
-                put((read(number), None))
-            except BaseException as error:  # the consumer raises it
-                return put((None, error))
-
-    thread = threading.Thread(target=work, name="read-ahead", daemon=True)
-    thread.start()
+    pending: deque[Future[T]] = deque()
+    pool = ThreadPoolExecutor(1, "read-ahead")
     try:
-        for _ in numbers:
-            result, error = ready.get()
-            if error is not None:
-                raise error
-            yield result
+        for number in numbers:
+            pending.append(pool.submit(read, number))
+            if len(pending) > depth:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     finally:
-        stop.set()
-        thread.join()
+        pool.shutdown(cancel_futures=True)

@@ -35,21 +35,15 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
         reason = REASONS.get(error.errno or 0, error.strerror or str(error))
         step = NEXT_STEPS.get(error.errno or 0, step)
         raise StoreError(str(folder), f"can't be written to: {reason}", step) from error
-    try:
-        _acquire_lock(lock, folder, console)
+    with os.fdopen(lock):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            step = "Wait until it has ended, stop it, or choose another train.run."
+            raise OutputLocked(f"another trainer is at work in {folder}", step) from error
+        except OSError as error:
+            if error.errno not in NO_LOCK_ERRNOS:
+                reason = error.strerror or str(error)
+                raise StoreError(str(folder / LOCK_NAME), reason, "check the file system") from error
+            console.warn(f"{folder} is on a file system without locks: a second trainer there would not be noticed")
         yield
-    finally:
-        os.close(lock)
-
-
-def _acquire_lock(lock: int, folder: Path, console: Console) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise OutputLocked(
-            f"another trainer is at work in {folder}", "Wait until it has ended, stop it, or choose another train.run."
-        ) from error
-    except OSError as error:
-        if error.errno not in NO_LOCK_ERRNOS:
-            raise StoreError(str(folder / LOCK_NAME), error.strerror or str(error), "check the file system") from error
-        console.warn(f"{folder} is on a file system without locks: a second trainer there would not be noticed")

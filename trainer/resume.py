@@ -21,7 +21,16 @@ FORMAT_VERSION = 2
 STATE_FILE, TRAINABLE_FILE, OPTIMIZER_FILE = "state.json", "trainable.safetensors", "optimizer.safetensors"
 _STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 NEW_RUN_HINT = "Or choose another train.run to begin a new one."
-#: Key of the resume signature -> what to do about a difference.
+#: Key of the resume signature -> its setting.
+SETTINGS = {
+    "family": "model.family",
+    "task": "model.flavour",
+    "seed": "train.seed",
+    "caption_dropout": "train.caption_dropout",
+    "shift": "train.shift",
+    "adapter": "train.adapter",
+}
+#: Of the other keys: what to do about a difference.
 HINTS = {
     "data": "Set train.set to the set that the run was trained on to go on with it.",
     "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
@@ -60,12 +69,6 @@ class Checkpoint:
         return self.state["step"]
 
 
-@dataclass(frozen=True)
-class DamagedCheckpoint:
-    path: Path
-    reason: str
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, the newest last, without temporaries of killed processes."""
     with explained(str(folder)):
@@ -77,20 +80,20 @@ def _parse_step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def newest_checkpoint(folder: Path, verify: bool = False) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """The newest intact checkpoint, and newer damaged ones. NoUsableCheckpoint where all are damaged; ResumeError for
-    one of another release.
+def newest_checkpoint(folder: Path, verify: bool = False) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """The newest intact checkpoint, and of newer damaged ones the folder and the reason. NoUsableCheckpoint where all
+    are damaged; ResumeError for one of another release.
 
     verify: read the weights and compare their checksums; otherwise they need only exist.
     """
-    damaged: list[DamagedCheckpoint] = []
+    damaged: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(folder)):
         try:
             return read_checkpoint(path, verify), damaged
         except ValueError as error:
-            damaged.append(DamagedCheckpoint(path, printable(error)))
+            damaged.append((path, printable(error)))
     if damaged:
-        reasons = "; ".join(f"{checkpoint.path.name}: {checkpoint.reason}" for checkpoint in damaged)
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)
         raise NoUsableCheckpoint(
             f"no checkpoint in {folder} is intact ({reasons})",
             "Copy one back there, or remove that folder to begin the run again, or choose another train.run.",
@@ -141,48 +144,33 @@ def check_signature(found: Checkpoint, signature: Mapping[str, Any]) -> None:
     different = [key for key in sorted(current) if _comparable(key, saved.get(key)) != _comparable(key, current[key])]
     if different:
         lines = [line for key in different for line in _describe_difference(key, saved.get(key), current[key])]
-        steps = [HINTS.get(key, f"Set {SETTINGS[key]} back." if key in SETTINGS else "") for key in different]
+        hints = HINTS | {key: f"Set {setting} back." for key, setting in SETTINGS.items()}
+        steps = dict.fromkeys(hints[key] for key in different if key in hints)
         message = f"{found.path} can't be continued with this configuration:"
-        steps = [step for step in dict.fromkeys(steps) if step]
         raise ResumeError("\n".join([message, *lines]), " ".join([*steps, NEW_RUN_HINT]))
 
 
-#: Key of the resume signature -> its setting.
-SETTINGS = {
-    "family": "model.family",
-    "task": "model.flavour",
-    "seed": "train.seed",
-    "caption_dropout": "train.caption_dropout",
-    "shift": "train.shift",
-    "adapter": "train.adapter",
-}
-
-
 def _describe_difference(key: str, saved: Any, current: Any) -> list[str]:
-    name = SETTINGS.get(key, key)
+    name = "training data" if key == "data" else SETTINGS.get(key, key)
     if key in HASHES:
         return [f"  {HASHES[key]}"]
-    if key == "data":
-        return [f"  training data: {_describe_data(saved)} in the checkpoint, {_describe_data(current)} now"]
-    if isinstance(saved, dict) and isinstance(current, dict):
+    if key != "data" and isinstance(saved, dict) and isinstance(current, dict):
         lines = []
         for part in sorted(saved.keys() | current.keys()):
             if saved.get(part) != current.get(part):
                 lines += _describe_difference(f"{name}.{part}", saved.get(part), current.get(part))
         return lines
-    return [f"  {name}: {_format_value(saved)} in the checkpoint, {_format_value(current)} now"]
+    return [f"  {name}: {_format_value(key, saved)} in the checkpoint, {_format_value(key, current)} now"]
 
 
-def _format_value(value: Any) -> str:
-    return "default" if value is None else printable(json.dumps(value))
+def _format_value(key: str, value: Any) -> str:
+    if key != "data":
+        return "default" if value is None else printable(json.dumps(value))
+    if not isinstance(value, dict):
+        return "unknown"
+    return printable(f"set {value.get('set')} with {value.get('samples')} samples and {value.get('captions')} captions")
 
 
 def _comparable(key: str, value: Any) -> Any:
     """Of the data its digest, as another set may have the same samples."""
     return value.get("digest") if key == "data" and isinstance(value, dict) else value
-
-
-def _describe_data(value: Any) -> str:
-    if not isinstance(value, dict):
-        return "unknown"
-    return printable(f"set {value.get('set')} with {value.get('samples')} samples and {value.get('captions')} captions")

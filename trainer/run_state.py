@@ -21,20 +21,20 @@ from schemas.errors import USAGE, LatentpressError
 from trainer.resume import ResumeError, check_signature, newest_checkpoint
 
 
-class PrecisionError(LatentpressError):
-    """A precision that training does not support."""
+class RunError(LatentpressError):
+    """Training can't be started with these options or this configuration."""
 
     exit_code = USAGE
 
 
-def resume_signature(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[str, Any]:
+def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
     return {
         "data": data_signature(data),
         "family": config.model.family,
         "task": config.model.task,
-        "seed": plan.seed,
-        "global batch": plan.global_batch,
+        "seed": schedule.seed,
+        "global batch": schedule.global_batch,
         "caption_dropout": config.train.caption_dropout,
         "shift": train_shift(config),
         "adapter": config.train.adapter.model_dump(mode="json"),
@@ -59,20 +59,16 @@ def data_signature(data: TrainSet) -> dict[str, Any]:
         own = own if null is None else pc.fill_null(own, null)
         captions += len(numbers)
         for column in (*(rows.column(name) for name in HASHED_STRINGS), texts.take(numbers), texts.take(own)):
-            _hash_strings(digest, column)
+            values = column.cast(pa.large_binary()).combine_chunks()
+            # The length of each value, -1 for null; then the values.
+            digest.update(np.asarray(pc.fill_null(pc.binary_length(values), -1)).astype("<i8").tobytes())
+            _, ends, raw = values.buffers()
+            first, last = np.frombuffer(ends, np.int64)[[values.offset, values.offset + len(values)]]
+            if last > first:
+                digest.update(memoryview(raw)[first:last])
         for column in (*(rows.column(name) for name in HASHED_NUMBERS), pc.list_value_length(rows.column("texts"))):
             digest.update(column.to_numpy().astype("<f8").tobytes())
     return {"digest": digest.hexdigest(), "set": data.id, "samples": len(data), "captions": captions}
-
-
-def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
-    """Hash the length of each value (-1 for null), then the values."""
-    values = column.cast(pa.large_binary()).combine_chunks()
-    digest.update(np.asarray(pc.fill_null(pc.binary_length(values), -1)).astype("<i8").tobytes())
-    _, ends, raw = values.buffers()
-    first, last = np.frombuffer(ends, np.int64)[[values.offset, values.offset + len(values)]]
-    if last > first:
-        digest.update(memoryview(raw)[first:last])
 
 
 def train_shift(config: Config) -> float:
@@ -83,7 +79,7 @@ def train_precision(config: Config) -> str:
     """The transformer's compute dtype: train.precision, else model.precision."""
     name = config.train.precision or config.model.precision
     if name == "float16":
-        raise PrecisionError(
+        raise RunError(
             "training does not support the float16 of model.precision: it needs loss scaling",
             "Set train.precision to bfloat16 or float32.",
         )
@@ -100,7 +96,7 @@ def run_folder(config: Config) -> Path:
     return Path(config.output) / config.train.run
 
 
-def find_resume_state(config: Config, data: TrainSet, plan: BatchSchedule) -> dict[str, Any] | None:
+def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any] | None:
     """state.json of the checkpoint to continue from; None for a new run. ResumeError where the run can't be continued,
     NoUsableCheckpoint where all checkpoints are damaged."""
     folder = run_folder(config)
@@ -112,7 +108,7 @@ def find_resume_state(config: Config, data: TrainSet, plan: BatchSchedule) -> di
             f"{folder} has a checkpoint at step {found.step} and train.resume is false",
             "Choose another train.run, remove that folder, or set train.resume to true.",
         )
-    check_signature(found, resume_signature(config, data, plan))
+    check_signature(found, resume_signature(config, data, schedule))
     return found.state
 
 

@@ -1,7 +1,5 @@
 """Denoising, equal to the pipelines' `output_type="latent"` for equal weights, embeddings and noise."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import diffusers.schedulers
@@ -37,18 +35,7 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
     return scheduler_class.from_config(config, **{key: shift})
 
 
-@contextmanager
-def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; restores the model's mode."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
-
-
+@torch.no_grad()
 def denoise(
     model: torch.nn.Module,
     family: FamilyModule,
@@ -62,22 +49,22 @@ def denoise(
 ) -> torch.Tensor:
     """Latents (B, C, T, h, w) in model space, on the model's device, from noise.
 
-    batch, negative: their texts and conditions are used, their latents are not; the negative only above guidance 1.
+    model: in eval mode. batch, negative: their texts and conditions are used, their latents are not; the negative only
+    above guidance 1.
     """
     device = batch.text_BLD.device
     dtype = family.sampling_dtype(getattr(model, "module", model))
     x = family.initial_latents(noise_BCTHW.to(device, dtype), batch, task)
     given = family.clean_frames(task)
     scheduler.set_timesteps(steps, device=device)
-    with eval_mode(model):
-        for t in scheduler.timesteps:
-            # In float64, so that 1000 sigma equals the scheduler's timestep exactly.
-            sigma_B = (t.double() / 1000).expand(x.shape[0])
-            # Guided and stepped in the dtype in which the family's pipeline keeps latents.
-            velocity = family.predict(model, x, sigma_B, batch, task).to(dtype)
-            if guidance > 1 and negative is not None:
-                unguided = family.predict(model, x, sigma_B, negative, task).to(dtype)
-                velocity = unguided + guidance * (velocity - unguided)
-            stepped = scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
-            x = torch.cat([x[:, :, :given], stepped], 2)
+    for t in scheduler.timesteps:
+        # In float64, so that 1000 sigma equals the scheduler's timestep exactly.
+        sigma_B = (t.double() / 1000).expand(x.shape[0])
+        # Guided and stepped in the dtype in which the family's pipeline keeps latents.
+        velocity = family.predict(model, x, sigma_B, batch, task).to(dtype)
+        if guidance > 1 and negative is not None:
+            unguided = family.predict(model, x, sigma_B, negative, task).to(dtype)
+            velocity = unguided + guidance * (velocity - unguided)
+        stepped = scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
+        x = torch.cat([x[:, :, :given], stepped], 2)
     return family.postprocess_latents(x, task)

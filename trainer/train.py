@@ -21,7 +21,7 @@ from cache.schedule import BatchSchedule
 from cache.trainset import TrainSet
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import LatentpressError
 from schemas.family import Task
 from schemas.identity import derive_seed, hash_json
 from trainer import checkpoint, flow, metrics, resume, run_state, validation
@@ -30,16 +30,10 @@ from trainer.data import BatchLoader, MicroBatch, StepBatches
 from trainer.failure_messages import explain_failures
 from trainer.families.base import FamilyModule, module_of
 from trainer.setup import adapters
-from trainer.setup.optim import BadStepCounter, clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from trainer.setup.optim import BadStepCounter, learning_rate, make_optimizer
 
 # The other ranks wait while rank 0 validates and saves, for videos longer than torch's ten minutes.
 PROCESS_TIMEOUT = timedelta(hours=6)
-
-
-class RunError(LatentpressError):
-    """The run can't be started with this configuration."""
-
-    exit_code = USAGE
 
 
 class Denoiser(torch.nn.Module):
@@ -61,7 +55,6 @@ class TrainState:
     config: Config
     console: Console
     accelerator: Accelerator
-    folder: Path
     loader: BatchLoader
     family: FamilyModule
     model: Any  # the family's transformer, a diffusers ModelMixin
@@ -70,6 +63,10 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     bad_steps: BadStepCounter
     signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
+
+    @property
+    def folder(self) -> Path:
+        return run_state.run_folder(self.config)
 
     @property
     def skip_frames(self) -> int:
@@ -85,14 +82,14 @@ class TrainState:
             self.console.log(message)
 
 
-def train(config: Config, data: TrainSet, plan: BatchSchedule, console: Console, device: str) -> dict[str, Any]:
+def train(config: Config, data: TrainSet, schedule: BatchSchedule, console: Console, device: str) -> dict[str, Any]:
     """Train to config.train.steps and save the result under <output>/<run>; returns details for the report.
 
     device: auto, cpu, cuda or cuda:N. DamageError before a damaged row reaches a gradient, DivergedError after too many
     non-finite steps, StoreError on a full disk.
     """
     with explain_failures(run_state.run_folder(config)):
-        return train_loop(prepare_training(config, data, plan, console, device))
+        return train_loop(prepare_training(config, data, schedule, console, device))
 
 
 def train_loop(run: TrainState) -> dict[str, Any]:
@@ -101,7 +98,7 @@ def train_loop(run: TrainState) -> dict[str, Any]:
     with metrics.open_metrics_log(run.accelerator, run.folder, first, config.train.steps, run.log) as record:
         if first == 0:
             validate(run, record, 0)
-        clock = metrics.StepTimer(first, config.train.steps, run.loader.plan.global_batch)
+        clock = metrics.StepTimer(first, config.train.steps, run.loader.schedule.global_batch)
         for batches in run.loader.steps(first, config.train.steps):
             numbers = train_step(run, batches)
             done = batches.step + 1
@@ -118,17 +115,18 @@ def train_loop(run: TrainState) -> dict[str, Any]:
 # --- preparing ---
 
 
-def prepare_training(config: Config, data: TrainSet, plan: BatchSchedule, console: Console, device: str) -> TrainState:
+def prepare_training(
+    config: Config, data: TrainSet, schedule: BatchSchedule, console: Console, device: str
+) -> TrainState:
     """Load the transformer, add what is trained, and move both to the device."""
     settings = config.train
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    folder = run_state.run_folder(config)
-    signature = run_state.resume_signature(config, data, plan)
-    accelerator = make_accelerator(device, folder)
-    ranks = accelerator.num_processes
-    assert plan.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
-    loader = BatchLoader(data, plan, settings.batch_size, settings.caption_dropout, accelerator.process_index, ranks)
+    signature = run_state.resume_signature(config, data, schedule)
+    accelerator = make_accelerator(device, run_state.run_folder(config))
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
+    loader = BatchLoader(data, schedule, settings.batch_size, settings.caption_dropout, rank, ranks)
     family = module_of(config.model.family_spec)
     half, full = run_state.train_precision(config) == "bfloat16", settings.adapter.type == "full"
     # Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
@@ -147,7 +145,7 @@ def prepare_training(config: Config, data: TrainSet, plan: BatchSchedule, consol
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         # diffusers or the family refuse the checkpoint, or peft a target; or the weights are damaged.
         step = "Correct model.path, model.flavour or train.adapter, or replace the checkpoint with a whole copy."
-        raise RunError(f"{config.model.source}: {str(error) or type(error).__name__}", step) from error
+        raise run_state.RunError(f"{config.model.source}: {str(error) or type(error).__name__}", step) from error
     shape = {key: value for key, value in model.config.items() if not key.startswith("_")}
     signature["transformer"] = hash_json(json.loads(json.dumps(shape)))
     if settings.gradient_checkpointing:
@@ -157,18 +155,7 @@ def prepare_training(config: Config, data: TrainSet, plan: BatchSchedule, consol
     optimizer = make_optimizer(trainable.values(), settings.optimizer)
     bad_steps = BadStepCounter(settings.max_bad_steps)
     run = TrainState(
-        config,
-        console,
-        accelerator,
-        folder,
-        loader,
-        family,
-        model,
-        denoiser,
-        trainable,
-        optimizer,
-        bad_steps,
-        signature,
+        config, console, accelerator, loader, family, model, denoiser, trainable, optimizer, bad_steps, signature
     )
     counts = (sum(each.numel() for each in weights) for weights in (trainable.values(), model.parameters()))
     run.log("training {:,} of {:,} parameters".format(*counts))
@@ -187,7 +174,7 @@ def make_accelerator(device: str, folder: Path) -> Accelerator:
     if device.startswith("cuda"):
         index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
         if index >= count:
-            raise RunError(
+            raise run_state.RunError(
                 f"device {device} was asked for and this torch ({torch.__version__}) sees {count} CUDA devices",
                 "Use --device cpu, or install the torch build for your card (README, Installing for a GPU).",
             )
@@ -212,9 +199,9 @@ def make_trainable(model: torch.nn.Module, family: FamilyModule, config: Config)
     """Add a LoRA, or unfreeze every weight; name -> parameter of what gradients reach."""
     adapter = config.train.adapter
     if adapter.type == "full":
-        adapters.unfreeze_all(model)
+        model.requires_grad_(True).float()  # the master weights; autocast computes
     else:
-        targets = adapters.choose_targets(model, adapter.targets) if adapter.targets else family.lora_targets(model)
+        targets = adapters.choose_targets(model, adapter.targets or [family.LORA_TARGETS])
         adapters.add_lora(model, targets, adapter.rank, adapter.alpha, adapter.dropout)
     return adapters.trainable_parameters(model)
 
@@ -224,11 +211,11 @@ def resume_run(run: TrainState) -> int:
     folder = run.folder / "checkpoints"
     if run.is_main:
         found, damaged = resume.newest_checkpoint(folder, verify=True)
-        for bad in damaged:
+        for path, reason in damaged:
             assert found is not None
-            kept = checkpoint.quarantine(bad)
+            kept = checkpoint.quarantine(path)
             run.console.warn(
-                f"{bad.path} is damaged ({bad.reason}): the run goes on from {found.path.name}, the newest intact "
+                f"{path} is damaged ({reason}): the run goes on from {found.path.name}, the newest intact "
                 f"checkpoint, and the damaged one is kept as {kept.name}"
             )
     run.accelerator.wait_for_everyone()
@@ -255,7 +242,8 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     config, step = run.config.train, data.step
     torch.manual_seed(derive_seed(f"{config.seed}/{step}/{run.accelerator.process_index}", "step"))
     rate = learning_rate(config.optimizer, step, config.steps)
-    set_learning_rate(run.optimizer, rate)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
     run.denoiser.train()
     total, share = torch.zeros((), device=run.accelerator.device), config.batch_size * config.accumulate
     for number, micro_batch in enumerate(data.micro_batches, 1):
@@ -264,7 +252,7 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
             loss.backward()
         total += loss.detach()
     value = float(run.accelerator.reduce(total, "mean"))
-    norm = clip_gradients(run.trainable.values(), config.optimizer.max_grad_norm)
+    norm = float(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm))
     taken = run.bad_steps.check(step, value, norm)
     if taken:
         run.optimizer.step()
@@ -291,15 +279,13 @@ def is_due(done: int, every: int, last: int) -> bool:
 
 def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
     """Eval loss on the fixed grid, and the validation prompts denoised, after `done` steps."""
-    settings, predict = run.config.validation, run.accelerator.unwrap_model(run.denoiser)
     if run.is_main:
-        predict.eval()
-        grid = validation.EvalGrid(settings.eval_samples, settings.eval_sigmas, settings.seed, run.loader.batch_size)
-        if grid.samples and grid.sigmas:
-            on, frames = run.accelerator.device, run.skip_frames
-            found = validation.compute_eval_loss(predict, run.loader.data, grid, on, frames)
-            record({"step": done, "eval_loss": found.mean, "eval_by_sigma": found.by_sigma, "eval_on": found.on})
-        folder, data = run.folder / "validation" / f"step-{done:06d}", run.loader.data
+        predict, data = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.data
+        settings, batch_size, device = run.config.validation, run.loader.batch_size, run.accelerator.device
+        if settings.eval_samples and settings.eval_sigmas:
+            found = validation.compute_eval_loss(predict, data, settings, batch_size, device, run.skip_frames)
+            record({"step": done, **found})
+        folder = run.folder / "validation" / f"step-{done:06d}"
         count = validation.write_validation_latents(run.model, run.family, run.config, data, folder, predict.autocast)
         if count:
             run.log(f"step {done}: {count} validation latents in {folder}")
@@ -309,9 +295,9 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
 def save_checkpoint(run: TrainState, done: int) -> None:
     """Write a checkpoint and remove the oldest ones."""
     if run.is_main:
-        plan, folder = run.loader.plan, run.folder / "checkpoints"
-        epoch, batch = divmod(done, plan.batches_per_epoch)
-        extra = {"epoch": epoch, "batch": batch, "random": {"seed": plan.seed, "step": done}}
+        schedule, folder = run.loader.schedule, run.folder / "checkpoints"
+        epoch, batch = divmod(done, schedule.batches_per_epoch)
+        extra = {"epoch": epoch, "batch": batch, "random": {"seed": schedule.seed, "step": done}}
         extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total}
         path = checkpoint.save(folder, done, run.trainable, run.optimizer, run.signature, extra)
         checkpoint.prune(folder, run.config.train.keep_checkpoints)

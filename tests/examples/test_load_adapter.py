@@ -47,7 +47,7 @@ def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Pat
         model = family.load(tiny(kind))
         torch.manual_seed(0)
         if adapter == "lora":
-            adapters.add_lora(model, family.lora_targets(model), 2)
+            adapters.add_lora(model, adapters.choose_targets(model, [family.LORA_TARGETS]), 2)
         for parameter in adapters.trainable_parameters(model).values() if adapter == "lora" else model.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
         if adapter == "lora":

@@ -93,7 +93,7 @@ def test_alternative_captions_take_turns(make_config, make_set, made) -> None:
     items, null, prompts = made.mixed_items(config)
     make_set(config, items, null, prompts)
     ordered, seen = sorted(items, key=lambda item: item.bucket), set()
-    passes = feed(config, 4, 4).plan.batches_per_epoch * 2
+    passes = feed(config, 4, 4).schedule.batches_per_epoch * 2
     for step in range(passes):
         (part,) = feed(config, 4, 4).step(step).micro_batches
         for id, text_LD, mask_L in zip(part.batch.ids, part.batch.text_BLD, part.batch.text_mask_BL, strict=True):
@@ -118,7 +118,7 @@ def test_weights_are_followed_and_held_out_samples_never_drawn(make_config, make
     make_set(config, items, null, prompts)
     reader = feed(config, 1, 1)
     drawn = Counter(
-        reader.step(step).micro_batches[0].batch.ids[0] for step in range(2 * reader.plan.batches_per_epoch)
+        reader.step(step).micro_batches[0].batch.ids[0] for step in range(2 * reader.schedule.batches_per_epoch)
     )
     ordered = sorted(items, key=lambda item: item.place)
     assert drawn == {f"set1-sample{i}": int(2 * item.weight) for i, item in enumerate(ordered) if item.role == "train"}
@@ -187,7 +187,7 @@ def test_leaving_early_ends_the_thread() -> None:
     results = prefetch(lambda number: number, range(10**6))
     next(results)
     results.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
 def test_a_flipped_byte_stops_the_feed_before_the_batch(make_config, make_set) -> None:

@@ -75,7 +75,7 @@ def test_batches_are_the_same_bit_by_bit(three: list[Config]) -> None:
     sets = [found(config) for config in three]
     assert len({type(data).__name__ for data in sets}) == 2
     feeds = [BatchLoader(data, BatchSchedule(data.spans, 5, 4), 2, 0.3) for data in sets]
-    for step in range(2 * feeds[0].plan.batches_per_epoch):
+    for step in range(2 * feeds[0].schedule.batches_per_epoch):
         expected, *others = [flat(feed, step) for feed in feeds]
         assert others == [expected, expected]
     assert sets[0].validation == sets[1].validation == sets[2].validation

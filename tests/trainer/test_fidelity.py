@@ -15,10 +15,10 @@ from cache.set_lookup import open_set
 from cache.store import Store
 from cache.trainset import TrainSet
 from schemas.cli.console import Console
-from trainer import metrics, validation
+from trainer import metrics
 from trainer import train as loop
 from trainer.batch import Batch
-from trainer.data import BatchLoader, collate
+from trainer.data import BatchLoader, collate, seeded_noise
 from trainer.families import kandinsky5, sana
 from trainer.sampling import SHIFT_KEYS
 
@@ -81,7 +81,7 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
         losses = []
         for row in (len(data) // 4, 3 * len(data) // 4):
             batch = collate([data.sample(row)], "", config.model.family_spec, [""])
-            noise = validation.seeded_noise(f"3/{batch.ids[0]}", "eval", batch.latents_BCTHW.shape[1:])[None]
+            noise = seeded_noise(f"3/{batch.ids[0]}", "eval", batch.latents_BCTHW.shape[1:])[None]
             losses.append(defined_loss(config, batch, noise, torch.tensor([sigma])))
         assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
 
@@ -155,7 +155,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     else:
         pipe.load_lora_weights(run / "adapter")
     latent = load_file(run / "validation" / "step-000002" / "one.safetensors")["latent"]
-    noise = validation.seeded_noise("7/one", "validation", tuple(latent.shape))[None]
+    noise = seeded_noise("7/one", "validation", tuple(latent.shape))[None]
     sample = data.sample(0)
     given = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
     batch, negative = (

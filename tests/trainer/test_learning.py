@@ -80,11 +80,10 @@ def learn(make_config, make_set, made):
         trained = loop.prepare_training(config, data, plan, console, "cpu")
         result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()
-        grid = validation.EvalGrid(8, config.validation.eval_sigmas, config.validation.seed, 4)
         swapped = validation.compute_eval_loss(
-            trained.denoiser, opened(other), grid, torch.device("cpu"), trained.skip_frames
+            trained.denoiser, opened(other), config.validation, 4, torch.device("cpu"), trained.skip_frames
         )
-        return {"before": result["first"], "after": result["last"], "swapped": swapped.mean}
+        return {"before": result["first"], "after": result["last"], "swapped": swapped["eval_loss"]}
 
     return run
 

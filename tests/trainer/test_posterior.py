@@ -14,9 +14,9 @@ from cache.store import Store
 from cache.trainset import SetError, TrainSet
 from schemas.catalogue import FAMILIES
 from schemas.cli.console import Console
-from trainer import metrics, posterior
+from trainer import metrics
 from trainer import train as loop
-from trainer.data import BatchLoader
+from trainer.data import BatchLoader, sample_latents
 
 FLUX = FAMILIES["kandinsky5-image"]
 
@@ -70,19 +70,19 @@ def test_draws_have_the_mean_and_variance_of_the_moments() -> None:
     mean = torch.randn(16, 1, 2, 3, generator=rng)
     logvar = torch.rand(16, 1, 2, 3, generator=rng) * 4 - 5
     stored, count = torch.cat([mean, logvar]), 4000
-    draws = torch.stack([posterior.sample_latents(stored, FLUX, f"0/{step}/0/a") for step in range(count)])
+    draws = torch.stack([sample_latents(stored, FLUX, f"0/{step}/0/a") for step in range(count)])
     deviation = (logvar / 2).exp()
     assert ((draws.mean(0) - mean).abs() / deviation).max() < 5 / count**0.5
     assert (draws.std(0) / deviation - 1).abs().max() < 5 / (2 * count) ** 0.5
     noise = ((draws - mean) / deviation).flatten(1)
     assert noise[:-1].mul(noise[1:]).mean().abs() < 5 / noise.numel() ** 0.5, "each step has noise of its own"
-    assert torch.equal(draws[7], posterior.sample_latents(stored, FLUX, "0/7/0/a"))
+    assert torch.equal(draws[7], sample_latents(stored, FLUX, "0/7/0/a"))
 
 
 @pytest.mark.parametrize(("family", "channels"), [("kandinsky5-image", 24), ("kandinsky5-video", 8), ("sana", 64)])
 def test_another_number_of_channels_is_refused(family, channels) -> None:
     with pytest.raises(SetError, match=f"has {channels} channels; {family} has"):
-        posterior.sample_latents(torch.zeros(channels, 1, 2, 2), FAMILIES[family], "x")
+        sample_latents(torch.zeros(channels, 1, 2, 2), FAMILIES[family], "x")
 
 
 @pytest.mark.parametrize("kind", ["t2i", "i2v"])

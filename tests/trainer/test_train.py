@@ -21,6 +21,7 @@ from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
+from schemas.config.training import Validation
 from trainer import metrics, validation
 from trainer import train as loop
 from trainer.__main__ import run as program_run
@@ -283,8 +284,8 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     rows = data.eval_rows if held_out else range(12)
     read: list[int] = []
     data.sample = lambda row, real=data.sample: (read.append(row), real(row))[1]  # type: ignore[method-assign]
-    grid = validation.EvalGrid(5, (0.5,), 0)
-    validation.compute_eval_loss(lambda noisy, sigma, batch: noisy, data, grid, torch.device("cpu"))
+    settings = Validation(eval_samples=5, eval_sigmas=(0.5,))
+    validation.compute_eval_loss(lambda noisy, sigma, batch: noisy, data, settings, 1, torch.device("cpu"))
     assert len(read) == (held_out or 5) and set(read) <= set(rows)
 
 

@@ -1,9 +1,10 @@
-"""The functions of a family's module in `trainer/families/`.
+"""What a family's module in `trainer/families/` has, and models of several transformers.
 
 Each module ends with an assignment of itself to a name of type `FamilyModule`, so that mypy checks it.
 """
 
 import importlib
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,8 +17,11 @@ class FamilyModule(Protocol):
     """A module of `trainer/families/`, named by `Family.transformer`.
 
     Latents are (B, C, T, h, w) in the model's space, sigma_B goes from 0 (data) to 1 (noise). model: what `load`
-    returns; `predict` may get it inside DistributedDataParallel.
+    returns; `predict` may get it inside DistributedDataParallel. LORA_TARGETS: a regular expression that matches the
+    full paths of the modules that LoRA adapts by default.
     """
+
+    LORA_TARGETS: str
 
     def load(
         self,
@@ -26,8 +30,8 @@ class FamilyModule(Protocol):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Any:
-        """Only the transformer of a checkpoint (a folder or repo), a diffusers ModelMixin, or `trainer.experts.Experts`
-        of several. ValueError or OSError where it can't be trained."""
+        """Only the transformer of a checkpoint (a folder or repo), a diffusers ModelMixin, or `Experts` of several.
+        ValueError or OSError where it can't be trained."""
 
     def clean_frames(self, task: Task) -> int:
         """Leading latent frames that are given: not noised, not in the loss."""
@@ -47,9 +51,29 @@ class FamilyModule(Protocol):
     def postprocess_latents(self, latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
         """The pipeline's processing of latents after denoising."""
 
-    def lora_targets(self, model: Any) -> list[str]:
-        """Full paths of the modules that LoRA adapts by default."""
-
 
 def module_of(family: Family) -> FamilyModule:
     return cast(FamilyModule, importlib.import_module(f"trainer.families.{family.transformer}"))
+
+
+class Experts(torch.nn.Module):
+    """Several transformers of one checkpoint, by sub-folder, trained as one model, each for a range of noise levels. A
+    family's `load` returns it, and its `predict` chooses one."""
+
+    def __init__(self, experts: Mapping[str, torch.nn.Module]) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleDict(experts)
+
+    @property
+    def config(self) -> Any:
+        """That of the first; only their weights differ."""
+        return next(iter(self.experts.values())).config
+
+    def enable_gradient_checkpointing(self) -> None:
+        for expert in self.experts.values():
+            expert.enable_gradient_checkpointing()  # type: ignore[operator]
+
+
+def components(model: Any) -> dict[str, Any]:
+    """Sub-folder -> transformer of what a family's `load` returned."""
+    return dict(model.experts.items()) if isinstance(model, Experts) else {"transformer": model}

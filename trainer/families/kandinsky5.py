@@ -4,7 +4,6 @@ Inputs equal those of the diffusers pipelines (pipelines/kandinsky5), where trai
 documents the functions.
 """
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,8 @@ VIDEO = FAMILIES["kandinsky5-video"]
 LATENT_STRIDE = VIDEO.spatial_stride  # pixels of one latent, the same for images
 NORMALIZED_FRAMES, REFERENCE_FRAMES = 4, 5  # of i2v's normalize_first_frame
 
-_LORA_TARGETS = re.compile(
+# Whole paths: the bare name `out_layer` would also match modules that LoRA cannot wrap.
+LORA_TARGETS = (
     r"(text|visual)_transformer_blocks\.\d+\."
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
 )
@@ -132,11 +132,6 @@ def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor
     new_deviation = torch.clamp(others.std(), deviation - 0.1, deviation + 0.25)
     normalised = (first - mean) / deviation * new_deviation + new_mean
     return torch.cat([normalised, latents_BCTHW[:, :, NORMALIZED_FRAMES:]], 2)
-
-
-def lora_targets(model: Any) -> list[str]:
-    """Full paths, as the bare name `out_layer` would also match modules that LoRA cannot wrap."""
-    return [name for name, _ in model.named_modules() if _LORA_TARGETS.fullmatch(name)]
 
 
 if TYPE_CHECKING:

@@ -118,24 +118,22 @@ class MaskedAttnProcessor:
         key = attn.key_norm(key.float()).type_as(key)
         if rotary_emb is not None:
             query, key = self._rotate(query, rotary_emb), self._rotate(key, rotary_emb)
-        return attn.out_layer(self._attend(query, key, value, sparse_params).flatten(-2, -1))
+        # query, key, value, attended: (B, L, heads, D)
+        if sparse_params is not None:
+            attended = nabla_attention(query, key, value, sparse_params)
+        elif self.text_mask is None:
+            attended = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+        else:
+            mask_BL = self.text_mask.current
+            assert mask_BL is None or mask_BL.shape == key.shape[:2], (mask_BL.shape, key.shape)
+            mask_B11L = None if mask_BL is None else mask_BL[:, None, None, :]
+            native = AttentionBackendName.NATIVE
+            attended = dispatch_attention_fn(query, key, value, attn_mask=mask_B11L, backend=native)
+        return attn.out_layer(attended.flatten(-2, -1))
 
     def _rotate(self, x_BLHD: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         pairs = x_BLHD.unflatten(-1, (-1, 1, 2)).to(torch.float32)
         return (rope * pairs).sum(-1).reshape(x_BLHD.shape).to(self.rotary_dtype).type_as(x_BLHD)
-
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: SparseParams | None
-    ) -> torch.Tensor:
-        """All (B, L, heads, D)."""
-        if sparse is not None:
-            return nabla_attention(query, key, value, sparse)
-        if self.text_mask is None:
-            return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
-        mask_BL = self.text_mask.current
-        assert mask_BL is None or mask_BL.shape == key.shape[:2], (mask_BL.shape, key.shape)
-        mask_B11L = None if mask_BL is None else mask_BL[:, None, None, :]
-        return dispatch_attention_fn(query, key, value, attn_mask=mask_B11L, backend=AttentionBackendName.NATIVE)
 
 
 # NABLA, for checkpoints whose own config says attention_type "nabla".

@@ -1,6 +1,5 @@
 """Sana: the transformer, its inputs (equal to SanaPipeline's), and what LoRA adapts. See FamilyModule."""
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +15,7 @@ TASKS = tuple(FAMILIES["sana"].pipelines)
 
 # The feed-forward's depthwise convolution is left out: LoRA of a grouped convolution needs a rank that is a
 # multiple of its groups, which are thousands of channels. Its two pointwise ones are linear layers in effect.
-_LORA_TARGETS = re.compile(
-    r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
-)
+LORA_TARGETS = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
 
 
 def load(
@@ -72,10 +69,6 @@ def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torc
 
 def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
     return latents_BCTHW
-
-
-def lora_targets(model: Any) -> list[str]:
-    return [name for name, _ in model.named_modules() if _LORA_TARGETS.fullmatch(name)]
 
 
 if TYPE_CHECKING:

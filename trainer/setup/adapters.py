@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from cache.files import replacing
-from trainer.experts import Experts, components
-from trainer.tensor_files import write_tensors
+from trainer.checkpoint import write_tensors
+from trainer.families.base import Experts, components
 
 ADAPTER_NAME = "default"
 Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no type annotations
@@ -21,13 +21,12 @@ Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no type a
 
 def choose_targets(model: Model, patterns: Sequence[str]) -> list[str]:
     """Full paths of the modules that LoRA can wrap (linear layers, convolutions without groups) and that a regular
-    expression matches whole. ValueError for a pattern without matches.
-    """
-
-    def is_wrappable(module: torch.nn.Module) -> bool:
-        return isinstance(module, torch.nn.Linear) or (isinstance(module, torch.nn.Conv2d) and module.groups == 1)
-
-    wrappable = [name for name, module in model.named_modules() if is_wrappable(module)]
+    expression matches whole. ValueError for a pattern without matches."""
+    wrappable = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) or (isinstance(module, torch.nn.Conv2d) and module.groups == 1)
+    ]
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in wrappable):
             raise ValueError(
@@ -37,58 +36,24 @@ def choose_targets(model: Model, patterns: Sequence[str]) -> list[str]:
     return [name for name in wrappable if any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 
-def add_lora(
-    model: Model,
-    targets: Sequence[str],
-    rank: int,
-    alpha: float | None = None,
-    dropout: float = 0.0,
-    *,
-    rank_pattern: Mapping[str, int] | None = None,
-    alpha_pattern: Mapping[str, float] | None = None,
-) -> None:
+def add_lora(model: Model, targets: Sequence[str], rank: int, alpha: float | None = None, dropout: float = 0.0) -> None:
     """Freeze the model, and add a float32 LoRA, drawn from torch's generator, to each target (a full module path).
 
-    alpha: default the rank; the update is scaled by alpha / rank. rank_pattern, alpha_pattern: exceptions, by module
-    path or a regular expression of its end.
+    alpha: default the rank; the update is scaled by alpha / rank.
     """
     if not targets:
         raise ValueError("LoRA needs at least one target module")
     model.requires_grad_(False)
-    for expert, own in _by_expert(model, targets):
-        expert.add_adapter(
-            LoraConfig(
-                r=rank,
-                lora_alpha=rank if alpha is None else alpha,  # type: ignore[arg-type]  # peft takes fractions
-                lora_dropout=dropout,
-                target_modules=own,
-                rank_pattern=dict(rank_pattern or {}),
-                alpha_pattern=dict(alpha_pattern or {}),
-            ),
-            ADAPTER_NAME,
-        )
+    scale = rank if alpha is None else alpha  # peft takes fractions
+    for name, expert in components(model).items():
+        prefix = f"experts.{name}." if isinstance(model, Experts) else ""
+        if own := [target.removeprefix(prefix) for target in targets if target.startswith(prefix)]:
+            settings = LoraConfig(r=rank, lora_alpha=scale, lora_dropout=dropout, target_modules=own)  # type: ignore[arg-type]
+            expert.add_adapter(settings, ADAPTER_NAME)
     wrapped = list_adapted_modules(model)
     assert sorted(wrapped) == sorted(targets), sorted(set(wrapped) ^ set(targets))[:5]
     for parameter in trainable_parameters(model).values():
         parameter.data = parameter.data.float()
-
-
-def _by_expert(model: Model, targets: Sequence[str]) -> list[tuple[Model, list[str]]]:
-    """Each transformer with its own targets, as paths within it."""
-    if not isinstance(model, Experts):
-        return [(model, list(targets))]
-    found = []
-    for name, expert in model.experts.items():
-        prefix = f"experts.{name}."
-        own = [target.removeprefix(prefix) for target in targets if target.startswith(prefix)]
-        found += [(expert, own)] if own else []
-    return found
-
-
-def unfreeze_all(model: Model) -> None:
-    """Make every parameter trainable, in float32: the master weights of a full-rank run, which autocasts."""
-    model.requires_grad_(True)
-    model.float()
 
 
 def list_adapted_modules(model: Model) -> list[str]:

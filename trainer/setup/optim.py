@@ -32,17 +32,6 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: Optimizer) 
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before. Do not step where that is
-    not finite."""
-    return float(torch.nn.utils.clip_grad_norm_(list(parameters), max_norm))
-
-
 @dataclass
 class BadStepCounter:
     """Counts steps skipped for a non-finite loss or gradient: more than `limit` of BAD_STEP_WINDOW steps end the run.

@@ -265,7 +265,7 @@ def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
 
 def with_lora(model):
     torch.manual_seed(0)
-    adapters.add_lora(model, kandinsky5.lora_targets(model), rank=4)
+    adapters.add_lora(model, adapters.choose_targets(model, [kandinsky5.LORA_TARGETS]), rank=4)
     for name, parameter in adapters.trainable_parameters(model).items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -10,9 +11,11 @@ from diffusers.models.transformers import transformer_kandinsky as stock
 from safetensors import safe_open
 
 from schemas.catalogue import FAMILIES
+from schemas.config.training import Adapter
 from trainer.batch import Batch
 from trainer.families import kandinsky5, sana
 from trainer.setup import adapters
+from trainer.train import make_trainable
 
 KINDS = {
     "kandinsky5-image-t2i": (kandinsky5, "t2i"),
@@ -73,7 +76,7 @@ def trained(kind: str, folder: Path, **options):
     family, _ = KINDS[kind]
     model = family.load(str(folder))
     torch.manual_seed(0)
-    adapters.add_lora(model, family.lora_targets(model), **{"rank": 4, **options})
+    adapters.add_lora(model, adapters.choose_targets(model, [family.LORA_TARGETS]), **{"rank": 4, **options})
     for i, (name, parameter) in enumerate(adapters.trainable_parameters(model).items()):
         if "lora_B" in name:
             parameter.data = random(*parameter.shape, seed=i) * 0.1
@@ -85,37 +88,19 @@ OPTIONS = {
     "alpha": {"rank": 4, "alpha": 2.5},
     "dropout": {"rank": 3, "alpha": 6, "dropout": 0.5},
 }
-PATTERNS = {
-    "kandinsky5-image-t2i": {"cross_attention.to_query": 2, r"visual_transformer_blocks\.1\..*": 7},
-    "sana": {"ff.conv_inverted": 2, r"transformer_blocks\.1\.attn1\..*": 7},
-}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("options", list(OPTIONS))
 def test_a_lora_loads_in_the_pipeline_and_gives_the_same_output(tiny, tmp_path, kind, options):
-    check(kind, tiny(kind), tmp_path, OPTIONS[options])
-
-
-@pytest.mark.parametrize("kind", list(PATTERNS))
-def test_rank_and_alpha_patterns_load_as_well(tiny, tmp_path, kind):
-    ranks = PATTERNS[kind]
-    alphas = dict.fromkeys(ranks, 11.0)
-    model = check(kind, tiny(kind), tmp_path, {"alpha": 8, "rank_pattern": ranks, "alpha_pattern": alphas})
-    found = {p.shape[0] for name, p in adapters.trainable_parameters(model).items() if "lora_A" in name}
-    assert found == {2, 4, 7}
-
-
-def check(kind, folder, tmp_path, options):
-    model = trained(kind, folder, **options)
+    model = trained(kind, tiny(kind), **OPTIONS[options])
     adapters.save_lora(model, tmp_path, kind)
-    pipe = pipeline(kind, folder)
+    pipe = pipeline(kind, tiny(kind))
     before = output(kind, pipe.transformer)
     pipe.load_lora_weights(tmp_path)
     ours, theirs = output(kind, model), output(kind, pipe.transformer)
     assert (ours - before).abs().max() > 1e-2
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
-    return model
 
 
 def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
@@ -134,7 +119,9 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
     assert header["latentpress.family"] == kind and header["latentpress.step"] == "12"
     made, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
     # Theirs are peft's suffixes, which mean the same modules in this model; ours are the modules.
-    assert made.pop("transformer.target_modules") == sorted(kandinsky5.lora_targets(model))
+    assert made.pop("transformer.target_modules") == sorted(
+        adapters.choose_targets(kandinsky5.load(str(tiny(kind))), [kandinsky5.LORA_TARGETS])
+    )
     assert wanted.pop("transformer.target_modules")
     assert made == wanted
 
@@ -143,9 +130,10 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
 def test_a_full_model_loads_with_from_pretrained(tiny, tmp_path, kind):
     family, _ = KINDS[kind]
     model = family.load(str(tiny(kind)), dtype=torch.bfloat16)
-    adapters.unfreeze_all(model)
-    assert {p.dtype for p in adapters.trainable_parameters(model).values()} == {torch.float32}
-    assert len(adapters.trainable_parameters(model)) == len(list(model.parameters()))
+    full = SimpleNamespace(train=SimpleNamespace(adapter=Adapter(type="full")))
+    trainable = make_trainable(model, family, full)
+    assert {p.dtype for p in trainable.values()} == {torch.float32}
+    assert len(trainable) == len(list(model.parameters()))
     for i, parameter in enumerate(model.parameters()):
         parameter.data += random(*parameter.shape, seed=i) * 0.01
     adapters.save_full(model, tmp_path / "transformer")
@@ -159,7 +147,7 @@ def test_adapters_are_float32_and_everything_else_is_frozen_in_its_dtype(tiny, k
     family, _ = KINDS[kind]
     model = family.load(str(tiny(kind)), dtype=torch.bfloat16)
     before = {name: p.dtype for name, p in model.named_parameters()}
-    adapters.add_lora(model, family.lora_targets(model), 4)
+    adapters.add_lora(model, adapters.choose_targets(model, [family.LORA_TARGETS]), 4)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
         wanted = torch.float32 if "lora_" in name else before[name.replace(".base_layer", "")]
@@ -172,24 +160,24 @@ def test_a_new_lora_changes_nothing_and_depends_on_the_seed_alone(tiny):
     model = kandinsky5.load(str(tiny(kind)))
     before = output(kind, model)
     torch.manual_seed(3)
-    adapters.add_lora(model, kandinsky5.lora_targets(model), 4)
+    adapters.add_lora(model, adapters.choose_targets(model, [kandinsky5.LORA_TARGETS]), 4)
     assert torch.equal(output(kind, model), before)
     again = kandinsky5.load(str(tiny(kind)))
     torch.manual_seed(3)
-    adapters.add_lora(again, kandinsky5.lora_targets(again), 4)
+    adapters.add_lora(again, adapters.choose_targets(again, [kandinsky5.LORA_TARGETS]), 4)
     for one, other in zip(*(adapters.trainable_parameters(m).values() for m in (model, again)), strict=True):
         assert torch.equal(one, other)
 
 
 def test_default_targets_are_the_attention_and_feed_forward_layers_of_every_block(tiny):
     model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")))
-    targets = kandinsky5.lora_targets(model)
+    targets = adapters.choose_targets(model, [kandinsky5.LORA_TARGETS])
     text, visual = len(model.text_transformer_blocks), len(model.visual_transformer_blocks)
     assert len(targets) == text * (4 + 2) + visual * (2 * 4 + 2)
     assert "visual_transformer_blocks.0.cross_attention.out_layer" in targets
     assert not any("modulation" in name or name.startswith("out_layer") for name in targets)
     layers = len(sana.load(str(tiny("sana"))).transformer_blocks)
-    assert len(sana.lora_targets(sana.load(str(tiny("sana"))))) == layers * (2 * 4 + 2)
+    assert len(adapters.choose_targets(sana.load(str(tiny("sana"))), [sana.LORA_TARGETS])) == layers * (2 * 4 + 2)
 
 
 def test_patterns_choose_whole_paths_that_can_be_wrapped(tiny):

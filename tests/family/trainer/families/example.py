@@ -1,6 +1,5 @@
 """The example family's transformers: two of Wan's, for much noise and for little, given two clean frames."""
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +9,10 @@ from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.experts import Experts, components
-from trainer.families.base import FamilyModule
+from trainer.families.base import Experts, FamilyModule, components
 
 BOUNDARY = 0.8  # of sigma: of the six steps that the test trains, three are above it
-_TARGETS = re.compile(r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)")
+LORA_TARGETS = r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 
 
 def load(
@@ -55,10 +53,6 @@ def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torc
 
 def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
     return latents_BCTHW
-
-
-def lora_targets(model: Any) -> list[str]:
-    return [name for name, _ in model.named_modules() if _TARGETS.fullmatch(name)]
 
 
 if TYPE_CHECKING:
