@@ -14,6 +14,7 @@ from cache.files import check_folder, explained, replacing
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.import_time import garbage_collection_paused
 
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
 
@@ -38,12 +39,14 @@ def run(config: Config, options: Options, console: Console) -> Report:
         console.log(f"no validation latents under {folder / 'validation'}: nothing to decode")
         return report
     if todo:
-        import torch
+        with garbage_collection_paused():
+            import torch
 
-        from stages.encoding import model_loading
-        from stages.encoding.vae import base
+            from stages.encoding import model_loading
+            from stages.encoding.vae import base
 
-        autoencoder = base.load_autoencoder(config, model_loading.select_device(options.resources(config, "decode")))
+            device = model_loading.select_device(options.resources(config, "decode"))
+            autoencoder = base.load_autoencoder(config, device)
         rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
         fps = config.validation.fps or next(iter(rates), 24.0)
         with console.progress(len(todo), "decode", "samples") as progress:

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import hashlib
 import json
 import os
@@ -22,7 +23,10 @@ from tests.project import SETTINGS, Project
 # Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # For the same reason the time that an example takes says nothing.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LONG = os.environ.get("TORTURE") == "long"
+settings.register_profile(
+    "patient", deadline=None, max_examples=500 if LONG else 50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +44,15 @@ def _cpu_s() -> float:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """For `-n auto`, one more than there are cores: about a quarter of the time a test waits for another process."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    gc.disable()  # as garbage_collection_paused does for programs
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

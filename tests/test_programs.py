@@ -101,6 +101,7 @@ def test_an_unknown_program_is_answered_with_the_list() -> None:
     assert all(program in done.stderr for program in PROGRAMS)
 
 
+@pytest.mark.slow
 def test_a_next_step_has_the_configuration_that_was_given(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "root: work\nmodel: {family: sana, path: org/name}\ndatasets: [{id: a, instance_data_dir: absent}]\n"

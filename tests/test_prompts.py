@@ -38,6 +38,7 @@ def made(tmp_path: Path, tiny) -> Callable[..., dict]:
     return make
 
 
+@pytest.mark.slow
 def test_prompts_sizes_and_steps_of_validation_change_no_training(made) -> None:
     first = made(prompts=[{"name": "one", "prompt": "a colour"}])
     two = [{"name": "one", "prompt": "a colour"}, {"name": "two", "prompt": "another colour"}]

@@ -13,6 +13,7 @@ from cache.set_lookup import open_configured_set
 from cache.trainset import TrainSet
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
+from schemas.import_time import garbage_collection_paused
 from trainer import interruption
 from trainer.output_lock import lock_output
 from trainer.run_state import RunError, find_resume_state, is_finished, result_folder, run_folder, train_precision
@@ -52,7 +53,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
             lock_output(run_folder(config), console) if main else nullcontext(),
         ):
             compatibility.check_transformer(config.model)
-            from trainer.train import train
+            with garbage_collection_paused():
+                from trainer.train import train
 
             summary = train(config, data, schedule, console, options.device or config.train.device)
     except DamageError as damage:

@@ -13,6 +13,7 @@ from cache.weights import fingerprint_weights
 from schemas.catalogue import VISION_MODELS
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
+from schemas.import_time import garbage_collection_paused
 from schemas.recipe import latents_settings, text_settings, vision_settings
 from stages.encoding.stage import EncodingStage, UsageError
 from stages.encoding.vision import checkpoint, grids
@@ -53,7 +54,8 @@ def estimate_vision_bytes(config: Config, unit: Unit) -> int:
 
 def load_worker(module: str, name: str, job: Job) -> Worker:
     """Imports torch and loads the model."""
-    return getattr(import_module(f"stages.encoding.{module}.worker"), name)(job)
+    with garbage_collection_paused():
+        return getattr(import_module(f"stages.encoding.{module}.worker"), name)(job)
 
 
 TEXT = EncodingStage("encode-text", "text", text_fingerprint_inputs, partial(load_worker, "text", "TextWorker"))

@@ -252,6 +252,7 @@ PARTS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(PARTS, st.dictionaries(st.text(max_size=3), st.integers(-9, 9), max_size=2))
 def test_together_and_apart(parts: dict[str, dict[str, bytes]], info: dict[str, int]) -> None:

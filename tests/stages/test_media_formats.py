@@ -399,6 +399,7 @@ def test_source_images_of_every_format(tmp_path: Path, start) -> None:
     assert far["turned-photo.png"] < 0.2 * far["grey.png"] and far["heic.png"] < 0.3 * far["grey.png"]
 
 
+@pytest.mark.slow
 def test_latents_of_turned_and_converted_files_decode_as_those_of_plain_ones(images: Outcome) -> None:
     home = images.home
     names = ["plain.png", "exif-6.png", "cmyk.tif"]

@@ -75,6 +75,7 @@ def decibels(first: np.ndarray, second: np.ndarray) -> float:
     return 10 * math.log10(255**2 / np.mean((first.astype(float) - second.astype(float)) ** 2))
 
 
+@pytest.mark.slow
 def test_an_image_is_compared_with_what_was_encoded(project) -> None:
     home = project(**settings(crop_aspect="square"))
     words = "a picture of <b>many</b> words " + "and more of them " * 12
@@ -213,6 +214,7 @@ def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:
     assert report.details["buckets"][0]["encoded"] == 6 - count
 
 
+@pytest.mark.slow
 def test_the_choice_is_by_identity_and_of_what_is_encoded(photos) -> None:
     lowest = sorted(row["sample_id"] for row in rows(photos).values())
     report, _ = show(photos, items=2)

@@ -68,7 +68,7 @@ def one_row(size: int = 8, dtype: pa.DataType | None = None, **columns: Any) -> 
         "info": pa.array(["{}"]),
         "checksum": pa.array([shard.row_checksum("id0", b"{}", tensors)]),
     }
-    schema = arrow.make_schema({"a": "uint8"}, described())
+    schema = arrow.make_schema({"a": "uint8"}).with_metadata(described())
     for name, array in columns.items():
         cells[name] = array
         schema = schema.set(schema.get_field_index(name), schema.field(name).with_type(array.type))

@@ -129,6 +129,7 @@ def test_a_dataset_without_media_says_what_is_there(project, names: list[str], s
     assert home.run(discover.run).done == 1
 
 
+@pytest.mark.slow
 def test_rehash_finds_what_size_and_time_hide(project, built) -> None:
     home = built(project(), prepared)
     path = home.media / "0.png"

@@ -1,0 +1,17 @@
+"""Importing large libraries in less time."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """For imports of torch, transformers and diffusers. They create millions of objects that stay, and the collector
+    would examine them again and again: a sixth of the import's time. Afterwards it leaves them out for good."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
