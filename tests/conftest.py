@@ -51,7 +51,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.freeze()
+    gc.freeze()  # nor are the modules' objects examined later, nor copied by forks
     gc.enable()
 
 
