@@ -1,5 +1,6 @@
 """Small tokenizers for the tiny checkpoints: the real classes, trained on a few sentences."""
 
+import inspect
 import json
 import re
 import string
@@ -57,6 +58,14 @@ def template_prefixes() -> dict[str, tuple[str, int]]:
         pipe = getattr(diffusers, name)(*[None] * 7)
         prefixes[name] = pipe.prompt_template.split("{}")[0], pipe.prompt_template_encode_start_idx
     return prefixes
+
+
+def sana_instruction() -> list[str]:
+    """The lines that its pipeline puts before a prompt."""
+    import diffusers
+
+    pipeline = getattr(diffusers, FAMILIES["sana"].pipelines["t2i"])
+    return inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
 
 
 def _train_bpe(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list[str], list[Any]]:
@@ -129,19 +138,14 @@ def clip_tokenizer() -> Any:
 @cache
 def gemma_tokenizer() -> Any:
     """A GemmaTokenizer: begin token, spaces as ▁, bytes for unknown letters."""
-    import inspect
-
-    import diffusers
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import GemmaTokenizer
 
-    pipeline = getattr(diffusers, FAMILIES["sana"].pipelines["t2i"])
-    instruction = inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|▁?[^▁\n\p{P}]+|\p{P}|▁"), behavior="isolated")
     trainer = trainers.BpeTrainer(vocab_size=1200, show_progress=False)
-    learned, merges = _train_bpe(tokenizer, trainer, [*instruction, *SENTENCES, "\n", " "] * 2)
+    learned, merges = _train_bpe(tokenizer, trainer, [*sana_instruction(), *SENTENCES, "\n", " "] * 2)
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
     tokens = dict.fromkeys(special + [f"<0x{byte:02X}>" for byte in range(256)] + learned)
     return GemmaTokenizer(

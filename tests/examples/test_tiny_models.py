@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from examples import tiny_models
+from examples import tiny_models, tiny_tokenizers
 
 KANDINSKY = [kind for kind in tiny_models.KINDS if kind.startswith("kandinsky5")]
 PIPELINES = [kind for kind, spec in tiny_models.KINDS.items() if spec.pipeline]
@@ -55,14 +56,20 @@ def test_the_seed_alone_decides_the_bytes(models: Path, tmp_path: Path, kind: st
 
 @pytest.mark.slow
 def test_every_process_makes_the_same_tokenizers() -> None:
-    """This one and another, which has other hashes of strings."""
+    """This one and another, which has other hashes of strings. That one imports neither torch nor the pipelines, of
+    which it is passed the texts."""
+    given = "from examples import tiny_tokenizers\n" + "".join(
+        f"tiny_tokenizers.{read.__name__} = lambda: {read()!r}\n"
+        for read in (tiny_tokenizers.template_prefixes, tiny_tokenizers.sana_instruction)
+    )
     script = (
         "import hashlib; from examples.tiny_tokenizers import TOKENIZERS\n"
         "for name, make in TOKENIZERS.items():\n"
         "    print(name, hashlib.sha256(make().backend_tokenizer.to_str().encode()).hexdigest())"
     )
+    command, environment = [sys.executable, "-c", given + script], {**os.environ, "USE_TORCH": "0"}
     root = Path(tiny_models.__file__).parents[1]
-    other = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True).stdout
+    other = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
     with contextlib.redirect_stdout(io.StringIO()) as here:
         exec(script, {})
     assert here.getvalue() == other and len(other.splitlines()) == 4

@@ -246,7 +246,8 @@ class Home:
             "cache": {"unit_mib": 0.02},
             "model": self.model,
             "datasets": [{"id": "photos"} | common | dataset for dataset in self.datasets],
-            "stages": {"encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
+            # Two, as each process imports datasets or s3fs, which takes seconds.
+            "stages": {"discover": {"workers": 2}, "encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
         }
         self.folder.mkdir(exist_ok=True)
         path = self.folder / "pipeline.yaml"
