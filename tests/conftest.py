@@ -40,12 +40,6 @@ def _cpu_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`, one more than there are cores: about a quarter of the time a test waits for another process."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 def pytest_collection(session: pytest.Session) -> None:
     gc.disable()  # as garbage_collection_paused does for programs
 
