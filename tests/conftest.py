@@ -31,7 +31,7 @@ settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILDER = ROOT / "examples" / "tiny_models.py"
-SLOW_S = 2.0  # of processor time; a test that takes more belongs among those that are marked slow
+SLOW_S = 0.5  # of processor time; a test that takes more belongs among those that are marked slow
 
 
 def _cpu_s() -> float:

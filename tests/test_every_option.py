@@ -196,6 +196,7 @@ def test_the_table_names_every_option_and_no_other() -> None:
     assert sorted(TABLE) == sorted(options())
 
 
+@pytest.mark.slow
 def test_no_option_is_one_that_nothing_reads() -> None:
     text = "\n".join(
         path.read_text() for top in ("stages", "trainer", "cache", "schemas") for path in SOURCES.glob(f"{top}/**/*.py")

@@ -63,6 +63,7 @@ def batches(data: TrainSet) -> list[Batch]:
     return [part.batch for step in feed.steps(0, 3) for part in step.micro_batches]
 
 
+@pytest.mark.slow
 def test_an_invented_tensor_reaches_the_batch(project: Callable, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("stages.encoding.vae.worker.LatentsWorker", Deeper)
     monkeypatch.setattr("stages.encoding.text.worker.TextWorker", Wordier)
@@ -81,6 +82,7 @@ def test_an_invented_tensor_reaches_the_batch(project: Callable, tmp_path: Path,
     assert seen == 15
 
 
+@pytest.mark.slow
 def test_masks_reach_the_batch_and_a_sample_without_one_is_trained_everywhere(project: Callable, tmp_path) -> None:
     home = project()
     home.settings["datasets"][0]["mask_data"] = "masks"
@@ -106,6 +108,7 @@ def test_masks_reach_the_batch_and_a_sample_without_one_is_trained_everywhere(pr
     assert mixed
 
 
+@pytest.mark.slow
 def test_a_tensor_that_half_of_a_batch_lacks_is_named(project: Callable, monkeypatch) -> None:
     monkeypatch.setattr("stages.encoding.vae.worker.LatentsWorker", Deeper)
     home = project()
@@ -120,6 +123,7 @@ def test_a_tensor_that_half_of_a_batch_lacks_is_named(project: Callable, monkeyp
         batches(data)
 
 
+@pytest.mark.slow
 def test_vision_features_reach_the_batch(project: Callable, tiny: Callable, tmp_path: Path) -> None:
     """Not before they are encoded; a sample whose features were set aside is in no set."""
     home = project(vision={"model": str(tiny("dinov2")), "size": 84})

@@ -158,6 +158,7 @@ def test_bytes_of_shards(tmp_path: Path, form: str) -> None:
     compare(f"shards, {form}", contents(tmp_path))
 
 
+@pytest.mark.slow
 def test_sets_pointers_exports_and_imports(planned: Home) -> None:
     made = planned
     put_shards(made)

@@ -84,6 +84,7 @@ def test_every_number_of_the_command_line_has_both_bounds(program: str) -> None:
     assert [name for name, bounds in found.items() if None in bounds] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "many"), ("WORLD_SIZE", "0"), ("RANK", "9" * 5000)])
 def test_a_launcher_that_says_no_number_is_named(tmp_path: Path, name: str, value: str) -> None:
     (tmp_path / "pipeline.yaml").write_text(
@@ -113,6 +114,7 @@ def test_a_next_step_has_the_configuration_that_was_given(tmp_path: Path) -> Non
         assert f"`latentpress discover {given}`, then `latentpress bucket {given}`" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_is_one_json_document_on_standard_output(tmp_path: Path) -> None:
     (tmp_path / "pipeline.yaml").write_text(
         "root: work\nmodel: {family: sana, path: nowhere}\ndatasets: [{id: a, instance_data_dir: absent}]\n"

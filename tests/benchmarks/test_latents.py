@@ -11,6 +11,7 @@ from cache.shard_io import open_reader
 from cache.store import Store
 
 
+@pytest.mark.slow
 def test_both_sides_encode_every_picture_in_the_same_batches(tmp_path: Path, monkeypatch) -> None:
     model = latents.make_checkpoint(tmp_path / "model", 8)
     path = latents.make_project(tmp_path / "all", 3, 64, model)
@@ -42,6 +43,7 @@ def test_the_stage_beside_ready_tensors(capsys) -> None:
     assert cells[0][4] == "1.00" and float(cells[0][5]) > 0 and cells[0][7:] == ["", ""]
 
 
+@pytest.mark.slow
 def test_the_batches_are_those_of_the_stage(tmp_path: Path, monkeypatch) -> None:
     path = latents.make_project(tmp_path, 3, 64, latents.make_checkpoint(tmp_path / "model", 8))
     seen: list[tuple[int, ...]] = []

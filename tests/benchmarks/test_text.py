@@ -29,6 +29,7 @@ def test_both_ways_are_timed(tiny, capsys) -> None:
     assert lines[-1] == "texts behind the shared prefix: 20, whole: 0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [40, 10_000])
 def test_both_ways_encode_the_same_tokens(tiny, budget) -> None:
     folder, cpu = tiny("kandinsky5-video-t2v"), torch.device("cpu")

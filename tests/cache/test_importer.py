@@ -15,6 +15,7 @@ from cache.store import Store
 from tests.cache.exports import FORMS, add_vision, content, export, files, import_, opened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("source", FORMS, indirect=True)
 @pytest.mark.parametrize("vision", [False, True])

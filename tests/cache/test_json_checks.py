@@ -13,6 +13,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(values, st.booleans())
 def test_any_plain_json_comes_back(value, ascii_alone):
     assert json_checks.parse_json(json.dumps(value, ensure_ascii=ascii_alone).encode()) == value

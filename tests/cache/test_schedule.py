@@ -69,6 +69,7 @@ def test_small_permutations_are_all_reached_and_fair() -> None:
     assert chi2 < 64  # 23 degrees of freedom: one in 100,000
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(spans(weight=st.sampled_from([1.0, 2.0, 3.0])), st.integers(0, 2**40), st.integers(0, 5), st.integers(1, 9))
 def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoch, size) -> None:
@@ -105,6 +106,7 @@ def test_over_the_epochs_every_row_is_drawn_its_share(plan_spans, seed, epochs) 
             assert sorted(seen) == list(range(len(seen)))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(spans(), st.integers(0, 99), st.integers(0, 4), st.integers(1, 40))
 def test_within_an_epoch_no_row_has_a_pass_twice(plan_spans, seed, epoch, size) -> None:
@@ -183,6 +185,7 @@ def test_leftovers_are_filled_and_short_buckets_named() -> None:
         BatchSchedule([], 0, 8)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 6), st.integers(1, 4))
 def test_the_remedy_for_short_buckets_cures_them(counts, batch_size, accumulate, world) -> None:
@@ -208,6 +211,7 @@ def twice(batch: GlobalBatch) -> bool:
     return len(set(batch.rows.tolist())) < len(batch.rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 7), st.integers(0, 6), st.integers(1, 5), st.integers(0, 999))
 def test_every_alternative_is_seen_as_often(count, extra, alternatives, seed) -> None:
@@ -248,6 +252,7 @@ def test_a_billion_samples_cost_nothing() -> None:
     assert draws_of(plan) == 1001 * 10**9 + 3 * 10**8 + 10**6
 
 
+@pytest.mark.slow
 def test_many_datasets_in_one_bucket() -> None:
     """Ten thousand of a hundred samples each, of unlike weights."""
     members = [Span("a", 100 * i, 100, i % 3, (1.0, 0.5, 0.25, 1.75)[i % 4]) for i in range(10_000)]

@@ -46,6 +46,7 @@ def indexed(home) -> str:
     return report.details["set"].removeprefix("sets/")
 
 
+@pytest.mark.slow
 def test_configurations_of_one_root_train_on_the_sets_that_they_make(photos) -> None:
     photos.image("../other/a.png", (64, 64), "quite another picture", 7)
     other = "datasets=[{id: others, instance_data_dir: other, resolution: 64, allow_upscale: true}]"
@@ -57,6 +58,7 @@ def test_configurations_of_one_root_train_on_the_sets_that_they_make(photos) -> 
         assert photos.run(export.run, *overrides, to=str(photos.folder / own)).details["set"] == f"sets/{own}"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, tiny, tmp_path: Path) -> None:
     """Latents of the two differ by that factor; the transformer is the same."""
     copy = tmp_path / "copy"
@@ -158,6 +160,7 @@ def test_other_media_under_the_same_id_are_discovered_and_planned(photos, change
     assert trained_on(photos) == first
 
 
+@pytest.mark.slow
 def test_a_project_that_is_moved_finds_everything(photos) -> None:
     photos.settings["datasets"][0]["instance_data_dir"] = str(photos.media)  # below the configuration, whole
     first = made(photos)
@@ -169,6 +172,7 @@ def test_a_project_that_is_moved_finds_everything(photos) -> None:
             assert photos.run(program.run, dry_run=True).remaining == 0
 
 
+@pytest.mark.slow
 def test_the_runs_configuration_lists_what_was_not_in_force(photos) -> None:
     first = indexed(photos)
     few = ["train.steps=1", "validation.eval_samples=0", "train.device=cpu", f"train.set={first}"]

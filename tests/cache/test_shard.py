@@ -73,6 +73,7 @@ def test_rows_come_back(store, format):
     assert shard_io.verify(store, rel) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_tensors_come_back(tmp_path, format, data):

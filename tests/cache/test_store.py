@@ -90,6 +90,7 @@ def test_a_body_that_fails_leaves_nothing(store, tmp_path):
     assert store.list_names("") == [] and not Path(file.name).exists()
 
 
+@pytest.mark.slow
 def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
     store = Store(tmp_path)
     store.publish_bytes("a/kept", b"old")
@@ -209,6 +210,7 @@ def refusals(code: str) -> dict[str, str]:
 WAYS = {"bytes": "/x", "table": "/t.arrow", "arrow": "/u-arrow.arrow", "webdataset": "/u-webdataset.tar"}
 
 
+@pytest.mark.slow
 def test_a_file_size_limit(tmp_path):
     said = refusals(f"""
         import resource
@@ -233,18 +235,21 @@ def small_disk():
             subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk(small_disk):
     said = refusals(f"try_all({small_disk!r})")
     for way, name in WAYS.items():
         assert said[way].startswith(f"{small_disk}{name}: the disk is full; free space"), said[way]
 
 
+@pytest.mark.slow
 def test_a_read_only_disk(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     said = refusals(f"try_all({small_disk!r})")
     assert "the file system is read-only" in said["bytes"] and set(said) == set(WAYS)
 
 
+@pytest.mark.slow
 def test_no_permission():
     """Root may write anywhere, so the writer becomes another user where it can."""
     with tempfile.TemporaryDirectory() as folder:
@@ -258,6 +263,7 @@ def test_no_permission():
         assert said[way].startswith(f"{folder}{name}: permission denied; give this user"), said[way]
 
 
+@pytest.mark.slow
 def test_no_permission_to_read_or_list():
     with tempfile.TemporaryDirectory() as folder:
         Store(folder).publish_bytes("a/b", b"1")

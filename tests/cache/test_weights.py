@@ -128,6 +128,7 @@ def home(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_repository_is_named_by_its_commit(home):
     result, error = offline(home, "fingerprint_of", "someone/something", ["vae", "tokenizer"], None)
     expected = {"repo": "someone/something", "commit": COMMIT, "parts": ["tokenizer", "vae"]}
@@ -143,6 +144,7 @@ def test_a_repository_is_resolved_from_the_cache(home):
         assert (Path(result).name, error) == (commit, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["fingerprint_of", "resolve"])
 def test_a_repository_that_is_not_there_says_what_to_do(home, call):
     arguments = (["vae"], "v2") if call == "fingerprint_of" else ("v2", ["vae"])

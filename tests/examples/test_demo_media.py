@@ -27,6 +27,7 @@ def _captions(path: Path) -> list[str]:
     return path.with_suffix(".txt").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_every_picture_opens_and_has_captions(media: Path) -> None:
     pictures = [path for path in (media / "images").iterdir() if path.suffix != ".txt"]
     assert len(pictures) == len(demo_media.IMAGES) >= 10
@@ -86,6 +87,7 @@ def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> No
     assert changed == {"images/coffee.txt"}
 
 
+@pytest.mark.slow
 def test_the_packages_are_not_imported(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from examples import demo_media; "

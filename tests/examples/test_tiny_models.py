@@ -42,6 +42,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "kandinsky5-video-t2v", "sana"])
 def test_the_seed_alone_decides_the_bytes(models: Path, tmp_path: Path, kind: str) -> None:
     torch.manual_seed(1234)
@@ -353,6 +354,7 @@ def test_the_real_pipeline_generates(models: Path, kind: str) -> None:
     assert results[0].std() > 0.02 and (results[0] - results[1]).abs().mean() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_pipeline_loads_from_the_folder(models: Path) -> None:
     from diffusers import DiffusionPipeline
 
@@ -363,6 +365,7 @@ def test_the_rest_of_a_pipeline_loads_from_the_folder(models: Path) -> None:
     assert DiffusionPipeline.from_pretrained(models / "sana").tokenizer.bos_token == "<bos>"
 
 
+@pytest.mark.slow
 def test_configs_say_what_the_flavours_need(models: Path) -> None:
     configs = {kind: _load(models, kind, "transformer").config for kind in KANDINSKY}
     cond = {kind: config.visual_cond for kind, config in configs.items()}

@@ -147,6 +147,7 @@ def test_the_nearest_aspect_of_enormous_sizes(item, candidates):
     assert chosen_one(*item, candidates) == exactly_nearest(*item, candidates)
 
 
+@pytest.mark.slow
 @given(sizes, sizes)
 def test_an_item_is_cut_as_if_it_were_alone(items, candidates):
     width, height = columns(items)

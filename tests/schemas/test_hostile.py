@@ -143,6 +143,7 @@ def test_any_value_at_any_key_is_read_or_refused_with_its_place(tmp_path_factory
         assert error.errors and all(line.startswith(f"{path}:") for line in error.errors)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.text(alphabet="ab:-[]{},&*!|>?#'\"\\%@` \n\t0x9.e~<=_", max_size=60), st.booleans())
 def test_any_text_is_read_or_refused_with_its_place(tmp_path_factory, text, appended) -> None:

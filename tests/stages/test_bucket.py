@@ -48,6 +48,7 @@ def photos(project):
     return made
 
 
+@pytest.mark.slow
 def test_new_removed_and_changed_items_are_listed(photos):
     assert plan(photos).details["changes"] == {"new": {"items": 4}}
     assert plan(photos).details["changes"] == "none"
@@ -62,6 +63,7 @@ def test_new_removed_and_changed_items_are_listed(photos):
     }
 
 
+@pytest.mark.slow
 def test_only_what_is_new_is_planned_again(photos):
     plan(photos)
     store = Store(photos.root)
@@ -83,6 +85,7 @@ def test_a_changed_crop_changes_samples_and_no_text(photos):
     assert back.done == 0 and "unchanged" in back.details["generation"], "the old settings find their old plan"
 
 
+@pytest.mark.slow
 def test_a_second_run_and_a_dry_run_write_nothing(photos):
     photos.run(discover.run)
     before = files(photos)
@@ -97,6 +100,7 @@ def test_a_second_run_and_a_dry_run_write_nothing(photos):
     assert files(photos) == before and report.done == 0
 
 
+@pytest.mark.slow
 def test_the_plan_a_person_reads(photos):
     report = plan(photos, "datasets.photos.minimum_image_size=80")
     (row,) = report.details["buckets"]
@@ -108,6 +112,7 @@ def test_the_plan_a_person_reads(photos):
     json.dumps(report.to_dict(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_estimated_latents_are_what_is_written(photos):
     photos.settings["latents"] = {"precision": "float32"}
     report = plan(photos)
@@ -121,6 +126,7 @@ def test_estimated_latents_are_what_is_written(photos):
     assert report.details["disk"][0]["to_encode_mib"] == round(total / 2**20, 2)
 
 
+@pytest.mark.slow
 def test_a_bucket_smaller_than_a_step_is_warned_about_with_what_helps(photos):
     """And what is said to help does; repeats are said not to, and do not."""
     photos.run(discover.run)
@@ -143,6 +149,7 @@ def test_weights_count_in_the_advice(photos):
     assert "64x64@1 (1)" in text and "train.accumulate: 1 and train.batch_size: 1" in text
 
 
+@pytest.mark.slow
 def test_a_lite_video_model_is_warned_with_the_resolution_that_would_do(project):
     made = project("kandinsky5-video-t2v")
     made.settings["datasets"][0] |= {"resolution": 512}
@@ -184,6 +191,7 @@ def test_repeated_frames_are_counted_and_warned_about(project):
     assert [row["reason"] for row in limited.set_aside] == ["repeats-frames"]
 
 
+@pytest.mark.slow
 def test_several_resolutions_of_the_same_files_share_their_texts(photos):
     first = photos.settings["datasets"][0]
     photos.settings["datasets"].append(first | {"id": "larger", "resolution": 96, "allow_upscale": True})

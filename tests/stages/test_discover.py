@@ -239,6 +239,7 @@ def test_a_folder_of_sources_is_listed_once(project, monkeypatch: pytest.MonkeyP
     assert listed.count("sources") == 1
 
 
+@pytest.mark.slow
 def test_both_companions_are_kept_until_they_change(project) -> None:
     home = sources(project, "one.png")
     home.settings["datasets"][0]["mask_data"] = str(home.folder / "masks")
@@ -263,6 +264,7 @@ def test_both_companions_are_kept_until_they_change(project) -> None:
     }
 
 
+@pytest.mark.slow
 def test_new_removed_and_changed_items_are_counted(project) -> None:
     home = project()
     for number in range(4):
@@ -279,6 +281,7 @@ def test_new_removed_and_changed_items_are_counted(project) -> None:
     assert [row["path"] for row in rows_of(home)] == ["1.png", "2.png", "3.png", "new.png"]
 
 
+@pytest.mark.slow
 def test_other_caption_settings_read_no_media(project) -> None:
     home = project()
     home.image("a_red_door.png", caption="from the file")
@@ -291,6 +294,7 @@ def test_other_caption_settings_read_no_media(project) -> None:
     assert rows_of(home)[0]["captions"] == ["from the file"]
 
 
+@pytest.mark.slow
 def test_other_settings_read_again_what_they_affect_and_no_more(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.image("still.jpg")
@@ -327,6 +331,7 @@ def test_a_table_of_another_version_is_not_read(project) -> None:
     assert len(rows_of(home)) == 1
 
 
+@pytest.mark.slow
 def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
     home = project()
     for number in range(4):

@@ -48,6 +48,7 @@ def encoded(photos, built):
     return built(photos, encode)
 
 
+@pytest.mark.slow
 def test_everything_once_and_nothing_the_second_time(photos) -> None:
     text, latents = encode(photos)
     assert (text.done, latents.done) == (5, 4)  # four captions and the null prompt
@@ -63,6 +64,7 @@ def test_dry_run_says_how_much_and_writes_nothing(photos) -> None:
     assert photos.shards("text") == photos.shards("latents") == {}
 
 
+@pytest.mark.slow
 def test_text_is_stored_at_its_true_length(encoded) -> None:
     store = Store(encoded.root)
     lengths = set()
@@ -75,6 +77,7 @@ def test_text_is_stored_at_its_true_length(encoded) -> None:
     assert len(lengths) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["arrow", "webdataset"])
 def test_texts_longer_than_the_limit_are_counted_and_listed(photos, format: str) -> None:
     """By the run that encodes them, and by every later join."""
@@ -119,6 +122,7 @@ def changed(home, *overrides: str) -> tuple[int, int]:
     return text.done, latents.done
 
 
+@pytest.mark.slow
 def test_a_changed_caption_encodes_that_text_alone(encoded) -> None:
     (encoded.media / "0.txt").write_text("quite another caption")
     assert changed(encoded) == (1, 0)
@@ -126,6 +130,7 @@ def test_a_changed_caption_encodes_that_text_alone(encoded) -> None:
     assert rows["texts"] == 5  # the old caption is no part of the set any more
 
 
+@pytest.mark.slow
 def test_a_changed_file_encodes_that_sample_alone(encoded) -> None:
     encoded.image("0.png", (96, 64), "picture number 0", seed=99)
     assert changed(encoded) == (0, 1)
@@ -137,6 +142,7 @@ def test_a_renamed_file_encodes_nothing(encoded) -> None:
     assert changed(encoded) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_deleted_file_leaves_the_set_and_comes_back_without_encoding(encoded) -> None:
     content = (encoded.media / "0.png").read_bytes()
     (encoded.media / "0.png").unlink()
@@ -147,11 +153,13 @@ def test_a_deleted_file_leaves_the_set_and_comes_back_without_encoding(encoded) 
     assert encoded.run(index.run).details["samples"] == 4
 
 
+@pytest.mark.slow
 def test_a_changed_resolution_encodes_the_latents_alone_and_back_again_nothing(encoded) -> None:
     assert changed(encoded, "datasets.photos.resolution=96") == (0, 4)
     assert changed(encoded) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_grown_dataset_encodes_what_is_new(encoded) -> None:
     before = encoded.shards("latents")
     encoded.image("new.png", (64, 64), "something new", seed=7)
@@ -204,6 +212,7 @@ def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path,
     assert found == which
 
 
+@pytest.mark.slow
 def test_a_file_changed_since_discovery_is_set_aside_and_tried_again(photos) -> None:
     path = photos.media / "0.png"
     content = path.read_bytes()
@@ -216,6 +225,7 @@ def test_a_file_changed_since_discovery_is_set_aside_and_tried_again(photos) -> 
     assert photos.run(index.run).details["samples"] == 4
 
 
+@pytest.mark.slow
 def test_what_is_still_missing_is_listed_and_not_encoded_again(photos) -> None:
     path = photos.media / "0.png"
     content = path.read_bytes()
@@ -232,6 +242,7 @@ def test_what_is_still_missing_is_listed_and_not_encoded_again(photos) -> None:
     assert again.done > 0
 
 
+@pytest.mark.slow
 def test_files_deleted_before_they_were_encoded_are_not_held_against_the_rest(project) -> None:
     home = project(IMAGE, cache={"unit_mib": 1})
     for number in range(8):
@@ -246,6 +257,7 @@ def test_files_deleted_before_they_were_encoded_are_not_held_against_the_rest(pr
     assert home.run(index.run).details["samples"] == 2
 
 
+@pytest.mark.slow
 def test_a_list_of_what_was_set_aside_is_there_before_its_shard(photos, monkeypatch: pytest.MonkeyPatch) -> None:
     (photos.media / "0.png").unlink()
     found: list[list[dict]] = []
@@ -272,6 +284,7 @@ def listed(home) -> list[dict]:
     return [row for rows in rejects.read_stage(Store(home.root), folder).values() for row in rows]
 
 
+@pytest.mark.slow
 def test_a_plan_whose_parents_were_removed_says_what_to_run(photos) -> None:
     photos.image("new.png", (64, 64), "a new one", 40)
     prepare(photos)
@@ -298,6 +311,7 @@ def test_a_damaged_plan_is_named(photos) -> None:
         (photos.root / name).rename(plan / name)
 
 
+@pytest.mark.slow
 def test_a_file_damaged_beyond_its_header_is_set_aside_and_the_rest_goes_on(project) -> None:
     home = project(IMAGE)
     for number in range(12):
@@ -321,6 +335,7 @@ def test_index_says_what_is_missing_and_which_command_makes_it(photos) -> None:
     assert report.next_steps[0].startswith("latentpress encode-latents")
 
 
+@pytest.mark.slow
 def test_a_prompt_added_later_names_the_command(encoded) -> None:
     encoded.settings["validation"] = {"size": "64x64", "prompts": [{"name": "new", "prompt": "a new prompt"}]}
     encoded.run(bucket.run)
@@ -330,6 +345,7 @@ def test_a_prompt_added_later_names_the_command(encoded) -> None:
     assert encoded.run(index.run).exit_code == 0
 
 
+@pytest.mark.slow
 def test_both_formats_hold_the_same_rows_and_either_counts_as_done(encoded) -> None:
     prepare(encoded, "root=tar", "cache.format=webdataset")
     encode(encoded, "root=tar", "cache.format=webdataset")
@@ -347,6 +363,7 @@ def test_both_formats_hold_the_same_rows_and_either_counts_as_done(encoded) -> N
     assert latents.done == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "kandinsky5-video-t2v", "kandinsky5-video-i2v", "sana"])
 def test_every_flavour_from_media_to_set(project, kind: str) -> None:
     home = project(kind)
@@ -384,6 +401,7 @@ def test_every_flavour_from_media_to_set(project, kind: str) -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_changed_template_encodes_every_text_and_no_latent(photos, monkeypatch: pytest.MonkeyPatch) -> None:
 
     from schemas.catalogue import FAMILIES
@@ -399,6 +417,7 @@ def test_a_changed_template_encodes_every_text_and_no_latent(photos, monkeypatch
     assert changed(photos) == (0, 0)
 
 
+@pytest.mark.slow
 def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None:
     home = project(IMAGE, cache={"unit_mib": 1})
     for number in range(8):

@@ -41,6 +41,7 @@ def expect(home, *words: str) -> Callable[[], None]:
     return check
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_ends_with_the_path_the_reason_and_the_next_step(planned) -> None:
     def work() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -52,6 +53,7 @@ def test_a_file_size_limit_ends_with_the_path_the_reason_and_the_next_step(plann
     assert planned.run(encode_latents.run).done == 6
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_with_the_path_the_reason_and_the_next_step(planned) -> None:
     folder = planned.root / "latents"
     folder.mkdir()

@@ -67,6 +67,7 @@ def nearest(row: ShardRow, expected: list[torch.Tensor]) -> float:
     return min(((each - found).abs() / (2**-8 * each.abs() + 1e-4)).max().item() for each in expected)
 
 
+@pytest.mark.slow
 def test_images_have_the_features_of_their_own_pixels(make) -> None:
     """64x64 at stride 16: six by six patches on four by four tokens, each 1.5 patches a side."""
     home = make("kandinsky5-image-t2i")
@@ -83,6 +84,7 @@ def test_images_have_the_features_of_their_own_pixels(make) -> None:
     assert max(nearest(row, expected) for row in found) <= 1
 
 
+@pytest.mark.slow
 def test_clips_have_features_of_each_latent_frame(make) -> None:
     """Nine frames in passes of four: the first alone, then two means of four."""
     home = make("kandinsky5-video-t2v")
@@ -122,6 +124,7 @@ def test_sana_has_features_of_its_larger_tokens(make) -> None:
     assert row.tensors["vision"].shape == (1, 2, 2, 32)
 
 
+@pytest.mark.slow
 def test_shards_are_of_the_units_of_latents_and_made_once(make) -> None:
     home = make("kandinsky5-image-t2i")
     for number in range(4):
@@ -146,6 +149,7 @@ def test_what_changes_bytes_makes_another_cache_and_what_does_not_none(make) -> 
         assert encode_vision.STAGE.fingerprint(home.config(change)) == name, change
 
 
+@pytest.mark.slow
 def test_provenance_says_what_the_name_stands_for(make) -> None:
     home = make("kandinsky5-image-t2i")
     home.image("0.png", (64, 64))
@@ -205,6 +209,7 @@ def test_without_a_model_it_says_what_to_set(project) -> None:
     assert caught.value.exit_code == USAGE and "dinov2_vits14" in caught.value.next_step
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_set_aside(make) -> None:
     home = make("kandinsky5-image-t2i")
     for number in range(6):
@@ -218,6 +223,7 @@ def test_a_file_that_cannot_be_read_is_set_aside(make) -> None:
     assert home.run(encode_vision.run).set_aside == []
 
 
+@pytest.mark.slow
 def test_what_is_to_come_is_what_is_written(make) -> None:
     home = make("kandinsky5-video-t2v")
     home.video("clip.mp4")
@@ -231,6 +237,7 @@ def test_what_is_to_come_is_what_is_written(make) -> None:
     assert sum(to_come) == sum(row.tensors["vision"].nbytes for row in rows(home)) > 0
 
 
+@pytest.mark.slow
 def test_a_clip_of_several_passes_takes_smaller_ones_when_memory_runs_out(make, monkeypatch) -> None:
     """Nine frames, four in a pass: two fit."""
     home, passes, patches = make("kandinsky5-video-t2v"), [], Encoder.patches
@@ -251,6 +258,7 @@ def test_a_clip_of_several_passes_takes_smaller_ones_when_memory_runs_out(make, 
     assert rows(home)[0].tensors == expected[0].tensors
 
 
+@pytest.mark.slow
 def test_where_one_frame_does_not_fit_the_message_names_the_option(make, monkeypatch) -> None:
     def never(*_):
         raise torch.OutOfMemoryError("20 MiB")

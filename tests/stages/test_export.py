@@ -22,6 +22,7 @@ def command(home: Any, capsys: pytest.CaptureFixture, program: Any, *overrides: 
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_from_media_to_an_export_and_back(project, capsys) -> None:
     prompts = {"prompts": [{"name": "cat", "prompt": "a cat"}], "size": "64x64"}
     home = project(validation=prompts, cache={"unit_mib": 0.02, "format": "webdataset"})

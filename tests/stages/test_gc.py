@@ -47,6 +47,7 @@ def age(home, days: float) -> None:
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - days * 86400))
 
 
+@pytest.mark.slow
 def test_nothing_is_listed_of_a_root_in_use(indexed) -> None:
     age(indexed, 400)
     before = files(indexed)
@@ -55,6 +56,7 @@ def test_nothing_is_listed_of_a_root_in_use(indexed) -> None:
     assert files(indexed) == before and all(map(is_project_file, before)) and "other_files" not in report.details
 
 
+@pytest.mark.slow
 def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only_on_yes(indexed) -> None:
     float32 = {f"{kind}/{name.split('/')[0]}" for kind in ("text", "latents") for name in indexed.shards(kind)}
     indexed.settings["model"]["precision"] = "bfloat16"
@@ -79,6 +81,7 @@ def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only
     assert paths(indexed.run(gc.run, keep_days=0.0)) == []
 
 
+@pytest.mark.slow
 def test_what_another_configuration_uses_stays(indexed) -> None:
     other = indexed.folder / "other.yaml"
     indexed.config()
@@ -127,6 +130,7 @@ def test_units_of_deleted_files_go_and_the_set_in_use_keeps_its_own(indexed) -> 
     assert indexed.run(index.run).skipped == 2
 
 
+@pytest.mark.slow
 def test_generations_that_hold_what_is_active_stay(indexed) -> None:
     indexed.image("3.png", (64, 64), "one more", 3)
     for program in (discover, bucket):
@@ -144,6 +148,7 @@ def test_generations_that_hold_what_is_active_stay(indexed) -> None:
     assert [indexed.run(program.run).remaining for program in (*ENCODE, index)] == [0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_path", [False, True])
 def test_a_set_that_a_run_trains_on_stays(indexed, by_path) -> None:
     (old,) = [path.name for path in (indexed.root / "sets").iterdir() if path.is_dir()]
@@ -318,6 +323,7 @@ def test_what_comes_into_use_while_the_list_is_made_stays(indexed, monkeypatch) 
     assert indexed.shards("latents") == units
 
 
+@pytest.mark.slow
 def test_killed_at_any_file_the_root_stays_whole(indexed, monkeypatch) -> None:
     """Whatever has been removed so far, what is left verifies, and a second gc removes the rest."""
     indexed.settings["model"]["precision"] = "bfloat16"

@@ -187,10 +187,12 @@ def differences(name: str, outcome: Outcome, expected: Sample) -> Iterator[str]:
         yield f"{name!r}: other latents than plain.png"
 
 
+@pytest.mark.slow
 def test_every_image_is_what_a_person_expects(images: Outcome) -> None:
     assert not (wrong := list(problems(images, IMAGES))), "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_every_video_is_what_a_person_expects(videos: Outcome) -> None:
     assert not (wrong := list(problems(videos, VIDEOS))), "\n".join(wrong)
 
@@ -224,6 +226,7 @@ def test_what_is_not_in_the_table_of_images(images: Outcome) -> None:
     assert images.active["twice-1.png"]["sample_id"] == images.active["twice-2.png"]["sample_id"]
 
 
+@pytest.mark.slow
 def test_a_second_run_reads_and_encodes_nothing(videos: Outcome) -> None:
     again = through(videos.home, stages=("discover", "bucket", "text", "latents"))
     assert [again.reports[name].done for name in ("bucket", "text", "latents")] == [0, 0, 0]
@@ -250,6 +253,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_reports_are_json_whatever_the_names(images: Outcome, name: str, capsys) -> None:
     program, own = PROGRAMS[name]
@@ -261,6 +265,7 @@ def test_reports_are_json_whatever_the_names(images: Outcome, name: str, capsys)
     assert code == found["exit_code"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_name_reaches_the_terminal_as_control_characters(images: Outcome, name: str, capsys) -> None:
     program, own = PROGRAMS[name]
@@ -281,6 +286,7 @@ def test_a_terminal_that_knows_ascii_alone_is_no_reason_to_crash(images: Outcome
     assert "\\u202e" in done.stdout and done.stdout.isascii()
 
 
+@pytest.mark.slow
 def test_an_error_that_lists_names_is_readable(images: Outcome, capsys) -> None:
     code, output, errors = call(capsys, images.home, discover, "stages.max_reject_fraction=0", as_json=True)
     assert code == 3 and "stages.max_reject_fraction" in json.loads(output)["error"]["message"]
@@ -292,6 +298,7 @@ def test_an_error_that_lists_names_is_readable(images: Outcome, capsys) -> None:
 # -- other settings on the same files --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_extreme_sides_are_enlarged_where_that_is_allowed(images: Outcome) -> None:
     found = through(images.home, "datasets.photos.allow_upscale=true", stages=("discover", "bucket", "latents"))
     wanted = {"line.png": PORTRAIT, "hair.png": LANDSCAPE, "wide.png": LANDSCAPE}
@@ -307,6 +314,7 @@ def test_an_image_model_takes_no_table_of_videos(images: Outcome, videos: Outcom
     assert "latentpress discover" in caught.value.next_step
 
 
+@pytest.mark.slow
 def test_animations_are_their_first_frame_where_asked(videos: Outcome) -> None:
     stages = ("discover", "bucket", "latents", "preview")
     found = through(videos.home, "datasets.photos.animations=first-frame", stages=stages, buckets=[LANDSCAPE])
@@ -334,6 +342,7 @@ def test_decord_gives_the_same_frames_or_a_reject(videos: Outcome) -> None:
     assert found.latents.keys() == videos.latents.keys() - NOT_DECORD.keys()
 
 
+@pytest.mark.slow
 def test_no_clip_crosses_a_cut(tmp_path: Path, start) -> None:
     pytest.importorskip("scenedetect")
     home = start(tmp_path, VIDEO, video={"scenes": True, "clip": "chunks"})
@@ -376,6 +385,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path], Any] | None, str]] = {  # target 
 }
 
 
+@pytest.mark.slow
 def test_source_images_of_every_format(tmp_path: Path, start) -> None:
     kind = "kandinsky5-image-i2i"
     home = start(tmp_path, kind, conditioning_data="sources")

@@ -54,6 +54,7 @@ def settings(**dataset: Any) -> dict[str, Any]:
     return {"datasets": [base | dataset]}
 
 
+@pytest.mark.slow
 def test_an_image_is_shown_as_the_encoder_gets_it(project) -> None:
     home = project(**settings(crop_aspect="square"))
     path = home.image("wide.png", (200, 64))
@@ -75,6 +76,7 @@ def video_settings(**video: Any) -> dict[str, Any]:
     return settings(dataset_type="video", video={"num_frames": 17, "frame_rate": 12.0, **video})
 
 
+@pytest.mark.slow
 def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
     home = project("kandinsky5-video-t2v", **video_settings(clip="middle"))
     path = home.video("clip.mp4", frames=48, rate=24)
@@ -120,6 +122,7 @@ def test_few_frames_are_evenly_chosen_with_the_first_and_the_last(fours: int, st
     assert clip_times(start, few["rate"], count) == pytest.approx(clip_times(start, rate, frames)[::step], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_names_and_captions_are_escaped(project) -> None:
     home = project(**settings())
     name = "<script>alert(1)<\N{RIGHT-TO-LEFT OVERRIDE}b>&\"'\n.png"
@@ -174,6 +177,7 @@ def test_no_template_switches_escaping_off() -> None:
         assert not re.search(r"\|\s*safe\b|autoescape", path.read_text()), path
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_shown_with_its_reason(project) -> None:
     home = project(**settings())
     for number, name in enumerate(("fine.png", "gone.png", "other.png")):
@@ -200,6 +204,7 @@ def test_a_clip_that_ends_early_is_shown_with_its_reason(project) -> None:
         sample_preview.render_preview(task)
 
 
+@pytest.mark.slow
 def test_an_item_that_takes_too_long_costs_itself_alone(project) -> None:
     home = project(**settings())
     home.image("slow.png", (1500, 1500))
@@ -209,6 +214,7 @@ def test_an_item_that_takes_too_long_costs_itself_alone(project) -> None:
     assert "took longer than" in page.article("slow.png")
 
 
+@pytest.mark.slow
 def test_a_bucket_has_the_line_that_bucket_prints(project) -> None:
     home = project(**settings(crop_aspect="closest", crop_aspect_buckets=[1.0, 1.6], repeats=2, eval_fraction=0.3))
     for number in range(12):
@@ -226,6 +232,7 @@ def test_a_bucket_has_the_line_that_bucket_prints(project) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_item_that_discover_no_longer_has_is_shown_without_its_size(project) -> None:
     home = project(**settings())
     path = home.image("one.png")
@@ -237,6 +244,7 @@ def test_an_item_that_discover_no_longer_has_is_shown_without_its_size(project) 
     assert "not known" in page.text
 
 
+@pytest.mark.slow
 def test_the_choice_stays_when_items_are_added(project) -> None:
     home = project(**settings())
     for number in range(8):
@@ -257,6 +265,7 @@ def titles(page: Page) -> set[str]:
     return {name for text in page.articles for name in re.findall(r"photos/(\S+\.png)", text)}
 
 
+@pytest.mark.slow
 def test_files_of_the_same_bytes_are_shown_once(project) -> None:
     home = project(**settings())
     for name in ("one.png", "same.png"):
@@ -265,6 +274,7 @@ def test_files_of_the_same_bytes_are_shown_once(project) -> None:
     assert len(show(home)[1].articles) == 1
 
 
+@pytest.mark.slow
 def test_an_i2i_source_is_shown_beside_its_target(project) -> None:
     home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources", is_regularisation_data=True))
     home.image("pair.png", seed=1)
@@ -277,6 +287,7 @@ def test_an_i2i_source_is_shown_beside_its_target(project) -> None:
     assert "regularisation" in page.article("pair.png") and "source: pair.png" in page.article("pair.png")
 
 
+@pytest.mark.slow
 def test_a_mask_is_laid_over_what_is_not_trained(project) -> None:
     home = project(**settings())
     home.settings["datasets"][0]["mask_data"] = str(home.folder / "masks")
@@ -296,6 +307,7 @@ def test_a_mask_is_laid_over_what_is_not_trained(project) -> None:
     assert left[0] > left[1] + 60 and left[0] > left[2] + 60
 
 
+@pytest.mark.slow
 def test_i2v_says_where_a_clip_starts_from(project) -> None:
     home = project("kandinsky5-video-i2v", **video_settings())
     home.video("clip.mp4", frames=40, rate=24)
@@ -303,6 +315,7 @@ def test_i2v_says_where_a_clip_starts_from(project) -> None:
     assert "starts from its first frame" in show(home)[1].article("clip.mp4")
 
 
+@pytest.mark.slow
 def test_rules_have_their_counts_and_examples(project) -> None:
     home = project(**settings(minimum_image_size=50))
     home.image("good.png", (64, 64))
@@ -317,6 +330,7 @@ def test_rules_have_their_counts_and_examples(project) -> None:
     assert not page.of("i")
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else_and_is_the_same_each_time(project) -> None:
     home = project(**settings())
     for number in range(3):
@@ -334,6 +348,7 @@ def test_the_page_needs_nothing_else_and_is_the_same_each_time(project) -> None:
     assert [path.name for path in home.folder.iterdir() if path.name.endswith(".tmp")] == []
 
 
+@pytest.mark.slow
 def test_a_bucket_can_be_chosen(project) -> None:
     home = project(**settings())
     for number, size in enumerate(((64, 64), (128, 64))):
@@ -349,6 +364,7 @@ def test_a_bucket_can_be_chosen(project) -> None:
         show(home, bucket=["large"])
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing(project) -> None:
     home = project(**settings())
     home.image("one.png")

@@ -109,6 +109,7 @@ def test_an_image_is_compared_with_what_was_encoded(project) -> None:
     assert first in page.articles[0]  # a bucket's lowest is first too
 
 
+@pytest.mark.slow
 def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> None:
     home = project(**settings())
     home.image("one.png", (64, 64))
@@ -157,6 +158,7 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     assert clip_comparison.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
 
 
+@pytest.mark.slow
 def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstruction(project) -> None:
     home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources"), cache={"format": "webdataset"})
     for number in range(3):
@@ -179,6 +181,7 @@ def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstr
     assert {row["item"]: row["psnr_db"] for row in report.to_dict()["details"]["samples"]}["photos/1.png"] is None
 
 
+@pytest.mark.slow
 def test_moments_are_decoded_from_their_mean(project) -> None:
     home = project(**settings())
     path = home.image("one.png")
@@ -202,6 +205,7 @@ def encode_six(home) -> None:
     encoded(home)
 
 
+@pytest.mark.slow
 def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:
     lost = sorted((photos.root / "latents").rglob("*.arrow"))[0]
     count = len(shard_io.open_reader(Store(photos.root), str(lost.relative_to(photos.root))))
@@ -229,6 +233,7 @@ def test_the_choice_is_by_identity_and_of_what_is_encoded(photos) -> None:
     assert sorted(row["sample_id"] for row in report.details["samples"]) == lowest[:2]
 
 
+@pytest.mark.slow
 def test_a_damaged_row_costs_itself_alone(photos) -> None:
     path = sorted((photos.root / "latents").rglob("*.arrow"))[0]
     with shard_io.open_reader(Store(photos.root), str(path.relative_to(photos.root))) as found:

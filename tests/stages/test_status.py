@@ -31,6 +31,7 @@ def made_with(home: Any) -> dict[str, str]:
     return {row["stage"]: row["libraries"] for row in home.run(status.run).details["made_with"]}
 
 
+@pytest.mark.slow
 def test_what_is_done_and_what_remains(encoded) -> None:
     def rows() -> dict:
         return {row["stage"]: row for row in encoded.run(status.run).details["stages"]}
@@ -67,6 +68,7 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     assert (report.remaining, report.next_steps) == (1, ["latentpress discover"])
 
 
+@pytest.mark.slow
 def test_differences_among_the_shards_of_one_cache_are_reported(project) -> None:
     """A machine with more threads made one of them."""
     home = project("sana", cache={"unit_mib": 0.0001})
@@ -145,6 +147,7 @@ def test_of_many_shards_some_are_opened() -> None:
     assert spread_evenly(paths[:5], status.MAX_OPENED_SHARDS) == paths[:5].to_pylist()
 
 
+@pytest.mark.slow
 def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     home = project("sana")
     for number in range(12):

@@ -66,6 +66,7 @@ def test_a_dry_run_reads_nothing(encoded) -> None:
     assert (report.exit_code, report.remaining) == (0, report.details["shards"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "latents"])
 def test_a_flipped_byte_is_found_and_the_printed_command_rebuilds_the_same_bytes(encoded, kind) -> None:
     whole = encoded.shards(kind)
@@ -84,6 +85,7 @@ def test_a_flipped_byte_is_found_and_the_printed_command_rebuilds_the_same_bytes
     assert encoded.run(verify.run).exit_code == 0
 
 
+@pytest.mark.slow
 def test_repair_encodes_the_damaged_units_alone_and_keeps_each_damaged_file(encoded) -> None:
     shards = sorted(encoded.shards("latents"))
     assert len(shards) > 1
@@ -112,6 +114,7 @@ def test_a_damaged_shard_of_another_configuration_is_only_set_aside(encoded) -> 
     assert encoded.run(verify.run).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_tar_is_set_aside_with_its_description(project) -> None:
     home = project("sana", cache={"unit_mib": 0.02, "format": "webdataset"})
     home.image("0.png", (64, 64))
@@ -159,6 +162,7 @@ def test_a_flipped_byte_in_an_export_is_found_and_mended_by_the_advice(exported)
     assert path.read_bytes() == whole and home.run(verify.run, there).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_shard_that_an_export_lacks_is_missed(exported) -> None:
     home, there = exported
     (path,) = (home.folder / "an export").glob("samples/*/*.arrow")
@@ -211,6 +215,7 @@ def test_a_cut_shard_is_found(encoded) -> None:
     assert encoded.run(verify.run).exit_code == 4
 
 
+@pytest.mark.slow
 def test_a_shard_that_a_training_set_needs_is_missed_and_made_again(encoded) -> None:
     encoded.run(index.run)
     path = encoded.root / first(encoded, "text")

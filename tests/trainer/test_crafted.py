@@ -125,6 +125,7 @@ def narrow(items, null, prompts) -> None:
         text["embeds"] = text["embeds"][:, :48]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("craft", [no_text, swapped, not_a_number, narrow])
 def test_training_ends_as_damage_does(make_config, make_set, made, tmp_path, capsys, craft) -> None:
     """Not one step was taken on it. Texts of another width than the transformer reads are damage to it as well."""

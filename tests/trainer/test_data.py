@@ -157,6 +157,7 @@ def test_draws_are_standard_and_differ_by_seed_step_and_position() -> None:
     assert not any(torch.equal(first[0], other[0]) or torch.equal(first[1], other[1]) for other in others)
 
 
+@pytest.mark.slow
 def test_reading_ahead_keeps_order_and_is_bounded() -> None:
     asked: list[int] = []
 

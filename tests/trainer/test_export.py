@@ -68,6 +68,7 @@ def flat(feed: BatchLoader, step: int) -> list:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "three", [("t2i", "arrow"), ("i2i", "webdataset"), ("i2v", "arrow"), ("sana", "webdataset")], indirect=True
 )
@@ -98,6 +99,7 @@ def test_losses_are_the_same(three: list[Config]) -> None:
     assert losses[1] == losses[0] == losses[2] and len(losses[0]) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("three", [("t2i", "arrow")], indirect=True)
 def test_damage_to_an_export_ends_the_run(three: list[Config]) -> None:
     config = three[1]

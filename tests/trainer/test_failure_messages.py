@@ -35,6 +35,7 @@ def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["checkpoint", "result"])
 def test_a_full_disk_is_said_and_the_checkpoint_before_stays(make_config, make_set, monkeypatch, victim) -> None:
     """A file-size limit during the second checkpoint, or during the result; later training goes on to its end."""
@@ -66,6 +67,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(make_config, make_s
     assert (folder / "adapter" / "pytorch_lora_weights.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), ("sana", {"type": "full"})])
 def test_killed_while_the_result_is_saved(make_config, make_set, monkeypatch, tmp_path, capsys, kind, adapter) -> None:
     """The next start saves it, trains nothing again, and the one after that does nothing."""

@@ -39,6 +39,7 @@ def stock_transformer(config):
     return getattr(diffusers, name).from_pretrained(folder).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [None, 6.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
@@ -67,6 +68,7 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor)
     return (velocity - (noise - x0))[:, :, given:].square().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, kind) -> None:
     """Before the first step, where a LoRA changes nothing; each sample's noise depends on its identity alone."""
@@ -137,6 +139,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor) ->
 LOOK = {"every": 2, "steps": 3, "guidance": 2.5, "shift": 2.0, "seed": 7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_validation_latents_are_the_pipelines_with_what_was_saved(
     make_config, make_set, made, kind, record_property

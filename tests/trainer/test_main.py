@@ -83,6 +83,7 @@ def test_without_a_model_index_the_transformers_config_tells(
     assert said in report["error"]["message"] and report["error"]["next_step"]
 
 
+@pytest.mark.slow
 def test_what_needs_no_model_is_compared_before_one_is_loaded(make_config, make_set, tmp_path, capsys) -> None:
     config = make_config("t2i", steps=1)
     make_set(config)
@@ -98,6 +99,7 @@ def test_what_needs_no_model_is_compared_before_one_is_loaded(make_config, make_
             assert "another train.run" in report["error"]["next_step"]
 
 
+@pytest.mark.slow
 def test_a_validation_prompt_can_be_added_to_a_run(make_config, make_set, made, tmp_path, capsys) -> None:
     """And taken away, and its steps and size changed: another set of the same samples is no other training."""
     config = make_config("t2i", steps=1)
@@ -114,6 +116,7 @@ def test_a_validation_prompt_can_be_added_to_a_run(make_config, make_set, made, 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["a caption", "a repeat", "a sample less", "null prompt", "another id"])
 def test_other_data_is_refused_in_words(make_config, make_set, made, tmp_path, capsys, change) -> None:
     config = make_config("t2i", steps=1)
@@ -152,6 +155,7 @@ def test_an_output_that_cant_be_written_is_found_before_a_model_is_loaded(
     assert "can't be written to" in report["error"]["message"] and "output" in report["error"]["next_step"]
 
 
+@pytest.mark.slow
 def test_a_second_trainer_in_the_folder_refuses(make_config, make_set, tmp_path, capsys) -> None:
     config = make_config("t2i", steps=1)
     make_set(config)
@@ -232,6 +236,7 @@ def test_stopped_it_says_what_is_lost_and_nothing_is_overwritten(
     assert marks == [{"step": 0, "resumed": True}, {"step": saved, "resumed": True}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"\xff\xfe\n", b'{"step": 1, "lo', b"[1]\n{}\n", b"[" * 99_999 + b"\n", b"\0" * 9])
 def test_lines_that_cant_be_read_are_passed_over(make_config, make_set, tmp_path, capsys, damage) -> None:
     config = make_config("t2i", steps=1)
@@ -246,6 +251,7 @@ def test_lines_that_cant_be_read_are_passed_over(make_config, make_set, tmp_path
     assert [line["step"] for line in metrics.read_metrics(path) if "loss" in line] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_costs_its_steps_alone(make_config, make_set, tmp_path, capsys) -> None:
     """The run goes on from the one before and says so; where none is whole it ends as damage does everywhere."""
     config = make_config("t2i", steps=2, checkpoint_every=1)
@@ -266,6 +272,7 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(make_config, make_set, tmp_p
         assert "train.run" in report["error"]["next_step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("note", ["", "[]", "\udcff", '{"step": "1"}', "nested"])
 def test_a_damaged_note_of_the_result_is_written_anew(make_config, make_set, tmp_path, capsys, note) -> None:
     config = make_config("t2i", steps=1)
@@ -278,6 +285,7 @@ def test_a_damaged_note_of_the_result_is_written_anew(make_config, make_set, tmp
     assert json.loads(path.read_text())["step"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), ("sana", {"type": "full"})])
 def test_files_have_the_permissions_of_the_umask(make_config, make_set, tmp_path, capsys, kind, adapter) -> None:
     """Weights too: adapters, whole models, checkpoints, validation latents."""

@@ -27,6 +27,7 @@ def test_a_pickled_transformer_is_refused(tiny, tmp_path, family, kind) -> None:
     assert caught.value.exit_code == 2 and "safe_serialization=True" in caught.value.next_step
 
 
+@pytest.mark.slow
 def test_whatever_loads_weights_asks_for_safetensors() -> None:
     """Also what is written later: only tokenizers, processors and configs are loaded without, which have no weights."""
     found = []

@@ -47,6 +47,7 @@ def lines(config, key: str = "loss") -> dict[int, float]:
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
@@ -96,6 +97,7 @@ def test_accumulation_equals_one_large_batch(make_config, make_set, kind) -> Non
         assert norms == pytest.approx(runs[0][1], rel=1e-4 if kind == "sana" else 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", "sana"])
 def test_gradient_checkpointing_changes_no_loss(make_config, make_set, kind) -> None:
     found = []
@@ -215,6 +217,7 @@ def test_killed_and_resumed_gives_the_same_losses(make_config, make_set) -> None
         assert torch.equal(value, trained_weights(cut)[name])
 
 
+@pytest.mark.slow
 def test_the_optimizer_has_the_rate_of_its_step(make_config, make_set) -> None:
     """A LoRA's B begins at 0, and AdamW's first step moves every number by the rate: half of 1e-2 in the warm-up."""
     config = make_config("t2i", steps=1, optimizer={"lr": 1e-2, "warmup": 2}, checkpoint_every=1)
@@ -231,6 +234,7 @@ def furthest(config) -> float:
     return max(value.abs().max().item() for name, value in trained_weights(config).items() if "lora_B" in name)
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped(make_config, make_set) -> None:
     """Clipped to far below AdamW's eps they move next to nothing; the norm that is recorded is the one before."""
     norms = []
@@ -244,6 +248,7 @@ def test_gradients_are_clipped(make_config, make_set) -> None:
     assert norms[0] == norms[1] > 1e-3
 
 
+@pytest.mark.slow
 def test_looking_leaves_dropout_off(make_config, make_set) -> None:
     """An adapter's dropout is no part of the eval loss, nor of the validation latents."""
     found = []
@@ -264,6 +269,7 @@ def test_looking_leaves_dropout_off(make_config, make_set) -> None:
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_out", [0, 3])
 def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, make_set, made, held_out) -> None:
     """And the run says so; regularisation data is spoken of once."""
@@ -320,6 +326,7 @@ def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
         assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
     config = make_config("t2i", steps=2)
     make_set(config)
@@ -329,6 +336,7 @@ def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
     assert lines(config) == before
 
 
+@pytest.mark.slow
 def test_only_the_newest_checkpoints_are_kept(make_config, make_set) -> None:
     config = make_config("t2i", steps=5, checkpoint_every=1, keep_checkpoints=2)
     make_set(config)
@@ -337,6 +345,7 @@ def test_only_the_newest_checkpoints_are_kept(make_config, make_set) -> None:
     assert sorted(path.name for path in kept) == ["step-000004", "step-000005"]
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> None:
     config = make_config("t2i", steps=2)
     make_set(config)
@@ -351,6 +360,7 @@ def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> 
             train(make_config("t2i", steps=3, **change))
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_were_done_change_nothing_and_are_said(make_config, make_set, tmp_path, capsys) -> None:
     config = make_config("t2i", steps=3)
     make_set(config)
@@ -395,6 +405,7 @@ def flip(config) -> None:
         path.write_bytes(raw)
 
 
+@pytest.mark.slow
 def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path, monkeypatch, capsys) -> None:
     config = make_config("t2i", steps=12, checkpoint_every=1)
     make_set(config)
@@ -458,6 +469,7 @@ def test_dry_run_says_what_would_be_trained(make_config, make_set, tmp_path, cap
     assert not (Path(config.output) / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys) -> None:
     config = make_config("t2i", steps=2)
     make_set(config)

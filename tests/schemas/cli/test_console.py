@@ -316,6 +316,7 @@ def python(*arguments, cwd):
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_help_shows_name_options_and_examples_and_imports_no_torch(here):
     (here / "programs").mkdir()
     (here / "programs" / "probe.py").write_text(PROBE)
@@ -346,6 +347,7 @@ def test_help_shows_name_options_and_examples_and_imports_no_torch(here):
     assert "latentpress probe --workers 4" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_program_as_a_process(here):
     (here / "probe.py").write_text(PROBE)
     result = python("-m", "probe", "--json", cwd=here)

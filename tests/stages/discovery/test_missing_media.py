@@ -53,6 +53,7 @@ def stops(home, program: Program, *words: str, **options: Any) -> str:
 # -- discovery -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_discover_asks_before_most_of_what_it_knew_leaves_the_table(project) -> None:
     home = prepared(project(), 5)
     away = home.folder / "away"
@@ -76,6 +77,7 @@ def test_discover_asks_before_most_of_what_it_knew_leaves_the_table(project) -> 
     assert home.run(discover.run).exit_code == 0
 
 
+@pytest.mark.slow
 def test_renamed_files_are_not_gone(project) -> None:
     home = prepared(project(), 3)
     home.media.rename(home.folder / "b")
@@ -84,6 +86,7 @@ def test_renamed_files_are_not_gone(project) -> None:
     assert home.run(discover.run).details["datasets"][0]["removed"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["conditioning_data", "mask_data"])
 def test_discover_asks_before_companions_leave_the_table(project, role: str) -> None:
     home = project("kandinsky5-image-i2i" if role == "conditioning_data" else "kandinsky5-image-t2i")
@@ -154,6 +157,7 @@ def test_rehash_finds_what_size_and_time_hide(project, built) -> None:
 # -- before a model is loaded ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_place_that_is_not_there_stops_the_stage_and_changes_nothing(project, count: int) -> None:
     home = prepared(project(), count)
@@ -187,6 +191,7 @@ def test_most_of_a_place_is_missing_and_the_stage_stops_and_fewer_are_set_aside(
     assert report.next_steps == ["latentpress encode-latents   # once the missing files are there again"]
 
 
+@pytest.mark.slow
 def test_every_dataset_is_looked_at_by_itself(project) -> None:
     home = project()
     home.settings["datasets"].append(
@@ -210,6 +215,7 @@ def test_source_images_that_are_not_there(project, stage) -> None:
     stops(home, unloaded(stage), f"datasets.photos.conditioning_data: {place}", "datasets.photos.conditioning_data=")
 
 
+@pytest.mark.slow
 def test_masks_that_are_not_there_stop_what_reads_them_alone(project, tiny) -> None:
     home = project(vision={"model": str(tiny("dinov2")), "size": 84, "batch_size": 4})
     home.settings["datasets"][0]["mask_data"] = "masks"
@@ -225,6 +231,7 @@ def test_masks_that_are_not_there_stop_what_reads_them_alone(project, tiny) -> N
     stops(home, unloaded(encode_vision), "datasets.photos.instance_data_dir")
 
 
+@pytest.mark.slow
 def test_images_of_validation_prompts_that_are_not_there(project) -> None:
     home = project("kandinsky5-image-i2i")
     home.settings["datasets"][0]["conditioning_data"] = "media"
@@ -247,6 +254,7 @@ def test_a_dry_run_and_texts_without_images_need_no_media(project, built) -> Non
     assert home.run(encode_text.run).done == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [True, False])
 def test_preview_stops_too(project, plan: bool) -> None:
     home = prepared(project(), 2)
@@ -282,6 +290,7 @@ def test_a_disk_that_is_gone_is_no_unreadable_file(number: int) -> None:
     assert unreadable_error("a.png", OSError(errno.EIO, os.strerror(errno.EIO))).reason == "unreadable"
 
 
+@pytest.mark.slow
 def test_missing_media_is_not_counted_as_bad_media(project) -> None:
     home = prepared(project(cache={"unit_mib": 1}), 8)
     for number in range(4):
@@ -306,6 +315,7 @@ def encode_without_the_first(home):
     assert home.rejects(home.run(encode_latents.run)) == {"0.png": "missing"}
 
 
+@pytest.mark.slow
 def test_index_refuses_a_set_without_the_media_that_were_missing(lacking) -> None:
     before = files(lacking)
     report = lacking.run(index.run)
@@ -345,6 +355,7 @@ def test_run_passes_or_stops_as_index_does(lacking) -> None:
     assert (report.exit_code, report.details["stages"][0]["done"]) == (0, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(200, 300), (300, 300)])
 def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, shape: tuple[int, int]) -> None:
     """Of eight photos six are damaged: in a unit of their own, after which the stage stops, or in one with the rest."""

@@ -54,6 +54,7 @@ def leftovers(root: Path) -> list[str]:
     return [path.name for path in root.rglob("*") if path.name.endswith(".tmp")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned, monkeypatch, number) -> None:
     encoded = []
@@ -180,6 +181,7 @@ def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs)
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_in_time_says_nothing_of_it(planned) -> None:
     report = planned.run(encode_latents.run, max_time=3600.0)
     assert report.exit_code == 0 and "stopped" not in report.details
@@ -193,6 +195,7 @@ def hanging() -> Callable[[object], object]:
     return read
 
 
+@pytest.mark.slow
 def test_a_signal_is_obeyed_while_a_decoder_hangs(planned, monkeypatch) -> None:
     monkeypatch.setattr(member_reader, "make_member_reader", hanging)
     before = signal.getsignal(signal.SIGTERM)

@@ -52,6 +52,7 @@ def batches(monkeypatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_batches_are_filled_to_the_budget_of_pixels(planned, batches) -> None:
     assert planned.run(encode_latents.run, f"latents.batch_pixels={4 * PIXELS + 1}").done == 9
     assert batches == [4, 4, 1]
@@ -122,6 +123,7 @@ def test_processes_share_the_cards(monkeypatch) -> None:
     assert model_loading.select_device(Resources(device="cuda", threads=1), 1) == torch.device("cuda")
 
 
+@pytest.mark.slow
 def test_a_sample_whose_numbers_are_not_finite_is_set_aside_alone(planned, monkeypatch) -> None:
     encode = flux.Autoencoder.encode
 
@@ -142,6 +144,7 @@ def test_a_sample_whose_numbers_are_not_finite_is_set_aside_alone(planned, monke
     assert planned.run(encode_latents.run, retry_set_aside=True).set_aside == []
 
 
+@pytest.mark.slow
 def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(planned, monkeypatch) -> None:
     encode, finish = flux.Autoencoder.encode, cache.arrow.ShardWriter.finish
 
@@ -168,6 +171,7 @@ def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(planned, monk
     assert len(planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_set_aside=True).set_aside) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [1, 5, 100])
 def test_how_far_it_reads_ahead_changes_no_byte(planned, prefetch) -> None:
     planned.run(encode_latents.run, "cache.unit_mib=0.05")

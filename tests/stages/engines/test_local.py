@@ -154,6 +154,7 @@ def test_a_process_that_dies_while_it_loads_is_started_again_and_no_unit_is_blam
     assert len(said) == 2 and all("while it loaded its model (exit code -9)" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_where_loading_keeps_failing_the_stage_ends_with_the_facts(tmp_path: Path) -> None:
     names = [f"u{number}" for number in range(6)]

@@ -67,12 +67,14 @@ def sandbox(workers: int = 2, timeout_s: float = 30, memory_mib: int = 256) -> S
     return SandboxPool(working, workers=workers, timeout_s=timeout_s, memory_mib=memory_mib)
 
 
+@pytest.mark.slow
 def test_results_come_in_the_order_of_the_items() -> None:
     with sandbox() as pool:
         assert list(pool.map(range(1000))) == [(number, number) for number in range(1000)]
         assert pool("pid") != os.getpid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("item", "reason", "words"),
     [
@@ -90,6 +92,7 @@ def test_a_process_that_dies_costs_its_item_alone(item: str, reason: str, words:
         assert pool("fine") == "fine"
 
 
+@pytest.mark.slow
 def test_an_item_that_hangs_is_given_up_and_the_others_go_on() -> None:
     with sandbox(timeout_s=3) as pool:  # a busy machine takes seconds for none of the others
         results = dict(pool.map(["a", "hang", *range(50)]))
@@ -109,6 +112,7 @@ def test_of_several_items_of_a_task_only_the_current_one_is_lost() -> None:
     assert [place for place, (item, result) in enumerate(results) if item != result] == [90, 91, 200, 300, 399]
 
 
+@pytest.mark.slow
 def test_media_errors_are_results() -> None:
     with sandbox() as pool:
         error = pool("refuse")
@@ -116,6 +120,7 @@ def test_media_errors_are_results() -> None:
     assert (error.reason, error.path, error.problem, error.advice) == ("bad", "one.png", "is bad", "mend it")
 
 
+@pytest.mark.slow
 def test_a_bug_is_raised_here_with_its_traceback() -> None:
     with sandbox() as pool:
         with pytest.raises(ZeroDivisionError, match="a bug of ours") as caught:
@@ -132,6 +137,7 @@ def test_what_can_not_be_made_is_raised_here() -> None:
         pool(1)
 
 
+@pytest.mark.slow
 def test_large_arrays_come_back_whole_and_can_be_written_to() -> None:
     shape = (9, 480, 640, 3)
     with sandbox() as pool:
@@ -141,6 +147,7 @@ def test_large_arrays_come_back_whole_and_can_be_written_to() -> None:
     found["frames"][0] = 1
 
 
+@pytest.mark.slow
 def test_items_are_taken_a_bounded_number_ahead() -> None:
     taken: list[int] = []
     most = 0
@@ -238,6 +245,7 @@ def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> N
     assert len(known) >= 3
 
 
+@pytest.mark.slow
 def test_a_function_with_arguments_is_made_in_each_process(tmp_path: Path) -> None:
     with SandboxPool(partial(noting, tmp_path), workers=3, timeout_s=2, memory_mib=256) as pool:
         assert [result.reason for _, result in pool.map(range(3))] == ["timed-out"] * 3

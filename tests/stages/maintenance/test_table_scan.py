@@ -45,6 +45,7 @@ def files(home, top: str) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("file", ["index.arrow", "texts.arrow", "shards.arrow", "set.json", "the pointer"])
 def test_index_writes_a_damaged_set_again(indexed, file, how) -> None:
@@ -79,6 +80,7 @@ def test_bucket_plans_again_what_a_damaged_plan_held(indexed, file, number) -> N
     assert "(unchanged)" in indexed.run(bucket.run).details["generation"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_others_are_made_of_is_planned_again_for_each_configuration(indexed) -> None:
     """The second plan needs the first one; so does that of another configuration, which has nothing of its own."""
     other = "datasets.photos.repeats=3"
@@ -106,6 +108,7 @@ def test_discover_reads_the_media_again(indexed, how) -> None:
     assert table.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_stage_does_a_unit_again_whose_list_is_damaged(indexed) -> None:
     folder = f"encode-text/{encode_text.STAGE.fingerprint(indexed.config())}"
     store, unit = Store(indexed.root), next(iter(indexed.shards("text"))).split("/")[-1].removesuffix(".arrow")

@@ -108,6 +108,7 @@ def wholes(tmp_path_factory):
     return {name: coded(folder / f"{name}.mp4", codec) for name, codec in codecs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["plain", "b-frames"])
 @pytest.mark.parametrize("at", [1.09, 0.04, 0.81, 0.801, 3.95])
 @pytest.mark.parametrize("suffix", ["mp4", "mov"])
@@ -134,6 +135,7 @@ def test_where_there_are_no_edit_lists_it_begins_at_the_keyframe(tmp_path, whole
     require_used(path, frames, (video,) if suffix == "ts" else (video, decord_backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["mp4", "mkv"])
 @pytest.mark.parametrize("sound", [3.0, 6.5])
 def test_sound_that_ends_before_or_after_the_pictures_changes_nothing(tmp_path, suffix, sound):

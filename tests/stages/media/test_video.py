@@ -83,6 +83,7 @@ def videos(tmp_path_factory):
     return {name: write_video(folder / name, **options) for name, options in KINDS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_every_container_gives_its_facts_and_its_own_frames(videos, name):
     info = probe_video(videos[name])
@@ -276,6 +277,7 @@ def test_a_time_past_the_end_is_an_error_and_the_last_frame_lasts_its_duration(v
         assert reason(lambda path, time=time: list(read_frames(path, [time])), videos["plain.mp4"]) == "truncated"
 
 
+@pytest.mark.slow
 def test_damage_gives_frames_or_a_media_error_and_nothing_else(videos, tmp_path):
     draw = random.Random(1)
     for name in ("b-frames.mp4", "b-frames.mkv", "vp9.webm", "broadcast.ts"):

@@ -183,6 +183,7 @@ def test_keyframes_of_every_kind_lead_both_decoders_to_the_same_frames(tmp_path,
         assert numbers(path, times, decord_backend) == expected
 
 
+@pytest.mark.slow
 def test_a_clip_deep_in_a_long_video_is_found_by_both(tmp_path):
     path = write(tmp_path / "long.mp4", map(marked, range(1500)), options={"preset": "ultrafast", "g": "50"})
     assert numbers(path, clip_times(55.0, 25, 12)) == list(range(1375, 1387))

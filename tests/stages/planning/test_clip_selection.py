@@ -77,6 +77,7 @@ def check_clips(found: dict[str, list[list[int]]]) -> None:
             assert clip == list(range(clip[0], clip[0] + step * len(clip), step)), path
 
 
+@pytest.mark.slow
 def test_a_variable_rate_of_that_average_is_followed_by_time_at_the_rate_asked_for(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.settings["datasets"][0] |= {"video": {"num_frames": 61, "frame_rate": 24.0}, "resolution": 96}

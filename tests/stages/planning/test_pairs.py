@@ -43,6 +43,7 @@ def window(geometry: dict[str, Any]) -> np.ndarray:
     return np.array([left, top, left + size.width / geometry["resize_w"], top + size.height / geometry["resize_h"]])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.tuples(st.integers(64, 4000), st.integers(64, 4000)),
@@ -64,6 +65,7 @@ def test_source_and_target_show_the_same_part(target, scale, aspect, style, crop
     assert len(plan.notes["a"].aspect_differs) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.tuples(st.integers(64, 4000), st.integers(64, 4000)), st.floats(1.05, 3), st.booleans())
 def test_a_source_of_another_aspect_is_cut_for_itself_and_named(target, aspect, downsampled: bool) -> None:
@@ -102,6 +104,7 @@ def place(pixels: np.ndarray) -> np.ndarray:
     return np.array([(light * columns).sum(), (light * rows).sum()]) / light.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("style", "sizes"), [("center", {}), ("random", DOWNSAMPLED), ("corner", {})])
 def test_a_mark_is_at_the_same_place_in_the_pixels_of_both(project, style: str, sizes: dict) -> None:
     home = project(IMAGE)
@@ -137,6 +140,7 @@ def test_bucket_names_the_pairs_of_different_aspects_and_uses_them(project) -> N
     assert (row["samples"], row["sources_of_other_aspect"]) == (3, 2)
 
 
+@pytest.mark.slow
 def test_a_source_too_small_for_the_size_of_its_target_is_named(project) -> None:
     home = project(IMAGE)
     home.settings["datasets"][0] |= {"conditioning_data": "sources", "resolution": 256, "allow_upscale": False}

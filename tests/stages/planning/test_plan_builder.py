@@ -81,6 +81,7 @@ def captions(plan: DraftPlan) -> list[list[str]]:
 sizes = st.tuples(st.integers(16, 4000), st.integers(16, 4000))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=30), st.randoms())
 def test_the_order_of_listing_changes_no_sample_text_or_unit(found: list[tuple[int, int]], shuffler: random.Random):
@@ -93,6 +94,7 @@ def test_the_order_of_listing_changes_no_sample_text_or_unit(found: list[tuple[i
     assert text_units(config(), first.texts).equals(text_units(config(), second.texts))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=30), sizes, st.sampled_from(["center", "random", "corner"]))
 def test_an_added_file_changes_no_other_sample(found, added, style):
@@ -103,6 +105,7 @@ def test_an_added_file_changes_no_other_sample(found, added, style):
     assert {row["text_id"] for row in before.texts.to_pylist()} <= {row["text_id"] for row in after.texts.to_pylist()}
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=40), st.floats(0.01, 4))
 def test_units_hold_each_sample_once_in_one_bucket_and_within_the_size(found: list, unit_mib: float):

@@ -9,6 +9,7 @@ from stages import bucket, discover, encode_latents
 from stages.planning.plan_lookup import current_plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("posterior", ["sample", "moments"])
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-image-i2i", "kandinsky5-video-i2v"])

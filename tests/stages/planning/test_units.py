@@ -40,6 +40,7 @@ def shown(row: dict[str, Any]) -> str:
 images = st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.sets(st.integers(0, 400), max_size=4))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(images, min_size=1, max_size=30), st.floats(0.02, 4), st.randoms())
 def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuffler: random.Random) -> None:

@@ -277,6 +277,7 @@ def gradients_of(model, batch) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in adapters.trainable_parameters(model).items()}
 
 
+@pytest.mark.slow
 def test_checkpointing_gives_the_same_gradients_with_lora_and_padding(tiny):
     batch = make_batch([3, 17, 8], (16, 2, 4, 6))
     plain, saving = (with_lora(kandinsky5.load(str(tiny("kandinsky5-video-t2v")))) for _ in range(2))

@@ -87,6 +87,7 @@ def nabla_run(tiny, processor=None):
     return predicted.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_nabla_equals_its_definition_and_differs_from_full_attention(tiny, record_property):
     by_hand = ByHand()
     (ours, our_grads), (wanted, grads), (full, _) = (
@@ -127,6 +128,7 @@ def test_nabla_needs_whole_blocks():
         attention.sparse_params(SimpleNamespace(config=config), 5, 90, 160)
 
 
+@pytest.mark.slow
 def test_flex_attention_that_is_not_compiled_is_refused():
     from torch.nn.attention.flex_attention import flex_attention
 

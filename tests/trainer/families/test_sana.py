@@ -72,6 +72,7 @@ def row_by_row(transformer) -> None:
     transformer.forward = forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shift", "dtype"), [(None, torch.float32), (5.0, torch.float32), (None, torch.bfloat16)])
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtype):
     """In bfloat16 to the last bit, once its transformer is called as ours is: row by row, without padding."""

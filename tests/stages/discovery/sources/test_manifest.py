@@ -220,6 +220,7 @@ def test_companions_by_column_and_by_name(tmp_path: Path) -> None:
         listed(source(table, mask_column="nothing"))
 
 
+@pytest.mark.slow
 def test_urls_with_secrets_are_opened_and_never_shown(tmp_path: Path, server: tuple[str, Path]) -> None:
     url, web = server
     put(web, "a.png", "b.png")
@@ -243,6 +244,7 @@ def test_urls_with_secrets_are_opened_and_never_shown(tmp_path: Path, server: tu
     assert caught.value.reason == "missing" and secret not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_text_files_beside_urls_but_not_beside_signed_ones(tmp_path: Path, server: tuple[str, Path]) -> None:
     url, web = server
     put(web, "a.png", "a.txt", "b.png")
@@ -255,6 +257,7 @@ def test_text_files_beside_urls_but_not_beside_signed_ones(tmp_path: Path, serve
     assert where.read_captions(f"{url}/a.txt") == ["a.txt"]
 
 
+@pytest.mark.slow
 def test_a_table_at_a_url_is_the_base_of_its_paths(tmp_path: Path, server: tuple[str, Path]) -> None:
     url, web = server
     put(web, "set/a.png", "set/s/a.png", "b.png")

@@ -74,6 +74,7 @@ def test_what_vouches_for_nothing(info: dict) -> None:
 # -- S3 -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_s3_is_read_in_ranges_and_survives_pickling(s3) -> None:
     data = bytes(range(256)) * 4096 * 5  # 5 MiB
     s3.pipe_file("media/a.bin", data)
@@ -89,6 +90,7 @@ def test_s3_is_read_in_ranges_and_survives_pickling(s3) -> None:
     assert str(blob.name) == "s3://media/a.bin"
 
 
+@pytest.mark.slow
 def test_identity_of_the_store(s3) -> None:
     s3.pipe_file("media/a.jpg", b"one")
     s3.pipe_file("media/b.jpg", b"one")
@@ -99,6 +101,7 @@ def test_identity_of_the_store(s3) -> None:
     assert RemoteFile("s3://media/a.jpg").media_id() is None
 
 
+@pytest.mark.slow
 def test_a_check_asks_the_store_again(s3) -> None:
     s3.pipe_file("media/a.jpg", b"one")
     blob = RemoteFile("s3://media/a.jpg", identity="store")
@@ -114,6 +117,7 @@ def test_a_check_asks_the_store_again(s3) -> None:
     assert caught.value.reason == "missing"
 
 
+@pytest.mark.slow
 def test_an_object_put_in_parts_has_an_identity_too(s3) -> None:
     data = bytes(6 << 20)
     with s3.open("media/big.bin", "wb", block_size=5 << 20) as file:
@@ -151,6 +155,7 @@ def _size_in_child(blob: RemoteFile) -> int:
     return len(read_all(blob))
 
 
+@pytest.mark.slow
 def test_a_forked_process_opens_it_too(s3) -> None:
     """test_pipeline.py reads from S3 in processes that are no forks."""
     s3.pipe_file("media/a.jpg", b"12345")
@@ -160,6 +165,7 @@ def test_a_forked_process_opens_it_too(s3) -> None:
         assert pool.apply_async(_size_in_child, (blob,)).get() == 5
 
 
+@pytest.mark.slow
 def test_s3_that_refuses_or_is_not_there(s3, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MediaError) as caught:
         RemoteFile("s3://media/none.jpg").size()
@@ -178,6 +184,7 @@ def test_s3_that_refuses_or_is_not_there(s3, monkeypatch: pytest.MonkeyPatch) ->
 # -- HTTP and memory ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_http_with_ranges(http) -> None:
     place, handler = http
     handler.content = bytes(range(256)) * 4 * 4096  # 4 MiB
@@ -190,6 +197,7 @@ def test_http_with_ranges(http) -> None:
     assert read_all(blob) == handler.content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [True, False])
 def test_http_without_ranges_is_read_once(http, length: bool) -> None:
     place, handler = http
@@ -203,6 +211,7 @@ def test_http_without_ranges_is_read_once(http, length: bool) -> None:
         assert file.read() == handler.content
 
 
+@pytest.mark.slow
 def test_http_etags_name_content_at_one_place_only(http) -> None:
     place, handler = http
     handler.content = b"abc"
@@ -211,6 +220,7 @@ def test_http_etags_name_content_at_one_place_only(http) -> None:
     assert first.media_id() == RemoteFile(f"http://{place}/a?sig=another", identity="store").media_id()
 
 
+@pytest.mark.slow
 def test_credentials_stay_out_of_http_errors(http) -> None:
     place, handler = http
     handler.content, handler.authorization = b"abc", "Basic bWU6c2VjcmV0d29yZA=="  # me:secretword
@@ -231,6 +241,7 @@ def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.__suppress_context__
 
 
+@pytest.mark.slow
 def test_a_stdlib_http_server(tmp_path: Path, serve) -> None:
     (tmp_path / "a.png").write_bytes(picture())
 

@@ -43,6 +43,7 @@ def scan(source: RemoteSource, known: pa.Table | None = None) -> list[dict]:
 NAMES = ("a b.png", "a b.txt", "a?#1.JPG", "sub/deep/c.png", "sub/deep/c.txt", ".hidden.png", ".git/x.png", "x.md")
 
 
+@pytest.mark.slow
 def test_a_prefix_in_s3(s3) -> None:
     for name in NAMES:
         s3.pipe_file(f"media/set/{name}", name.encode())
@@ -66,6 +67,7 @@ def test_a_prefix_in_s3(s3) -> None:
     assert [row["version"] for row in again] == [row["version"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_long_listing_of_s3_comes_in_pages(s3, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(7):
         s3.pipe_file(f"media/set/{number}.png", b"x")
@@ -86,6 +88,7 @@ def test_a_long_listing_of_s3_comes_in_pages(s3, monkeypatch: pytest.MonkeyPatch
     assert len(pages) >= 8 and source.ignored == {"folder without a name": 1}
 
 
+@pytest.mark.slow
 def test_the_identity_of_a_store_is_asked_of_items(s3) -> None:
     s3.pipe_file("media/set/a.png", b"one")
     given = open_source(dataset("s3://media/set", identity="store")).open("a.png").media_id()
@@ -93,6 +96,7 @@ def test_the_identity_of_a_store_is_asked_of_items(s3) -> None:
     assert open_source(dataset("s3://media/set")).open("a.png").media_id() is None
 
 
+@pytest.mark.slow
 def test_tars_in_s3(s3, tmp_path: Path) -> None:
     """Members are read in ranges of their tar, and named by the store's word for it."""
     data = io.BytesIO()
@@ -123,6 +127,7 @@ def test_tars_in_s3(s3, tmp_path: Path) -> None:
         assert scan(open_source(place), media) == media.to_pylist()
 
 
+@pytest.mark.slow
 def test_a_prefix_that_is_not_there(s3) -> None:
     for place in ("s3://media/none", "s3://no-such-bucket/x"):
         with pytest.raises(LatentpressError, match="is not there") as caught:
@@ -174,6 +179,7 @@ def test_large_prefixes_come_in_chunks(memory, monkeypatch: pytest.MonkeyPatch) 
     assert len({path for chunk in chunks for path in chunk.column("path").to_pylist()}) == 20
 
 
+@pytest.mark.slow
 def test_a_page_of_links(tmp_path: Path, serve) -> None:
     """A web server's listing says only names: size and version are asked of it."""
     (tmp_path / "set/sub").mkdir(parents=True)
@@ -191,6 +197,7 @@ def test_a_page_of_links(tmp_path: Path, serve) -> None:
     assert source.read_captions("a.txt") == ["a.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 def test_a_server_that_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     s3fs = pytest.importorskip("s3fs")

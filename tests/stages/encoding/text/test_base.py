@@ -80,6 +80,7 @@ def test_nf4_is_of_the_language_model_alone(tiny):
     assert len(found) == 14 and all(name.startswith("model.language_model.layers.") for name in found)
 
 
+@pytest.mark.slow
 def test_matrices_that_nf4_can_not_pack_stay_as_they_are_and_this_is_said_once(project, packing, tmp_path):
     """A tiny Gemma-2 whose feed-forward matrices have an odd side."""
     home = project("sana")
@@ -140,6 +141,7 @@ def test_what_changes_bytes_is_in_the_fingerprint(project):
     assert parts(qwen.config("text.attention=eager")) != parts(qwen.config())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "option", "value", "default"),
     [

@@ -91,6 +91,7 @@ def differences(encoder, pipe, captions, negative=False) -> float:
     return largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("negative", [False, True])
 def test_embeddings_equal_the_pipelines_real_rows(encoder, pipe, negative, record_property):
     largest = differences(encoder, pipe, CAPTIONS, negative)
@@ -99,6 +100,7 @@ def test_embeddings_equal_the_pipelines_real_rows(encoder, pipe, negative, recor
     assert largest <= LIMIT
 
 
+@pytest.mark.slow
 def test_captions_that_merge_with_the_instruction(edited):
     """One whose first letters are a token with the instruction's last word runs whole, its batch mates do not."""
     folder = edited("sana", "tokenizer", "<mask>", "Prompt: zebra")
@@ -124,6 +126,7 @@ def test_bfloat16_is_as_near_as_the_pipelines(edited, near, negative):
     near(f"sana, negative={negative}", rows)
 
 
+@pytest.mark.slow
 def test_an_instruction_longer_than_the_sliding_window(encoder, edited, record_property):
     """Every second layer sees 64 of the instruction's 210 tokens, and long captions outgrow the window too."""
     folder = edited("sana", "text_encoder", '"sliding_window": 4096', '"sliding_window": 64')
@@ -136,6 +139,7 @@ def test_an_instruction_longer_than_the_sliding_window(encoder, edited, record_p
     assert (full - other).abs().max() > 1e-2, "the window changes nothing"
 
 
+@pytest.mark.slow
 def test_the_transformer_sees_no_difference(encoder, pipe, folder, record_property):
     transformer = SanaTransformer2DModel.from_pretrained(folder / "transformer").eval()
     latents = torch.randn(1, 32, 4, 4, generator=torch.Generator().manual_seed(0))

@@ -114,6 +114,7 @@ def differences(encoder, pipe, captions, images, **options) -> float:
     return largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_equal_the_pipelines(loaded, kind, record_property):
     encoder, pipe = loaded(kind)
@@ -125,6 +126,7 @@ def test_embeddings_equal_the_pipelines(loaded, kind, record_property):
     assert largest <= LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_captions_that_merge_with_the_template(loaded, edited, kind):
     """A caption whose first letters are one token with the template's last runs whole, its batch mates do not."""
@@ -154,6 +156,7 @@ def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
         near(f"{kind} {name}", [tuple(one[part] for one in row) for row in zip(ours, theirs, exact, strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_length", [256, 512, 1024])
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v"])
 def test_overlong_captions_are_cut_as_by_the_pipeline(loaded, kind, max_length, record_property):

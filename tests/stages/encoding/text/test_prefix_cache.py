@@ -37,6 +37,7 @@ def distance(results, others) -> float:
     return max(((one - other).abs().max() / other.square().mean().sqrt()).item() for one, other in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_equals_whole(make, encoded, kind, record_property):
     """float32: to 1e-4. bfloat16: the shared prefix moves results by no more than bfloat16 itself does."""
@@ -100,6 +101,7 @@ def test_an_image_passes_the_vision_model_once(make, encoded, monkeypatch):
     assert all(torch.equal(one.embeds, other.embeds) for one, other in zip(first, again, strict=True))
 
 
+@pytest.mark.slow
 def test_requests_are_prepared_beside_encoding(make):
     """In other threads, with over-long captions and several images among them."""
     encoder = make("kandinsky5-image-i2i")

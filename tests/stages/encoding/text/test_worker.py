@@ -39,6 +39,7 @@ def same(row: dict[str, np.ndarray], result) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sana", "kandinsky5-image-t2i", "kandinsky5-image-i2i"])
 def test_shards_hold_what_the_encoder_gives(project, kind) -> None:
     """Each caption, and the null prompt by the negative path; i2i: each with its source image, cut to its bucket."""
@@ -101,6 +102,7 @@ def read(monkeypatch) -> list:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_tokens", "unit_mib"), [(4096, 64), (1, 64), (100, 0.5)])
 def test_an_image_is_read_and_seen_once_whatever_its_captions(
     project, monkeypatch, encoders, read, batch_tokens, unit_mib
@@ -126,6 +128,7 @@ def test_an_image_is_read_and_seen_once_whatever_its_captions(
     assert len(read) == images
 
 
+@pytest.mark.slow
 def test_an_image_that_is_gone_costs_its_own_texts_alone(project, read) -> None:
     home = project("kandinsky5-image-i2i", stages={"max_reject_fraction": 1.0})
     home.settings["datasets"][0]["conditioning_data"] = "source"
@@ -141,6 +144,7 @@ def test_an_image_that_is_gone_costs_its_own_texts_alone(project, read) -> None:
     assert [(Path(row["path"]).name, row["reason"]) for row in report.set_aside] == [("1.png", "missing")] * 3
 
 
+@pytest.mark.slow
 def test_a_batch_of_short_captions_is_tokenised_while_another_is_encoded(project, monkeypatch) -> None:
     """When a batch is encoded, all of the next one are tokenised without anything being asked for."""
     home = project("sana", cache={"unit_mib": 16}, text={"batch_tokens": 1024})
@@ -172,6 +176,7 @@ def test_a_batch_of_short_captions_is_tokenised_while_another_is_encoded(project
     assert not any(behind)
 
 
+@pytest.mark.slow
 def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
     """The pipeline cuts there as well, and the other encoder reads the whole caption."""
     home = project("kandinsky5-image-t2i")
@@ -193,6 +198,7 @@ def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
     assert "remarks" not in other.run(encode_text.run).details
 
 
+@pytest.mark.slow
 def test_a_text_is_encoded_once_for_all_datasets_and_resolutions_that_share_it(project) -> None:
     """The same files at two resolutions, and other files with the same captions as regularisation data."""
     home = project("kandinsky5-image-t2i")

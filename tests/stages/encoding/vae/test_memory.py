@@ -64,6 +64,7 @@ def test_chunked_frames_give_the_plain_result(opened, plain, frames_at_once, rec
         assert found.shape == wanted.shape and gap <= LIMIT
 
 
+@pytest.mark.slow
 def test_chunked_frames_of_a_batch_and_decoded(opened) -> None:
     plain, encoder = opened("hunyuan_video"), opened("hunyuan_video", chunk_frames=2)
     pixels = torch.cat([clip(9), clip(9).flip(3)])
@@ -111,6 +112,7 @@ def exact(opened):
     return opened("hunyuan_video").encode(clip(5, 32, 48), [0], "moments")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_chunked_frames_in_half_precision(tiny, exact, dtype, record_property) -> None:
     """They are as near to the plain result of the same precision as that is to float32, at every number."""
@@ -142,6 +144,7 @@ def test_a_convolution_in_chunks_in_half_precision(stride, dtype) -> None:
             torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
+@pytest.mark.slow
 def test_no_mask_is_built_and_no_convolution_sees_the_whole_clip(opened, monkeypatch) -> None:
     encoder = opened("hunyuan_video", chunk_frames=2)
     lengths = []

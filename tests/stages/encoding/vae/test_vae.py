@@ -85,6 +85,7 @@ def test_latents_equal_diffusers(loaded, name, record_property):
         assert gap <= LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AUTOENCODERS)
 def test_latents_do_not_depend_on_what_they_are_batched_with(loaded, name, record_property):
     ours, _ = loaded[name]
@@ -169,6 +170,7 @@ def test_i2v_first_frame_equals_the_pipelines(loaded, tiny, record_property):
     assert latents_BTHWC.shape[1] == 3 and gap <= LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AUTOENCODERS)
 def test_decoded_pictures_equal_the_pipelines(loaded, name):
     ours, vae = loaded[name]
@@ -195,6 +197,7 @@ def test_settings_name_what_else_determines_the_latents(loaded):
         assert loaded[family.autoencoder][0].settings() == family.latent_settings
 
 
+@pytest.mark.slow
 def test_more_than_17_frames_are_encoded_in_windows(loaded):
     """The setting that is recorded is not without effect."""
     ours, vae = loaded["hunyuan_video"]
@@ -208,6 +211,7 @@ def test_more_than_17_frames_are_encoded_in_windows(loaded):
     assert (latents - whole).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_bfloat16(tiny):
     from stages.encoding.vae.flux import Autoencoder
 

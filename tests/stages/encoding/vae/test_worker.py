@@ -86,6 +86,7 @@ def test_shards_hold_what_diffusers_encodes(project, task, record_property) -> N
     assert largest <= 1e-5
 
 
+@pytest.mark.slow
 def test_masks_are_stored_as_means_over_each_latent_s_area(project) -> None:
     home = project()
     random = np.random.default_rng(0).integers(0, 256, (64, 64), dtype=np.uint8)

@@ -33,6 +33,7 @@ def slow_space(features_HWC: torch.Tensor, grid: tuple[int, int]) -> torch.Tenso
     return out
 
 
+@pytest.mark.slow
 @given(st.integers(1, 7), st.integers(1, 7), st.data(), SEEDS)
 @settings(max_examples=30, deadline=None)
 def test_space_is_pooled_by_area(height: int, width: int, data, seed: int) -> None:
