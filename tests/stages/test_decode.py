@@ -108,6 +108,7 @@ def test_a_video_has_the_colours_of_a_picture_and_says_how_they_are_coded(tmp_pa
         assert np.abs(reader[number].asnumpy().astype(int) - wanted[number]).max() <= 4  # it converts less accurately
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(512, 512), (1280, 768)])
 def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project, size) -> None:
     home = project("kandinsky5-video-t2v")
@@ -142,6 +143,7 @@ def test_an_image_is_what_the_autoencoder_decodes(project) -> None:
     assert sheet.width >= 96
 
 
+@pytest.mark.slow
 def test_a_video_has_its_frames_and_rate(project) -> None:
     home = project("kandinsky5-video-t2v")
     put(home, "clip", random_latent(16, 3, 8, 8), "kandinsky5-video")

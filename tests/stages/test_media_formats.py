@@ -197,6 +197,7 @@ def test_every_video_is_what_a_person_expects(videos: Outcome) -> None:
     assert not (wrong := list(problems(videos, VIDEOS))), "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["images", "videos"])
 def test_every_file_is_accounted_for_exactly_once(which: str, request) -> None:
     outcome = request.getfixturevalue(which)
