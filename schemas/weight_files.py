@@ -14,7 +14,7 @@ def find_weights_problem(folder: Path) -> tuple[str, str] | None:
     files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     for name in files:
         if name.endswith(f"{WEIGHTS_SUFFIX}.index.json") and not _is_valid_index(folder / name):
-            problem = f"{folder / name} does not name files {WEIGHTS_SUFFIX} beside it"
+            problem = f"{folder / name} does not name files {WEIGHTS_SUFFIX} in its folder"
             return problem, "replace the checkpoint with a whole copy from a source that you trust"
     if any(name.endswith(WEIGHTS_SUFFIX) for name in files):
         return None

@@ -75,7 +75,7 @@ class Config(Section):
             if key == "root" and "://" not in value and (obstacle := find_obstacle(value)):
                 yield (key,), obstacle
             if "://" not in value and any(Path(os.path.realpath(value)).is_relative_to(top) for top in PACKAGES):
-                yield (key,), f"{value!r} lies inside a package of the source code; choose another folder"
+                yield (key,), f"{value!r} is inside a package of the source code; choose another folder"
         yield from self._dataset_problems()
         yield from self._validation_problems()
 

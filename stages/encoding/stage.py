@@ -166,7 +166,7 @@ class EncodingStage:
         self, job: Job, plan: Plan, units: list[Unit], limit: "RejectLimit", console: Console, report: Report
     ) -> None:
         store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in units}
-        # The settings that the fingerprint stands for. A damaged provenance.json is written again.
+        # The settings behind the fingerprint. A damaged provenance.json is written again.
         provenance = f"{self.kind}/{job.fingerprint}/provenance.json"
         record = {"fingerprint": job.fingerprint, **self.fingerprint_inputs(job.config)}
         data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()

@@ -59,8 +59,8 @@ OUT_OF_MEMORY_EXIT_CODE = 77
 CONSTS.sleep_unit = 0.02  # seconds until pebble sees that a process died, or that it should stop; 0.1 by default
 
 _ADVICE = {
-    "decoder-died": "replace it with a copy written anew, or remove it",
-    "timed-out": "replace it with a copy written anew, or raise stages.item_timeout_s",
+    "decoder-died": "replace it with a new copy, or remove it",
+    "timed-out": "replace it with a new copy, or raise stages.item_timeout_s",
     "out-of-memory": "scale it down, or raise stages.item_memory_mib",
 }
 

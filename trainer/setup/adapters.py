@@ -94,7 +94,7 @@ def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str,
 
 
 def save_full(model: Model, directory: Path) -> Path:
-    """Write the transformer to `directory` for its `from_pretrained`; further experts into folders beside it."""
+    """Write the transformer to `directory` for its `from_pretrained`; further experts into folders next to it."""
     for part, expert in components(model).items():
         folder = directory.with_name(part)
         expert.save_pretrained(folder)

@@ -74,7 +74,7 @@ def add_caption_files(columns: dict[str, pa.Array], files: pa.Array, versions: p
     columns |= {"captions_at": files, "captions_version": versions}
     if files.null_count:
         names = strip_extensions(pc.replace_substring_regex(columns["path"], r"(?s)^.*/", ""))
-        step = pc.binary_join_element_wise("write one into ", names, ".txt beside it", "")
+        step = pc.binary_join_element_wise("write one into ", names, ".txt next to it", "")
         add_problems(columns, pc.if_else(pc.is_null(files), "no-caption: has no caption", None), step)
 
 
