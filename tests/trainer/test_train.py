@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.test_utils.testing import AccelerateTestCase
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -142,7 +142,7 @@ def on_two_ranks(path: Path) -> dict:
         try:
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            AcceleratorState._reset_state(reset_partial_state=True)  # what this process trained alone
+            AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
             sys.stdout = said.open("a")
             code = run_program("train", program_run, Options(path, json=True))
             sys.stdout.flush()
