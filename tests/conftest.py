@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from stages.engines import sandbox
 from tests.processes import ForkedProgram
 from tests.project import SETTINGS, Project
 
@@ -32,6 +33,9 @@ settings.load_profile("patient")
 # In memory where there is room: what the tests sync to a disk takes a tenth of their time.
 if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 6 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
+# Test modules import these libraries, and few tests read media through them.
+sandbox.SOURCE_LIBRARIES.clear()
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILDER = ROOT / "examples" / "tiny_models.py"

@@ -18,6 +18,7 @@ import pickle
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -47,6 +48,8 @@ PRELOADED_MODULES = [  # imported once, not by each process: readers, the progra
     *("stages.discovery.sources.folder", "stages.discovery.media_table", "stages.encoding.stage"),
     *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "pandas"),
 ]
+#: Of sources: preloaded where the program itself has imported one, since it takes a second or two.
+SOURCE_LIBRARIES = ["datasets", "s3fs", "aiohttp"]
 MAX_INLINE_BYTES = 1 << 20  # of results' arrays; larger ones go through a file
 SHARED_MEMORY_FOLDER = "/dev/shm"  # files in memory
 FOLDER_PREFIX = "latentpress-"  # of the folders of results; the owner's process number follows
@@ -89,7 +92,8 @@ class SandboxPool(Generic[T, R]):
     ) -> None:
         # Never a fork of this process: it may have threads, which hold locks, or a device.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED_MODULES, getattr(make, "func", make).__module__])
+        libraries = [name for name in SOURCE_LIBRARIES if name in sys.modules]
+        context.set_forkserver_preload([*PRELOADED_MODULES, *libraries, getattr(make, "func", make).__module__])
         self._workers, self._timeout, self._memory_mib = workers, timeout_s, memory_mib
         self._task_size = 1  # of the next task
         _remove_stale_folders()

@@ -13,7 +13,7 @@ from stages import discover
 from stages.discovery import listing_diff, media_table
 from stages.discovery.media_table import media_table_path, read_media_table
 from stages.discovery.sources.base import LISTING_SCHEMA
-from stages.engines.sandbox import MAX_ITEMS_PER_TASK, MAX_QUEUED_PER_PROCESS
+from tests.stages.discovery.invented_readers import FailingReader, InventedReader, no_order
 
 
 def rows_of(home) -> list[dict]:
@@ -22,10 +22,6 @@ def rows_of(home) -> list[dict]:
 
 def read(report) -> int:
     return report.details["datasets"][0]["files_read"]
-
-
-def no_order(number: int) -> int:
-    return number * 7919 % 1009
 
 
 class Invented:
@@ -46,22 +42,6 @@ class Invented:
             columns |= {"size": part, "version": ["1"] * len(part)}
             columns["captions"] = [[self.captions[number]] for number in part]
             yield pa.table(columns, schema=LISTING_SCHEMA).append_column("extra.score", pa.array(part))
-
-
-class InventedReader:
-    fails = ""  # the path of an item that meets a bug of ours
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def __call__(self, task) -> dict[str, object]:
-        if task.path == self.fails:
-            raise ZeroDivisionError("a bug of ours")
-        return {"media_id": f"{int(task.path[:4]):032x}", "kind": "image", "width": 64, "height": 64}
-
-
-class FailingReader(InventedReader):
-    fails = f"{sorted(range(100, 300), key=no_order)[2 * MAX_QUEUED_PER_PROCESS * MAX_ITEMS_PER_TASK + 50]:04d}.png"
 
 
 @pytest.fixture

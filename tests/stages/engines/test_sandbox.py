@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -17,50 +17,7 @@ import pytest
 
 from stages.engines.sandbox import MAX_ITEMS_PER_TASK, MAX_QUEUED_PER_PROCESS, SandboxPool, WorkerFailure
 from stages.media.errors import MediaError
-
-
-def working() -> Callable[[object], object]:
-    return work
-
-
-def work(item: object) -> object:
-    """Does what the item says."""
-    if item == "crash":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if item == "leave":
-        os._exit(3)
-    if item == "hang":
-        time.sleep(600)
-    if item == "eat":
-        return int(np.ones(1 << 29, np.uint8).sum())
-    if item == "refuse":
-        raise MediaError("bad", "one.png", "is bad", "mend it")
-    if item == "fail":
-        raise ZeroDivisionError("a bug of ours")
-    if item == "pid":
-        return os.getpid()
-    if isinstance(item, Path):
-        while not item.exists():
-            time.sleep(0.01)
-    if isinstance(item, tuple):
-        return {"frames": np.full(item, 7, np.uint8), "note": "large"}
-    return item
-
-
-def broken() -> Callable[[object], object]:
-    raise ValueError("can't be made")
-
-
-def noting(folder: Path) -> Callable[[object], object]:
-    """Writes its process id and its parent's down, then hangs."""
-
-    def hang(item: object) -> object:
-        (folder / str(os.getpid())).touch()
-        (folder / str(os.getppid())).touch()
-        time.sleep(600)
-        return item
-
-    return hang
+from tests.stages.engines.sandboxed_functions import broken, noting, working
 
 
 def sandbox(workers: int = 2, timeout_s: float = 30, memory_mib: int = 256) -> SandboxPool:
@@ -216,7 +173,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from {module} import noting
+from tests.stages.engines.sandboxed_functions import noting
 from stages.engines import sandbox
 sandbox.PRELOADED_MODULES.clear()  # as nothing is decoded
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
@@ -229,7 +186,7 @@ with sandbox.SandboxPool(partial(noting, Path({folder!r})), workers=2, timeout_s
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> None:
-    code = OWNER.format(module=__name__, folder=str(tmp_path))
+    code = OWNER.format(folder=str(tmp_path))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     owner = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, env=environment)
     # Of the two processes and their parent the alarm may have ended one by then, which is replaced: how many there

@@ -23,6 +23,7 @@ from cache.store import Store
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 from stages.discovery.sources import huggingface
+from stages.engines import sandbox
 from tests.processes import forget_forkserver
 
 SECRETS = {
@@ -202,6 +203,7 @@ def s3_of_pipelines(top: Path, patch: pytest.MonkeyPatch, s3_address: str) -> It
     for name, value in (settings | SECRETS).items():
         patch.setenv(name, value)
     patch.setattr(hf.config, "HF_DATASETS_CACHE", top / "hf/datasets")
+    patch.setattr(sandbox, "SOURCE_LIBRARIES", ["datasets", "s3fs", "aiohttp"])
     forget_forkserver()
     s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem()
