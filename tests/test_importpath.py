@@ -19,7 +19,7 @@ from PIL import Image
 
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
-from stages import bucket, discover, encode_text
+from stages import bucket, discover, encode_latents, encode_text, index
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 OURS = ("stages", "trainer", "cache", "schemas", "examples")
@@ -37,7 +37,7 @@ STARTED = (
     "schemas",
     "cache",
 )
-BEFORE_TRAINING = ("discover", "bucket", "encode-text", "encode-latents", "index")
+IN_NEW_PROCESSES = ("discover", "bucket", "encode-text")
 HOSTILE = """\
 import os
 with open({notes!r}, "a") as notes:
@@ -66,7 +66,7 @@ class Place:
             "stages": {
                 "encode-text": {"threads": 1, "workers": 2},
                 "encode-latents": {"threads": 1},
-                "order": list(BEFORE_TRAINING),
+                "order": list(IN_NEW_PROCESSES),
             },
             "train": {"run": "one", "steps": 2, "batch_size": 1, "threads": 1},
             "validation": {"size": "64x64", "steps": 1, "eval_samples": 1, "prompts": [{"name": "p", "prompt": "a"}]},
@@ -140,13 +140,13 @@ def test_no_program_imports_what_lies_about(planned: Place, words: tuple[str, ..
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a dozen processes, of which four import torch
-def test_nor_does_a_run_from_pictures_to_an_adapter(planned: Place) -> None:
+@pytest.mark.timeout(1800)  # a dozen processes, of which three import torch
+def test_nor_do_a_run_and_training_on_several_processes(planned: Place) -> None:
     """In new processes, as users start them; and two spawned workers make the same shards as one."""
     planned.latentpress("run", config="whole.yaml")
     in_this_process(planned.config, encode_text.run)
     assert texts(planned.project / "whole") == texts(planned.project / "kept") != {}
-
+    in_this_process(planned.config.with_name("whole.yaml"), encode_latents.run, index.run)
     # As README says it; `torchrun -m trainer` would look for the trainer in the working directory first.
     launcher = (SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "1", "--no-python", SCRIPTS / "latentpress")
     words = ("train", "--config", planned.config.with_name("whole.yaml"), "--set", "train.run=launched")

@@ -19,6 +19,7 @@ from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader
 from stages.encoding.member_reader import ReadRequest
 from tests.project import Project
+from tests.torture.conftest import LONG
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
 
 pytestmark = pytest.mark.slow
@@ -46,22 +47,25 @@ def latents(home) -> Stage:
     return Stage(home, encode_latents)
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_at_a_named_point(latents, steps, forked, point, often) -> None:
+def chosen() -> list[tuple[str, str]]:
+    """(point, format): all of them, or in the short form one in each format; test_killed_stages.py has the others."""
+    every = [(point, format) for point in POINTS for format in FORMATS]
+    return every if LONG else [every[0], every[-1]]
+
+
+@pytest.mark.parametrize(("point", "format"), chosen())
+def test_at_a_named_point(latents, steps, forked, point, format) -> None:
     only, at = latents.points[point]
-    turn = POINTS.index(point) % 2
-    for format in FORMATS[turn : turn + 1] if often(1, 2) == 1 else FORMATS:  # the short form takes turns
-        chosen = f"cache.format={format}"
-        expected = latents.whole(chosen)
+    override = f"cache.format={format}"
+    expected = latents.whole(override)
 
-        def work(chosen: str = chosen) -> None:
-            steps.arm(at, die, only)
-            latents.run(chosen)
+    def work() -> None:
+        steps.arm(at, die, only)
+        latents.run(override)
 
-        assert forked(work) == signal.SIGKILL
-        assert latents.check(expected, chosen) > 0, "nothing was cut off"
-        latents.verify()
-        latents.forget()
+    assert forked(work) == signal.SIGKILL
+    assert latents.check(expected, override) > 0, "nothing was cut off"
+    latents.verify()
 
 
 SLOW = "slow.png"

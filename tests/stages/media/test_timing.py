@@ -110,8 +110,7 @@ def wholes(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["plain", "b-frames"])
-@pytest.mark.parametrize("at", [1.09, 0.04, 0.81, 0.801, 3.95])
-@pytest.mark.parametrize("suffix", ["mp4", "mov"])
+@pytest.mark.parametrize(("at", "suffix"), [(1.09, "mp4"), (0.04, "mov"), (0.81, "mp4"), (0.801, "mov"), (3.95, "mp4")])
 def test_a_file_trimmed_without_reencoding_gives_the_clip_that_is_shown(tmp_path, wholes, suffix, at, codec):
     path = trimmed(wholes[codec], tmp_path / f"cut.{suffix}", at)
     frames, hidden = shown(path)
