@@ -1,10 +1,12 @@
 """The order of training: pure integers in, arrays out.
 
-An epoch is a list of global batches, each of one bucket. The order of the draws within a bucket and that of the batches
-within the epoch are pseudo-random permutations, computed at a point (a Feistel network over the next power of four,
-repeated until the result is in range). Nothing is shuffled, stored or replayed: any batch of any epoch takes the same
-few microseconds a sample for ten samples or a billion, and resuming is an integer. `Generator.permutation` would keep
-eight bytes per sample and pass, and its stream may change between releases of numpy.
+An optimizer step takes a global batch, which is made of micro-batches of `batch_size` samples, each of one bucket: what
+one rank computes in one forward pass. An epoch is a list of micro-batches; a step takes the next ones, so a step may
+end one epoch and begin the next, and no sample is repeated to fill it. The order of the draws within a bucket and that
+of the steps within an epoch are pseudo-random permutations, computed at a point (a Feistel network over the next power
+of four, repeated until the result is in range). Nothing is shuffled, stored or replayed: any step takes the same few
+microseconds a sample for ten samples or a billion, and resuming is an integer. `Generator.permutation` would keep eight
+bytes per sample and pass, and its stream may change between releases of numpy.
 
 Draws: a bucket consists of spans, the rows of one dataset that share `repeats` and `weight`. A span of n rows is drawn
 from d = max(1, n (1 + repeats) weight, halves rounded up) times in each epoch. Over the epochs its draws cycle through
@@ -13,11 +15,18 @@ at `position`, which had been taken `lap` times before. So over E epochs each ro
 times: with weight 0.5 every other epoch, with 1.5 once and twice in turn; where (1 + repeats) weight is whole, exactly
 that often in every epoch. d is exact: the weight counts as the decimal number that it is written as (0.1 is a tenth).
 
-Fill: no draw is dropped and every batch is full. Where the draws of a bucket do not divide by the global batch, the
-first draws of this epoch's order fill its last batch; a bucket smaller than one batch repeats itself until the batch
-is full. `BatchSchedule.buckets` counts these extra draws, which do not advance the cycle. One that repeats a draw
+Fill: no draw is dropped and every micro-batch is full. Where the draws of a bucket do not divide by the batch size, the
+first draws of this epoch's order fill its last micro-batch; a bucket smaller than one micro-batch repeats itself until
+that is full. `BatchSchedule.buckets` counts these extra draws, which do not advance the cycle. One that repeats a draw
 for the i-th time (from 1) has i ceil(d / n) passes more than that draw, which is more than the epoch's own draws give
 the row: within an epoch no row has the same pass twice, so its captions keep taking turns.
+
+Steps: what several ranks compute at the same moment should take them equally long, for any number of ranks. So an epoch
+lists its micro-batches bucket after bucket, in the order of their cost (pixels times frames; buckets of like cost in an
+order of the epoch's own), cuts this list into steps, and takes the steps in a random order. A step is of one bucket, or
+of neighbours in the list where a bucket's micro-batches do not divide by those of a step. What the epoch before left of
+a step comes first, what is left for the next epoch last; every other epoch lists its buckets from the most expensive to
+the cheapest, so that these two are neighbours, too.
 """
 
 from collections.abc import Sequence
@@ -27,11 +36,13 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.geometry import Bucket
 from schemas.identity import derive_seed
 from schemas.randomness import mix_bits, to_unit_interval
 
 Ints = NDArray[np.int64]
 
+LIKE_COST = 1.25  # buckets whose costs differ by less are taken for equal
 _ROUNDS = 8
 
 
@@ -53,32 +64,24 @@ class Span:
 
 
 @dataclass(frozen=True)
-class GlobalBatch:
-    """One optimizer step's samples, all ranks together, of one bucket.
+class MicroBatchRows:
+    """What one rank computes in one forward pass, of one bucket.
 
-    rows: (G,) row numbers of the set. passes: (G,) how often each row was taken before, over all epochs (fill counts on
-    from there), which chooses its caption. Entry i is position i of the global batch on any number of ranks.
+    positions: (B,) in the global batch, which determine random numbers. rows: (B,) row numbers of the set. passes: (B,)
+    how often each row was taken before, over all epochs (fill counts on from there), which chooses its caption.
     """
 
-    step: int
     epoch: int
     bucket: str
+    positions: Ints
     rows: Ints
     passes: Ints
-
-    def for_rank(self, rank: int, world: int) -> tuple[Ints, "GlobalBatch"]:
-        """This rank's positions and the batch cut to them; ranks get contiguous, equal, disjoint parts."""
-        size = len(self.rows)
-        assert size % world == 0 and 0 <= rank < world, f"{size} samples do not divide over {world} ranks"
-        part = slice(rank * (size // world), (rank + 1) * (size // world))
-        cut = GlobalBatch(self.step, self.epoch, self.bucket, self.rows[part], self.passes[part])
-        return np.arange(part.start, part.stop), cut
 
 
 @dataclass(frozen=True)
 class BucketDraws:
     """The draws of one bucket in an epoch. distinct: how many of its samples are drawn. fill: extra draws that fill its
-    last batch."""
+    last micro-batch."""
 
     name: str
     samples: int
@@ -88,15 +91,17 @@ class BucketDraws:
 
 
 class BatchSchedule:
-    """The global batches of every epoch: a pure function of (spans, seed, global batch size).
+    """The micro-batches of every step: a pure function of (spans, seed, batch size, global batch).
 
-    Spans of one bucket may be anywhere in the list; empty ones are left out. Memory: nothing per sample.
+    batch_size: samples of one micro-batch. global_batch: samples of one optimizer step, all ranks together. ValueError
+    where it is not a multiple of the batch size. Spans of one bucket may be anywhere in the list; empty ones are left
+    out. Memory: nothing per sample.
     """
 
-    def __init__(self, spans: Sequence[Span], seed: int, global_batch: int):
-        if global_batch < 1:
-            raise ValueError(f"the global batch is {global_batch}; it must be at least 1")
-        self.seed, self.global_batch = seed, global_batch
+    def __init__(self, spans: Sequence[Span], seed: int, batch_size: int, global_batch: int):
+        if batch_size < 1 or global_batch < 1 or global_batch % batch_size:
+            raise ValueError(f"a global batch of {global_batch} can't be divided into micro-batches of {batch_size}")
+        self.seed, self.batch_size, self.global_batch = seed, batch_size, global_batch
         grouped: dict[str, list[Span]] = {}
         for span in spans:
             if span.count:
@@ -104,45 +109,88 @@ class BatchSchedule:
         if not grouped:
             raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
         self._tables = [_DrawTable(name, members) for name, members in grouped.items()]
-        self._batches = np.array([-(-table.draws // global_batch) for table in self._tables], np.int64)
-        self._batch_ends = np.cumsum(self._batches)
+        self._counts = np.array([-(-table.draws // batch_size) for table in self._tables], np.int64)
+        self._classes = _cost_classes([Bucket.parse(table.bucket) for table in self._tables])
 
     @property
-    def batches_per_epoch(self) -> int:
-        return int(self._batch_ends[-1])
+    def micro_batches_per_step(self) -> int:
+        return self.global_batch // self.batch_size
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        return int(self._counts.sum())
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.micro_batches_per_epoch / self.micro_batches_per_step
 
     @property
     def buckets(self) -> list[BucketDraws]:
         """Of each bucket, in the order in which their first spans were given."""
         found = []
-        for table, batches in zip(self._tables, self._batches.tolist(), strict=True):
+        for table, count in zip(self._tables, self._counts.tolist(), strict=True):
             samples, distinct = int(table.counts.sum()), int(np.minimum(table.counts, table.each).sum())
-            fill = batches * self.global_batch - table.draws
+            fill = count * self.batch_size - table.draws
             found.append(BucketDraws(table.bucket, samples, distinct, table.draws, fill))
         return found
 
     @property
     def small_buckets(self) -> list[BucketDraws]:
-        """Buckets with fewer distinct samples than a global batch has: its batches repeat them."""
-        return [bucket for bucket in self.buckets if bucket.distinct < self.global_batch]
+        """Buckets with fewer distinct samples than a micro-batch has: theirs repeat them."""
+        return [bucket for bucket in self.buckets if bucket.distinct < self.batch_size]
 
-    def batch(self, step: int) -> GlobalBatch:
-        """The global batch of optimizer step `step` (from 0); the epoch is step // batches_per_epoch."""
-        epoch, number = divmod(step, self.batches_per_epoch)
-        order_key = derive_seed(f"{self.seed}/{epoch}", "batches")
-        batch = permute(np.array([number]), self.batches_per_epoch, order_key)[0]
-        which = int(np.searchsorted(self._batch_ends, batch, side="right"))
-        table = self._tables[which]
-        first = int(batch - (self._batch_ends[which] - self._batches[which])) * self.global_batch
-        draws = np.arange(first, first + self.global_batch, dtype=np.int64)
+    def step(self, step: int) -> list[MicroBatchRows]:
+        """The micro-batches of optimizer step `step` (from 0). Rank r of R computes numbers r, r + R, r + 2 R ..., so
+        that at the same moment the ranks compute neighbours of this list."""
+        count = self.micro_batches_per_step
+        return [self._micro_batch(step * count + number, number) for number in range(count)]
+
+    def _micro_batch(self, number: int, place: int) -> MicroBatchRows:
+        """Micro-batch `number` of the whole training, number `place` of its step."""
+        epoch, rest = divmod(number, self.micro_batches_per_epoch)
+        order = self._bucket_order(epoch)
+        ends = np.cumsum(self._counts[order])
+        listed = self._place_in_list(epoch, rest)
+        which = int(np.searchsorted(ends, listed, side="right"))
+        table, counted = self._tables[order[which]], int(listed - (ends[which] - self._counts[order[which]]))
+        draws = np.arange(counted * self.batch_size, (counted + 1) * self.batch_size, dtype=np.int64)
         repetition, position = draws // table.draws, draws % table.draws
         key = derive_seed(f"{self.seed}/{epoch}/{table.bucket}", "samples")
         rows, passes, most = table.rows_of(epoch, permute(position, table.draws, key))
-        return GlobalBatch(step, epoch, table.bucket, rows, passes + repetition * most)
+        positions = np.arange(place * self.batch_size, (place + 1) * self.batch_size)
+        return MicroBatchRows(epoch, table.bucket, positions, rows, passes + repetition * most)
+
+    def _bucket_order(self, epoch: int) -> Ints:
+        """(buckets,) numbers of the buckets as the epoch lists them."""
+        key = derive_seed(f"{self.seed}/{epoch}", "buckets")
+        order = np.lexsort((permute(np.arange(len(self._tables)), len(self._tables), key), self._classes))
+        return order[::-1] if epoch % 2 else order
+
+    def _place_in_list(self, epoch: int, number: int) -> int:
+        """Where in the epoch's list micro-batch `number` of the epoch is."""
+        count, size = self.micro_batches_per_epoch, self.micro_batches_per_step
+        first = min(-epoch * count % size, count)  # the rest of a step that the epoch before began
+        steps = (count - first) // size
+        if not first <= number < first + steps * size:
+            return number
+        step, place = divmod(number - first, size)
+        key = derive_seed(f"{self.seed}/{epoch}", "batches")
+        return first + int(permute(np.array([step]), steps, key)[0]) * size + place
+
+
+def _cost_classes(buckets: Sequence[Bucket]) -> Ints:
+    """(buckets,) the class of each: a class is of buckets whose costs are within LIKE_COST of its cheapest."""
+    costs = np.array([bucket.width * bucket.height * bucket.frames for bucket in buckets], np.int64)
+    classes, number, cheapest = np.zeros(len(costs), np.int64), -1, 0.0
+    for index in np.argsort(costs, kind="stable"):
+        if number < 0 or costs[index] > LIKE_COST * cheapest:
+            number, cheapest = number + 1, float(costs[index])
+        classes[index] = number
+    return classes
 
 
 class _DrawTable:
-    """The spans of one bucket as arrays, (S,) each, in which `BatchSchedule.batch` looks draws up."""
+    """The spans of one bucket as arrays, (S,) each, in which `BatchSchedule` looks draws up."""
 
     def __init__(self, bucket: str, spans: Sequence[Span]):
         self.bucket = bucket
@@ -160,18 +208,13 @@ class _DrawTable:
         return self.starts[span] + position, lap, -(-each // count)
 
 
-def small_bucket_advice(buckets: Sequence[BucketDraws], batch_size: int, world: int = 1) -> str:
-    """How to avoid small buckets. batch_size: of one forward pass. world: number of processes."""
+def small_bucket_advice(buckets: Sequence[BucketDraws]) -> str:
+    """How to avoid small buckets."""
     least = min(bucket.distinct for bucket in buckets)
-    if least >= batch_size * world:
-        step = f"train.accumulate: {least // (batch_size * world)}"
-    elif least >= world:
-        step = f"train.accumulate: 1 and train.batch_size: {least // world}"
-    else:
-        step = f"train.accumulate: 1, train.batch_size: 1 and {least} processes"
     return (
-        f"What helps: smaller steps ({step}); fewer and larger buckets (one `resolution` for all datasets, a lower "
-        "`max_aspect`, or `crop_aspect: square`); more samples. `repeats` does not: it shows the same ones more often"
+        f"What helps: train.batch_size: {least}; fewer and larger buckets (one `resolution` for all datasets, a lower "
+        "`max_aspect`, a larger `bucket_step`, or `crop_aspect: square`); more samples. `repeats` does not: it shows "
+        "the same ones more often"
     )
 
 

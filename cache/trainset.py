@@ -170,6 +170,11 @@ class TrainSet:
         regularisation = self._index.column("regularisation")[row].as_py()
         return Sample(parts[SAMPLE].id, tensors, parts[text].tensors, regularisation)
 
+    def has_tensor(self, name: str) -> bool:
+        """Whether samples to train on have it. The first of each span is read, as those of a dataset have the same."""
+        rows = (self.part_rows(span.start, (SAMPLE, *self.kinds)) for span in self.spans)
+        return any(name in part.tensors for parts in rows for part in parts.values())
+
     def _check_parts(self, parts: Mapping[str, ShardRow], bucket: str, locations: Mapping[str, Location]) -> None:
         """DamageError where a part can't be trained on, once `text_widths` are set."""
         for name, part in parts.items() if self.text_widths is not None else ():

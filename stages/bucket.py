@@ -144,15 +144,14 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
 
 
 def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], multiple: int, console: Console) -> None:
-    batch = config.train.batch_size * config.train.accumulate  # of one optimizer step on one device
-    epoch = summary.epoch_schedule(plan.active, batch)
+    epoch = summary.epoch_schedule(plan.active, config.train.batch_size)
     if small := sorted(epoch.small_buckets, key=lambda bucket: bucket.distinct):
         named = ", ".join(f"{row.name} ({row.distinct})" for row in small[:MAX_LISTED_BUCKETS])
         more = f" and {len(small) - MAX_LISTED_BUCKETS} more" if len(small) > MAX_LISTED_BUCKETS else ""
         console.warn(
-            f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than an optimizer step draws ({batch}: "
-            f"train.batch_size x train.accumulate), so each of its steps shows some more than once: {named}{more}. "
-            + small_bucket_advice(small, config.train.batch_size)
+            f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than train.batch_size "
+            f"({config.train.batch_size}), so their micro-batches show some more than once: {named}{more}. "
+            + small_bucket_advice(small)
         )
     for dataset in config.datasets:
         notes = plan.notes.get(dataset.id)

@@ -89,6 +89,8 @@ def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny() -> Callable[[str], Path]:
     """kind -> folder of a tiny random checkpoint, built once and shared by every process and later run."""
     libraries = [f"{name}=={version(name)}" for name in ("torch", "diffusers", "transformers")]
+    # Random weights depend on the vector instructions that torch uses.
+    libraries.append(os.environ.get("ATEN_CPU_CAPABILITY", ""))
     sources = b"".join(path.read_bytes() for path in sorted(BUILDER.parent.glob("tiny_*.py")))
     stamp = hashlib.sha256(sources + " ".join(libraries).encode()).hexdigest()[:12]
 

@@ -59,7 +59,7 @@ def sets(home: Any, folder: Path) -> Iterator[TrainSet]:
 
 
 def batches(data: TrainSet) -> list[Batch]:
-    feed = BatchLoader(data, BatchSchedule(data.spans, 0, 2), 2, 0.0)
+    feed = BatchLoader(data, BatchSchedule(data.spans, 0, 2, 2), 0.0)
     return [part.batch for step in feed.steps(0, 3) for part in step.micro_batches]
 
 

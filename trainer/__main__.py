@@ -36,7 +36,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
         compatibility.check_task(config.model)
         data = open_configured_set(config, console.warn)
         global_batch = config.train.batch_size * config.train.accumulate * world
-        schedule = BatchSchedule(data.spans, config.train.seed, global_batch)
+        require_tensors(config, data)
+        schedule = BatchSchedule(data.spans, config.train.seed, config.train.batch_size, global_batch)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule)
         log_warnings(config, data, schedule, state, console)
@@ -79,6 +80,14 @@ def read_launch_variable(name: str, alone: int) -> int:
     return int(text)
 
 
+def require_tensors(config: Config, data: TrainSet) -> None:
+    """RunError where the samples lack a tensor that a method needs."""
+    for name, method in config.train.methods.used.items():
+        for tensor, advice in method.needs.items():
+            if not data.has_tensor(tensor):
+                raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
+
+
 def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """Details of the run that need no model."""
     buckets = [{"bucket": b.name, "samples": b.samples, "draws": b.draws, "fill": b.fill} for b in schedule.buckets]
@@ -88,9 +97,9 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
         "samples": len(data),
         "buckets": buckets,
         "global_batch": schedule.global_batch,
-        "steps_per_epoch": schedule.batches_per_epoch,
+        "steps_per_epoch": round(schedule.steps_per_epoch, 3),
         "steps": config.train.steps,
-        "epochs": round(config.train.steps / schedule.batches_per_epoch, 3),
+        "epochs": round(config.train.steps / schedule.steps_per_epoch, 3),
         "adapter": config.train.adapter.type,
         "precision": train_precision(config),
     }
@@ -102,10 +111,9 @@ def log_warnings(
     """Warn of what is allowed but may be a mistake."""
     if schedule.small_buckets:
         small = ", ".join(f"{short.name} ({short.distinct})" for short in schedule.small_buckets)
-        world = schedule.global_batch // (config.train.batch_size * config.train.accumulate)
         console.warn(
-            f"buckets with fewer samples than a step draws ({schedule.global_batch}), so their steps repeat some: "
-            f"{small}. {small_bucket_advice(schedule.small_buckets, config.train.batch_size, world)}"
+            f"buckets with fewer samples than train.batch_size ({schedule.batch_size}), whose micro-batches repeat "
+            f"some: {small}. {small_bucket_advice(schedule.small_buckets)}"
         )
     rate = config.train.optimizer.lr
     if config.train.adapter.type == "full" and rate > MAX_FULL_RANK_LR:

@@ -1,6 +1,6 @@
 """Checkpoints: `<run>/checkpoints/step-000123/` with everything that the next step depends on.
 
-state.json            step, epoch and batch, the resume signature (`terms`), skipped steps, random state, and a
+state.json            step, epoch, the resume signature (`terms`), skipped steps, random state, and a
                       checksum of each other file
 trainable.safetensors the trained weights, by the model's own names
 optimizer.safetensors AdamW's tensors, as <parameter name>/<key>

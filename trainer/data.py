@@ -1,10 +1,10 @@
 """From shards to tensors: the only place where numpy becomes torch.
 
-Noise, sigma and the draw from a stored posterior are functions of (seed, step, position in the global batch), so a
-resumed run, or one on another number of ranks, gets the same.
+Noise, the choice of sigma and the draw from a stored posterior are functions of (seed, step, position in the global
+batch), so a resumed run, or one on another number of ranks, gets the same.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from cache.schedule import BatchSchedule, Ints, choose_captions, draw_caption_dropout
+from cache.schedule import BatchSchedule, MicroBatchRows, choose_captions, draw_caption_dropout
 from cache.tensors import Array
 from cache.trainset import Sample, SetError, TrainSet
 from schemas.catalogue import FAMILIES
@@ -28,20 +28,26 @@ PREFETCH_STEPS = 2  # steps read ahead
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass on one rank. noise_BCTHW and sigma_normal_B (for sigma): standard normal, float32."""
+    """One forward pass on one rank.
+
+    noise_BCTHW: standard normal, float32. uniform_B: in 0..1, float32, by which sigma is chosen. identities: (B,) text
+    that is unique to a position of a step's global batch, for further random numbers.
+    """
 
     batch: Batch
     noise_BCTHW: torch.Tensor
-    sigma_normal_B: torch.Tensor
+    uniform_B: torch.Tensor
+    identities: list[str]
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """This rank's share of one optimizer step."""
+    """This rank's share of one optimizer step. epoch: of its first micro-batch. buckets: bucket -> micro-batches of all
+    ranks."""
 
     step: int
     epoch: int
-    bucket: str
+    buckets: dict[str, int]
     micro_batches: list[MicroBatch]
 
 
@@ -96,23 +102,22 @@ def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Seque
     return Batch(latent, condition, text, mask, pooled, ids, bucket, extras)
 
 
-def draw_noise(seed: int, step: int, positions: Ints, shape_CTHW: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(noise_BCTHW, normal_B), standard normal, of the given positions of a step's global batch."""
-    noises, normals = [], []
-    for position in positions:
-        generator = torch.Generator().manual_seed(derive_seed(f"{seed}/{step}/{int(position)}", "noise"))
-        normals.append(torch.randn((), generator=generator))
+def draw_noise(identities: Sequence[str], shape_CTHW: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(noise_BCTHW, uniform_B): standard normal noise and a number in 0..1 of each identity."""
+    noises, uniforms = [], []
+    for identity in identities:
+        generator = torch.Generator().manual_seed(derive_seed(identity, "noise"))
+        uniforms.append(torch.rand((), generator=generator))
         noises.append(torch.randn(tuple(shape_CTHW), generator=generator))
-    return torch.stack(noises), torch.stack(normals)
+    return torch.stack(noises), torch.stack(uniforms)
 
 
 @dataclass(frozen=True)
 class BatchLoader:
-    """Reads the steps of one rank. batch_size: samples of one forward pass."""
+    """Reads the steps of one rank."""
 
     data: TrainSet
     schedule: BatchSchedule
-    batch_size: int
     caption_dropout: float
     rank: int = 0
     world: int = 1
@@ -123,18 +128,23 @@ class BatchLoader:
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
-        positions, share = self.schedule.batch(number).for_rank(self.rank, self.world)
-        seed, micro_batches = self.schedule.seed, []
-        captions = choose_captions(seed, share.rows, share.passes, self.data.caption_counts(share.rows))
-        dropped = draw_caption_dropout(seed, number, positions, self.caption_dropout)
-        for first in range(0, len(positions), self.batch_size):
-            indices = range(first, first + self.batch_size)
-            samples = [self.data.sample(int(share.rows[i]), int(captions[i]), bool(dropped[i])) for i in indices]
-            draws = [f"{seed}/{number}/{positions[i]}/{it.id}" for i, it in zip(indices, samples, strict=True)]
-            batch = collate(samples, share.bucket, self.family, draws)
-            noise, normal = draw_noise(seed, number, positions[first : indices.stop], batch.latents_BCTHW.shape[1:])
-            micro_batches.append(MicroBatch(batch, noise, normal))
-        return StepBatches(number, share.epoch, share.bucket, micro_batches)
+        rows = self.schedule.step(number)
+        own = rows[self.rank :: self.world]
+        buckets = dict(Counter(each.bucket for each in rows))
+        return StepBatches(number, rows[0].epoch, buckets, [self._read(number, each) for each in own])
+
+    def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
+        seed, rows = self.schedule.seed, drawn.rows
+        captions = choose_captions(seed, rows, drawn.passes, self.data.caption_counts(rows))
+        dropped = draw_caption_dropout(seed, step, drawn.positions, self.caption_dropout)
+        samples = [
+            self.data.sample(int(row), int(caption), bool(drop))
+            for row, caption, drop in zip(rows, captions, dropped, strict=True)
+        ]
+        identities = [f"{seed}/{step}/{int(position)}" for position in drawn.positions]
+        draws = [f"{identity}/{it.id}" for identity, it in zip(identities, samples, strict=True)]
+        batch = collate(samples, drawn.bucket, self.family, draws)
+        return MicroBatch(batch, *draw_noise(identities, batch.latents_BCTHW.shape[1:]), identities)
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by a thread."""

@@ -7,11 +7,6 @@ shift above 1 moves the distribution of sigma towards noise, one below 1 towards
 import torch
 
 
-def sigma_from_normal(normal_B: torch.Tensor, shift: float) -> torch.Tensor:
-    """Standard normal draws (B,) -> sigma in 0..1: a shifted logit-normal."""
-    return shift_sigma(torch.sigmoid(normal_B), shift)
-
-
 def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
     """s u / (1 + (s - 1) u): monotonic from 0 to 1; the shift 1 / s is its inverse."""
     if shift <= 0:
@@ -29,11 +24,22 @@ def velocity(x0_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor) -> torch.Tensor:
     return noise_BCTHW - x0_BCTHW
 
 
-def loss_per_sample(prediction_BCTHW: torch.Tensor, target_BCTHW: torch.Tensor, skip_frames: int = 0) -> torch.Tensor:
-    """Mean squared error (B,) in float32, without the `skip_frames` leading latent frames that are given (i2v: 1)."""
+def loss_per_sample(
+    prediction_BCTHW: torch.Tensor,
+    target_BCTHW: torch.Tensor,
+    skip_frames: int = 0,
+    weight_BTHW: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean squared error (B,) in float32, without the `skip_frames` leading latent frames that are given (i2v: 1).
+
+    weight_BTHW: multiplies the squared errors before the mean; T is 1 where all frames share it.
+    """
     assert prediction_BCTHW.shape == target_BCTHW.shape, (prediction_BCTHW.shape, target_BCTHW.shape)
     frames = target_BCTHW.shape[2]
     if frames <= skip_frames:
         raise ValueError(f"{frames} latent frame(s), of which {skip_frames} given: nothing to learn; use longer clips")
-    difference = prediction_BCTHW[:, :, skip_frames:].float() - target_BCTHW[:, :, skip_frames:].float()
-    return difference.square().flatten(1).mean(1)
+    squared = (prediction_BCTHW[:, :, skip_frames:].float() - target_BCTHW[:, :, skip_frames:].float()).square()
+    if weight_BTHW is not None:
+        weight_BCTHW = weight_BTHW.float()[:, None]
+        squared = squared * (weight_BCTHW if weight_BCTHW.shape[2] == 1 else weight_BCTHW[:, :, skip_frames:])
+    return squared.flatten(1).mean(1)

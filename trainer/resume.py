@@ -17,7 +17,7 @@ from cache.files import explained
 from cache.json_checks import check_checksum, check_count, check_list, check_object, parse_json, printable
 from schemas.errors import DAMAGE, USAGE, LatentpressError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 STATE_FILE, TRAINABLE_FILE, OPTIMIZER_FILE = "state.json", "trainable.safetensors", "optimizer.safetensors"
 _STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 NEW_RUN_HINT = "Or choose another train.run to begin a new one."
@@ -28,6 +28,10 @@ SETTINGS = {
     "seed": "train.seed",
     "caption_dropout": "train.caption_dropout",
     "shift": "train.shift",
+    "batch size": "train.batch_size",
+    "timestep_sampling": "train.timestep_sampling",
+    "loss_weighting": "train.loss_weighting",
+    "methods": "train.methods",
     "adapter": "train.adapter",
 }
 #: Of the other keys: what to do about a difference.

@@ -34,9 +34,13 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "family": config.model.family,
         "task": config.model.task,
         "seed": schedule.seed,
+        "batch size": schedule.batch_size,
         "global batch": schedule.global_batch,
         "caption_dropout": config.train.caption_dropout,
         "shift": train_shift(config),
+        "timestep_sampling": config.train.timestep_sampling,
+        "loss_weighting": config.train.loss_weighting,
+        "methods": config.train.methods.model_dump(mode="json", exclude_none=True),
         "adapter": config.train.adapter.model_dump(mode="json"),
     }
 

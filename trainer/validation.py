@@ -72,10 +72,11 @@ def write_validation_latents(
     family: FamilyModule,
     config: Config,
     data: TrainSet,
-    folder: Path,
+    folder: Path | None,
     autocast: torch.dtype | None = None,
 ) -> int:
     """Denoise every validation prompt of the set to `folder`/<name>.safetensors; returns how many. model: in eval mode.
+    folder: None to write nothing, on ranks beside the first.
 
     Each file has a float32 tensor, `latent` (C, T, h, w) in model space, and JSON under the metadata key "latentpress".
     A prompt has the same noise at every step of every run. Files appear whole. `latentpress decode` makes pictures of
@@ -89,7 +90,8 @@ def write_validation_latents(
     steps = settings.steps or spec.steps
     guidance = spec.guidance if settings.guidance is None else settings.guidance  # 0 is valid
     scheduler = load_scheduler(config.model.source, config.model.revision, settings.shift)
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     for prompt in prompts:
         grid_THW = Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
         shape = (spec.latent_channels, *grid_THW)
@@ -103,6 +105,8 @@ def write_validation_latents(
         )
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             latents = denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps, guidance)
+        if folder is None:
+            continue
         metadata = {
             "family": config.model.family,
             "flavour": config.model.flavour_spec.name,

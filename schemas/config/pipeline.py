@@ -53,12 +53,12 @@ class Config(Section):
         return self
 
     def unused_features(self, *topics: Topic) -> Iterator[str]:
-        """A sentence for each of `topics` that is configured and prepared, but that training does not use yet."""
+        """A sentence for each of `topics` that is configured and prepared, but that training does not use."""
         used = [dataset for dataset in self.datasets if not dataset.disabled]
         masked = ", ".join(dataset.id for dataset in used if dataset.mask_data or dataset.mask_column)
         regularisation = ", ".join(dataset.id for dataset in used if dataset.is_regularisation_data)
-        if "masks" in topics and masked:
-            yield f"{masked}: masks are encoded, but training does not use them yet"
+        if "masks" in topics and masked and self.train.methods.masked_loss is None:
+            yield f"{masked}: masks are encoded, but training does not use them without train.methods.masked_loss"
         if "regularisation" in topics and regularisation:
             how = "training does not use is_regularisation_data yet and treats these samples like any others"
             yield f"{regularisation}: {how}"

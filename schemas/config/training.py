@@ -1,7 +1,8 @@
 """Sections about training: the adapter, the optimizer, the loop, and validation."""
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -39,6 +40,30 @@ class Optimizer(Section):
     max_grad_norm: float = Field(1.0, gt=0, le=1e12)
 
 
+class Method(Section):
+    """needs: tensor of a sample -> what to do where the training set has none."""
+
+    needs: ClassVar[Mapping[str, str]] = {}
+
+
+class MaskedLoss(Method):
+    needs: ClassVar[Mapping[str, str]] = {
+        "mask": "Set mask_data or mask_column of a dataset, and run `latentpress run`."
+    }
+
+    unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss where the mask is 0")
+
+
+class Methods(Section):
+    """What is added to the plain flow-matching loss; a method that is named is used."""
+
+    masked_loss: MaskedLoss | None = None
+
+    @property
+    def used(self) -> dict[str, Method]:
+        return {name: settings for name, settings in self if settings is not None}
+
+
 class Train(Section):
     run: Name = "run"
     set: str = Field("current", min_length=1, description="'current', a training set's id, or an export's path or URL")
@@ -49,7 +74,10 @@ class Train(Section):
     precision: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.precision")
     gradient_checkpointing: bool = True
     shift: float | None = Field(None, gt=0, le=1000, description="of sigma; default: the flavour's")
+    timestep_sampling: Literal["logit_normal", "uniform"] = Field("logit_normal", description="of sigma, before shift")
+    loss_weighting: Literal["none", "cosmap"] = Field("none", description="of the loss by sigma")
     caption_dropout: float = Field(0.1, ge=0, le=1, description="share of samples given the null prompt")
+    methods: Methods = Methods()
     adapter: Adapter = Adapter()
     optimizer: Optimizer = Optimizer()
     checkpoint_every: Steps = Field(500, description="steps")

@@ -53,7 +53,7 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, crops: Ite
     return table
 
 
-def epoch_schedule(active: pa.Table, batch: int) -> BatchSchedule:
+def epoch_schedule(active: pa.Table, batch_size: int) -> BatchSchedule:
     """The trainer's batch schedule of one epoch, from the training rows of a table of ACTIVE_SCHEMA."""
     keys = ["bucket", "dataset", "repeats", "weight"]
     groups = active.group_by([*keys, "role"]).aggregate([([], "count_all")])
@@ -64,7 +64,7 @@ def epoch_schedule(active: pa.Table, batch: int) -> BatchSchedule:
         Span(row["bucket"], int(start), row["count_all"], row["repeats"], row["weight"])
         for row, start in zip(rows, starts, strict=False)
     ]
-    return BatchSchedule(spans, 0, batch)
+    return BatchSchedule(spans, 0, batch_size, batch_size)
 
 
 def count_excluded(excluded: pa.Table) -> list[TableRow]:

@@ -119,8 +119,8 @@ def test_rows_captions_and_null_prompts(store: Store) -> None:
 
 
 def test_spans_feed_the_plan(store: Store) -> None:
-    plan = BatchSchedule(open_set(store, "s1", FAMILY, TASK).spans, 0, 1)
-    rows = sorted(int(plan.batch(step).rows[0]) for step in range(plan.batches_per_epoch))
+    plan = BatchSchedule(open_set(store, "s1", FAMILY, TASK).spans, 0, 1, 1)
+    rows = sorted(int(plan.step(step)[0].rows[0]) for step in range(plan.micro_batches_per_epoch))
     assert rows == [0, 1, 2, 2, 2]
 
 
@@ -308,9 +308,9 @@ def anonymous_kib():
 
 def work(root):
     data = open_set(Store(root), "s1", "kandinsky5-image", "t2i")
-    plan = BatchSchedule(data.spans, 0, 64)
+    plan = BatchSchedule(data.spans, 0, 64, 64)
     for step in range(64):
-        rows = plan.batch(step).rows
+        rows = plan.step(step)[0].rows
         data.caption_counts(rows)
         data.part_locations(int(rows[0]))
     return data, plan

@@ -37,6 +37,7 @@ class Item:
     weight: float = 1.0
     role: str = "train"
     regularisation: bool = False
+    mask: np.ndarray | None = None  # (T, h, w)
 
     @property
     def place(self) -> tuple:
@@ -104,6 +105,7 @@ def write_set(
     latents = [{"latent": item.latent} for item in items]
     for row, item in zip(latents, items, strict=True):
         row |= {} if item.condition is None else {"condition": item.condition}
+        row |= {} if item.mask is None else {"mask": item.mask}
     latents += [{"latent": prompt.condition} for prompt in prompts if prompt.condition is not None]
     places = out.shard("latents", [(f"{ids}-sample{i}", row) for i, row in enumerate(latents)])
     index, first = [], 1

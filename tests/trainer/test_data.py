@@ -26,7 +26,7 @@ def opened(config) -> TrainSet:
 def feed(config, batch_size: int = 2, global_batch: int = 4, **options) -> BatchLoader:
     data = opened(config)
     return BatchLoader(
-        data, BatchSchedule(data.spans, 3, global_batch), batch_size, options.pop("dropout", 0.0), **options
+        data, BatchSchedule(data.spans, 3, batch_size, global_batch), options.pop("dropout", 0.0), **options
     )
 
 
@@ -93,7 +93,7 @@ def test_alternative_captions_take_turns(make_config, make_set, made) -> None:
     items, null, prompts = made.mixed_items(config)
     make_set(config, items, null, prompts)
     ordered, seen = sorted(items, key=lambda item: item.bucket), set()
-    passes = feed(config, 4, 4).schedule.batches_per_epoch * 2
+    passes = feed(config, 4, 4).schedule.micro_batches_per_epoch * 2
     for step in range(passes):
         (part,) = feed(config, 4, 4).step(step).micro_batches
         for id, text_LD, mask_L in zip(part.batch.ids, part.batch.text_BLD, part.batch.text_mask_BL, strict=True):
@@ -118,42 +118,35 @@ def test_weights_are_followed_and_held_out_samples_never_drawn(make_config, make
     make_set(config, items, null, prompts)
     reader = feed(config, 1, 1)
     drawn = Counter(
-        reader.step(step).micro_batches[0].batch.ids[0] for step in range(2 * reader.schedule.batches_per_epoch)
+        reader.step(step).micro_batches[0].batch.ids[0] for step in range(2 * reader.schedule.micro_batches_per_epoch)
     )
     ordered = sorted(items, key=lambda item: item.place)
     assert drawn == {f"set1-sample{i}": int(2 * item.weight) for i, item in enumerate(ordered) if item.role == "train"}
     assert len(reader.data) == 8 and len(reader.data.eval_rows) == 4
 
 
-def test_ranks_and_micro_batches_cut_the_same_global_batch(make_config, make_set) -> None:
+def test_ranks_share_the_micro_batches_of_a_step(make_config, make_set) -> None:
     config = make_config("t2i")
     make_set(config)
 
-    def flat(parts) -> tuple:
-        return (
-            [id for part in parts for id in part.batch.ids],
-            torch.cat([part.noise_BCTHW for part in parts]),
-            torch.cat([part.sigma_normal_B for part in parts]),
-        )
+    def flat(part) -> list:
+        return [part.batch.ids, part.batch.text_BLD.tolist(), part.noise_BCTHW.tolist(), part.uniform_B.tolist()]
 
     for step in range(3):
-        whole = flat(feed(config, 4, dropout=0.3).step(step).micro_batches)
-        ranks = [feed(config, 1, dropout=0.3, rank=rank, world=2).step(step).micro_batches for rank in (0, 1)]
-        ids, noise, normal = flat([part for parts in ranks for part in parts])
-        assert [len(parts) for parts in ranks] == [2, 2]
-        assert ids == whole[0] and torch.equal(noise, whole[1]) and torch.equal(normal, whole[2])
+        whole = feed(config, 2, 8, dropout=0.3).step(step)
+        ranks = [feed(config, 2, 8, dropout=0.3, rank=rank, world=2).step(step) for rank in (0, 1)]
+        assert [len(each.micro_batches) for each in ranks] == [2, 2]
+        together = [part for parts in zip(*(each.micro_batches for each in ranks), strict=True) for part in parts]
+        assert [flat(part) for part in together] == [flat(part) for part in whole.micro_batches]
+        assert {each.buckets == whole.buckets for each in ranks} == {True} and sum(whole.buckets.values()) == 4
 
 
-def test_draws_are_standard_and_differ_by_seed_step_and_position() -> None:
-    noise, normal = draw_noise(0, 5, np.arange(400), (4, 1, 4, 4))
+def test_draws_are_standard_and_differ_by_identity() -> None:
+    noise, uniform = draw_noise([f"0/5/{position}" for position in range(400)], (4, 1, 4, 4))
     assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
-    assert abs(normal.mean()) < 0.15 and abs(normal.std() - 1) < 0.15
-    others = [
-        draw_noise(1, 5, np.arange(2), (4,)),
-        draw_noise(0, 6, np.arange(2), (4,)),
-        draw_noise(0, 5, np.arange(2, 4), (4,)),
-    ]
-    first = draw_noise(0, 5, np.arange(2), (4,))
+    assert abs(uniform.mean() - 0.5) < 0.05 and uniform.min() >= 0 and uniform.max() < 1
+    others = [draw_noise([f"{name}/0", f"{name}/1"], (4,)) for name in ("1/5", "0/6", "2/5")]
+    first = draw_noise(["0/5/0", "0/5/1"], (4,))
     assert not any(torch.equal(first[0], other[0]) or torch.equal(first[1], other[1]) for other in others)
 
 

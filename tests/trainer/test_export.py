@@ -61,9 +61,9 @@ def three(make_config, make_set, tmp_path: Path, request) -> list[Config]:
 
 def flat(feed: BatchLoader, step: int) -> list:
     data = feed.step(step)
-    values: list = [data.step, data.epoch, data.bucket]
+    values: list = [data.step, data.epoch, data.buckets]
     for part in data.micro_batches:
-        for value in (*vars(part.batch).values(), part.noise_BCTHW, part.sigma_normal_B):
+        for value in (*vars(part.batch).values(), part.noise_BCTHW, part.uniform_B):
             values.append((value.dtype, value.shape, value.tolist()) if isinstance(value, torch.Tensor) else value)
     return values
 
@@ -75,8 +75,8 @@ def flat(feed: BatchLoader, step: int) -> list:
 def test_batches_are_the_same_bit_by_bit(three: list[Config]) -> None:
     sets = [found(config) for config in three]
     assert len({type(data).__name__ for data in sets}) == 2
-    feeds = [BatchLoader(data, BatchSchedule(data.spans, 5, 4), 2, 0.3) for data in sets]
-    for step in range(2 * feeds[0].schedule.batches_per_epoch):
+    feeds = [BatchLoader(data, BatchSchedule(data.spans, 5, 2, 4), 0.3) for data in sets]
+    for step in range(feeds[0].schedule.micro_batches_per_epoch):
         expected, *others = [flat(feed, step) for feed in feeds]
         assert others == [expected, expected]
     assert sets[0].validation == sets[1].validation == sets[2].validation

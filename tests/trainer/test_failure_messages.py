@@ -24,7 +24,9 @@ from trainer.setup import adapters
 
 def train(config) -> dict:
     data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    plan = BatchSchedule(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
+    plan = BatchSchedule(
+        data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
+    )
     return loop.train(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")
 
 

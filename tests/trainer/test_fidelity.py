@@ -28,7 +28,9 @@ ADAPTERS = {"sana": {"type": "full"}}
 
 def trained(config) -> tuple[TrainSet, BatchSchedule]:
     data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    plan = BatchSchedule(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
+    plan = BatchSchedule(
+        data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
+    )
     loop.train(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")  # noqa: SIM115
     return data, plan
 
@@ -47,8 +49,8 @@ def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
     config = make_config(kind, shift=shift, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}))
     make_set(config)
     data, plan = trained(config)
-    (part,) = BatchLoader(data, plan, 1, 0.0).step(0).micro_batches
-    noise, u = part.noise_BCTHW, torch.sigmoid(part.sigma_normal_B)
+    (part,) = BatchLoader(data, plan, 0.0).step(0).micro_batches
+    noise, u = part.noise_BCTHW, torch.sigmoid(torch.special.ndtri(part.uniform_B))
     s = shift or config.model.flavour_spec.shift
     sigma = s * u / (1 + (s - 1) * u)
     (line,) = (line for line in metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl") if "loss" in line)

@@ -75,7 +75,7 @@ def learn(make_config, make_set, made):
         make_set(config, *make(made, config, bucket, size))
         make_set(other, *make(made, config, bucket, size, 1))
         data = opened(config)
-        plan = BatchSchedule(data.spans, seed, config.train.batch_size)
+        plan = BatchSchedule(data.spans, seed, config.train.batch_size, config.train.batch_size)
         console = Console(stderr=open(os.devnull, "w"))  # noqa: SIM115 (as long-lived as the console)
         trained = loop.prepare_training(config, data, plan, console, "cpu")
         result = loop.train_loop(trained)["eval_loss"]

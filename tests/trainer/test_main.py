@@ -329,7 +329,10 @@ def test_what_is_asked_for_and_not_used_yet_is_said_before_training(make_config,
     asked = config.model_copy(update={"datasets": (masked, *config.datasets[1:]), "vision": vision})
     for told, given in ((False, config), (True, asked)):
         _, _, said = program(given, tmp_path, capsys, dry_run=True)
-        assert (f"{masked.id}: masks are encoded, but training does not use them yet" in " ".join(said.split())) == told
+        assert (
+            f"{masked.id}: masks are encoded, but training does not use them without train.methods.masked_loss"
+            in " ".join(said.split())
+        ) == told
         assert ("features are encoded, but training does not use them yet" in " ".join(said.split())) == told
 
 

@@ -53,7 +53,7 @@ def opened(config) -> TrainSet:
 def drawn(config, steps: int, **options) -> list[dict]:
     """Of each step: sample id -> (latent, condition)."""
     data = opened(config)
-    feed = BatchLoader(data, BatchSchedule(data.spans, 3, 4), 2, 0.0, **options)
+    feed = BatchLoader(data, BatchSchedule(data.spans, 3, 2, 4), 0.0, **options)
     found = []
     for step in range(steps):
         found.append({})
@@ -123,7 +123,7 @@ def test_training_on_moments_goes_on_as_if_never_stopped(make_config, moments_se
                 moments_set(config)
             data = opened(config)
             with open("/dev/null", "w") as silent:
-                loop.train(config, data, BatchSchedule(data.spans, 0, 2), Console(stderr=silent), "cpu")
+                loop.train(config, data, BatchSchedule(data.spans, 0, 1, 2), Console(stderr=silent), "cpu")
         run = Path(config.output) / "run"
         rows = metrics.read_metrics(run / "metrics.jsonl")
         kept = [{key: row[key] for key in ("step", "loss", "eval_loss") if key in row} for row in rows]

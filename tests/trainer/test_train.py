@@ -22,7 +22,7 @@ from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
 from schemas.config.training import Validation
-from trainer import metrics, validation
+from trainer import flow, metrics, validation
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.resume import ResumeError
@@ -35,7 +35,9 @@ def quiet() -> Console:
 
 def train(config) -> dict:
     data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    plan = BatchSchedule(data.spans, config.train.seed, config.train.batch_size * config.train.accumulate)
+    plan = BatchSchedule(
+        data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
+    )
     return loop.train(config, data, plan, quiet(), "cpu")
 
 
@@ -105,7 +107,7 @@ def test_gradient_checkpointing_changes_no_loss(make_config, make_set, kind) -> 
         config = make_config(kind, name=name, batch_size=2, steps=3, gradient_checkpointing=on)
         make_set(config)
         data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-        run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 2), quiet(), "cpu")
+        run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 2, 2), quiet(), "cpu")
         assert run.model.is_gradient_checkpointing == on
         loop.train_loop(run)
         found.append(lines(config))
@@ -257,7 +259,7 @@ def test_looking_leaves_dropout_off(make_config, make_set) -> None:
         config = make_config("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
         make_set(config)
         data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-        run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 1), quiet(), "cpu")
+        run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 1, 1), quiet(), "cpu")
         for seed, parameter in enumerate(run.trainable.values()):
             generator = torch.Generator().manual_seed(seed)
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -282,7 +284,7 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     make_set(config, items, null, [])
     data = open_set(Store(config.root), "current", config.model.family, config.model.task)
     heard = io.StringIO()
-    result = loop.train(config, data, BatchSchedule(data.spans, 0, 1), Console(stderr=heard), "cpu")
+    result = loop.train(config, data, BatchSchedule(data.spans, 0, 1, 1), Console(stderr=heard), "cpu")
     where = "held-out samples" if held_out else "training samples"
     assert result["eval_loss"]["on"] == where and set(lines(config, "eval_on").values()) == {where}
     assert f"eval loss on {held_out or 5} {where}" in heard.getvalue()
@@ -355,6 +357,7 @@ def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> 
     for change, said in (
         ({"seed": 5}, "train.seed: 0 in"),
         ({"accumulate": 2}, "global batch: 1 in the checkpoint, 2 now"),
+        ({"timestep_sampling": "uniform"}, 'train.timestep_sampling: "logit_normal" in'),
     ):
         with pytest.raises(ResumeError, match=said):
             train(make_config("t2i", steps=3, **change))
@@ -413,8 +416,8 @@ def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path
     seen: list[str] = []
     monkeypatch.setattr(
         loop,
-        "compute_loss",
-        lambda run, part, real=loop.compute_loss: (seen.extend(part.batch.ids), real(run, part))[1],
+        "backward",
+        lambda run, part, share, real=loop.backward: (seen.extend(part.batch.ids), real(run, part, share))[1],
     )
     with pytest.raises(DamageError) as caught:
         train(config)
@@ -434,10 +437,10 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, mak
     config = make_config("t2i", steps=8, max_bad_steps=2)
     make_set(config)
     bad = {1, 3}
-    real = loop.compute_loss
+    real = flow.loss_per_sample
     calls = iter(range(100))
     monkeypatch.setattr(
-        loop, "compute_loss", lambda run, part: real(run, part) * (float("nan") if next(calls) in bad else 1.0)
+        flow, "loss_per_sample", lambda *parts: real(*parts) * (float("nan") if next(calls) in bad else 1.0)
     )
     assert train(config)["non_finite_steps"] == 2
     losses = lines(config)
@@ -488,7 +491,7 @@ def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) 
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
     run_program("train", program_run, Options(path, dry_run=True))
     said = capsys.readouterr().err
-    assert "96x64 (4)" in said and "train.accumulate: 1 and train.batch_size: 4" in said
+    assert "96x64 (4)" in said and "train.batch_size: 4;" in said
     assert "validation prompts new are not in set set1" in said and "latentpress run" in said
 
 

@@ -5,12 +5,23 @@ Each module ends with an assignment of itself to a name of type `FamilyModule`, 
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 
 from schemas.family import Family, Task
 from trainer.batch import Batch
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """The order of a transformer's tokens: frames x rows x columns of patches, and the longest text of the batch."""
+
+    frames: int
+    rows: int
+    columns: int
+    text_length: int
 
 
 class FamilyModule(Protocol):
@@ -35,6 +46,13 @@ class FamilyModule(Protocol):
 
     def clean_frames(self, task: Task) -> int:
         """Leading latent frames that are given: not noised, not in the loss."""
+
+    def blocks(self, model: Any) -> list[torch.nn.Module]:
+        """The transformer's repeated blocks, in the order in which they compute: what is offloaded, checkpointed,
+        compiled or sharded one by one."""
+
+    def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
+        """That of the visual blocks."""
 
     def predict(
         self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task

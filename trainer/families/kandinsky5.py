@@ -12,7 +12,7 @@ from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule
+from trainer.families.base import FamilyModule, TokenGrid
 from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install_processors, sparse_params
 
 VIDEO = FAMILIES["kandinsky5-video"]
@@ -41,6 +41,17 @@ def load(
 
 def clean_frames(task: Task) -> int:
     return 1 if task == "i2v" else 0
+
+
+def blocks(model: Any) -> list[torch.nn.Module]:
+    return [*model.text_transformer_blocks, *model.visual_transformer_blocks]
+
+
+def token_grid(model: Any, batch: Batch) -> TokenGrid:
+    frames, rows, columns = (
+        size // patch for size, patch in zip(batch.latents_BCTHW.shape[2:], model.config.patch_size, strict=True)
+    )
+    return TokenGrid(frames, rows, columns, batch.text_BLD.shape[1])
 
 
 def compute_dtype(model: Any) -> torch.dtype:

@@ -9,7 +9,7 @@ from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule
+from trainer.families.base import FamilyModule, TokenGrid
 
 TASKS = tuple(FAMILIES["sana"].pipelines)
 
@@ -31,6 +31,16 @@ def load(
 
 def clean_frames(task: Task) -> int:
     return 0
+
+
+def blocks(model: Any) -> list[torch.nn.Module]:
+    return [*model.transformer_blocks]
+
+
+def token_grid(model: Any, batch: Batch) -> TokenGrid:
+    _, _, frames, height, width = batch.latents_BCTHW.shape
+    patch = model.config.patch_size
+    return TokenGrid(frames, height // patch, width // patch, batch.text_BLD.shape[1])
 
 
 def compute_dtype(model: Any) -> torch.dtype:

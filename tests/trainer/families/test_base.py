@@ -7,8 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
 from schemas.catalogue import FAMILIES
+from trainer.data import BatchLoader
+from trainer.families.base import module_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = """
@@ -62,3 +68,26 @@ def test_every_module_asks_to_be_compared(name: str) -> None:
         "    _checked: FamilyModule = this_module\n"
     )
     assert text.endswith(asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t2i", "i2i", "t2v", "i2v", "sana"])
+def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(make_config, make_set, kind) -> None:
+    config = make_config(kind)
+    make_set(config)
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    [part] = BatchLoader(data, BatchSchedule(data.spans, 0, 2, 2), 0.0).step(0).micro_batches
+    family, called = module_of(config.model.family_spec), []
+    model = family.load(config.model.source).eval()
+    blocks = family.blocks(model)
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda _, inputs, number=number: called.append((number, inputs[0].shape)))
+    with torch.no_grad():
+        family.predict(model, part.batch.latents_BCTHW, torch.full((2,), 0.5), part.batch, config.model.task)
+    assert [number for number, _ in called] == [*range(len(blocks))]
+    grid = family.token_grid(model, part.batch)
+    assert called[-1][1][:-1].numel() == 2 * grid.frames * grid.rows * grid.columns
+    assert grid.frames == part.batch.latents_BCTHW.shape[2] and grid.text_length == part.batch.text_BLD.shape[1]
+    listed = {id(weight) for block in blocks for weight in block.parameters()}
+    repeated = {id(weight) for name, weight in model.named_parameters() if "_blocks." in name}
+    assert listed == repeated

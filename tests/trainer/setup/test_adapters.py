@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -15,7 +14,7 @@ from schemas.config.training import Adapter
 from trainer.batch import Batch
 from trainer.families import kandinsky5, sana
 from trainer.setup import adapters
-from trainer.train import make_trainable
+from trainer.setup.attach import make_trainable
 
 KINDS = {
     "kandinsky5-image-t2i": (kandinsky5, "t2i"),
@@ -130,8 +129,8 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
 def test_a_full_model_loads_with_from_pretrained(tiny, tmp_path, kind):
     family, _ = KINDS[kind]
     model = family.load(str(tiny(kind)), dtype=torch.bfloat16)
-    full = SimpleNamespace(train=SimpleNamespace(adapter=Adapter(type="full")))
-    trainable = make_trainable(model, family, full)
+    make_trainable(model, family, Adapter(type="full"))
+    trainable = adapters.trainable_parameters(model)
     assert {p.dtype for p in trainable.values()} == {torch.float32}
     assert len(trainable) == len(list(model.parameters()))
     for i, parameter in enumerate(model.parameters()):

@@ -9,7 +9,7 @@ from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import Experts, FamilyModule, components
+from trainer.families.base import Experts, FamilyModule, TokenGrid, components
 
 BOUNDARY = 0.8  # of sigma: of the six steps that the test trains, three are above it
 LORA_TARGETS = r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
@@ -28,6 +28,15 @@ def load(
 
 def clean_frames(task: Task) -> int:
     return FAMILIES["example"].condition_frames(task)
+
+
+def blocks(model: Any) -> list[torch.nn.Module]:
+    return [block for expert in components(model).values() for block in expert.blocks]
+
+
+def token_grid(model: Any, batch: Batch) -> TokenGrid:
+    sizes = zip(batch.latents_BCTHW.shape[2:], model.config.patch_size, strict=True)
+    return TokenGrid(*(size // patch for size, patch in sizes), batch.text_BLD.shape[1])
 
 
 def sampling_dtype(model: Any) -> torch.dtype:

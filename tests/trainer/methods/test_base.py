@@ -1,0 +1,105 @@
+"""What a method may do in a step: hold weights, span both passes, draw at random, weigh and add losses."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from schemas.cli.console import Console
+from schemas.config.training import Methods
+from trainer import train as loop
+from trainer.methods.base import Method, MethodStep
+from trainer.methods.selection import METHODS
+from trainer.setup import prepare
+
+
+class Tapping(Method):
+    """Reads the output of the last block through weights of its own, and notes what happens in which order."""
+
+    def __init__(self) -> None:
+        self.head = torch.nn.Linear(96, 1)  # the width of the tiny transformer
+        self.noted: list[str] = []
+        self.drawn: list[torch.Tensor] = []
+
+    def modules(self) -> torch.nn.Module:
+        return self.head
+
+    @contextmanager
+    def around(self, step: MethodStep) -> Iterator[None]:
+        assert step.prediction_BCTHW is None
+        self.drawn.append(step.uniform("own"))
+        block = step.family.blocks(step.model)[-1]
+        handles = [
+            block.register_forward_pre_hook(lambda *_: self.noted.append("block")),
+            block.register_forward_hook(self._keep),
+        ]
+        yield
+        for handle in handles:
+            handle.remove()
+        self.noted.append("left")
+
+    def _keep(self, block: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        self.features = output
+
+    def loss(self, step: MethodStep) -> torch.Tensor:
+        self.noted.append("loss")
+        assert step.prediction_BCTHW is not None
+        return self.head(self.features.flatten(1, -2)).square().mean((1, 2))
+
+
+@pytest.fixture
+def tapping(monkeypatch: pytest.MonkeyPatch) -> Tapping:
+    method = Tapping()
+    monkeypatch.setattr(prepare, "make_methods", lambda settings: {"tapping": method})
+    return method
+
+
+def prepared(config) -> loop.TrainState:
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    plan = BatchSchedule(data.spans, 0, config.train.batch_size, config.train.batch_size * config.train.accumulate)
+    return loop.prepare_training(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")
+
+
+def test_every_method_has_a_section_of_its_own() -> None:
+    assert [*Methods.model_fields] == [*METHODS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
+    make_config, make_set, tapping: Tapping, checkpointing: bool
+) -> None:
+    config = make_config("t2i", steps=2, accumulate=2, gradient_checkpointing=checkpointing)
+    make_set(config)
+    run = prepared(config)
+    before = tapping.head.weight.detach().clone()
+    loop.train_loop(run)
+    passes = ["block", "loss", "block", "left"] if checkpointing else ["block", "loss", "left"]
+    assert tapping.noted == passes * 4, "a checkpointed block is computed again within the context"
+    kept = load_file(Path(config.output) / "run/checkpoints/step-000002/trainable.safetensors")
+    assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight) and "methods.tapping.bias" in kept
+    assert not torch.equal(before, tapping.head.weight)
+    again = prepared(make_config("t2i", steps=2, accumulate=2))
+    with torch.no_grad():
+        tapping.head.weight.zero_()
+    assert loop.resume_run(again) == 2
+    assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight)
+
+
+@pytest.mark.slow
+def test_random_numbers_depend_on_the_position_alone(make_config, make_set, tapping: Tapping) -> None:
+    drawn = []
+    for batch_size, accumulate in ((2, 2), (4, 1)):
+        tapping.drawn.clear()
+        config = make_config("t2i", name=f"by{batch_size}", steps=2, batch_size=batch_size, accumulate=accumulate)
+        make_set(config)
+        loop.train_loop(prepared(config))
+        drawn.append(torch.cat(tapping.drawn))
+    assert torch.equal(drawn[0], drawn[1]) and len(set(drawn[0].tolist())) == 8

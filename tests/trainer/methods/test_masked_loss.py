@@ -1,0 +1,97 @@
+"""The masked loss against its definition, computed by hand from the model's own prediction."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from schemas.cli.console import Console, Options, run_program
+from schemas.errors import USAGE
+from trainer import flow, metrics
+from trainer import train as loop
+from trainer.__main__ import run as program_run
+from trainer.timesteps import sample_sigma
+
+
+def quiet() -> Console:
+    return Console(stderr=open(os.devnull, "w"))
+
+
+def prepared(config) -> loop.TrainState:
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    size = config.train.batch_size
+    return loop.prepare_training(config, data, BatchSchedule(data.spans, 0, size, size), quiet(), "cpu")
+
+
+def masked(made, config, every: int = 1):
+    """Items of which each `every`-th has a mask of its own: of one frame, or of all."""
+    items, null, prompts = made.mixed_items(config)
+    rng = np.random.default_rng(1)
+    for number, item in enumerate(items):
+        if number % every == 0:
+            item.mask = rng.random(item.latent.shape[1:], dtype=np.float32)
+    return items, null, prompts
+
+
+def first_loss(config) -> float:
+    loop.train_loop(prepared(config))
+    [line] = [line for line in metrics.read_metrics(Path(config.output) / "run/metrics.jsonl") if "loss" in line]
+    return line["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("kind", ["t2i", "i2v", "sana"])
+def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind, every) -> None:
+    """A sample without a mask, in a batch with masks, is trained everywhere."""
+    methods = {"masked_loss": {"unmasked_weight": 0.25}}
+    config = make_config(kind, steps=1, batch_size=4, caption_dropout=0.0, methods=methods)
+    make_set(config, *masked(made, config, every))
+    run = prepared(config)
+    [part] = run.loader.step(0).micro_batches
+    mask = part.batch.extras["mask"]
+    assert bool((mask == 1).flatten(1).all(1).any()) == (every == 2)
+    sigma = sample_sigma(part.uniform_B, "logit_normal", config.train.shift or config.model.flavour_spec.shift)
+    x0, noise = part.batch.latents_BCTHW, part.noise_BCTHW
+    with torch.no_grad():
+        predicted = run.denoiser(flow.interpolate(x0, noise, sigma), sigma, part.batch)
+    weighted = (predicted - (noise - x0)).square() * (0.25 + 0.75 * mask)[:, None]
+    assert first_loss(config) == pytest.approx(weighted[:, :, run.skip_frames :].mean().item(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_its_ends_are_the_plain_loss_and_none(make_config, make_set, made) -> None:
+    found = {}
+    for name, methods in {
+        "plain": {},
+        "all": {"masked_loss": {"unmasked_weight": 1.0}},
+        "none": {"masked_loss": {}},
+    }.items():
+        config = make_config("t2i", name=name, steps=1, methods=methods)
+        items, null, prompts = made.mixed_items(config)
+        for item in items:
+            item.mask = np.zeros((1, *item.latent.shape[2:]), np.float32)
+        make_set(config, items, null, prompts)
+        found[name] = first_loss(config)
+    assert found["all"] == pytest.approx(found["plain"], rel=1e-6) and found["none"] == 0 < found["plain"]
+
+
+def test_a_set_without_masks_is_refused_before_a_model_is_loaded(
+    make_config, make_set, tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
+    config = make_config("t2i", methods={"masked_loss": {}})
+    make_set(config)
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    for dry_run in (True, False):
+        assert run_program("train", program_run, Options(path, dry_run=dry_run)) == USAGE
+        said = capsys.readouterr().err
+        assert "train.methods.masked_loss needs mask, which no sample of set set1 has" in said
+        assert "mask_data" in said and "latentpress run" in said

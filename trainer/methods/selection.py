@@ -1,0 +1,16 @@
+"""The methods of a configuration."""
+
+from collections.abc import Callable
+from typing import Any
+
+from schemas.config.training import Methods
+from trainer.methods.base import Method
+from trainer.methods.masked_loss import MaskedLossMethod
+
+#: Key of train.methods -> what makes the method from its section.
+METHODS: dict[str, Callable[[Any], Method]] = {"masked_loss": MaskedLossMethod}
+
+
+def make_methods(settings: Methods) -> dict[str, Method]:
+    """Name -> method of each that is configured."""
+    return {name: METHODS[name](section) for name, section in settings.used.items()}

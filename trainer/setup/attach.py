@@ -1,0 +1,16 @@
+"""What is trained of a model: a LoRA, or every weight."""
+
+from typing import Any
+
+from schemas.config.training import Adapter
+from trainer.families.base import FamilyModule
+from trainer.setup import adapters
+
+
+def make_trainable(model: Any, family: FamilyModule, adapter: Adapter) -> None:
+    """Add a LoRA, or unfreeze every weight. ValueError where a target matches nothing."""
+    if adapter.type == "full":
+        model.requires_grad_(True).float()  # the master weights; autocast computes
+    else:
+        targets = adapters.choose_targets(model, adapter.targets or [family.LORA_TARGETS])
+        adapters.add_lora(model, targets, adapter.rank, adapter.alpha, adapter.dropout)

@@ -1,0 +1,47 @@
+"""Loading the transformer: the only part of a checkpoint that training reads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from trainer.families.base import FamilyModule
+from trainer.run_state import RunError, train_precision
+
+
+def load_transformer(config: Config, family: FamilyModule, device: torch.device) -> tuple[Any, torch.dtype | None]:
+    """The transformer on the device, and the dtype of autocast, None without it. RunError where it can't be trained.
+
+    Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
+    """
+    half, full = train_precision(config) == "bfloat16", config.train.adapter.type == "full"
+    dtype = torch.bfloat16 if half and not full else torch.float32
+    with explain_checkpoint_errors(config):
+        model = family.load(config.model.source, config.model.revision, dtype, device)
+    return model, torch.bfloat16 if half and full else None
+
+
+@contextmanager
+def explain_checkpoint_errors(config: Config) -> Iterator[None]:
+    """RunError where diffusers or the family refuse the checkpoint, or peft a target, or the weights are damaged."""
+    try:
+        yield
+    except (LatentpressError, torch.OutOfMemoryError):
+        raise
+    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+        step = "Correct model.path, model.flavour or train.adapter, or replace the checkpoint with a whole copy."
+        raise RunError(f"{config.model.source}: {str(error) or type(error).__name__}", step) from error
+
+
+def fingerprint_model(model: torch.nn.Module) -> str:
+    """A hash of the first numbers of every weight, as bfloat16: the same for any dtype and device."""
+    digest = xxhash.xxh3_64()
+    for parameter in model.parameters():
+        first = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)
+        digest.update(first.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

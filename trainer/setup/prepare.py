@@ -1,0 +1,112 @@
+"""A model's way into training, one file after the other: load, attach, memory, wrap, optim."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from cache.schedule import BatchSchedule
+from cache.trainset import TrainSet
+from schemas.cli.console import Console
+from schemas.config.pipeline import Config
+from schemas.identity import derive_seed, hash_json
+from trainer import run_state
+from trainer.data import BatchLoader
+from trainer.families.base import FamilyModule, module_of
+from trainer.methods.base import Method
+from trainer.methods.selection import make_methods
+from trainer.setup.attach import make_trainable
+from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, load_transformer
+from trainer.setup.optim import BadStepCounter, make_optimizer
+from trainer.setup.wrap import Denoiser, make_accelerator
+
+
+@dataclass
+class TrainState:
+    """The objects of one training run."""
+
+    config: Config
+    console: Console
+    accelerator: Accelerator
+    loader: BatchLoader
+    family: FamilyModule
+    methods: dict[str, Method]
+    model: Any  # the family's transformer, a diffusers ModelMixin
+    denoiser: torch.nn.Module  # a Denoiser, wrapped for several processes
+    trainable: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    bad_steps: BadStepCounter
+    signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
+
+    @property
+    def folder(self) -> Path:
+        return run_state.run_folder(self.config)
+
+    @property
+    def skip_frames(self) -> int:
+        """Leading latent frames that are given, and not in the loss."""
+        return self.family.clean_frames(self.config.model.task)
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def log(self, message: str) -> None:
+        if self.is_main:
+            self.console.log(message)
+
+
+def prepare_training(
+    config: Config, data: TrainSet, schedule: BatchSchedule, console: Console, device: str
+) -> TrainState:
+    """Load the transformer, add what is trained, and move both to the device."""
+    settings = config.train
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    signature = run_state.resume_signature(config, data, schedule)
+    accelerator = make_accelerator(device, run_state.run_folder(config))
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
+    loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks)
+    family, methods = module_of(config.model.family_spec), make_methods(settings.methods)
+    if accelerator.is_main_process:
+        precision = run_state.train_precision(config)
+        console.log(
+            f"loading the transformer of {config.model.source} on {accelerator.device}, computing in {precision}"
+        )
+    torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
+    model, autocast = load_transformer(config, family, accelerator.device)
+    with explain_checkpoint_errors(config):
+        data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
+        signature["base weights"] = fingerprint_model(model)
+        make_trainable(model, family, settings.adapter)
+    shape = {key: value for key, value in model.config.items() if not key.startswith("_")}
+    signature["transformer"] = hash_json(json.loads(json.dumps(shape)))
+    if settings.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    own = {name: weights for name, method in methods.items() if (weights := method.modules()) is not None}
+    denoiser = Denoiser(model, family, config.model.task, autocast, own)
+    trainable = denoiser.trainable()
+    wrapped = accelerator.prepare(denoiser)
+    optimizer = make_optimizer(trainable.values(), settings.optimizer)
+    bad_steps = BadStepCounter(settings.max_bad_steps)
+    run = TrainState(
+        config,
+        console,
+        accelerator,
+        loader,
+        family,
+        methods,
+        model,
+        wrapped,
+        trainable,
+        optimizer,
+        bad_steps,
+        signature,
+    )
+    counts = (sum(each.numel() for each in weights) for weights in (trainable.values(), model.parameters()))
+    run.log("training {:,} of {:,} parameters".format(*counts))
+    return run

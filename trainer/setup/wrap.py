@@ -1,0 +1,61 @@
+"""Devices and processes: accelerate, and the module that it wraps."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from schemas.family import Task
+from trainer.batch import Batch
+from trainer.families.base import FamilyModule
+from trainer.run_state import RunError
+
+# The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
+PROCESS_TIMEOUT = timedelta(hours=6)
+
+
+class Denoiser(torch.nn.Module):
+    """The transformer from noisy latents to float32 velocity, and the methods' own weights. This is what DDP wraps."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        family: FamilyModule,
+        task: Task,
+        autocast: torch.dtype | None,
+        methods: Mapping[str, torch.nn.Module],
+    ) -> None:
+        super().__init__()
+        self.model, self.family, self.task, self.autocast = model, family, task, autocast
+        self.methods = torch.nn.ModuleDict(methods)
+
+    def forward(self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch) -> torch.Tensor:
+        with torch.autocast(noisy_BCTHW.device.type, self.autocast, enabled=self.autocast is not None):
+            return self.family.predict(self.model, noisy_BCTHW, sigma_B, batch, self.task).float()
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Name -> parameter that gradients reach: those of the model by its own names, those of methods as
+        "methods.<method>.<name>"."""
+        named = {**dict(self.model.named_parameters()), **dict(self.methods.named_parameters(prefix="methods"))}
+        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+
+def make_accelerator(device: str, folder: Path) -> Accelerator:
+    """Accelerate on this device. Without the check it would silently use the CPU where there is no GPU."""
+    if device.startswith("cuda"):
+        index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
+        if index >= count:
+            raise RunError(
+                f"device {device} was asked for and this torch ({torch.__version__}) sees {count} CUDA devices",
+                "Use --device cpu, or install the torch build for your card (README, Installing for a GPU).",
+            )
+        if ":" in device:
+            torch.cuda.set_device(device)
+    wait = InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)
+    options: dict[str, Any] = {"log_with": "tensorboard", "project_dir": str(folder), "kwargs_handlers": [wait]}
+    # Without cpu=True, accelerate takes each of several CPU processes for the only one.
+    return Accelerator(cpu=device == "cpu" or not torch.accelerator.is_available(), mixed_precision="no", **options)
