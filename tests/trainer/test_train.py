@@ -132,7 +132,7 @@ def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> N
 
 def on_two_ranks(path: Path) -> dict:
     """The report of two ranks with the environment that torchrun gives them; tests/test_importpath.py has torchrun
-    start two."""
+    itself."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -157,9 +157,19 @@ def on_two_ranks(path: Path) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
-def test_two_processes_train_as_one(make_config, make_set, tmp_path, kind, adapter) -> None:
-    """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process."""
-    common = {"steps": 4, "caption_dropout": 0.3, "adapter": adapter, "batch_size": 2}
+def test_two_processes_train_as_one(make_config, make_set, tmp_path, monkeypatch, kind, adapter) -> None:
+    """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both compute what
+    validation shows, and one writes it."""
+    entered = tmp_path / "entered"
+    entered.mkdir()
+
+    def compute_eval_loss(*parts, real=validation.compute_eval_loss):
+        (entered / str(os.getpid())).touch()
+        return real(*parts)
+
+    monkeypatch.setattr(validation, "compute_eval_loss", compute_eval_loss)
+    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 4}
+    common = {"steps": 4, "caption_dropout": 0.3, "adapter": adapter, "batch_size": 2, "validation": look}
     alone = make_config(kind, name="alone", accumulate=4, **common)
     two = make_config(kind, name="two", accumulate=2, **common)
     make_set(alone)
@@ -169,6 +179,10 @@ def test_two_processes_train_as_one(make_config, make_set, tmp_path, kind, adapt
     path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
     assert on_two_ranks(path)["done"] == 4, "one report, from rank 0"
     assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
+    assert len(list(entered.iterdir())) == 3, "this process and both ranks"
+    rows = metrics.read_metrics(Path(two.output) / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 4]
+    assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-4)
     longer = {**common, "steps": 6}
     for name in ("alone", "two"):
         train(make_config(kind, name=name, accumulate=4, **longer))
