@@ -139,26 +139,42 @@ class BatchSchedule:
         """Buckets with fewer distinct samples than a micro-batch has: theirs repeat them."""
         return [bucket for bucket in self.buckets if bucket.distinct < self.batch_size]
 
-    def step(self, step: int) -> list[MicroBatchRows]:
-        """The micro-batches of optimizer step `step` (from 0). Rank r of R computes numbers r, r + R, r + 2 R ..., so
-        that at the same moment the ranks compute neighbours of this list."""
-        count = self.micro_batches_per_step
-        return [self._micro_batch(step * count + number, number) for number in range(count)]
+    def step(self, step: int, rank: int = 0, world: int = 1) -> list[MicroBatchRows]:
+        """The micro-batches of optimizer step `step` (from 0) that rank `rank` of `world` computes: those numbered
+        rank, rank + world, ... of the step's list, so that at the same moment the ranks compute neighbours."""
+        epochs, buckets, numbers = self._locate(step)
+        return [
+            self._micro_batch(place, int(epochs[place]), self._tables[buckets[place]], int(numbers[place]))
+            for place in range(rank, self.micro_batches_per_step, world)
+        ]
 
-    def _micro_batch(self, number: int, place: int) -> MicroBatchRows:
-        """Micro-batch `number` of the whole training, number `place` of its step."""
-        epoch, rest = divmod(number, self.micro_batches_per_epoch)
-        order = self._bucket_order(epoch)
-        ends = np.cumsum(self._counts[order])
-        listed = self._place_in_list(epoch, rest)
-        which = int(np.searchsorted(ends, listed, side="right"))
-        table, counted = self._tables[order[which]], int(listed - (ends[which] - self._counts[order[which]]))
-        draws = np.arange(counted * self.batch_size, (counted + 1) * self.batch_size, dtype=np.int64)
+    def step_buckets(self, step: int) -> dict[str, int]:
+        """Bucket -> its micro-batches in a step, of all ranks together."""
+        which, counts = np.unique(self._locate(step)[1], return_counts=True)
+        return {self._tables[bucket].bucket: int(count) for bucket, count in zip(which, counts, strict=True)}
+
+    def _micro_batch(self, place: int, epoch: int, table: "_DrawTable", number: int) -> MicroBatchRows:
+        """Micro-batch `number` of a bucket in an epoch, which is at `place` of a step."""
+        draws = np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64)
         repetition, position = draws // table.draws, draws % table.draws
         key = derive_seed(f"{self.seed}/{epoch}/{table.bucket}", "samples")
         rows, passes, most = table.rows_of(epoch, permute(position, table.draws, key))
         positions = np.arange(place * self.batch_size, (place + 1) * self.batch_size)
         return MicroBatchRows(epoch, table.bucket, positions, rows, passes + repetition * most)
+
+    def _locate(self, step: int) -> tuple[Ints, Ints, Ints]:
+        """(M,) of each micro-batch of a step: its epoch, the number of its bucket, its number within that bucket."""
+        size = self.micro_batches_per_step
+        epochs, rest = np.divmod(np.arange(step * size, (step + 1) * size), self.micro_batches_per_epoch)
+        buckets, numbers = np.empty_like(epochs), np.empty_like(epochs)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            own, order = epochs == epoch, self._bucket_order(epoch)
+            ends = np.cumsum(self._counts[order])
+            places = self._places_in_list(epoch, rest[own])
+            which = np.searchsorted(ends, places, side="right")
+            buckets[own] = order[which]
+            numbers[own] = places - (ends[which] - self._counts[order[which]])
+        return epochs, buckets, numbers
 
     def _bucket_order(self, epoch: int) -> Ints:
         """(buckets,) numbers of the buckets as the epoch lists them."""
@@ -166,16 +182,18 @@ class BatchSchedule:
         order = np.lexsort((permute(np.arange(len(self._tables)), len(self._tables), key), self._classes))
         return order[::-1] if epoch % 2 else order
 
-    def _place_in_list(self, epoch: int, number: int) -> int:
-        """Where in the epoch's list micro-batch `number` of the epoch is."""
+    def _places_in_list(self, epoch: int, numbers: Ints) -> Ints:
+        """(n,) where in the epoch's list the micro-batches are that are trained as these `numbers` of the epoch."""
         count, size = self.micro_batches_per_epoch, self.micro_batches_per_step
         first = min(-epoch * count % size, count)  # the rest of a step that the epoch before began
         steps = (count - first) // size
-        if not first <= number < first + steps * size:
-            return number
-        step, place = divmod(number - first, size)
+        within = (numbers >= first) & (numbers < first + steps * size)
+        step, place = np.divmod(numbers[within] - first, size)
         key = derive_seed(f"{self.seed}/{epoch}", "batches")
-        return first + int(permute(np.array([step]), steps, key)[0]) * size + place
+        found = numbers.copy()
+        if len(step):
+            found[within] = first + permute(step, steps, key) * size + place
+        return found
 
 
 def _cost_classes(buckets: Sequence[Bucket]) -> Ints:

@@ -4,7 +4,7 @@ Noise, the choice of sigma and the draw from a stored posterior are functions of
 batch), so a resumed run, or one on another number of ranks, gets the same.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class MicroBatch:
 @dataclass(frozen=True)
 class StepBatches:
     """This rank's share of one optimizer step. epoch: of its first micro-batch. buckets: bucket -> micro-batches of all
-    ranks."""
+    ranks together."""
 
     step: int
     epoch: int
@@ -128,10 +128,9 @@ class BatchLoader:
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
-        rows = self.schedule.step(number)
-        own = rows[self.rank :: self.world]
-        buckets = dict(Counter(each.bucket for each in rows))
-        return StepBatches(number, rows[0].epoch, buckets, [self._read(number, each) for each in own])
+        rows = self.schedule.step(number, self.rank, self.world)
+        micro_batches = [self._read(number, each) for each in rows]
+        return StepBatches(number, rows[0].epoch, self.schedule.step_buckets(number), micro_batches)
 
     def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
         seed, rows = self.schedule.seed, drawn.rows

@@ -162,6 +162,13 @@ def test_positions_count_through_a_step(plan_spans, seed, batch_size, step) -> N
     found = BatchSchedule(plan_spans, seed, batch_size, 12).step(step)
     assert len(found) == 12 // batch_size
     assert np.concatenate([each.positions for each in found]).tolist() == list(range(12))
+    plan = BatchSchedule(plan_spans, seed, batch_size, 12)
+    for world in (each for each in (1, 2, 3, 4) if plan.micro_batches_per_step % each == 0):
+        parts = [plan.step(step, rank, world) for rank in range(world)]
+        together = [each for row in zip(*parts, strict=True) for each in row]
+        assert [each.rows.tolist() for each in together] == [each.rows.tolist() for each in found]
+        assert [each.positions.tolist() for each in together] == [each.positions.tolist() for each in found]
+    assert plan.step_buckets(step) == Counter(each.bucket for each in found)
     with pytest.raises(ValueError, match="can't be divided"):
         BatchSchedule(plan_spans, seed, 5, 12)
 
