@@ -1,7 +1,8 @@
 """decode: validation latents -> PNG and MP4 through the autoencoder, and a contact sheet of the whole run.
 
 Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
-<output>/<run>/samples/contact-sheet.png. A latent is decoded again only if it is newer than its picture.
+<output>/<run>/samples/contact-sheet.png, and adds the pictures to the trackers of `train.trackers`. A latent is decoded
+again only if it is newer than its picture.
 """
 
 import json
@@ -15,6 +16,7 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
+from stages.trackers import open_trackers
 
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
 
@@ -49,7 +51,10 @@ def run(config: Config, options: Options, console: Console) -> Report:
             autoencoder = base.load_autoencoder(config, device)
         rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
         fps = config.validation.fps or next(iter(rates), 24.0)
-        with console.progress(len(todo), "decode", "samples") as progress:
+        with (
+            console.progress(len(todo), "decode", "samples") as progress,
+            open_trackers(folder, config.train.trackers, console) as add_to_trackers,
+        ):
             for file in todo:
                 latent_CTHW, metadata = read_latent(file)
                 if (family := metadata["family"]) != config.model.family:
@@ -60,6 +65,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
                 picture = output_path(folder, config, file)
                 with explained(str(picture)):
                     write_output(picture, np.asarray(frames_THWC), fps)
+                step = int(file.parent.name.removeprefix("step-"))
+                add_to_trackers(file.stem, step, np.asarray(frames_THWC), picture)
                 report.done += 1
                 progress.advance(1)
     sheet = folder / "samples" / "contact-sheet.png"

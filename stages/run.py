@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -76,8 +75,8 @@ def _run_stages(
             details = document["details"]
             if stage == "train" and "saved" in details:
                 report.details["adapter" if config.train.adapter.type == "lora" else "model"] = details["saved"]
-                report.details["numbers"] = str(Path(details["run"]) / "metrics.jsonl")
-                report.details["tensorboard"] = str(Path(details["run"]) / "tensorboard")
+                names = ("best_step", "numbers", "tensorboard", "wandb")
+                report.details |= {name: details[name] for name in names if name in details}
             elif stage == "decode" and "contact_sheet" in details:
                 report.details["pictures"] = details["samples"]
                 report.details["contact_sheet"] = details["contact_sheet"]

@@ -1,4 +1,5 @@
-"""status: for each stage what is done, what remains, what was set aside, and how many bytes it takes.
+"""status: for each stage what is done, what remains, what was set aside, and how many bytes it takes; and how far the
+training run is.
 
 Its cost grows with the number of shards: names, sizes and times are listed, and a few shards are opened.
 """
@@ -19,6 +20,7 @@ from cache.files import Entry
 from cache.plans import Plan
 from cache.shard_io import ReaderPool
 from cache.store import Store
+from cache.training_run import read_progress
 from cache.trainset import SetError
 from cache.weights import WeightsError
 from schemas.cli.console import Console, Options, Report, make_app
@@ -75,7 +77,7 @@ def build_report(config: Config, options: Options) -> Report:
     report.remaining = sum(table is None for table in tables)
     set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
     rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
-    report.details["stages"] = rows
+    report.details |= {"stages": rows, "training": [read_progress(config).row()]}
     report.next_steps += ["latentpress discover"] if report.remaining else []
     try:
         plan = current_plan(store, config)
@@ -220,8 +222,14 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                     line += f", {row['set_aside']} set aside" if row["set_aside"] else ""
                     rate = f", {row['items_per_second']} {row['what']}/s, {row['left']} left" if row.get("left") else ""
                     lines[line] = line + rate
+                training = report.details.get("training", [])
+                for row in training:
+                    speed = f", {row['samples_per_second']} samples/s, {row['left']} left" if row["left"] else ""
+                    lines[f"train: {row['state']}, step {row['step']}, loss {row['loss'] or 'unknown'}"] = (
+                        f"train: {row['state']}, step {row['step']}, loss {row['loss'] or 'unknown'}{speed}"
+                    )
                 show(lines, report.summary())
-                if not report.remaining:
+                if not report.remaining and not any(row["state"] == "running" for row in training):
                     return report
                 took = time.monotonic() - started
                 time.sleep(max(every - took, took * (MIN_PAUSE_FACTOR - 1)))

@@ -85,6 +85,17 @@ def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", ForkedProgram)
 
 
+@pytest.fixture
+def wandb_offline(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
+    """Weights & Biases without a network: it reads the environment once in a process, unless it is told to forget."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[[str], Path]:
     """kind -> folder of a tiny random checkpoint, built once and shared by every process and later run."""

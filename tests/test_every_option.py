@@ -164,6 +164,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.adapter.targets": (RUN, "train.adapter.targets=[to_q]"),
     "train.precision": (RUN, "train.precision=bfloat16"),
     "train.device": (RUN, "train.device=cpu"),
+    "train.trackers": (RUN, "train.trackers=[]"),
     **{f"train.{name}": (RUN, f"train.{name}=2") for name in ("steps", "batch_size", "accumulate", "seed", "shift")},
     **{f"train.{name}": (RUN, f"train.{name}=false") for name in ("gradient_checkpointing", "resume")},
     **{f"train.{name}": (RUN, f"train.{name}=7") for name in ("checkpoint_every", "keep_checkpoints", "log_every")},

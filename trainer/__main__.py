@@ -15,7 +15,9 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.import_time import garbage_collection_paused
 from trainer import interruption
+from trainer.metrics import METRICS_FILE, read_metrics, require_trackers
 from trainer.output_lock import lock_output
+from trainer.progress import describe_results
 from trainer.run_state import RunError, find_resume_state, is_finished, result_folder, run_folder, train_precision
 
 MAX_FULL_RANK_LR = 5e-5  # the highest learning rate at which full-rank training is not warned about
@@ -48,12 +50,16 @@ def run(config: Config, options: Options, console: Console) -> Report:
         if is_finished(config, state):
             report.skipped = config.train.steps
             report.details["saved"] = str(result_folder(config))
+            lines = read_metrics(run_folder(config) / METRICS_FILE)
+            report.details |= describe_results(run_folder(config), lines, config.train.trackers)
             return report
         with (
             interruption.handle_interrupts(config, main),
             lock_output(run_folder(config), console) if main else nullcontext(),
         ):
             compatibility.check_transformer(config.model)
+            if main:
+                require_trackers(config.train)
             with garbage_collection_paused():
                 from trainer.train import train
 

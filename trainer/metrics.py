@@ -1,58 +1,81 @@
-"""The training log: metrics.jsonl, TensorBoard, and a line on the console."""
+"""The training log: metrics.jsonl, the trackers (TensorBoard, Weights & Biases), and what a person sees of it."""
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from cache.training_run import METRICS_FILE, SMOOTHED_STEPS, TENSORBOARD, read_metrics, wandb_options
+from schemas.config.training import Train
 from schemas.text_format import to_json_values
+from trainer.run_state import RunError
 
 if TYPE_CHECKING:  # imports torch, which reading does not need
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 
-METRICS_FILE = "metrics.jsonl"
+__all__ = ["METRICS_FILE", "RecordMetrics", "StepTimer", "best_step", "open_metrics_log", "read_metrics"]
 
+T = TypeVar("T")
 
-class RecordMetrics(Protocol):
-    """Records the metrics of a step, with "step" among them; `shown`: on the console too."""
-
-    def __call__(self, numbers: dict[str, Any], shown: bool = True) -> None: ...
+#: Records the metrics of a step, with "step" among them.
+RecordMetrics = Callable[[dict[str, Any]], None]
 
 
 class StepTimer:
-    """Speed over the steps of this process, and the time left."""
+    """Speed over the last steps of this process, the time they waited for data, and the time left."""
 
-    def __init__(self, first: int, last: int, global_batch: int):
-        self._first, self._last, self._batch, self._began = first, last, global_batch, time.monotonic()
+    def __init__(self, first: int, last: int, global_batch: int, clock: Callable[[], float] = time.monotonic):
+        self._first, self._last, self._batch, self._clock = first, last, global_batch, clock
+        self._began, self._inside = clock(), 0.0  # inside: seconds of all steps
+        self._asked, self._waited = self._began, 0.0  # when the step's data were asked for, and how long they took
+        self._recent: deque[float] = deque(maxlen=SMOOTHED_STEPS)
+
+    def time_waits(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches; a step lasts from asking for one to `rates`."""
+        iterator = iter(batches)
+        while True:
+            self._asked = self._clock()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._waited = self._clock() - self._asked
+            yield batch
 
     def rates(self, done: int) -> dict[str, float]:
-        seconds = (time.monotonic() - self._began) / max(1, done - self._first)
-        return {"samples_per_s": self._batch / seconds, "seconds_left": seconds * (self._last - done)}
+        """samples_per_s: over the last steps, validation and checkpoints left out. step_s, data_wait_s: of this step.
+        seconds_left: with as much validation and saving as there was."""
+        now = self._clock()
+        self._recent.append(now - self._asked)
+        self._inside += now - self._asked
+        step = sum(self._recent) / len(self._recent)
+        between = (now - self._began - self._inside) / max(1, done - self._first)
+        rates = {"samples_per_s": self._batch / max(step, 1e-9), "step_s": now - self._asked}
+        return rates | {"data_wait_s": self._waited, "seconds_left": (step + between) * (self._last - done)}
 
 
 @contextmanager
 def open_metrics_log(
-    accelerator: "Accelerator", folder: Path, first: int, last: int, log: Callable[[str], None]
+    accelerator: "Accelerator", folder: Path, first: int, settings: Train, show: RecordMetrics
 ) -> Iterator[RecordMetrics]:
-    """Record to `folder`/metrics.jsonl, to TensorBoard and with `log`, on the main process only.
+    """Record to `folder`/metrics.jsonl, to the trackers and with `show`, on the main process only.
 
     first: steps done. The file is append-only: where it has lines already, one with "resumed" marks that the next ones
     continue from `first`. The accelerator's trackers and processes end with the context.
     """
     path = folder / METRICS_FILE
-    if accelerator.is_main_process and path.exists() and path.stat().st_size:
-        with path.open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            cut_off = file.read(1) != b"\n"  # the last line, by a kill
-            file.write((b"\n" if cut_off else b"") + json.dumps({"step": first, "resumed": True}).encode() + b"\n")
-    purge = first + 1 if first else 0  # a run that begins again validates at step 0 again
-    accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge}})
+    if accelerator.is_main_process:
+        if path.exists() and path.stat().st_size:
+            mark_resumption(path, first)
+        accelerator.log_with = make_trackers(folder, first, settings)
+        accelerator.init_trackers("latentpress")
 
-    def record(numbers: dict[str, Any], shown: bool = True) -> None:
+    def record(numbers: dict[str, Any]) -> None:
         if not accelerator.is_main_process:
             return
         line = to_json_values(numbers)  # JSON has no NaN
@@ -60,8 +83,7 @@ def open_metrics_log(
             file.write(json.dumps(line) + "\n")
         scalars = {key: value for key, value in line.items() if isinstance(value, float)}
         accelerator.log(scalars, step=numbers["step"])
-        if shown:
-            log(format_metrics(numbers, last))
+        show(numbers)
 
     try:
         yield record
@@ -69,28 +91,50 @@ def open_metrics_log(
         accelerator.end_training()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, without those that a resumed run repeated or a kill cut off."""
-    found: list[dict[str, Any]] = []
-    for raw in path.read_bytes().split(b"\n") if path.exists() else []:
+def mark_resumption(path: Path, first: int) -> None:
+    """Add the line of a resumption, on a line of its own where a kill cut the last one off."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        cut_off = file.read(1) != b"\n"
+        file.write((b"\n" if cut_off else b"") + json.dumps({"step": first, "resumed": True}).encode() + b"\n")
+
+
+def make_trackers(folder: Path, first: int, settings: Train) -> "list[GeneralTracker]":
+    """accelerate's trackers of `settings.trackers`, writing below the run's folder. A resumed run continues them."""
+    from accelerate import tracking
+
+    trackers: list[GeneralTracker] = []
+    if "tensorboard" in settings.trackers:
+        purge = first + 1 if first else 0  # a run that begins again validates at step 0 again
+        trackers.append(tracking.TensorBoardTracker(TENSORBOARD, str(folder), purge_step=purge))
+    if "wandb" in settings.trackers:
+        project = os.environ.get("WANDB_PROJECT", "latentpress")
+        trackers.append(tracking.WandBTracker(project, **wandb_options(folder, "train")))
+    return trackers
+
+
+def require_trackers(settings: Train) -> None:
+    """RunError where wandb is asked for and not installed, or has no account to write to."""
+    if "wandb" not in settings.trackers:
+        return
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        message = "train.trackers names wandb, which is not installed"
+        raise RunError(message, "pip install -e '.[wandb]', or leave it out of train.trackers.") from error
+    if wandb.setup().settings.mode not in ("offline", "disabled"):
         try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
-            continue
-        if line.get("resumed"):
-            found = [earlier for earlier in found if earlier["step"] <= line["step"]] if line["step"] else []
-        else:
-            found.append(line)
-    return found
+            wandb.login()
+        except wandb.errors.Error as error:
+            raise RunError(
+                f"Weights & Biases refuses: {error}",
+                "Run `wandb login`, set WANDB_MODE=offline (`wandb sync` sends the run later), or leave wandb out of "
+                "train.trackers.",
+            ) from error
 
 
-def format_metrics(numbers: dict[str, Any], last: int) -> str:
-    """One console line: "step 12/1000  loss 0.8123  ...  0:12:03 left"."""
-    words = [f"step {numbers['step']}/{last}"]
-    words += [f"{key} {numbers[key]:.4g}" for key in ("loss", "eval_loss", "grad_norm", "lr") if key in numbers]
-    if "seconds_left" in numbers:
-        left = timedelta(seconds=round(numbers["seconds_left"]))
-        words += [f"{numbers['samples_per_s']:.3g} samples/s", f"{left} left"]
-    return "  ".join([*words, *(["skipped: not finite"] if numbers.get("skipped") else [])])
+def best_step(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Step and eval loss of the lowest eval loss; the first of equal ones."""
+    found = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
+    best = min(found, key=lambda line: line["eval_loss"], default=None)
+    return None if best is None else {"step": best["step"], "eval_loss": best["eval_loss"]}

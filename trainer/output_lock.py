@@ -4,17 +4,24 @@ import errno
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cache.files import NEXT_STEPS, REASONS, StoreError
+from cache.training_run import LOCK_NAME
 from schemas.cli.console import Console
 from schemas.errors import LatentpressError
 
-LOCK_NAME = ".lock"
 #: Errors of flock on a file system without locks.
 NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+ATTEMPTS = 3  # as `is_running` holds the lock for a moment
+ATTEMPT_PAUSE_S = 0.1
+
+__all__ = ["LOCK_NAME", "OutputLocked", "lock_output"]
 
 
 class OutputLocked(LatentpressError):
@@ -37,7 +44,7 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
         raise StoreError(str(folder), f"can't be written to: {reason}", step) from error
     with os.fdopen(lock):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(lock)
         except BlockingIOError as error:
             step = "Wait until it has ended, stop it, or choose another train.run."
             raise OutputLocked(f"another trainer is at work in {folder}", step) from error
@@ -47,3 +54,14 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
                 raise StoreError(str(folder / LOCK_NAME), reason, "check the file system") from error
             console.warn(f"{folder} is on a file system without locks: a second trainer there would not be noticed")
         yield
+
+
+def take_lock(lock: int) -> None:
+    """Lock an open file, or BlockingIOError where another process holds the lock at each of ATTEMPTS."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt == ATTEMPTS - 1:
+                raise
+        time.sleep(ATTEMPT_PAUSE_S)

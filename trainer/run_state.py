@@ -15,6 +15,7 @@ from cache.files import replacing
 from cache.json_checks import check_object, parse_json
 from cache.schedule import BatchSchedule
 from cache.shard import canonical_json
+from cache.training_run import RESULT_NOTE
 from cache.trainset import TrainSet
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
@@ -147,4 +148,4 @@ def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
 
 
 def _result_note(config: Config) -> Path:
-    return run_folder(config) / "result.json"
+    return run_folder(config) / RESULT_NOTE

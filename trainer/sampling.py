@@ -1,5 +1,6 @@
 """Denoising, equal to the pipelines' `output_type="latent"` for equal weights, embeddings and noise."""
 
+from collections.abc import Callable
 from typing import Any
 
 import diffusers.schedulers
@@ -46,11 +47,12 @@ def denoise(
     scheduler: Any,
     steps: int,
     guidance: float,
+    advance: Callable[[], object] = lambda: None,
 ) -> torch.Tensor:
     """Latents (B, C, T, h, w) in model space, on the model's device, from noise.
 
     model: in eval mode. batch, negative: their texts and conditions are used, their latents are not; the negative only
-    above guidance 1.
+    above guidance 1. advance: called after each step.
     """
     device = batch.text_BLD.device
     dtype = family.sampling_dtype(getattr(model, "module", model))
@@ -67,4 +69,5 @@ def denoise(
             velocity = unguided + guidance * (velocity - unguided)
         stepped = scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
         x = torch.cat([x[:, :, :given], stepped], 2)
+        advance()
     return family.postprocess_latents(x, task)

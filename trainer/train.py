@@ -16,7 +16,7 @@ from cache.trainset import TrainSet
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from schemas.identity import derive_seed
-from trainer import checkpoint, flow, metrics, resume, run_state, validation
+from trainer import checkpoint, flow, metrics, progress, resume, run_state, validation
 from trainer.data import MicroBatch, StepBatches
 from trainer.failure_messages import explain_failures
 from trainer.methods.base import MethodStep
@@ -40,15 +40,17 @@ def train_loop(run: TrainState) -> dict[str, Any]:
     """Train a prepared run; returns `summarize`."""
     config, first = run.config, resume_run(run)
     log_start(run)
-    with metrics.open_metrics_log(run.accelerator, run.folder, first, config.train.steps, run.log) as record:
+    with (
+        progress.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
+        metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show) as record,
+    ):
         if first == 0:
             validate(run, record, 0)
         clock = metrics.StepTimer(first, config.train.steps, run.loader.schedule.global_batch)
-        for batches in run.loader.steps(first, config.train.steps):
+        for batches in clock.time_waits(run.loader.steps(first, config.train.steps)):
             numbers = train_step(run, batches)
             done = batches.step + 1
-            shown = is_due(done, config.train.log_every, config.train.steps)
-            record({"step": done, **numbers, **clock.rates(done)}, shown=shown)
+            record({"step": done, **numbers, **clock.rates(done)})
             if is_due(done, config.validation.every, config.train.steps):
                 validate(run, record, done)
             if is_due(done, config.train.checkpoint_every, config.train.steps):
@@ -161,11 +163,19 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
     predict, data = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.data
     settings, batch_size, device = run.config.validation, run.loader.schedule.batch_size, run.accelerator.device
     if settings.eval_samples and settings.eval_sigmas:
-        found = validation.compute_eval_loss(predict, data, settings, batch_size, device, run.skip_frames)
+        count = min(settings.eval_samples, len(data.choose_eval_rows(settings.eval_samples)[0]))
+        with run.console.progress(count, f"step {done}: eval loss", "samples") as shown:
+            found = validation.compute_eval_loss(
+                predict, data, settings, batch_size, device, run.skip_frames, shown.advance
+            )
         record({"step": done, **found})
     folder = run.folder / "validation" / f"step-{done:06d}" if run.is_main else None
-    count = validation.write_validation_latents(run.model, run.family, run.config, data, folder, predict.autocast)
-    if count:
+    if data.validation:
+        steps = len(data.validation) * validation.denoising_steps(run.config)
+        with run.console.progress(steps, f"step {done}: validation", "denoising steps") as shown:
+            count = validation.write_validation_latents(
+                run.model, run.family, run.config, data, folder, predict.autocast, shown.advance
+            )
         run.log(f"step {done}: {count} validation latents in {folder}")
     run.accelerator.wait_for_everyone()
 
@@ -209,4 +219,5 @@ def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, 
     if evals:
         result["eval_loss"]["on"] = evals[-1].get("eval_on", "training samples")
     result["non_finite_steps"] = run.bad_steps.total
+    result |= progress.describe_results(run.folder, lines, run.config.train.trackers)
     return result

@@ -38,13 +38,14 @@ def compute_eval_loss(
     batch_size: int,
     device: torch.device,
     skip_frames: int = 0,
+    advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """The metrics "eval_loss", "eval_by_sigma" and "eval_on": the mean loss over `eval_samples` rows of the set with
     their first captions, at each of `eval_sigmas` (0: data, 1: noise), and what rows they are
     (`TrainSet.choose_eval_rows`).
 
     Noise and draws from stored posteriors depend only on (seed, sample id), so checkpoints and runs of one set can be
-    compared. The loss of training samples shows fitting, not generalising.
+    compared. The loss of training samples shows fitting, not generalising. advance: called after each sample.
     """
     losses: dict[float, list[float]] = {sigma: [] for sigma in settings.eval_sigmas}
     rows, on = data.choose_eval_rows(settings.eval_samples)
@@ -63,8 +64,14 @@ def compute_eval_loss(
             found = flow.loss_per_sample(predict(noisy, sigma_B, batch), target, skip_frames)
             for sigma, loss in zip(sigmas, found.tolist(), strict=True):
                 losses[sigma].append(loss)
+        advance()
     by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in losses.items()}
     return {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma, "eval_on": on}
+
+
+def denoising_steps(config: Config) -> int:
+    """Of each validation prompt."""
+    return config.validation.steps or config.model.family_spec.steps
 
 
 def write_validation_latents(
@@ -74,9 +81,10 @@ def write_validation_latents(
     data: TrainSet,
     folder: Path | None,
     autocast: torch.dtype | None = None,
+    advance: Callable[[], object] = lambda: None,
 ) -> int:
     """Denoise every validation prompt of the set to `folder`/<name>.safetensors; returns how many. model: in eval mode.
-    folder: None to write nothing, on ranks beside the first.
+    folder: None to write nothing, on ranks beside the first. advance: called after each denoising step.
 
     Each file has a float32 tensor, `latent` (C, T, h, w) in model space, and JSON under the metadata key "latentpress".
     A prompt has the same noise at every step of every run. Files appear whole. `latentpress decode` makes pictures of
@@ -87,7 +95,7 @@ def write_validation_latents(
         return 0
     device, settings = next(model.parameters()).device, config.validation
     spec, task = config.model.family_spec, config.model.task
-    steps = settings.steps or spec.steps
+    steps = denoising_steps(config)
     guidance = spec.guidance if settings.guidance is None else settings.guidance  # 0 is valid
     scheduler = load_scheduler(config.model.source, config.model.revision, settings.shift)
     if folder is not None:
@@ -104,7 +112,7 @@ def write_validation_latents(
             for text in (prompt.text, prompt.negative)
         )
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            latents = denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps, guidance)
+            latents = denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps, guidance, advance)
         if folder is None:
             continue
         metadata = {

@@ -26,7 +26,7 @@ from datetime import timedelta
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -45,6 +45,9 @@ from schemas.cli.options import (
 from schemas.cli.report import Report
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
 from schemas.text_format import escape_unprintable, to_json_values
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
 
 # Everything that a program needs, in one import.
 __all__ = ["DAMAGE", "INCOMPLETE", "OK", "USAGE", "Console", "Options", "Partition", "Progress", "Report", "make_app"]
@@ -119,6 +122,7 @@ class Console:
         self._rich = RichConsole(file=stderr or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._on_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._clock, self._interval, self._complete = clock, interval, complete
+        self._bars: Bars | None = None  # those that are shown now
 
     def log(self, message: str) -> None:
         self._rich.print(_escape_lines(message))
@@ -132,13 +136,8 @@ class Console:
     @contextmanager
     def progress(self, total: float | None, description: str, unit: str = "items") -> Iterator[Progress]:
         """A context in which `.advance(n)` moves the progress of `total` units."""
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
         if self._on_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-            with Bar(*columns, console=self._rich) as bar:
-                update = partial(bar.update, bar.add_task(description, total=total, state=""))
+            with self._add_bar(total, description) as update:
                 progress = Progress(total, lambda p: update(completed=p.done, state=p.state(unit)), self._clock)
                 progress.advance(0)
                 yield progress
@@ -156,6 +155,52 @@ class Console:
             yield progress
         finally:
             self.log(f"{description}: {progress.state(unit)}, after {timedelta(seconds=round(self._clock() - begin))}")
+
+    @contextmanager
+    def bar(self, total: float, description: str) -> Iterator[Callable[[float, str], None] | None]:
+        """On a terminal give `show(done, text)`, which moves a bar of `total` and shows the text beside it; None
+        elsewhere. Progress and activities inside appear below the bar while they last."""
+        if not self._on_terminal:
+            yield None
+            return
+        with self._add_bar(total, description) as update:
+            yield lambda done, text: update(completed=done, state=text)
+
+    @contextmanager
+    def activity(self, description: str) -> Iterator[None]:
+        """Show what is being done, on a terminal with a moving bar, and when it is done how long it took."""
+        begin = self._clock()
+        if self._on_terminal:
+            with self._add_bar(None, description):
+                yield
+        else:
+            self.log(description)
+            yield
+        took = timedelta(seconds=round(self._clock() - begin))
+        self.log(f"{description}: done, after {took}" if self._on_terminal else f"done, after {took}")
+
+    @contextmanager
+    def _add_bar(self, total: float | None, description: str) -> Iterator[Callable[..., None]]:
+        """A bar at the bottom of the terminal, below those that are there; gives rich's `update` of it."""
+        from rich import progress
+        from rich.table import Column
+
+        if self._bars is not None:
+            task = self._bars.add_task(_escape_lines(description), total=total, state="")
+            try:
+                yield partial(self._bars.update, task)
+            finally:
+                self._bars.refresh()  # its end is seen, however short it was
+                self._bars.remove_task(task)
+            return
+        state = progress.TextColumn("{task.fields[state]}", table_column=Column(overflow="fold"))
+        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(20), state)
+        with progress.Progress(*columns, console=self._rich) as bars:
+            self._bars = bars
+            try:
+                yield partial(bars.update, bars.add_task(_escape_lines(description), total=total, state=""))
+            finally:
+                self._bars = None
 
     @contextmanager
     def live_display(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:

@@ -67,7 +67,7 @@ HINTS = {
     "validation_guidance": "here validation.guidance",
     "validation_num_inference_steps": "here validation.steps",
     "tokenizer_max_length": "here text.max_length",
-    "report_to": "not needed: TensorBoard and metrics.jsonl are always written",
+    "report_to": "train.trackers; metrics.jsonl is always written",
     "tracker_run_name": "here train.run",
     # musubi-tuner
     "general": "not needed: each item of datasets has its own settings",

@@ -83,7 +83,10 @@ class Train(Section):
     checkpoint_every: Steps = Field(500, description="steps")
     keep_checkpoints: Steps = 3
     resume: bool = Field(True, description="continue from the run's newest checkpoint, if there is one")
-    log_every: Steps = Field(1, description="steps")
+    log_every: Steps = Field(10, description="steps between lines, where progress is no bar; files have every step")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        ("tensorboard",), strict=False, description="beside metrics.jsonl"
+    )
     device: Device = "auto"
     threads: Processes | None = Field(None, description="CPU threads; default: torch's own")
     max_bad_steps: int = Field(5, ge=0, le=MOST_STEPS, description="non-finite losses or gradients before it stops")

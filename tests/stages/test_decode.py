@@ -1,5 +1,7 @@
 """Validation latents become pictures and videos: the autoencoder's own, whole or not at all."""
 
+import importlib.util
+import io
 import json
 import os
 from pathlib import Path
@@ -217,3 +219,34 @@ def test_a_picture_that_cannot_be_written_is_no_traceback(project) -> None:
     (home.folder / "output/run/samples").write_text("a file in its place")
     with pytest.raises(LatentpressError, match=r"samples/step-000003/cat\.png"):
         home.run(decode.run)
+
+
+@pytest.mark.slow
+def test_pictures_are_added_to_the_trackers(project, wandb_offline) -> None:
+    """Those that are decoded now, each at its step: as TensorBoard and Weights & Biases have them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    home = project("kandinsky5-image-t2i", train={"trackers": ["tensorboard", "wandb"]})
+    run = home.folder / "output/run"
+    for step in (3, 6):
+        put(home, "cat", random_latent(16, 1, 8, 12) * step, "kandinsky5-image", step=step)
+        home.run(decode.run)
+    assert home.run(decode.run).done == 0
+    events = EventAccumulator(str(run / "tensorboard/pictures"))
+    events.Reload()
+    found = {event.step: event.encoded_image_string for event in events.Images("validation/cat")}
+    pictures = {step: run / f"samples/step-{step:06}/cat.png" for step in (3, 6)}
+    for step, path in pictures.items():
+        np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(found[step]))), np.asarray(Image.open(path)))
+    logged = [np.asarray(Image.open(path)).tobytes() for path in run.glob("wandb/offline-run-*/files/media/**/*.png")]
+    assert sorted(logged) == sorted(np.asarray(Image.open(path)).tobytes() for path in pictures.values())
+    key = (run / "wandb-id.txt").read_text()
+    assert {path.name for path in run.glob("wandb/offline-run-*/*.wandb")} == {f"run-{key}-pictures.wandb"}
+
+
+def test_a_tracker_that_is_not_installed_is_left_out(project, monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    home = project("kandinsky5-image-t2i")
+    put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
+    assert home.run(decode.run).done == 1
+    assert "pictures are not added to tensorboard" in home.said

@@ -37,6 +37,8 @@ def test_what_is_done_and_what_remains(encoded) -> None:
         return {row["stage"]: row for row in encoded.run(status.run).details["stages"]}
 
     found = rows()
+    (training,) = encoded.run(status.run).details["training"]
+    assert (training["state"], training["step"]) == ("not started", "0 of 1000")
     assert (found["discover"]["done"], found["bucket"]["done"]) == (3, 3)
     assert (found["encode-text"]["done"], found["encode-latents"]["done"]) == (4, 3)
     assert "encode-vision" not in found and "left" not in found["encode-text"]
@@ -121,6 +123,21 @@ def test_watching_prints_a_line_for_each_change_and_ends_when_nothing_remains() 
         "encode-text: 0 texts done, 9 remaining, 3 texts/s, 0:00:01 left",
         "encode-text: 5 texts done, 4 remaining, 3 texts/s, 0:00:01 left",
         "encode-text: 9 texts done, 0 remaining, 3 texts/s, 0:00:01 left",
+    ]
+
+
+def test_watching_goes_on_while_training_runs() -> None:
+    states = iter(["running", "running", "finished"])
+
+    def now() -> Report:
+        row = {"state": next(states), "step": "5 of 9", "loss": "1", "samples_per_second": "2", "left": "0:00:09"}
+        return Report("status", details={"training": [row]})
+
+    out = io.StringIO()
+    assert status.refresh_until_done(now, Console(stderr=out), 0.0).details["training"][0]["state"] == "finished"
+    assert out.getvalue().splitlines() == [
+        "train: running, step 5 of 9, loss 1, 2 samples/s, 0:00:09 left",
+        "train: finished, step 5 of 9, loss 1, 2 samples/s, 0:00:09 left",
     ]
 
 

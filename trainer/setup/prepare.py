@@ -67,18 +67,15 @@ def prepare_training(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     signature = run_state.resume_signature(config, data, schedule)
-    accelerator = make_accelerator(device, run_state.run_folder(config))
+    accelerator = make_accelerator(device)
     rank, ranks = accelerator.process_index, accelerator.num_processes
     assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks)
     family, methods = module_of(config.model.family_spec), make_methods(settings.methods)
-    if accelerator.is_main_process:
-        precision = run_state.train_precision(config)
-        console.log(
-            f"loading the transformer of {config.model.source} on {accelerator.device}, computing in {precision}"
-        )
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
-    model, autocast = load_transformer(config, family, accelerator.device)
+    place = f"on {accelerator.device}, computing in {run_state.train_precision(config)}"
+    with console.activity(f"loading the transformer of {config.model.source} {place}"):
+        model, autocast = load_transformer(config, family, accelerator.device)
     with explain_checkpoint_errors(config):
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
         signature["base weights"] = fingerprint_model(model)

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -44,7 +42,7 @@ class Denoiser(torch.nn.Module):
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
-def make_accelerator(device: str, folder: Path) -> Accelerator:
+def make_accelerator(device: str) -> Accelerator:
     """Accelerate on this device. Without the check it would silently use the CPU where there is no GPU."""
     if device.startswith("cuda"):
         index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
@@ -56,6 +54,7 @@ def make_accelerator(device: str, folder: Path) -> Accelerator:
         if ":" in device:
             torch.cuda.set_device(device)
     wait = InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)
-    options: dict[str, Any] = {"log_with": "tensorboard", "project_dir": str(folder), "kwargs_handlers": [wait]}
     # Without cpu=True, accelerate takes each of several CPU processes for the only one.
-    return Accelerator(cpu=device == "cpu" or not torch.accelerator.is_available(), mixed_precision="no", **options)
+    return Accelerator(
+        cpu=device == "cpu" or not torch.accelerator.is_available(), mixed_precision="no", kwargs_handlers=[wait]
+    )

@@ -1,0 +1,140 @@
+"""A training run's folder as other programs see it: its metrics and whether a trainer is at work. Without torch."""
+
+import errno
+import fcntl
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from cache.files import replacing
+from schemas.config.pipeline import Config
+
+METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
+WANDB_ID = "wandb-id.txt"
+TENSORBOARD = "tensorboard"
+SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
+TAIL_BYTES = 1 << 18  # of the metrics that status reads: several hundred steps
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, without those that a resumed run repeated or a kill cut off."""
+    return parse_metrics(path.read_bytes()) if path.exists() else []
+
+
+def read_last_metrics(path: Path) -> list[dict[str, Any]]:
+    """Those of its last TAIL_BYTES, in constant time however long the run is."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return parse_metrics(file.read())
+
+
+def parse_metrics(content: bytes) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for raw in content.split(b"\n"):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        if line.get("resumed"):
+            found = [earlier for earlier in found if earlier["step"] <= line["step"]] if line["step"] else []
+        else:
+            found.append(line)
+    return found
+
+
+def smoothed_loss(losses: Sequence[float | None]) -> float | None:
+    """The mean of the last SMOOTHED_STEPS losses; those of skipped steps (null) are left out."""
+    finite = [loss for loss in losses[-SMOOTHED_STEPS:] if isinstance(loss, int | float)]
+    return fmean(finite) if finite else None
+
+
+def is_running(folder: Path) -> bool | None:
+    """Whether a trainer holds the lock of this run's folder; None on a file system without locks.
+
+    The lock is held for the microseconds of the question, for which `lock_output` waits.
+    """
+    try:
+        with (folder / LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return False if error.errno == errno.ENOENT else None
+    return False
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """What a run has done, by its files. steps: those that the configuration asks for. state: "not started", "running",
+    "stopped", "finished", or "unknown" where there are no locks. checkpoint: step of the newest."""
+
+    run: str
+    state: str
+    step: int
+    steps: int
+    loss: float | None
+    samples_per_s: float | None
+    seconds_left: float | None
+    checkpoint: int | None
+
+    def row(self) -> dict[str, Any]:
+        """Of a table."""
+        left = timedelta(seconds=round(self.seconds_left)) if self.seconds_left is not None else ""
+        return {
+            "run": self.run,
+            "state": self.state,
+            "step": f"{self.step} of {self.steps}",
+            "loss": "" if self.loss is None else f"{self.loss:.4g}",
+            "samples_per_second": "" if self.samples_per_s is None else f"{self.samples_per_s:.3g}",
+            "left": str(left),
+            "last_checkpoint": "none" if self.checkpoint is None else f"step {self.checkpoint}",
+        }
+
+
+def read_progress(config: Config) -> RunProgress:
+    """That of the configuration's run. The time left is what the trainer last said, and is known of a running one."""
+    folder, steps = Path(config.output) / config.train.run, config.train.steps
+    lines = [line for line in read_last_metrics(folder / METRICS_FILE) if "loss" in line]
+    names = [path.name for path in (folder / CHECKPOINTS).glob("step-*")]
+    saved = [int(name[5:]) for name in names if re.fullmatch("step-[0-9]{1,18}", name, re.ASCII)]
+    step = max([lines[-1]["step"] if lines else 0, *saved])
+    running = is_running(folder)
+    if running:
+        state = "running"
+    elif step >= steps and (folder / RESULT_NOTE).exists():
+        state = "finished"
+    elif running is None:
+        state = "unknown"
+    else:
+        state = "stopped" if lines or saved else "not started"
+    last = lines[-1] if lines else {}
+    speed, left = last.get("samples_per_s"), last.get("seconds_left") if running else None
+    losses = [line["loss"] for line in lines]
+    return RunProgress(
+        config.train.run, state, step, steps, smoothed_loss(losses), speed, left, max(saved, default=None)
+    )
+
+
+def wandb_options(folder: Path, job: str) -> dict[str, Any]:
+    """Keyword arguments of wandb.init for a run's folder: `job` "train" continues its run, any other is a run of its
+    own in the same group, since two processes can't write to one. wandb leaves the terminal to the program."""
+    try:
+        key = (folder / WANDB_ID).read_text().strip()
+    except FileNotFoundError:
+        key = uuid.uuid4().hex[:8]
+        with replacing(folder / WANDB_ID) as temporary:
+            temporary.write_text(key)
+    suffix = "" if job == "train" else f"-{job}"
+    names = {"id": key + suffix, "name": folder.name + suffix.replace("-", " "), "group": f"{folder.name}-{key}"}
+    settings = {"console": "off", "quiet": True}
+    return {**names, "job_type": job, "dir": str(folder), "resume": "allow", "settings": settings}

@@ -1,0 +1,77 @@
+"""A run's folder as `status` sees it: metrics, lock, checkpoints."""
+
+import fcntl
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from cache import training_run
+from cache.training_run import is_running, read_last_metrics, read_metrics, read_progress, smoothed_loss
+from schemas.config.pipeline import Config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    dataset = {"id": "photos", "instance_data_dir": "none"}
+    settings = {"root": str(tmp_path), "output": str(tmp_path / "output"), "model": {"family": "sana"}}
+    return Config.model_validate(settings | {"datasets": [dataset], "train": {"steps": 400}})
+
+
+def write_steps(folder: Path, first: int, last: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in range(first, last + 1):
+            numbers = {"step": step, "loss": step / 100, "samples_per_s": 2.0, "seconds_left": 3.0 * (400 - step)}
+            file.write(json.dumps(numbers) + "\n")
+
+
+def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
+    folder = Path(config.output) / "run"
+    assert read_progress(config).row()["state"] == "not started"
+    write_steps(folder, 1, 120)
+    (folder / "checkpoints" / "step-000100").mkdir(parents=True)
+    (folder / "checkpoints" / "step-000110.tmp").mkdir()
+    (folder / ".lock").touch()
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_progress(config).row() == {
+            "run": "run",
+            "state": "running",
+            "step": "120 of 400",
+            "loss": f"{fmean(step / 100 for step in range(71, 121)):.4g}",
+            "samples_per_second": "2",
+            "left": "0:14:00",
+            "last_checkpoint": "step 100",
+        }
+    stopped = read_progress(config)
+    assert (stopped.state, stopped.seconds_left, stopped.step) == ("stopped", None, 120)
+    # Gone on from the checkpoint, it is at the checkpoint's step; what had been done after it is lost.
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 100, "resumed": true}\n')
+    assert read_progress(config).step == 100
+    write_steps(folder, 101, 400)
+    (folder / "result.json").write_text("{}")
+    assert read_progress(config).state == "finished"
+
+
+def test_asking_takes_no_lock_away(tmp_path: Path) -> None:
+    assert is_running(tmp_path) is False
+    with (tmp_path / ".lock").open("w") as lock:
+        for _ in range(2):
+            assert is_running(tmp_path) is False
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert is_running(tmp_path) is True
+
+
+def test_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "TAIL_BYTES", 1000)
+    write_steps(tmp_path, 1, 300)
+    found, path = read_last_metrics(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    assert 5 < len(found) < 20 and found == read_metrics(path)[-len(found) :]
+
+
+def test_skipped_steps_have_no_part_in_the_smoothed_loss() -> None:
+    assert smoothed_loss([]) is None and smoothed_loss([None]) is None
+    assert smoothed_loss([9.0] * 60 + [1.0, None, 3.0] + [2.0] * 47) == 2.0
