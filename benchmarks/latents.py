@@ -65,7 +65,7 @@ def make_project(
     folder: Path, count: int, side: int, model: Path, kind: str = "kandinsky5-image-t2i", **resources: str
 ) -> Path:
     """A planned project of `count` pictures or clips; the configuration's path."""
-    dataset: dict = {"id": "media", "instance_data_dir": "media", "resolution": side}
+    dataset: dict = {"id": "media", "instance_data_dir": "media", "resolution": side, "bucket_step": 1}
     if "video" in kind:
         dataset |= {"dataset_type": "video", "video": {"num_frames": FRAMES, "clip": "head"}}
         clip = make_video(1152, 768)

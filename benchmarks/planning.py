@@ -61,7 +61,7 @@ def make_project(folder: Path, items: int, kind: str, foreign: float, **settings
         from examples import tiny_models
 
         tiny_models.build(name, model)
-    dataset = {"id": "items", "instance_data_dir": "media", "dataset_type": kind, "resolution": 512}
+    dataset = {"id": "items", "instance_data_dir": "media", "dataset_type": kind, "resolution": 512, "bucket_step": 1}
     if kind == "video":
         dataset["video"] = {"num_frames": 121, "clip": "head"}
     config = {"root": f"work{items}", "model": {"family": name.rpartition("-")[0], "path": str(model)}}

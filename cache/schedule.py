@@ -231,8 +231,8 @@ def small_bucket_advice(buckets: Sequence[BucketDraws]) -> str:
     least = min(bucket.distinct for bucket in buckets)
     return (
         f"What helps: train.batch_size: {least}; fewer and larger buckets (one `resolution` for all datasets, a lower "
-        "`max_aspect`, a larger `bucket_step`, or `crop_aspect: square`); more samples. `repeats` does not: it shows "
-        "the same ones more often"
+        "`max_aspect`, a larger `bucket_step`, up to a quarter of the edge, or `crop_aspect: square`); more samples. "
+        "`repeats` does not: it shows the same ones more often"
     )
 
 

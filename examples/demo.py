@@ -147,6 +147,7 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
         "dataset_type": "video" if flavour.frames > 1 else "image",
         "instance_data_dir": str(media / flavour.media),
         "resolution": flavour.resolution,
+        "bucket_step": 1,  # several buckets of few pictures
     }
     size = f"{flavour.resolution}x{flavour.resolution}"
     if flavour.frames > 1:

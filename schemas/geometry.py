@@ -28,6 +28,7 @@ ResolutionType = Literal["pixel", "area", "pixel_area"]
 RESOLUTION_TYPES = {"pixel": "the shorter edge", "area": "megapixels", "pixel_area": "the edge of a square"}
 MAX_ASPECT = 2.5
 MAX_BUCKET_PIXELS = 8192 * 8192
+LEAST_STEPS = 4  # of a bucket step that the edge of the square bucket has at least
 
 _BUCKET_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?")
 
@@ -87,16 +88,46 @@ class Crop(Generic[Pixels]):
 
 
 def resolution_buckets(
-    resolution: float, resolution_type: ResolutionType, stride: int, *, max_aspect: float = MAX_ASPECT
+    resolution: float, resolution_type: ResolutionType, stride: int, *, step: int = 1, max_aspect: float = MAX_ASPECT
 ) -> tuple[tuple[int, int], ...]:
-    """All (width, height) in pixels of a dataset's `resolution`, whose sides are multiples of `stride`, sorted.
+    """All (width, height) in pixels of a dataset's `resolution`, whose sides are multiples of `workable_step`, sorted.
 
     resolution: by its type, the edge of a square of the buckets' area (`pixel_area`), megapixels (`area`), or the
     shorter edge (`pixel`). Always a square, and with each pair its mirror image. A longer side is at most `max_aspect`
     times the shorter. `pixel`: the shorter side of all is the multiple nearest to `resolution`. Else the longer side is
-    the multiple nearest to the area over the shorter, so that areas are within `stride * (longer side + stride)` of the
+    the multiple nearest to the area over the shorter, so that areas are within `step * (longer side + step)` of the
     one asked for. ValueError where the edge is less than one stride or the area more than MAX_BUCKET_PIXELS.
     """
+    step = workable_step(resolution, resolution_type, stride, step)
+    area, edge = _measure_square(resolution, resolution_type)
+    square = _nearest_multiple(edge, step)
+    pairs = {(square, square)}
+    if resolution_type == "pixel":
+        pairs |= {(square, longer) for longer in range(square, math.floor(square * max_aspect) + 1, step)}
+    else:
+        longer_sides = {shorter: _nearest_multiple(area / shorter, step) for shorter in range(step, square, step)}
+        pairs |= {pair for pair in longer_sides.items() if pair[0] < pair[1] <= max_aspect * pair[0]}
+    return tuple(sorted(pairs | {(height, width) for width, height in pairs}))
+
+
+def workable_step(resolution: float, resolution_type: ResolutionType, stride: int, step: int) -> int:
+    """The steps, in pixels, in which the sides of a dataset's buckets differ: `step`, rounded up to a multiple of
+    `stride`, the model's own.
+
+    Where the square bucket's edge is less than LEAST_STEPS of these, it is the largest multiple of the stride of which
+    the edge has as many: else nearly every picture would be square, and the square of 96 pixels one of 128. Errors:
+    see `resolution_buckets`.
+    """
+    _, edge = _measure_square(resolution, resolution_type)
+    if stride < 1 or step < 1:
+        raise ValueError(f"stride {stride}, step {step}: must be 1 or more")
+    if edge < stride:
+        raise ValueError(f"an edge of {edge:g} pixels is less than the stride of {stride}: use a higher resolution")
+    return max(1, min(-(-step // stride), math.floor(edge / (LEAST_STEPS * stride)))) * stride
+
+
+def _measure_square(resolution: float, resolution_type: ResolutionType) -> tuple[int, float]:
+    """Area and edge, in pixels, of the square bucket before its edge is rounded."""
     _check_type(resolution_type)
     if not resolution > 0 or not math.isfinite(resolution):
         raise ValueError(f"resolution {resolution}: must be more than 0")
@@ -106,19 +137,7 @@ def resolution_buckets(
             f"{resolution:g} makes pictures of {area / 1e6:.0f} megapixels (resolution_type {resolution_type}: "
             f"{RESOLUTION_TYPES[resolution_type]}); at most {MAX_BUCKET_PIXELS / 1e6:.0f}"
         )
-    edge = resolution if resolution_type == "pixel" else math.sqrt(area)
-    if stride < 1:
-        raise ValueError(f"stride {stride}: must be 1 or more")
-    if edge < stride:
-        raise ValueError(f"an edge of {edge:g} pixels is less than the stride of {stride}: use a higher resolution")
-    square = _nearest_multiple(edge, stride)
-    pairs = {(square, square)}
-    if resolution_type == "pixel":
-        pairs |= {(square, longer) for longer in range(square, math.floor(square * max_aspect) + 1, stride)}
-    else:
-        longer_sides = {shorter: _nearest_multiple(area / shorter, stride) for shorter in range(stride, square, stride)}
-        pairs |= {pair for pair in longer_sides.items() if pair[0] < pair[1] <= max_aspect * pair[0]}
-    return tuple(sorted(pairs | {(height, width) for width, height in pairs}))
+    return area, resolution if resolution_type == "pixel" else math.sqrt(area)
 
 
 def choose_buckets(width: Numbers, height: Numbers, candidates: Sequence[tuple[int, int]]) -> Ints:

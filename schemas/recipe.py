@@ -92,7 +92,9 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
 def dataset_settings(dataset: Dataset) -> Settings:
     """A dataset's part of `plan_settings`. Locations of companions may differ between machines, so only whether there
     are any counts."""
-    return dataset.model_dump(exclude=set(MACHINE_OPTIONS), mode="json") | {
+    # The finest step is left out: plans had no other when they were first made, and are still found by it.
+    left_out = {*MACHINE_OPTIONS, *(("bucket_step",) if dataset.bucket_step == 1 else ())}
+    return dataset.model_dump(exclude=left_out, mode="json") | {
         "instance_data_dir": dataset.portable_path("instance_data_dir"),
         "source": dataset.resolved_source,
         "caption_strategy": dataset.resolved_caption_strategy,

@@ -105,9 +105,13 @@ def _require_training_samples(plan: DraftPlan) -> None:
         why = f"of {items} items none is left: {reasons}"
     else:
         why = "everything is held out for evaluation"
+    coarse = [(name, notes.step.advised) for name, notes in plan.notes.items() if notes.step and notes.step.advised]
+    finer = ", ".join(f"datasets.{name}.bucket_step: {advised.step}" for name, advised in coarse)
     raise LatentpressError(
         f"there would be nothing to train on: {why}",
-        "add media, or relax the datasets' limits (minimum_image_size, video.min_frames, resolution, where)",
+        f"set {finer}, as the present step excludes items"
+        if finer
+        else "add media, or relax the datasets' limits (minimum_image_size, video.min_frames, resolution, where)",
     )
 
 
@@ -160,6 +164,8 @@ def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], mu
                 f"{dataset.id}: {notes.repeating} clips repeat frames, because their videos have fewer than "
                 f"{dataset.video.frame_rate:g} per second; a lower frame_rate or max_repeated_frames avoids it"
             )
+        if notes and (costly := summary.step_warning(dataset, notes.step)):
+            console.warn(costly)
         if notes and (count := len(notes.aspect_differs)):
             named = ", ".join(notes.aspect_differs[:MAX_LISTED_ITEMS].to_pylist())
             more = f" and {count - MAX_LISTED_ITEMS} more" if count > MAX_LISTED_ITEMS else ""

@@ -139,7 +139,7 @@ def project(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[..., Projec
         (folder / "media").mkdir(parents=True)
         video = "video" in kind
         dataset: dict[str, Any] = {"id": "photos", "instance_data_dir": "media", "resolution": 64}
-        dataset["allow_upscale"] = True
+        dataset |= {"bucket_step": 1, "allow_upscale": True}  # several buckets of few pictures
         if video:
             dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}
         base: dict[str, Any] = {

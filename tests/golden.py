@@ -200,7 +200,7 @@ class Home:
                 "unit_mib": 0.5 if name in ("t2i", "i2v") else 0.1,
             },
             "model": {"family": family, "flavour": flavour, "revision": COMMIT, "precision": "float32"},
-            "datasets": DATASETS[name],
+            "datasets": [{**dataset, "bucket_step": 1} for dataset in DATASETS[name]],
             "stages": {"discover": {"workers": 1}, "encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
             "validation": {"prompts": [prompt], "size": f"{side}x{side}{frames}", "eval_samples": 2, "steps": 1},
             "train": {"run": "golden", "steps": 2, "batch_size": 2, "threads": 1, "optimizer": {"warmup": 1}},

@@ -93,6 +93,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "datasets.clips.resolution": (PLAN, "datasets.clips.resolution=96"),
     "datasets.clips.resolution_type": (PLAN, "datasets.clips.resolution_type=pixel"),
     "datasets.clips.buckets": (PLAN, "datasets.clips.buckets=family"),
+    "datasets.clips.bucket_step": (PLAN, "datasets.clips.bucket_step=128"),
     "datasets.clips.max_aspect": (PLAN, "datasets.clips.max_aspect=2"),
     "datasets.clips.crop": (PLAN, "datasets.clips.crop=false"),
     "datasets.clips.crop_aspect": (PLAN, "datasets.clips.crop_aspect=square"),

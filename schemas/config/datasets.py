@@ -115,6 +115,9 @@ class Dataset(Section):
     buckets: Literal["computed", "family"] = Field(
         "computed", description="computed: from resolution and strides; family: the sizes the model was made with"
     )
+    bucket_step: int = Field(
+        64, ge=1, le=MAX_EDGE, description="pixels; sides of computed buckets are multiples of it; 1: the model's own"
+    )
     max_aspect: float = Field(2.5, ge=1, le=100, description="longest side of a bucket over its shorter one")
     crop: bool = Field(True, description="true: cover the bucket and crop; false: stretch to it")
     crop_aspect: Literal["preserve", "square", "closest", "random"] = Field(

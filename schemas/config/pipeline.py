@@ -13,7 +13,7 @@ from schemas.config.encoding import Cache, Latents, Model, Stages, Text, Vision
 from schemas.config.section import Problem, Section
 from schemas.config.training import Train, Validation
 from schemas.folder_checks import find_obstacle
-from schemas.geometry import resolution_buckets
+from schemas.geometry import workable_step
 
 VALIDATION = "validation"  # the dataset of the images of validation prompts
 PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("schemas", "cache", "stages", "trainer"))
@@ -91,8 +91,9 @@ class Config(Section):
                 continue
             try:
                 resolution = dataset.resolution or self.model.family_spec.resolution
-                multiple = self.model.family_spec.side_multiple
-                resolution_buckets(resolution, dataset.resolution_type, multiple, max_aspect=dataset.max_aspect)
+                workable_step(
+                    resolution, dataset.resolution_type, self.model.family_spec.side_multiple, dataset.bucket_step
+                )
             except ValueError as error:
                 yield (*here, "resolution"), str(error)
             video = dataset.dataset_type == "video"

@@ -72,7 +72,11 @@ def bucket_sizes(model: Model, dataset: Dataset, side_multiple: int) -> BucketSi
     try:
         resolution = dataset.resolution or model.family_spec.resolution
         return geometry.resolution_buckets(
-            resolution, dataset.resolution_type, side_multiple, max_aspect=dataset.max_aspect
+            resolution,
+            dataset.resolution_type,
+            side_multiple,
+            step=dataset.bucket_step,
+            max_aspect=dataset.max_aspect,
         )
     except ValueError as error:
         raise LatentpressError(f"{key}.resolution: {error}", "raise it") from error

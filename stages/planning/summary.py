@@ -14,6 +14,7 @@ from schemas.config.pipeline import VALIDATION, Config
 from schemas.family import ScaleWindow
 from schemas.geometry import Bucket, choose_buckets, resolution_buckets
 from schemas.tables import ACTIVE_SCHEMA
+from stages.planning.bucket_steps import LARGE_LOSS, StepReport
 from stages.planning.plan_builder import DraftPlan
 from stages.planning.units import sample_tensor_bytes
 
@@ -129,18 +130,38 @@ def _difference(names: pa.Array, others: pa.Array) -> pa.Array:
 
 def dataset_table(config: Config, plan: DraftPlan) -> list[TableRow]:
     """One row for each dataset: how many items it has, and how they are used."""
-    table = []
+    table, crops = [], {dataset.id: dataset.crop for dataset in config.datasets}
     for name, notes in plan.notes.items():
         roles = plan.active.column("role").filter(pc.equal(plan.active.column("dataset"), name))
         row: TableRow = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": len(roles)}
         row["held_out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
         row["duplicates"] = notes.duplicates
+        row["bucket_step"] = "family" if notes.step is None else notes.step.now.step
+        row["cut_off_percent_more"] = round(100 * notes.step.now.more, 2) if notes.step and crops[name] else 0.0
         if config.model.condition is not None and config.model.condition.kind == "source":
             row["sources_of_other_aspect"] = len(notes.aspect_differs)
         if config.model.family_spec.video:
             row["rounded_down"], row["repeating_frames"] = notes.rounded, notes.repeating
         table.append(row)
     return table
+
+
+def step_warning(dataset: Dataset, report: StepReport | None) -> str | None:
+    """A warning if a dataset's bucket step costs much, with a smaller one that does not, else None."""
+    if report is None or report.advised is None:
+        return None
+    now, advised, what = report.now, report.advised, "cut off" if dataset.crop else "lost by stretching"
+    costs = []
+    if now.more >= LARGE_LOSS:
+        least = f"{100 * (now.lost - now.more):.1f} % with the finest step"
+        costs.append(f"{100 * now.lost:.1f} % of a picture is {what} on average ({least})")
+    if now.set_aside:
+        costs.append(f"{now.set_aside} items are set aside that the finest step keeps")
+    return (
+        f"{dataset.id}: in buckets in steps of {now.step} pixels {' and '.join(costs)}. With "
+        f"datasets.{dataset.id}.bucket_step: {advised.step}, {100 * advised.lost:.1f} % is {what}, and the number of "
+        f"sizes is {advised.shapes} instead of {now.shapes}"
+    )
 
 
 def scale_name(factors: Sequence[float]) -> str:
@@ -182,7 +203,7 @@ def _advise_resolution(
     widest = int(100 * window.high / window.low) / 100
     for aspect in (dataset.max_aspect, min(dataset.max_aspect, widest)):
         for resolution in sorted(candidates, key=lambda value: abs(value - current)):
-            sizes = resolution_buckets(resolution, kind, multiple, max_aspect=aspect)
+            sizes = resolution_buckets(resolution, kind, multiple, step=dataset.bucket_step, max_aspect=aspect)
             if all(window.holds(*sizes[index]) for index in choose_buckets(width, height, sizes)):
                 narrower = "" if aspect == dataset.max_aspect else f" with max_aspect: {aspect:g}"
                 return f"datasets.{dataset.id}.resolution: {resolution:g}{narrower} would be inside"

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "discover": ["--images", "6", "--videos", "2", "--tree", "40", "--entries", "300", "--repeat", "1"],
+    "buckets": [],
     "planning": ["--items", "2000"],
     "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],
@@ -49,6 +50,12 @@ def test_discovery_beside_the_least_that_could_be_done(measured) -> None:
     assert second[0] == "| second scan of 40 unchanged files"
     assert added[:3] == ["| files read after adding 10", "10", "10"]
     assert [row[:2] for row in memory] == [["| 300", "first"], ["| 300", "second"]]
+
+
+def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None:
+    rows = [line for line in measured("buckets").splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 9
+    assert "\n".join([rows[0], "|" + "---|" * 7, *rows[1:]]) in (ROOT / "docs/datasets.md").read_text()
 
 
 def test_planning(measured) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.buckets import photograph_sizes
 from cache.schedule import (
     BatchSchedule,
     BucketDraws,
@@ -24,6 +25,7 @@ from cache.schedule import (
     permute,
     small_bucket_advice,
 )
+from schemas.geometry import choose_buckets, resolution_buckets
 
 BUCKETS = ("64x64@1", "64x96@1", "640x640@5")
 A, B, _ = BUCKETS
@@ -155,12 +157,18 @@ def test_weights_in_words() -> None:
     assert epochs[0] == epochs[2] != epochs[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(spans(), st.integers(0, 99), st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 40))
 def test_positions_count_through_a_step(plan_spans, seed, batch_size, step) -> None:
     """Any number of ranks shares them: rank r takes numbers r, r + R, ... of the list."""
-    found = BatchSchedule(plan_spans, seed, batch_size, 12).step(step)
+    schedule = BatchSchedule(plan_spans, seed, batch_size, 12)
+    found = schedule.step(step)
     assert len(found) == 12 // batch_size
+    for other in (schedule, BatchSchedule(plan_spans, seed, batch_size, 12)):  # whatever was asked for before
+        other.step(step + 3)
+        for one, same in zip(other.step(step), found, strict=True):
+            assert one.rows.tolist() == same.rows.tolist() and one.passes.tolist() == same.passes.tolist()
     assert np.concatenate([each.positions for each in found]).tolist() == list(range(12))
     plan = BatchSchedule(plan_spans, seed, batch_size, 12)
     for world in (each for each in (1, 2, 3, 4) if plan.micro_batches_per_step % each == 0):
@@ -273,6 +281,22 @@ def test_the_remedy_for_short_buckets_cures_them(counts, batch_size, count) -> N
     advised = int(re.search(r"train\.batch_size: (\d+)", small_bucket_advice(plan.small_buckets))[1])
     cured = BatchSchedule(spans, 0, advised, advised * count)
     assert not cured.small_buckets and not any(twice(batch) for batch in epoch_of(cured, 0))
+
+
+def test_a_larger_bucket_step_cures_them_too() -> None:
+    """As the advice says, up to a quarter of the edge: fewer buckets, fewer small ones, fewer repeated photographs."""
+    width, height = photograph_sizes()
+    small, repeated = [], []
+    for step in (1, 64, 128, 256, 512):
+        sizes = resolution_buckets(1024, "pixel_area", 16, step=step)
+        counts = np.bincount(choose_buckets(width, height, sizes))
+        spans = [Span("{}x{}@1".format(*sizes[number]), 0, int(counts[number])) for number in np.flatnonzero(counts)]
+        plan = BatchSchedule(spans, 0, 8, 8)
+        small.append((len(plan.buckets), len(plan.small_buckets)))
+        repeated.append(sum(bucket.fill for bucket in plan.buckets))
+    assert small[0] > small[1] > small[2] > small[3] == small[4] and small[2][1] == 0
+    assert repeated[0] > repeated[1] > repeated[2]
+    assert "a larger `bucket_step`, up to a quarter" in small_bucket_advice([BucketDraws(A, 1, 1, 1, 7)])
 
 
 def twice(batch: MicroBatchRows) -> bool:

@@ -19,6 +19,7 @@ from schemas.geometry import (
     resolution_buckets,
     shorter_side_at_size,
     stretch_to_bucket,
+    workable_step,
 )
 
 sides = st.integers(1, 4096)
@@ -92,6 +93,27 @@ def test_aspect_buckets(edge, stride, max_aspect):
         assert abs(width * height - edge**2) <= stride * (max(width, height) + stride)
 
 
+@given(
+    st.floats(16, 4096),
+    st.sampled_from([8, 16, 32, 128]),
+    st.integers(1, 300),
+    st.sampled_from(["pixel_area", "pixel"]),
+)
+def test_steps_of_buckets(edge, stride, asked, kind):
+    """The step as asked for, rounded up to the stride; at most a quarter of the edge, and at least the stride."""
+    if edge < stride:
+        with pytest.raises(ValueError, match="higher resolution"):
+            workable_step(edge, kind, stride, asked)
+        return
+    step = workable_step(edge, kind, stride, asked)
+    assert step % stride == 0 and step >= stride
+    assert step <= max(stride, edge / 4 + 1) and step < asked + stride
+    if asked <= edge / 4 - stride:
+        assert step >= asked
+    assert resolution_buckets(edge, kind, stride, step=asked) == resolution_buckets(edge, kind, step)
+    assert resolution_buckets(edge, kind, stride) == resolution_buckets(edge, kind, stride, step=stride)
+
+
 def test_known_aspect_buckets():
     pairs = resolution_buckets(512, "pixel_area", 16)
     assert (512, 512) in pairs
@@ -115,6 +137,9 @@ def test_shorter_edge_buckets_fix_the_shorter_edge(edge, stride):
 def test_resolution_buckets_follow_the_type():
     assert resolution_buckets(512, "pixel_area", 16) == resolution_buckets(0.262144, "area", 16)
     assert resolution_buckets(512, "pixel", 64, max_aspect=1.2) == ((512, 512), (512, 576), (576, 512))
+    assert resolution_buckets(1024, "pixel_area", 16, step=64, max_aspect=1.3) == (
+        *((896, 1152), (960, 1088), (1024, 1024), (1088, 960), (1152, 896)),
+    )
     with pytest.raises(ValueError, match="pixel, area, pixel_area"):
         resolution_buckets(512, "edge", 16)
     with pytest.raises(ValueError, match="more than 0"):

@@ -163,6 +163,41 @@ def test_a_lite_video_model_is_warned_with_the_resolution_that_would_do(project)
     assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "would be inside" not in text
 
 
+@pytest.mark.slow
+def test_a_coarse_bucket_step_is_reported_with_what_it_cuts_off_and_a_better_one(project):
+    made = project()
+    made.settings["datasets"][0] = {"id": "photos", "instance_data_dir": "media", "resolution": 256}
+    for number, size in enumerate([(600, 400), (640, 480), (400, 600), (512, 512), (230, 230)]):
+        made.image(f"{number}.png", size, seed=number)
+    made.run(discover.run)
+    report, text = said(made, bucket)
+    rows = {row["bucket"] for row in report.details["buckets"]}
+    assert rows == {"192x320@1", "256x256@1", "320x192@1"}, "the default: steps of 64"
+    (row,) = report.details["datasets"]
+    assert row["bucket_step"] == 64 and row["cut_off_percent_more"] > 5
+    assert "photos: in buckets in steps of 64 pixels" in text
+    step = int(text.partition("datasets.photos.bucket_step: ")[2].split(",")[0])
+    better, text = said(made, bucket, f"datasets.photos.bucket_step={step}")
+    assert "in buckets in steps of" not in text
+    assert better.details["datasets"][0]["cut_off_percent_more"] < 5
+    assert better.details["datasets"][0]["bucket_step"] == step
+    finest, _ = said(made, bucket, "datasets.photos.bucket_step=1")
+    assert [finest.details["datasets"][0][name] for name in ("bucket_step", "cut_off_percent_more")] == [16, 0]
+
+
+def test_a_step_that_excludes_everything_is_named(project):
+    """Film of 480 lines at `resolution: 480`: the nearest multiple of 64 is 512."""
+    made = project()
+    made.settings["datasets"][0] = {"id": "photos", "instance_data_dir": "media"}
+    made.settings["datasets"][0] |= {"resolution": 480, "resolution_type": "pixel"}
+    made.image("film.png", (854, 480))
+    made.run(discover.run)
+    with pytest.raises(LatentpressError, match="none is left: 1 needs-upscale") as caught:
+        made.run(bucket.run)
+    assert caught.value.next_step == "set datasets.photos.bucket_step: 16, as the present step excludes items"
+    assert made.run(bucket.run, "datasets.photos.bucket_step=16").details["buckets"][0]["bucket"] == "848x480@1"
+
+
 def test_a_shape_too_wide_for_a_lite_model_is_warned_with_the_aspect_too(project):
     made = project("kandinsky5-video-t2v")
     made.settings["datasets"][0] |= {"resolution": 512}

@@ -239,7 +239,7 @@ class Home:
         return Store(self.root)
 
     def run(self, *programs: Any, **options: Any) -> list[Report]:
-        common = {"resolution": 64, "allow_upscale": True} | self.settings
+        common = {"resolution": 64, "bucket_step": 1, "allow_upscale": True} | self.settings
         if "video" in self.model["family"]:
             common |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}
         document = {

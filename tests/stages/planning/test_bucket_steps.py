@@ -1,0 +1,177 @@
+"""The buckets of a dataset are in steps of `bucket_step`; what that costs, and the smaller step that costs less."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.buckets import photograph_sizes
+from schemas.config.pipeline import Config
+from schemas.geometry import Bucket
+from schemas.recipe import plan_key
+from schemas.tables import MEDIA_SCHEMA
+from stages.planning.bucket_steps import LARGE_LOSS
+from stages.planning.plan_builder import DraftPlan, build_plan
+from stages.planning.summary import dataset_table, scale_warning, step_warning
+
+WIDTHS, HEIGHTS = photograph_sizes()
+
+
+def config(family: str = "kandinsky5-image", **dataset: Any) -> Config:
+    made = {"id": "a", "instance_data_dir": "a", **dataset}
+    return Config.model_validate({"root": "work", "model": {"family": family}, "datasets": [made]})
+
+
+def planned(made: Config, sizes: list[tuple[int, int]] | None = None, multiple: int | None = None) -> DraftPlan:
+    sizes = sizes or list(zip(WIDTHS.tolist(), HEIGHTS.tolist(), strict=True))
+    rows = [
+        {"path": f"{n:05}.jpg", "media_id": f"{n:032x}", "kind": "image", "width": w, "height": h, "captions": ["x"]}
+        for n, (w, h) in enumerate(sizes)
+    ]
+    media = pa.Table.from_pylist([dict.fromkeys(MEDIA_SCHEMA.names) | row for row in rows], schema=MEDIA_SCHEMA)
+    return build_plan(made, {"a": media}, multiple or made.model.family_spec.side_multiple)
+
+
+def buckets(plan: DraftPlan) -> dict[str, Bucket]:
+    """path -> bucket"""
+    rows = plan.samples.to_pylist()
+    return {row["path"]: Bucket.parse(row["geometry"]["bucket"]) for row in rows}
+
+
+def sides(plan: DraftPlan) -> set[int]:
+    return {side for bucket in buckets(plan).values() for side in (bucket.width, bucket.height)}
+
+
+def lost(plan: DraftPlan) -> dict[str, float]:
+    """path -> share of the area that is cut off, from the crops in the plan."""
+    found = {}
+    for row in plan.samples.to_pylist():
+        crop, bucket = row["geometry"], Bucket.parse(row["geometry"]["bucket"])
+        found[row["path"]] = 1 - bucket.width * bucket.height / (crop["resize_w"] * crop["resize_h"])
+    return found
+
+
+def test_new_datasets_get_sides_in_steps_of_64() -> None:
+    """Fewer shapes and no more small buckets than with the finest step."""
+    coarse, fine = planned(config()), planned(config(bucket_step=1))
+    assert all(side % 64 == 0 for side in sides(coarse)) and not all(side % 64 == 0 for side in sides(fine))
+    shapes = [list(buckets(plan).values()) for plan in (coarse, fine)]
+    assert len(set(shapes[0])) <= 11 < 25 <= len(set(shapes[1]))
+    alone = [sum(found.count(bucket) == 1 for bucket in set(found)) for found in shapes]
+    assert alone[0] <= 2 < 8 <= alone[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "multiple", "asked", "used"),
+    [
+        ("kandinsky5-image", 16, 40, 48),
+        ("kandinsky5-image", 16, 1, 16),
+        ("sana", 32, 64, 64),
+        ("sana", 32, 1, 32),
+        ("sana", 32, 100, 128),
+        ("kandinsky5-video", 128, 64, 128),  # NABLA attention
+    ],
+)
+def test_a_step_is_never_finer_than_the_model_s(family: str, multiple: int, asked: int, used: int) -> None:
+    made = config(family, bucket_step=asked, resolution=1024, dataset_type="image")
+    plan = planned(made, multiple=multiple)
+    assert np.gcd.reduce(sorted(sides(plan))) == used
+    assert dataset_table(made, plan)[0]["bucket_step"] == used
+
+
+@pytest.mark.parametrize(("resolution", "used"), [(256, 64), (192, 48), (128, 32), (96, 16), (64, 16), (40, 16)])
+def test_at_a_low_resolution_the_step_is_a_quarter_of_it(resolution: int, used: int) -> None:
+    """So that square pictures keep the size that was asked for, as near as the model's own stride allows."""
+    made = config(resolution=resolution)
+    plan = planned(made, [(2000, 2000), (3000, 2000)])
+    assert dataset_table(made, plan)[0]["bucket_step"] == used
+    square, wide = buckets(plan).values()
+    assert abs(square.width - resolution) <= 8 and wide.width > wide.height
+
+
+def test_what_is_cut_off_more_is_the_difference_to_the_finest_step() -> None:
+    for resolution in (512, 1024):
+        made = config(resolution=resolution)
+        coarse, fine = lost(planned(made)), lost(planned(config(resolution=resolution, bucket_step=1)))
+        more = np.mean([coarse[path] - fine[path] for path in coarse])
+        (row,) = dataset_table(made, planned(made))
+        assert row["cut_off_percent_more"] == pytest.approx(100 * more, abs=0.01) and more > 0.01
+    (row,) = dataset_table(config(bucket_step=16), planned(config(bucket_step=16)))
+    assert (row["bucket_step"], row["cut_off_percent_more"]) == (16, 0)
+    (row,) = dataset_table(config(buckets="family"), planned(config(buckets="family")))
+    assert (row["bucket_step"], row["cut_off_percent_more"]) == ("family", 0)
+
+
+def warning(made: Config, plan: DraftPlan) -> str | None:
+    return step_warning(made.datasets[0], plan.notes["a"].step)
+
+
+shapes = st.tuples(st.integers(500, 2600), st.integers(500, 2600))
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(shapes, min_size=1, max_size=12),
+    st.sampled_from([256, 480, 512, 700]),
+    st.sampled_from([64, 128]),
+    st.sampled_from(["pixel_area", "pixel"]),
+    st.sampled_from([{}, {"crop": False}, {"max_cropped": 0.1}, {"allow_upscale": True}]),
+)
+def test_advice_is_true_when_it_is_followed(sizes, resolution, step, kind, more) -> None:
+    def tried(step: int) -> tuple[Config, DraftPlan]:
+        made = config(resolution=resolution, resolution_type=kind, bucket_step=step, **more)
+        return made, planned(made, sizes)
+
+    made, plan = tried(step)
+    said, fine = warning(made, plan), tried(1)[1]
+    excluded = set(buckets(fine)) - set(buckets(plan))
+    report = plan.notes["a"].step
+    assert report is not None and report.now.set_aside == len(excluded)
+    assert (said is None) == (report.now.more < LARGE_LOSS and not excluded)
+    if said is None:
+        return
+    assert report.advised is not None and f"bucket_step: {report.advised.step}, " in said
+    followed, better = tried(report.advised.step)
+    assert warning(followed, better) is None
+    assert excluded or report.advised.more < report.now.more
+    assert not set(buckets(fine)) - set(buckets(better))
+    assert len(set(buckets(better).values())) == report.advised.shapes
+    if more != {"crop": False}:
+        cut = lost(better)
+        kept = [cut[path] for path in cut if path in buckets(fine)]
+        assert report.advised.lost == pytest.approx(np.mean(kept) if kept else 0)
+
+
+def test_the_warning_in_words() -> None:
+    made = config(resolution=512)
+    said = warning(made, planned(made))
+    assert said is not None and said.startswith("a: in buckets in steps of 64 pixels 8.3 % of a picture is cut off on")
+    assert said.endswith("bucket_step: 32, 2.8 % is cut off, and the number of sizes is 11 instead of 5")
+    assert warning(config(), planned(config())) is None, "at 1024 the same step costs 2 %"
+    film = config(resolution=480, resolution_type="pixel", bucket_step=64)
+    said = warning(film, planned(film, [(854, 480)] * 3))
+    assert said == (
+        "a: in buckets in steps of 64 pixels 3 items are set aside that the finest step keeps. "
+        "With datasets.a.bucket_step: 16, 0.7 % is cut off, and the number of sizes is 1 instead of 0"
+    )
+
+
+def test_advice_on_the_scale_window_uses_the_dataset_s_buckets() -> None:
+    made = config("kandinsky5-video", resolution=512)
+    rows = [{"bucket": str(bucket), "scale_class": "1x3.16x3.16"} for bucket in {Bucket(704, 384)}]
+    said = scale_warning(made, rows, 16)
+    assert said is not None
+    resolution = float(said.rpartition("resolution: ")[2].split()[0])
+    inside = planned(config("kandinsky5-video", resolution=resolution), [(1408, 768)])
+    (bucket,) = buckets(inside).values()
+    assert all(480 <= side <= 854 and side % 64 == 0 for side in (bucket.width, bucket.height))
+
+
+def test_plans_of_before_are_those_of_the_finest_step() -> None:
+    """Which had no option: their key is found again."""
+    keys = {step: plan_key(config(bucket_step=step), 16) for step in (1, 16, 64)}
+    assert len(set(keys.values())) == 3 and plan_key(config(), 16) == keys[64]
