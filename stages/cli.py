@@ -20,6 +20,7 @@ PROGRAMS = {
     "index": "join plan and shards into the training set",
     "train": "shards -> adapter or model, checkpoints, validation latents",
     "decode": "validation latents -> pictures and videos",
+    "export-adapter": "an adapter for ComfyUI or diffusers, or merged into a model",
     "run": "all of the above in order, skipping what is done",
     "export": "a training set as self-contained shards",
     "import": "an export into ordinary shards and a training set",
@@ -42,8 +43,14 @@ From folders of images and videos to a trained adapter, by cached stages.
 latentpress PROGRAM --help shows its options; pipeline.yaml is read unless --config names another."""
 
 
+#: Programs of the trainer -> module.
+TRAINER_PROGRAMS = {"train": "trainer", "export-adapter": "trainer.export_adapter"}
+
+
 def program_module(program: str) -> str:
-    """The module of a program of this package; one named like a keyword ends in an underscore."""
+    """The module of a program; one named like a keyword ends in an underscore."""
+    if program in TRAINER_PROGRAMS:
+        return TRAINER_PROGRAMS[program]
     name = program.replace("-", "_")
     return f"stages.{name}_" if iskeyword(name) else f"stages.{name}"
 
@@ -63,8 +70,8 @@ def main() -> None:
     if name not in PROGRAMS:
         print(f"error: {name!r} is no program; choose from {', '.join(PROGRAMS)}", file=sys.stderr)
         sys.exit(2)
-    if name == "train":
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "trainer", *rest])
+    if name in TRAINER_PROGRAMS:
+        os.execv(sys.executable, [sys.executable, "-P", "-m", program_module(name), *rest])
     importlib.import_module(program_module(name)).app(args=rest, prog_name=f"latentpress {name}")
 
 

@@ -11,14 +11,10 @@ from typing import get_args
 import pytest
 
 from stages import cli
-from stages.cli import PROGRAMS
+from stages.cli import PROGRAMS, TRAINER_PROGRAMS, program_module
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "av", "decord", "datasets")
-
-
-def module_of(program: str) -> str:
-    return "trainer" if program == "train" else cli.program_module(program)
 
 
 def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -44,7 +40,7 @@ for program, module in programs.items():
 
 @pytest.mark.slow
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
-    done = python("-c", HELP, json.dumps([HEAVY, {name: module_of(name) for name in PROGRAMS}]), cwd=tmp_path)
+    done = python("-c", HELP, json.dumps([HEAVY, {name: program_module(name) for name in PROGRAMS}]), cwd=tmp_path)
     assert done.stdout.splitlines() == [f"{name} 0" for name in PROGRAMS], done.stderr
     for program in PROGRAMS:
         text = (tmp_path / program).read_text()
@@ -58,7 +54,7 @@ def test_wrong_use_ends_with_2(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def code(*words: str) -> object:
-        if program == "train":  # it takes the place of the process
+        if program in TRAINER_PROGRAMS:  # it takes the place of the process
             done = python("-m", "stages.cli", program, *words)
             sys.stderr.write(done.stderr)
             return done.returncode
@@ -74,7 +70,7 @@ def test_wrong_use_ends_with_2(
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_number_of_the_command_line_has_both_bounds(program: str) -> None:
-    app = import_module("trainer.__main__" if program == "train" else module_of(program)).app
+    app = import_module("trainer.__main__" if program == "train" else program_module(program)).app
     found = {}
     for name, parameter in inspect.signature(app.registered_commands[0].callback).parameters.items():
         kind, option = get_args(parameter.annotation)

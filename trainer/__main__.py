@@ -15,6 +15,7 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.import_time import garbage_collection_paused
 from trainer import interruption
+from trainer.adapter_header import check_family, read_initial
 from trainer.metrics import METRICS_FILE, read_metrics, require_trackers
 from trainer.output_lock import lock_output
 from trainer.progress import describe_results
@@ -39,6 +40,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         data = open_configured_set(config, console.warn)
         global_batch = config.train.batch_size * config.train.accumulate * world
         require_tensors(config, data)
+        require_initial_adapter(config)
         schedule = BatchSchedule(data.spans, config.train.seed, config.train.batch_size, global_batch)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule)
@@ -92,6 +94,12 @@ def require_tensors(config: Config, data: TrainSet) -> None:
         for tensor, advice in method.needs.items():
             if not data.has_tensor(tensor):
                 raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
+
+
+def require_initial_adapter(config: Config) -> None:
+    """AdapterError where `train.adapter.init` can't be started from, as far as its header tells."""
+    if adapter := read_initial(config.train.adapter):
+        check_family(adapter, config.model.family)
 
 
 def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:

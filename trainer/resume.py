@@ -41,10 +41,12 @@ HINTS = {
     "transformer": "Set model.path, model.flavour or model.revision back.",
 }
 HINTS["base weights"] = HINTS["transformer"]
+HINTS["initial adapter"] = "Set train.adapter.init back, or its file."
 #: Hashes in the signature -> the message in place of their values.
 HASHES = {
     "transformer": "the transformer has another shape",
     "base weights": "training starts from other weights",
+    "initial adapter": "train.adapter.init is another adapter, or none",
 }
 
 

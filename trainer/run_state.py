@@ -19,7 +19,8 @@ from cache.training_run import RESULT_NOTE
 from cache.trainset import TrainSet
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
-from trainer.resume import ResumeError, check_signature, newest_checkpoint
+from trainer.adapter_header import FILE_NAMES, find_adapter
+from trainer.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
 
 
 class RunError(LatentpressError):
@@ -42,8 +43,15 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "timestep_sampling": config.train.timestep_sampling,
         "loss_weighting": config.train.loss_weighting,
         "methods": config.train.methods.model_dump(mode="json", exclude_none=True),
-        "adapter": config.train.adapter.model_dump(mode="json"),
+        "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
+        "initial adapter": initial_adapter_checksum(config),
     }
+
+
+def initial_adapter_checksum(config: Config) -> str | None:
+    """Of the file's bytes, so that the same adapter may be elsewhere when the run goes on."""
+    place = config.train.adapter.init
+    return None if place is None else file_checksum(find_adapter(Path(place)))
 
 
 HASH_ROWS = 1 << 18  # rows hashed at a time
@@ -139,8 +147,11 @@ def record_result(config: Config, step: int) -> None:
 
 def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
     """Whether the run, whose newest checkpoint has this state, has done its steps and saved its result."""
-    if state is None or state["step"] < config.train.steps or not result_folder(config).is_dir():
+    folder, adapter = result_folder(config), config.train.adapter
+    if state is None or state["step"] < config.train.steps or not folder.is_dir():
         return False
+    if adapter.type == "lora" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):
+        return False  # a format was added
     try:
         return check_object(parse_json(_result_note(config).read_bytes()), "the whole").get("step") == state["step"]
     except (FileNotFoundError, IsADirectoryError, ValueError):  # save it again

@@ -201,7 +201,7 @@ def save_result(run: TrainState, done: int) -> Path:
             adapters.save_full(run.model, path)
         else:
             notes = {"set": run.loader.data.id, "steps": str(done), "flavour": config.model.flavour_spec.name}
-            adapters.save_lora(run.model, path, config.model.family, notes)
+            adapters.save_lora(run.model, path, config.model.family, notes, config.train.adapter.formats)
         run_state.record_result(config, done)
     run.accelerator.wait_for_everyone()
     return path

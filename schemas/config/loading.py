@@ -156,6 +156,8 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     _map_texts(config.get("model"), ("path",), absolute_if_there)
     _map_texts(config.get("vision"), ("model",), absolute_if_there)
     _map_texts(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)
+    train = config.get("train")
+    _map_texts(train.get("adapter") if isinstance(train, dict) else None, ("init",), absolute)
     for dataset in _list_items(config, "datasets"):
         named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps a dataset of the hub
         _map_texts(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)

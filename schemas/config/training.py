@@ -1,14 +1,27 @@
 """Sections about training: the adapter, the optimizer, the loop, and validation."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from schemas.config.section import MOST_STEPS, SIZE, Count, Device, Name, Processes, Section, Seed, Steps, UnitFloat
+from schemas.config.section import (
+    MOST_STEPS,
+    SIZE,
+    Count,
+    Device,
+    Name,
+    Problem,
+    Processes,
+    Section,
+    Seed,
+    Steps,
+    UnitFloat,
+)
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+AdapterFormat = Literal["diffusers", "comfyui"]
 
 
 class Adapter(Section):
@@ -17,6 +30,8 @@ class Adapter(Section):
     alpha: float | None = Field(None, gt=0, le=1e6, description="default: rank")
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: tuple[str, ...] | None = Field(None, strict=False, description="regular expressions; default: by family")
+    formats: tuple[AdapterFormat, ...] = Field(("diffusers",), strict=False, min_length=1, description="of the result")
+    init: str | None = Field(None, min_length=1, description="LoRA file or folder to start from; default: a new one")
 
     @field_validator("targets")
     @classmethod
@@ -27,6 +42,10 @@ class Adapter(Section):
             except re.error as error:
                 raise ValueError(f"{target!r} is not a regular expression: {error}") from error
         return targets
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.init is not None and self.type != "lora":
+            yield ("init",), "training starts from an adapter only with type: lora; merge it into the model instead"
 
 
 class Optimizer(Section):

@@ -1,18 +1,18 @@
 """LoRA through peft, and saving results in the formats that diffusers' pipelines load."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
 from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from cache.files import replacing
-from trainer.checkpoint import write_tensors
+from schemas.config.training import AdapterFormat
+from trainer.adapter_files import Lora, load_layers, write_adapter
+from trainer.adapter_header import FILE_NAMES, AdapterError, AdapterFile, check_fits
 from trainer.families.base import Experts, components
 
 ADAPTER_NAME = "default"
@@ -66,18 +66,28 @@ def trainable_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str, str] | None = None) -> Path:
-    """Write `directory`/pytorch_lora_weights.safetensors, which a pipeline's `load_lora_weights` reads.
+def save_lora(
+    model: Model,
+    directory: Path,
+    family: str,
+    metadata: Mapping[str, str] | None = None,
+    formats: Sequence[AdapterFormat] = ("diffusers",),
+) -> Path:
+    """Write the adapter's file of each format to `directory`; returns the first one's path.
 
-    metadata: further text for the file's header (`latentpress.<key>`), which also has the family and the adapter's
-    configuration, without which a pipeline would guess alpha. The file appears whole.
+    metadata: further text for the files' headers (`latentpress.<key>`), which also have the family. The header of
+    diffusers' file has the adapter's configuration, too, without which a pipeline would guess alpha.
     """
-    tensors, settings = dict[str, torch.Tensor](), dict[str, Any]()
+    layers, settings = dict[str, Lora](), dict[str, Any]()
     for part, expert in components(model).items():
         if not list_adapted_modules(expert):
             continue
         state = get_peft_model_state_dict(expert, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
-        tensors |= {f"{part}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
+        for name, module in expert.named_modules():
+            if isinstance(module, LoraLayer):
+                down, up = state.pop(f"{name}.lora_A.weight"), state.pop(f"{name}.lora_B.weight")
+                layers[f"{part}.{name}"] = Lora(down, up, module.scaling[ADAPTER_NAME])
+        assert not state, f"no format has {list(state)[:3]}"
         config = expert.peft_config[ADAPTER_NAME].to_dict()
         # peft may have shortened the paths to suffixes that are unambiguous in this model only.
         config["target_modules"] = sorted(list_adapted_modules(expert))
@@ -85,12 +95,33 @@ def save_lora(model: Model, directory: Path, family: str, metadata: Mapping[str,
         config["lora_dropout"] = 0.0
         sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
-    header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, sort_keys=True)}
-    header |= {f"latentpress.{key}": value for key, value in {"family": family, **(metadata or {})}.items()}
-    final = directory / LORA_WEIGHT_NAME_SAFE
-    with replacing(final) as temporary:
-        write_tensors(tensors, temporary, header)
-    return final
+    notes = {"family": family, **(metadata or {})}
+    for form in formats:
+        write_adapter(layers, form, directory / FILE_NAMES[form], notes, settings)
+    return directory / FILE_NAMES[formats[0]]
+
+
+def load_initial(model: Model, file: AdapterFile) -> None:
+    """Set the model's LoRA to that of a file, of the same rank. AdapterError where it adapts other modules."""
+    own: dict[str, tuple[Any, Any]] = {
+        f"{part}.{name}": (module.lora_A[ADAPTER_NAME].weight, module.lora_B[ADAPTER_NAME].weight)
+        for part, expert in components(model).items()
+        for name, module in expert.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    if own.keys() != file.layers.keys():
+        theirs = file.layers.keys()
+        sides = (("the file", sorted(theirs - own.keys())), ("train.adapter.targets", sorted(own.keys() - theirs)))
+        shown = (f"only {side} has {', '.join(names[:3])} ({len(names)} in all)" for side, names in sides if names)
+        raise AdapterError(
+            f"train.adapter.init: {file.path} adapts other modules than this run: {'; '.join(shown)}",
+            "Set train.adapter.targets to the file's modules, or name an adapter of this model.",
+        )
+    check_fits(file, {name: (up.shape[0], *down.shape[1:]) for name, (down, up) in own.items()}, "the transformer")
+    with torch.no_grad():
+        for name, lora in load_layers(file).items():
+            for parameter, value in zip(own[name], (lora.down, lora.up), strict=True):
+                parameter.copy_(value.reshape(parameter.shape))
 
 
 def save_full(model: Model, directory: Path) -> Path:

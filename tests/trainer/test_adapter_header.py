@@ -1,0 +1,144 @@
+"""What is read of a LoRA file: layers and strength; and what is said of files that can't be used."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from peft.utils.other import get_pattern_key
+from safetensors.numpy import save_file
+
+from schemas.config.training import Adapter
+from trainer.adapter_header import AdapterError, check_fits, read_adapter, read_initial
+
+MODULES = ("blocks.0.to_q", "blocks.1.to_q", "blocks.1.mid.to_q")
+
+
+def pairs(prefix: str = "transformer.", rank: int = 4, down: str = "lora_A.weight", up: str = "lora_B.weight") -> dict:
+    return {
+        key: value
+        for module in MODULES
+        for key, value in (
+            (f"{prefix}{module}.{down}", np.ones((rank, 6), np.float32)),
+            (f"{prefix}{module}.{up}", np.ones((8, rank), np.float32)),
+        )
+    }
+
+
+def write(path: Path, tensors: dict, config: dict | None = None, **notes: str) -> Path:
+    header = {f"latentpress.{key}": value for key, value in notes.items()}
+    save_file(tensors, path, header | ({} if config is None else {"lora_adapter_metadata": json.dumps(config)}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("prefix", "down", "up"),
+    [
+        ("transformer.", "lora_A.weight", "lora_B.weight"),
+        ("", "lora_A.weight", "lora_B.weight"),
+        ("base_model.model.", "lora_A.default.weight", "lora_B.default.weight"),
+        ("transformer.", "lora.down.weight", "lora.up.weight"),
+        ("diffusion_model.", "lora_down.weight", "lora_up.weight"),
+    ],
+)
+def test_layers_are_found_whoever_wrote_the_keys(tmp_path, prefix, down, up) -> None:
+    found = read_adapter(write(tmp_path / "a.safetensors", pairs(prefix, 4, down, up)))
+    assert list(found.layers) == sorted(f"transformer.{module}" for module in MODULES)
+    assert found.ranks == [4] and found.alphas == [4.0]  # the strength is 1 where nothing else is said
+    assert found.format == ("comfyui" if prefix == "diffusion_model." else "diffusers")
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])  # by a pipeline, and by the transformer itself
+def test_the_strength_is_that_of_the_header(tmp_path, prefix) -> None:
+    patterns = {"alpha_pattern": {"1.to_q": 6.0, "^blocks\\.0.*": 1.0}, "rank_pattern": {}}
+    config = {"r": 4, "lora_alpha": 2.5, **patterns}
+    file = write(tmp_path / "a.safetensors", pairs(prefix), {f"{prefix}{key}": it for key, it in config.items()})
+    found = read_adapter(file).layers
+    for module in MODULES:
+        wanted = patterns["alpha_pattern"].get(get_pattern_key(patterns["alpha_pattern"], module), 2.5)
+        assert found[f"transformer.{module}"].scale == wanted / 4
+    assert sorted(layer.alpha for layer in found.values()) == [1.0, 2.5, 6.0]
+    write(file, pairs(prefix), {f"{prefix}{key}": it for key, it in (config | {"use_rslora": True}).items()})
+    assert read_adapter(file).layers["transformer.blocks.1.mid.to_q"].scale == 2.5 / math.sqrt(4)
+
+
+def test_folders_of_an_adapter_and_of_a_run_are_found(tmp_path) -> None:
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    file = write(tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors", pairs(), family="sana", steps="3")
+    for place in (tmp_path / "run", file.parent, file):
+        assert read_adapter(place).path == file and read_adapter(place).notes == {"family": "sana", "steps": "3"}
+
+
+def without(tensors: dict, key: str) -> dict:
+    return {name: value for name, value in tensors.items() if name != key}
+
+
+FIRST = "transformer.blocks.0.to_q"
+CASES = {
+    "half a layer": (without(pairs(), f"{FIRST}.lora_A.weight"), None, "is damaged: of transformer.blocks.0.to_q it"),
+    "shapes": (pairs() | {f"{FIRST}.lora_B.weight": np.ones((8, 3), np.float32)}, None, "don't belong together"),
+    "rank of the header": (pairs(), {"r": 8, "lora_alpha": 8}, "says rank 8 for blocks.0.to_q, and its tensors have 4"),
+    "no alpha": (pairs(), {"r": 4}, "lora_alpha is no number"),
+    "a text": (pairs(), {"r": 4, "lora_alpha": "four"}, "lora_alpha is no number"),
+    "a bad pattern": (pairs(), {"r": 4, "lora_alpha": 4, "rank_pattern": {"(": 4}}, "is no regular expression"),
+    "alpha not finite": (pairs() | {f"{FIRST}.alpha": np.float32([np.nan])}, None, "alpha is no number"),
+    "DoRA": (pairs() | {f"{FIRST}.lora_magnitude_vector": np.ones(8, np.float32)}, None, "is a DoRA"),
+    "LoKr": ({f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32)}, None, "is a LoKr: it holds transformer.blocks.0"),
+    "kohya": ({"lora_unet_blocks_0_to_q.lora_down.weight": np.ones((2, 2), np.float32)}, None, "kohya's keys"),
+    "a model": ({"blocks.0.to_q.weight": np.ones((2, 2), np.float32)}, None, "no LoRA of a transformer: it holds bl"),
+    "nothing": ({}, None, "it holds no tensors"),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_file_that_is_damaged_or_foreign_is_named_with_the_reason(tmp_path, case) -> None:
+    tensors, config, said = CASES[case]
+    file = write(tmp_path / "a.safetensors", tensors, config, steps="1")
+    with pytest.raises(AdapterError) as caught:
+        read_adapter(file)
+    assert str(file) in caught.value.message and said in caught.value.message
+    assert caught.value.next_step and caught.value.exit_code == 2
+
+
+def test_what_is_no_safetensors_file_is_refused(tmp_path) -> None:
+    whole = write(tmp_path / "a.safetensors", pairs()).read_bytes()
+    for data in (b"", b"\0" * 20, whole[:-4], whole[:50], b"\xff" * 40):
+        (tmp_path / "a.safetensors").write_bytes(data)
+        with pytest.raises(AdapterError, match=r"a\.safetensors is damaged or no safetensors file"):
+            read_adapter(tmp_path / "a.safetensors")
+    (tmp_path / "a.bin").write_bytes(b"anything")
+    with pytest.raises(AdapterError, match=r"a\.bin is pickled"):
+        read_adapter(tmp_path / "a.bin")
+    with pytest.raises(AdapterError, match="absent is not there"):
+        read_adapter(tmp_path / "absent")
+    with pytest.raises(AdapterError, match=r"holds no pytorch_lora_weights\.safetensors or .*it has a\.safetensors"):
+        read_adapter(tmp_path)
+    (tmp_path / "model" / "transformer").mkdir(parents=True)
+    with pytest.raises(AdapterError, match="holds a whole model and no adapter"):
+        read_adapter(tmp_path)
+
+
+def test_a_file_for_another_model_is_refused(tmp_path) -> None:
+    found = read_adapter(write(tmp_path / "a.safetensors", pairs()))
+    shapes = {f"transformer.{module}": (8, 6) for module in MODULES}
+    check_fits(found, shapes, "m")
+    check_fits(found, {name: (8, 6, 1, 1) for name in shapes}, "m")  # a convolution of one pixel
+    with pytest.raises(AdapterError, match=r"adapts 1 of its 3 modules where m has none: transformer\.blocks\.0\.to_q"):
+        check_fits(found, dict(list(shapes.items())[1:]), "m")
+    with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, and in m 8 x 12"):
+        check_fits(found, shapes | {FIRST: (8, 12)}, "m")
+
+
+def test_rank_and_alpha_must_be_those_of_the_configuration(tmp_path) -> None:
+    file = write(tmp_path / "a.safetensors", pairs(), {"r": 4, "lora_alpha": 2.5})
+    assert read_initial(Adapter()) is None
+    assert read_initial(Adapter(init=str(file), rank=4, alpha=2.5)).layers.keys() == read_adapter(file).layers.keys()
+    for settings, said in (({}, "rank 16 and alpha 16 (the rank)"), ({"rank": 4, "alpha": 4.0}, "rank 4 and alpha 4")):
+        with pytest.raises(AdapterError) as caught:
+            read_initial(Adapter(init=str(file), **settings))
+        assert f"has rank 4 and alpha 2.5; the configuration has {said}" in caught.value.message
+        assert "train.adapter.rank to 4 and train.adapter.alpha to 2.5" in caught.value.next_step
+    write(file, pairs(), {"r": 4, "lora_alpha": 2.5, "alpha_pattern": {"mid.to_q": 1}})
+    with pytest.raises(AdapterError, match=r"have several ranks \(4\) or alphas \(1, 2.5\)"):
+        read_initial(Adapter(init=str(file), rank=4))

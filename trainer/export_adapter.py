@@ -1,0 +1,194 @@
+"""export-adapter: an adapter as a file in another format, or added to the weights of a model.
+
+The adapter is that of the configuration's run, or any LoRA file with diffusers' or ComfyUI's keys. Nothing is loaded
+but the adapter and, to merge, one file of weights at a time.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import typer
+
+from cache.files import StoreError, check_folder, explained, replacing
+from cache.weights import fetch_components, local_folder
+from schemas.cli.console import USAGE, Console, Options, Report, make_app
+from schemas.config.pipeline import Config
+from schemas.config.training import AdapterFormat
+from schemas.errors import LatentpressError
+from trainer.adapter_header import FILE_NAMES, AdapterFile, check_family, check_fits, read_adapter
+from trainer.run_state import result_folder, run_folder
+
+MIB = 1 << 20
+
+
+class ExportError(LatentpressError):
+    """Options that do not go together, or a place that can't be written to."""
+
+    exit_code = USAGE
+
+
+def parse_format(text: str) -> str:
+    if text not in get_args(AdapterFormat):
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(AdapterFormat))}")
+    return text
+
+
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="PATH", help="A file, or a folder of an adapter, checkpoint or run.  [default: train.run]"
+        ),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", parser=parse_format, metavar="NAME", help="diffusers or comfyui.  [default: comfyui]"),
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add it to the model's weights, in a new folder --to.")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="With --merge: a whole checkpoint, not the transformer's folder alone.")
+    ] = False,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="PATH", help="A file or folder, with --merge a new one.  [default: as --from]"),
+    ] = None,
+    scale: Annotated[float, typer.Option("--scale", min=-100, max=100, help="Multiplies the strength.")] = 1.0,
+) -> Report:
+    check_options(options, form, merge, whole, to, scale)
+    adapter = read_adapter(find_source(config) if source is None else source)
+    check_family(adapter, config.model.family)
+    if (flavour := adapter.notes.get("flavour", "")) not in ("", config.model.flavour_spec.name):
+        console.warn(f"{adapter.path} was trained on flavour {flavour}, not on {config.model.flavour_spec.name}")
+    report = Report("export-adapter", dry_run=options.dry_run, what="modules", details=describe(adapter, scale))
+    if merge:
+        assert to is not None
+        written = merge_adapter(config, adapter, to, whole, scale, report, console)
+    else:
+        written = convert_adapter(config, adapter, cast(AdapterFormat, form or "comfyui"), to, scale, report)
+    count = len(adapter.layers)
+    report.done, report.remaining = (0, count) if options.dry_run else (count, 0)
+    report.details["written" if not options.dry_run else "would_write"] = [str(path) for path in written]
+    if not options.dry_run:
+        report.details["written_bytes"] = sum(
+            path.stat().st_size for place in written for path in ([place] if place.is_file() else place.rglob("*"))
+        )
+    return report
+
+
+def check_options(options: Options, form: str | None, merge: bool, whole: bool, to: Path | None, scale: float) -> None:
+    """ExportError for options that do not go together."""
+    if options.partition.total > 1:
+        raise ExportError("export-adapter is one job and can't be divided with --shard", "Leave out --shard.")
+    if merge and form:
+        raise ExportError("--merge writes weights of a model, not --format", "Leave out one of them.")
+    if merge and to is None:
+        raise ExportError("--merge needs a new folder", "Name it: latentpress export-adapter --merge --to FOLDER")
+    if whole and not merge:
+        raise ExportError("--whole belongs to --merge", "Add --merge, or leave out --whole.")
+    if scale == 0:
+        raise ExportError("--scale 0 leaves nothing of the adapter", "Give another strength: 1 is the trained one.")
+
+
+def find_source(config: Config) -> Path:
+    """The folder of the result of the configuration's run."""
+    if not result_folder(config).is_dir():
+        raise ExportError(
+            f"{run_folder(config)} has no result yet",
+            "Run `latentpress train`, or name an adapter: latentpress export-adapter --from PATH",
+        )
+    return run_folder(config) if config.train.adapter.type == "full" else result_folder(config)
+
+
+def describe(adapter: AdapterFile, scale: float) -> dict[str, Any]:
+    return {
+        "adapter": str(adapter.path),
+        "format": adapter.format,
+        "modules": len(adapter.layers),
+        "rank": adapter.ranks,
+        "alpha": adapter.alphas,
+        "scale": scale,
+        "adapter_bytes": adapter.path.stat().st_size,
+    }
+
+
+def convert_adapter(
+    config: Config, adapter: AdapterFile, form: AdapterFormat, to: Path | None, scale: float, report: Report
+) -> list[Path]:
+    """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
+    machine."""
+    from trainer.adapter_files import load_layers, write_adapter
+    from trainer.merging import read_weight_shapes
+
+    parts = sorted({name.partition(".")[0] for name in adapter.layers})
+    if (folder := local_folder(config.model.source)) is not None and all((folder / part).is_dir() for part in parts):
+        check_fits(adapter, {k: v for part in parts for k, v in read_weight_shapes(folder, part).items()}, str(folder))
+    path = adapter.path.parent if to is None else to
+    path = path if path.suffix == ".safetensors" else path / FILE_NAMES[form]
+    report.details["to_format"] = form
+    if path.exists() and path.samefile(adapter.path):
+        raise ExportError(f"{path} is the adapter itself", "Choose another place: --to PATH")
+    if report.dry_run:
+        load_layers(adapter)
+        return [path]
+    check_folder(path.parent)
+    with explained(str(path)):
+        return write_adapter(load_layers(adapter, scale), form, path, adapter.notes)
+
+
+def merge_adapter(
+    config: Config, adapter: AdapterFile, to: Path, whole: bool, scale: float, report: Report, console: Console
+) -> list[Path]:
+    """Write the checkpoint's transformer with the adapter added, or all of the checkpoint; returns the folder."""
+    from trainer.adapter_files import load_layers
+    from trainer.merging import copy_rest, list_parts, merge_component, read_weight_shapes, weight_files
+
+    model, parts = config.model, sorted({name.partition(".")[0] for name in adapter.layers})
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
+    check_folder(to)
+    report.details |= {"model": model.source, "checkpoint": whole}
+    if report.dry_run and local_folder(model.source) is None:
+        console.warn(f"{model.source} is not on this machine: whether the adapter fits is seen when it is merged")
+        return [to]
+    folder = fetch_components(model.source, model.revision, parts)
+    if whole:
+        folder = fetch_components(model.source, model.revision, list_parts(folder))
+    check_fits(adapter, {k: v for part in parts for k, v in read_weight_shapes(folder, part).items()}, str(folder))
+    layers = load_layers(adapter, scale)
+    files = [path for part in parts for path in weight_files(folder / part)]
+    check_space(to, sum(path.stat().st_size for path in (folder.rglob("*") if whole else files)))
+    if report.dry_run:
+        return [to]
+    with explained(str(to)), replacing(to) as out, console.progress(len(files), "merge", "files") as progress:
+        for part in parts:
+            own = {name.removeprefix(f"{part}."): lora for name, lora in layers.items() if name.startswith(f"{part}.")}
+            merge_component(folder / part, out / part if whole or len(parts) > 1 else out, own, progress.advance)
+        if whole:
+            copy_rest(folder, out, parts)
+    return [to]
+
+
+def check_space(place: Path, needed: int) -> None:
+    there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
+    if (free := shutil.disk_usage(there).free) < needed:
+        reason = f"{needed / MIB:,.0f} MiB are to be written and {free / MIB:,.0f} MiB are free"
+        raise StoreError(str(place), reason, "free space there, or choose another place with --to")
+
+
+app = make_app(
+    "export-adapter",
+    "Convert an adapter to another format, or merge it into a model.",
+    run,
+    examples=["--format comfyui", "--merge --to merged", "--from other.safetensors --format diffusers --to output"],
+    extra="train",
+)
+
+if __name__ == "__main__":
+    app(prog_name="latentpress export-adapter")
