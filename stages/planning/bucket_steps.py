@@ -10,7 +10,7 @@ from schemas.config.encoding import Model
 from stages.planning.candidates import CandidateItems
 from stages.planning.crop_selection import SelectedCrops, select_crops
 
-LARGE_LOSS = 0.05  # of the area, on average: a step that cuts off so much more is warned of
+LARGE_LOSS = 0.05  # of the area, on average, or of the items: a step that loses so much more is warned of
 Selection = tuple[CandidateItems, SelectedCrops]
 
 
@@ -18,25 +18,26 @@ Selection = tuple[CandidateItems, SelectedCrops]
 class StepCost:
     """What the buckets of one step, in pixels, cost a dataset.
 
-    shapes: how many sizes its items get. set_aside: how many items it excludes that the finest step keeps. Of the items
-    that both keep, lost: mean share of the area that is cut off, or with `crop: false` the mean change of aspect. more:
-    by how much that is more than with the finest step.
+    shapes: how many sizes its items get. set_aside: how many items it excludes of those that the finest step keeps,
+    whose number is `kept`. Of the items that both keep, lost: mean share of the area that is cut off, or with
+    `crop: false` the mean change of aspect. more: by how much that is more than with the finest step.
     """
 
     step: int
     shapes: int
     set_aside: int
+    kept: int
     lost: float
     more: float
 
     def exceeds(self, limit: float) -> bool:
-        return self.more >= limit or self.set_aside > 0
+        return self.more >= limit or self.set_aside > limit * self.kept
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """now: the cost as configured. advised: where that is large, the cost of the first of its halves, quarters and so
-    on that loses less than half of LARGE_LOSS more and excludes nothing more."""
+    """now: the cost as configured. advised: where it is large, that of the first of its halves, quarters and so on that
+    loses less than half of LARGE_LOSS more."""
 
     now: StepCost
     advised: StepCost | None = None
@@ -82,4 +83,4 @@ def _measure_cost(dataset: Dataset, step: int, chosen: Selection, finest: Select
     rows, fine_rows = items.numbers("row"), fine_items.numbers("row")
     both, fine_both = np.isin(rows, fine_rows), np.isin(fine_rows, rows)
     mean, fine_mean = (float(each.mean()) if len(each) else 0.0 for each in (lost[both], fine_lost[fine_both]))
-    return StepCost(step, len(np.unique(crops.size)), int((~fine_both).sum()), mean, mean - fine_mean)
+    return StepCost(step, len(np.unique(crops.size)), int((~fine_both).sum()), len(fine_rows), mean, mean - fine_mean)

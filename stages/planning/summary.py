@@ -156,7 +156,7 @@ def step_warning(dataset: Dataset, report: StepReport | None) -> str | None:
         least = f"{100 * (now.lost - now.more):.1f} % with the finest step"
         costs.append(f"{100 * now.lost:.1f} % of a picture is {what} on average ({least})")
     if now.set_aside:
-        costs.append(f"{now.set_aside} items are set aside that the finest step keeps")
+        costs.append(f"{now.set_aside} of {now.kept} items are set aside that the finest step keeps")
     return (
         f"{dataset.id}: in buckets in steps of {now.step} pixels {' and '.join(costs)}. With "
         f"datasets.{dataset.id}.bucket_step: {advised.step}, {100 * advised.lost:.1f} % is {what}, and the number of "

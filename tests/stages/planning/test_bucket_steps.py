@@ -131,14 +131,14 @@ def test_advice_is_true_when_it_is_followed(sizes, resolution, step, kind, more)
     excluded = set(buckets(fine)) - set(buckets(plan))
     report = plan.notes["a"].step
     assert report is not None and report.now.set_aside == len(excluded)
-    assert (said is None) == (report.now.more < LARGE_LOSS and not excluded)
+    assert (said is None) == (report.now.more < LARGE_LOSS and len(excluded) <= LARGE_LOSS * len(buckets(fine)))
     if said is None:
         return
     assert report.advised is not None and f"bucket_step: {report.advised.step}, " in said
     followed, better = tried(report.advised.step)
     assert warning(followed, better) is None
     assert excluded or report.advised.more < report.now.more
-    assert not set(buckets(fine)) - set(buckets(better))
+    assert len(set(buckets(fine)) - set(buckets(better))) <= LARGE_LOSS / 2 * len(buckets(fine))
     assert len(set(buckets(better).values())) == report.advised.shapes
     if more != {"crop": False}:
         cut = lost(better)
@@ -155,7 +155,7 @@ def test_the_warning_in_words() -> None:
     film = config(resolution=480, resolution_type="pixel", bucket_step=64)
     said = warning(film, planned(film, [(854, 480)] * 3))
     assert said == (
-        "a: in buckets in steps of 64 pixels 3 items are set aside that the finest step keeps. "
+        "a: in buckets in steps of 64 pixels 3 of 3 items are set aside that the finest step keeps. "
         "With datasets.a.bucket_step: 16, 0.7 % is cut off, and the number of sizes is 1 instead of 0"
     )
 
