@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from schemas.config.section import (
     MOST_STEPS,
@@ -83,6 +83,29 @@ class Methods(Section):
         return {name: settings for name, settings in self if settings is not None}
 
 
+class Offload(Section):
+    blocks: bool = Field(False, description="the blocks' frozen weights stay on the host, but the computing block's")
+    streams: bool = Field(False, description="copy blocks from pinned memory on a stream of their own (CUDA, XPU)")
+    activations: bool = Field(False, description="what the backward pass needs waits on the host")
+    to: Literal["host", "disk"] = "host"
+
+    @field_validator("to")
+    @classmethod
+    def _refuse_disk(cls, to: str) -> str:
+        if to == "disk":
+            raise ValueError(
+                "disk: diffusers' offload to disk reads the first values of each weight again, so trained ones would "
+                "be lost; use host"
+            )
+        return to
+
+    @model_validator(mode="after")
+    def _streams_copy_blocks(self) -> "Offload":
+        if self.streams and not self.blocks:
+            raise ValueError("streams copy blocks: set blocks to true, or streams to false")
+        return self
+
+
 class Train(Section):
     run: Name = "run"
     set: str = Field("current", min_length=1, description="'current', a training set's id, or an export's path or URL")
@@ -92,6 +115,10 @@ class Train(Section):
     seed: Seed = 0
     precision: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.precision")
     gradient_checkpointing: bool = True
+    gradient_checkpointing_interval: Count = Field(1, description="of every n-th block: 1 all, 2 half of them")
+    offload: Offload = Offload()
+    compile: Literal["none", "blocks"] = Field("none", description="torch.compile of each block")
+    compile_backend: str = Field("inductor", min_length=1, description="of torch.compile")
     shift: float | None = Field(None, gt=0, le=1000, description="of sigma; default: the flavour's")
     timestep_sampling: Literal["logit_normal", "uniform"] = Field("logit_normal", description="of sigma, before shift")
     loss_weighting: Literal["none", "cosmap"] = Field("none", description="of the loss by sigma")
@@ -109,6 +136,20 @@ class Train(Section):
     device: Device = "auto"
     threads: Processes | None = Field(None, description="CPU threads; default: torch's own")
     max_bad_steps: int = Field(5, ge=0, le=MOST_STEPS, description="non-finite losses or gradients before it stops")
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> "Train":
+        if self.offload.blocks and self.adapter.type == "full":
+            raise ValueError(
+                "offload.blocks: keeps frozen weights on the host, and adapter.type full trains all of them; train a "
+                "LoRA, or set offload.blocks to false and offload.activations to true"
+            )
+        if self.offload.blocks and not (self.gradient_checkpointing and self.gradient_checkpointing_interval == 1):
+            raise ValueError(
+                "offload.blocks: what a block without gradient checkpointing saves keeps its weights on the device; "
+                "set gradient_checkpointing to true, gradient_checkpointing_interval to 1, or offload.blocks to false"
+            )
+        return self
 
 
 class Prompt(Section):

@@ -87,10 +87,6 @@ class Experts(torch.nn.Module):
         """That of the first; only their weights differ."""
         return next(iter(self.experts.values())).config
 
-    def enable_gradient_checkpointing(self) -> None:
-        for expert in self.experts.values():
-            expert.enable_gradient_checkpointing()  # type: ignore[operator]
-
 
 def components(model: Any) -> dict[str, Any]:
     """Sub-folder -> transformer of what a family's `load` returned."""

@@ -5,8 +5,8 @@ Here the keys of padded text are masked in the text blocks' self-attention and t
 without padding every number equals the stock one.
 
 The processors get the mask from a TextMask, which has a value only inside a forward pass. Gradient checkpointing
-recomputes blocks during backward, after that pass: `_checkpoint` restores the block's mask, and a processor without one
-raises an error.
+recomputes blocks during backward, after that pass: `checkpoint_block` restores the block's mask, and a processor
+without one raises an error.
 """
 
 import functools
@@ -32,15 +32,18 @@ class TextMask:
     """The (B, L) mask of real text tokens in the current forward pass; None without padding."""
 
     def __init__(self) -> None:
-        self._running: list[Mask] = []
+        # Two attributes and no list: its length, other in the backward pass, would make compiled graphs anew.
+        self._running = False
+        self._mask_BL: Mask = None
 
     @contextmanager
     def using(self, mask_BL: Mask) -> Iterator[None]:
-        self._running.append(mask_BL)
+        before = self._running, self._mask_BL
+        self._running, self._mask_BL = True, mask_BL
         try:
             yield
         finally:
-            self._running.pop()
+            self._running, self._mask_BL = before
 
     @property
     def current(self) -> Mask:
@@ -48,7 +51,7 @@ class TextMask:
             "an attention layer ran outside of the model's forward pass; checkpoint blocks with the model's "
             "own enable_gradient_checkpointing(), which restores the text mask"
         )
-        return self._running[-1]
+        return self._mask_BL
 
 
 class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
@@ -64,9 +67,10 @@ class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
             return super().forward(*args, **kwargs)
 
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Callable | None = None) -> None:
-        super().enable_gradient_checkpointing(gradient_checkpointing_func or self._checkpoint)
+        super().enable_gradient_checkpointing(gradient_checkpointing_func or self.checkpoint_block)
 
-    def _checkpoint(self, block: torch.nn.Module, *args: Any) -> Any:
+    def checkpoint_block(self, block: torch.nn.Module, *args: Any) -> Any:
+        """The block, computed again in the backward pass with the same text mask."""
         mask = self.text_mask.current
 
         def run(*inputs: Any) -> Any:

@@ -19,7 +19,9 @@ from trainer.families.base import FamilyModule, module_of
 from trainer.methods.base import Method
 from trainer.methods.selection import make_methods
 from trainer.setup.attach import make_trainable
+from trainer.setup.compile import check_compile, compile_blocks
 from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, load_transformer
+from trainer.setup.memory import check_offload, loading_device, reduce_memory
 from trainer.setup.optim import BadStepCounter, make_optimizer
 from trainer.setup.wrap import Denoiser, make_accelerator
 
@@ -70,24 +72,28 @@ def prepare_training(
     accelerator = make_accelerator(device)
     rank, ranks = accelerator.process_index, accelerator.num_processes
     assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
+    check_offload(settings.offload, accelerator.device, ranks)
+    check_compile(settings)
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks)
     family, methods = module_of(config.model.family_spec), make_methods(settings.methods)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     place = f"on {accelerator.device}, computing in {run_state.train_precision(config)}"
     with console.activity(f"loading the transformer of {config.model.source} {place}"):
-        model, autocast = load_transformer(config, family, accelerator.device)
+        model, autocast = load_transformer(config, family, loading_device(settings.offload, accelerator.device))
     with explain_checkpoint_errors(config):
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
         signature["base weights"] = fingerprint_model(model)
         make_trainable(model, family, settings.adapter)
     shape = {key: value for key, value in model.config.items() if not key.startswith("_")}
     signature["transformer"] = hash_json(json.loads(json.dumps(shape)))
-    if settings.gradient_checkpointing:
-        model.enable_gradient_checkpointing()
+    if settings.compile == "blocks":
+        compile_blocks(family.blocks(model), settings.compile_backend, console.log)
+    reduce_memory(model, family, settings, accelerator.device)
     own = {name: weights for name, method in methods.items() if (weights := method.modules()) is not None}
-    denoiser = Denoiser(model, family, config.model.task, autocast, own)
+    denoiser = Denoiser(model, family, config.model.task, autocast, own, settings.offload)
     trainable = denoiser.trainable()
-    wrapped = accelerator.prepare(denoiser)
+    denoiser.methods.to(accelerator.device)
+    wrapped = accelerator.prepare(denoiser, device_placement=[not settings.offload.blocks])
     optimizer = make_optimizer(trainable.values(), settings.optimizer)
     bad_steps = BadStepCounter(settings.max_bad_steps)
     run = TrainState(

@@ -7,10 +7,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
+from schemas.config.training import Offload
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule
 from trainer.run_state import RunError
+from trainer.setup.memory import around_forward
 
 # The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
 PROCESS_TIMEOUT = timedelta(hours=6)
@@ -26,13 +28,18 @@ class Denoiser(torch.nn.Module):
         task: Task,
         autocast: torch.dtype | None,
         methods: Mapping[str, torch.nn.Module],
+        offload: Offload,
     ) -> None:
         super().__init__()
         self.model, self.family, self.task, self.autocast = model, family, task, autocast
+        self.offload = offload
         self.methods = torch.nn.ModuleDict(methods)
 
     def forward(self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch) -> torch.Tensor:
-        with torch.autocast(noisy_BCTHW.device.type, self.autocast, enabled=self.autocast is not None):
+        device = noisy_BCTHW.device
+        with around_forward(self.offload, device) as contexts:
+            if self.autocast is not None:
+                contexts.enter_context(torch.autocast(device.type, self.autocast))
             return self.family.predict(self.model, noisy_BCTHW, sigma_B, batch, self.task).float()
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:

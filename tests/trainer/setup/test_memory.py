@@ -1,0 +1,176 @@
+"""Checkpointing and offload change where a step computes and keeps its tensors, and not one number of it."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from schemas.cli.console import Console
+from trainer import metrics
+from trainer import train as loop
+from trainer.families.base import module_of
+from trainer.run_state import RunError
+from trainer.setup import memory
+
+STEPS = 3
+
+
+def note(calls: list[int], number: int, *_: object) -> None:
+    calls.append(number)
+
+
+def prepare(config, console: Console | None = None):
+    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
+    size = config.train.batch_size
+    return loop.prepare_training(
+        config, data, BatchSchedule(data.spans, 0, size, size), console or Console(stderr=open(os.devnull, "w")), "cpu"
+    )
+
+
+def train(config) -> dict:
+    """Loss of each step, the validation picture, and the trained weights after each step."""
+    run = prepare(config)
+    trained, take = [], run.optimizer.step
+    run.optimizer.step = lambda: (take(), trained.append({k: v.detach().clone() for k, v in run.trainable.items()}))
+    loop.train_loop(run)
+    folder = Path(config.output) / "run"
+    losses = [line["loss"] for line in metrics.read_metrics(folder / "metrics.jsonl") if "loss" in line]
+    shown = load_file(folder / "validation" / f"step-{STEPS:06d}" / "one.safetensors")["latent"]
+    return {"losses": losses, "shown": shown, "trained": trained}
+
+
+OPTIONS = {
+    "half of the blocks": {"gradient_checkpointing_interval": 2},
+    "activations": {"offload": {"activations": True}, "gradient_checkpointing": False},
+    "inputs of blocks": {"offload": {"activations": True}},
+    "both": {"offload": {"blocks": True, "activations": True}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t2i", "sana"])
+def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(make_config, make_set, kind) -> None:
+    train_options = {"batch_size": 1 if kind == "sana" else 2, "steps": STEPS, "adapter": {"rank": 2}}
+    plain = make_config(kind, name="plain", gradient_checkpointing=False, **train_options)
+    make_set(plain)
+    expected = train(plain)
+    for name, options in OPTIONS.items():
+        config = make_config(kind, name=name, **train_options, **options)
+        make_set(config)
+        found = train(config)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
+        torch.testing.assert_close(found["shown"], expected["shown"], rtol=1e-4, atol=1e-5)
+        assert len(found["trained"]) == STEPS
+        for before, after in zip(found["trained"], found["trained"][1:], strict=False):
+            assert all(not torch.equal(before[key], after[key]) for key in before if "lora_B" in key), name
+        for key, value in expected["trained"][-1].items():
+            torch.testing.assert_close(found["trained"][-1][key], value, rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
+
+
+@pytest.mark.slow
+def test_every_nth_block_is_computed_again_and_offloaded_ones_to_their_end(make_config, make_set) -> None:
+    """To their end, where diffusers' hook takes the weights away again."""
+    for interval, blocks_offloaded in ((1, False), (2, False), (1, True)):
+        options = {"gradient_checkpointing_interval": interval, "offload": {"blocks": blocks_offloaded}}
+        config = make_config("t2i", name=f"{interval}{blocks_offloaded}", **options)
+        make_set(config)
+        run = prepare(config)
+        blocks, began, ended = run.family.blocks(run.model), [], []
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(note, began, number))
+            block.register_forward_hook(partial(note, ended, number))
+        loop.train_step(run, run.loader.step(0))
+        assert began[: len(blocks)] == [*range(len(blocks))]
+        assert sorted(began[len(blocks) :]) == [*range(0, len(blocks), interval)]
+        assert not blocks_offloaded or ended == began
+
+
+def test_what_leaves_with_a_block_are_its_frozen_weights(make_config, checkpoints) -> None:
+    """And the names and weights of the model stay as they were."""
+    from trainer.setup.adapters import add_lora, choose_targets
+
+    for kind in ("t2i", "sana"):
+        family = module_of(make_config(kind).model.family_spec)
+        model = family.load(str(checkpoints(kind)))
+        add_lora(model, choose_targets(model, [family.LORA_TARGETS]), 2)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        block = family.blocks(model)[0]
+        held = list(memory.OffloadedBlock(block).blocks.parameters())
+        frozen = {id(weight) for weight in block.parameters() if not weight.requires_grad}
+        assert {id(weight) for weight in held} == frozen and not any(weight.requires_grad for weight in held)
+        memory.offload_blocks(model, family.blocks(model), torch.device("cpu"), streams=False)
+        after = model.state_dict()
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_what_a_checkpointed_block_needs_in_its_backward_pass_survives_that_its_weights_leave() -> None:
+    """The reason for the rule that offloaded blocks are checkpointed, shown by weights that are overwritten."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = torch.nn.RMSNorm(4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.norm(x))
+
+    def gradient(checkpointed: bool, leaving: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        block = Block().requires_grad_(False)
+        x = torch.randn(2, 4, requires_grad=True)
+        if leaving:
+            there = {weight: weight.data for weight in block.parameters()}
+
+            def come(*_: object) -> None:
+                for weight in there:
+                    weight.data = there[weight]
+
+            def leave(*_: object) -> None:
+                for weight in there:
+                    weight.data = torch.full_like(weight, float("nan"))
+
+            block.register_forward_pre_hook(come)
+            block.register_forward_hook(leave)
+        y = memory.checkpoint_block(block, x) if checkpointed else block(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(True, True), gradient(True, False))
+    assert gradient(False, True).isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offload": {"blocks": True}, "adapter": {"type": "full"}}, "adapter.type full trains all"),
+        ({"offload": {"blocks": True}, "gradient_checkpointing": False}, "set gradient_checkpointing to true"),
+        ({"offload": {"blocks": True}, "gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval to 1"),
+        ({"offload": {"blocks": True, "to": "disk"}}, "trained ones would be lost; use host"),
+        ({"offload": {"streams": True}}, "streams copy blocks: set blocks to true"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(make_config, options, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_config("t2i", **options)
+
+
+@pytest.mark.slow
+def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(make_config, make_set, capsys) -> None:
+    for options, words in (
+        ({"offload": {"blocks": True, "streams": True}}, "train.offload.streams: cpu has no streams to copy on"),
+        ({"compile": "blocks", "compile_backend": "none"}, "has no backend 'none'"),
+    ):
+        config = make_config("t2i", **options)
+        make_set(config)
+        with pytest.raises(RunError, match=words) as caught:
+            prepare(config, Console())
+        assert caught.value.next_step and "loading the transformer" not in capsys.readouterr().err
+    with pytest.raises(RunError, match="2 processes share one model"):
+        memory.check_offload(make_config("t2i", offload={"blocks": True}).train.offload, torch.device("cpu"), 2)
