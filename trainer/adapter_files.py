@@ -18,11 +18,13 @@ from cache.files import replacing
 from schemas.config.training import AdapterFormat
 from trainer.adapter_header import (
     COMFYUI_PREFIX,
+    FILE_NAMES,
     METADATA_KEY,
     OUR_PREFIX,
     WHOLE_COPY,
     AdapterError,
     AdapterFile,
+    pair_layers,
 )
 from trainer.checkpoint import write_tensors
 
@@ -62,30 +64,46 @@ def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Lora]:
     return layers
 
 
-def write_adapter(
-    layers: Mapping[str, Lora],
-    form: AdapterFormat,
-    path: Path,
+def write_formats(
+    tensors: Tensors,
+    settings: Mapping[str, Any],
+    folder: Path,
     notes: Mapping[str, str],
-    settings: Mapping[str, Any] | None = None,
-) -> list[Path]:
-    """Write the adapter, in ComfyUI's format a file for each component, as ComfyUI has a model for each; returns the
-    paths. Files appear whole.
+    formats: Sequence[AdapterFormat],
+) -> Path:
+    """Write what training saves in each format; returns the first file. tensors: by diffusers' keys. settings: peft's
+    configurations for diffusers' header."""
+    header = _make_header(notes, settings)
+    for form in formats:
+        path = folder / FILE_NAMES[form]
+        if form == "diffusers":
+            _write(tensors, path, header)
+        else:
+            shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+            found = pair_layers(path, shapes, header, {})
+            layers = {name: Lora(tensors[own.down], tensors[own.up], own.scale) for name, own in found.items()}
+            write_adapter(layers, form, path, notes)
+    return folder / FILE_NAMES[formats[0]]
 
-    notes: text for the header (`latentpress.<key>`). settings: of diffusers' header; default: made from the layers.
-    """
-    header = {"format": "pt"} | {OUR_PREFIX + key: value for key, value in notes.items()}
+
+def write_adapter(layers: Mapping[str, Lora], form: AdapterFormat, path: Path, notes: Mapping[str, str]) -> list[Path]:
+    """Write the adapter, in ComfyUI's format a file for each component, as ComfyUI has a model for each; returns the
+    paths. Files appear whole. notes: text for the header (`latentpress.<key>`)."""
     if form == "diffusers":
-        header[METADATA_KEY] = json.dumps(describe_for_peft(layers) if settings is None else settings, sort_keys=True)
-        return [_write(_name_pairs(layers, ""), path, header)]
+        return [_write(_name_pairs(layers, ""), path, _make_header(notes, describe_for_peft(layers)))]
     written = []
     for part in sorted({name.partition(".")[0] for name in layers}):
         own = {name.partition(".")[2]: lora for name, lora in layers.items() if name.startswith(f"{part}.")}
         tensors = _name_pairs(own, COMFYUI_PREFIX)
         tensors |= {f"{COMFYUI_PREFIX}{name}.alpha": torch.tensor(lora.scale * lora.rank) for name, lora in own.items()}
         name = path.name if part == "transformer" else f"{path.stem}.{part}{path.suffix}"
-        written.append(_write(tensors, path.with_name(name), header))
+        written.append(_write(tensors, path.with_name(name), _make_header(notes)))
     return written
+
+
+def _make_header(notes: Mapping[str, str], settings: Mapping[str, Any] | None = None) -> dict[str, str]:
+    header = {"format": "pt"} | {OUR_PREFIX + key: value for key, value in notes.items()}
+    return header if settings is None else header | {METADATA_KEY: json.dumps(settings, sort_keys=True)}
 
 
 def _name_pairs(layers: Mapping[str, Lora], prefix: str) -> Tensors:

@@ -43,7 +43,7 @@ _TENSORS = {
     "alpha": "alpha",
 }
 _KEY = re.compile(
-    r"(?:(?P<part>transformer(?:_\d+)?)\.|(?P<comfyui>diffusion_model)\.|base_model\.model\.)?"
+    r"(?:(?P<part>transformer(?:_\d+)?)\.|diffusion_model\.|base_model\.model\.)?"
     rf"(?P<module>.+)\.(?P<tensor>{'|'.join(map(re.escape, _TENSORS))})"
 )
 #: Part of a key -> what such a file is.
@@ -139,7 +139,7 @@ def read_adapter(place: Path) -> AdapterFile:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
             header = file.metadata() or {}
         alphas = _read_alphas(path, [key for key in shapes if key.endswith(".alpha")])
-        layers, comfyui = _pair_layers(path, shapes, alphas, _read_configs(header))
+        layers = pair_layers(path, shapes, header, alphas)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{path} is damaged or no safetensors file: {printable(error)}", WHOLE_COPY) from error
     except AdapterError:
@@ -147,7 +147,8 @@ def read_adapter(place: Path) -> AdapterFile:
     except ValueError as error:
         raise AdapterError(f"{path} is damaged: {printable(error)}", WHOLE_COPY) from error
     notes = {key.removeprefix(OUR_PREFIX): text for key, text in header.items() if key.startswith(OUR_PREFIX)}
-    return AdapterFile(path, "comfyui" if comfyui or alphas else "diffusers", layers, notes)
+    comfyui = bool(alphas) or any(key.startswith(COMFYUI_PREFIX) for key in shapes)
+    return AdapterFile(path, "comfyui" if comfyui else "diffusers", layers, notes)
 
 
 def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
@@ -163,20 +164,16 @@ def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
     return found
 
 
-def _pair_layers(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    alphas: Mapping[str, float],
-    scale_of: Callable[[str, str, int], float],
-) -> tuple[dict[str, Layer], bool]:
-    """The layers, and whether a key has ComfyUI's prefix."""
-    pairs: dict[str, dict[str, str]] = {}
-    comfyui = False
+def pair_layers(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], header: Mapping[str, str], alphas: Mapping[str, float]
+) -> dict[str, Layer]:
+    """The layers of a file with these tensors and this header. AdapterError where they are no LoRA, ValueError where
+    they are damaged. alphas: the values of the tensors ".alpha"."""
+    scale_of, pairs = _read_configs(header), dict[str, dict[str, str]]()
     for key in shapes:
         match = _KEY.fullmatch(key)
         if match is None or any(part in key for part in _OTHER_KINDS):
             raise _other_kind(path, shapes)
-        comfyui |= match["comfyui"] is not None
         pairs.setdefault(f"{match['part'] or 'transformer'}.{match['module']}", {})[_TENSORS[match["tensor"]]] = key
     if not pairs:
         raise _other_kind(path, shapes)
@@ -190,7 +187,7 @@ def _pair_layers(
         part, _, module = name.partition(".")
         scale = alphas[keys["alpha"]] / down[0] if "alpha" in keys else scale_of(part, module, down[0])
         layers[name] = Layer(keys["down"], keys["up"], down, up, scale)
-    return layers, comfyui
+    return layers
 
 
 def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from cache.files import StoreError, check_folder, explained, replacing
+from cache.files import StoreError, replacing
 from cache.weights import fetch_components, local_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
@@ -124,6 +124,7 @@ def convert_adapter(
     """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
     machine."""
     from trainer.adapter_files import load_layers, write_adapter
+    from trainer.failure_messages import explain_failures
     from trainer.merging import read_weight_shapes
 
     parts = sorted({name.partition(".")[0] for name in adapter.layers})
@@ -137,8 +138,7 @@ def convert_adapter(
     if report.dry_run:
         load_layers(adapter)
         return [path]
-    check_folder(path.parent)
-    with explained(str(path)):
+    with explain_failures(path.parent):
         return write_adapter(load_layers(adapter, scale), form, path, adapter.notes)
 
 
@@ -147,12 +147,12 @@ def merge_adapter(
 ) -> list[Path]:
     """Write the checkpoint's transformer with the adapter added, or all of the checkpoint; returns the folder."""
     from trainer.adapter_files import load_layers
+    from trainer.failure_messages import explain_failures
     from trainer.merging import copy_rest, list_parts, merge_component, read_weight_shapes, weight_files
 
     model, parts = config.model, sorted({name.partition(".")[0] for name in adapter.layers})
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
-    check_folder(to)
     report.details |= {"model": model.source, "checkpoint": whole}
     if report.dry_run and local_folder(model.source) is None:
         console.warn(f"{model.source} is not on this machine: whether the adapter fits is seen when it is merged")
@@ -166,7 +166,7 @@ def merge_adapter(
     check_space(to, sum(path.stat().st_size for path in (folder.rglob("*") if whole else files)))
     if report.dry_run:
         return [to]
-    with explained(str(to)), replacing(to) as out, console.progress(len(files), "merge", "files") as progress:
+    with explain_failures(to), replacing(to) as out, console.progress(len(files), "merge", "files") as progress:
         for part in parts:
             own = {name.removeprefix(f"{part}."): lora for name, lora in layers.items() if name.startswith(f"{part}.")}
             merge_component(folder / part, out / part if whole or len(parts) > 1 else out, own, progress.advance)

@@ -1,7 +1,9 @@
 """The program: what it writes applies as the adapter does, and what it refuses before it writes."""
 
 import json
+import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from schemas.cli.console import OK, USAGE, Options, run_program
+from schemas.cli.console import INCOMPLETE, OK, USAGE, Options, run_program
 from tests.trainer.setup.test_adapters import COMPONENTS, pipeline, pipeline_class, trained
 from tests.trainer.test_adapter_files import apply_as_comfyui, exact_output
 from trainer.export_adapter import run
@@ -146,5 +148,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
     assert "of type I8, to which nothing can be added" in it.refused(overrides=(f"model.path={packed}",), **merged)
     weights.write_bytes(b"none")
     assert f"{weights} is damaged" in it.refused(overrides=(f"model.path={packed}",), **merged)
-    assert not (tmp_path / "merged").exists() and not list(tmp_path.glob(".*"))
+    # A full disk, and a place that is none: nothing is left behind.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for own in (merged, {"to": tmp_path / "merged"}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        code, report = it(**own)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert code == INCOMPLETE and "merged: a file may not grow larger" in report["error"]["message"]
+    code, report = it(merge=True, to=damaged / "inside")
+    assert code == INCOMPLETE and f"{damaged} is a file, not a folder" in report["error"]["message"]
+    assert not [*(tmp_path / "merged").glob("*")] and not list(tmp_path.glob(".*"))
     assert sorted(path.name for path in it.adapter.parent.iterdir()) == [it.adapter.name]

@@ -11,8 +11,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from schemas.config.training import AdapterFormat
-from trainer.adapter_files import Lora, load_layers, write_adapter
-from trainer.adapter_header import FILE_NAMES, AdapterError, AdapterFile, check_fits
+from trainer.adapter_files import load_layers, write_formats
+from trainer.adapter_header import AdapterError, AdapterFile, check_fits
 from trainer.families.base import Experts, components
 
 ADAPTER_NAME = "default"
@@ -78,16 +78,12 @@ def save_lora(
     metadata: further text for the files' headers (`latentpress.<key>`), which also have the family. The header of
     diffusers' file has the adapter's configuration, too, without which a pipeline would guess alpha.
     """
-    layers, settings = dict[str, Lora](), dict[str, Any]()
+    tensors, settings = dict[str, torch.Tensor](), dict[str, Any]()
     for part, expert in components(model).items():
         if not list_adapted_modules(expert):
             continue
         state = get_peft_model_state_dict(expert, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
-        for name, module in expert.named_modules():
-            if isinstance(module, LoraLayer):
-                down, up = state.pop(f"{name}.lora_A.weight"), state.pop(f"{name}.lora_B.weight")
-                layers[f"{part}.{name}"] = Lora(down, up, module.scaling[ADAPTER_NAME])
-        assert not state, f"no format has {list(state)[:3]}"
+        tensors |= {f"{part}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
         config = expert.peft_config[ADAPTER_NAME].to_dict()
         # peft may have shortened the paths to suffixes that are unambiguous in this model only.
         config["target_modules"] = sorted(list_adapted_modules(expert))
@@ -95,10 +91,7 @@ def save_lora(
         config["lora_dropout"] = 0.0
         sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
-    notes = {"family": family, **(metadata or {})}
-    for form in formats:
-        write_adapter(layers, form, directory / FILE_NAMES[form], notes, settings)
-    return directory / FILE_NAMES[formats[0]]
+    return write_formats(tensors, settings, directory, {"family": family, **(metadata or {})}, formats)
 
 
 def load_initial(model: Model, file: AdapterFile) -> None:
