@@ -183,3 +183,12 @@ def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(loaded_by
     assert within(modules, *unwanted) == set()
     assert {name for name in modules if "autoencoder" in name} == set()
     assert missing("train", modules) == set()
+
+
+def test_the_trainer_has_no_pandas_unless_it_asks_for_it() -> None:
+    """pyarrow would import it at its first conversion."""
+    converts = "import numpy as np, pyarrow as pa\nnp.asarray(pa.chunked_array([[1, 2]]))"
+    left_out = f"from schemas.import_time import leave_out_pandas\nleave_out_pandas()\n{converts}"
+    assert within(loaded(converts), "pandas") and not within(loaded(left_out), "pandas")
+    (length,) = run_code(f"{left_out}\nimport pandas\nprint(len(pandas.DataFrame({{'a': [1, 2]}})))")
+    assert length == "2"

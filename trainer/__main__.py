@@ -13,7 +13,7 @@ from cache.set_lookup import open_configured_set
 from cache.trainset import TrainSet
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from schemas.import_time import garbage_collection_paused
+from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from trainer import interruption
 from trainer.adapter_header import check_family, read_initial
 from trainer.metrics import METRICS_FILE, read_metrics, require_trackers
@@ -161,4 +161,5 @@ def log_warnings(
 app = make_app("train", "Train an adapter or a model on a training set.", run, extra="train")
 
 if __name__ == "__main__":
+    leave_out_pandas()
     app(prog_name="latentpress train")

@@ -19,6 +19,7 @@ SMALL = {
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],
     "shard_write": ["--mib", "1", "--shards", "1", "--repeat", "1", "--captions", "2"],
     "tables": ["--rows", "1000", "--repeat", "1"],
+    "training": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
     "vae_memory": ["--autoencoder", "flux"],
 }
 
@@ -60,6 +61,13 @@ def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None
 
 def test_planning(measured) -> None:
     assert re.search(r"^\| 2,000 \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("planning"), re.MULTILINE)
+
+
+def test_training_beside_a_bare_loop(measured) -> None:
+    rows = [line.strip("| ").split(" | ") for line in measured("training").splitlines() if line.startswith("| ")]
+    names = ["step, s", "step, processor s", "peak memory, MiB", "start, s", "start, processor s"]
+    assert [row[0] for row in rows[1:]] == names
+    assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:4])
 
 
 def test_opening_tables(measured) -> None:
