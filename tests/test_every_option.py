@@ -23,7 +23,7 @@ from tests.project import Project
 from trainer.__main__ import run as train
 
 SOURCES = Path(__file__).resolve().parent.parent
-ITEMS = {"datasets": "clips", "prompts": "one"}
+ITEMS = {"datasets": "clips", "prompts": "one", "groups": "0"}
 
 
 class Kind(NamedTuple):
@@ -156,6 +156,15 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.run": (RUN, "train.run=other"),
     "train.set": (REFUSED, "train.set=0123456789abcdef"),
     "train.optimizer.name": (REFUSED, "train.optimizer.name=lion"),
+    "train.optimizer.arguments": (RUN, "train.optimizer.arguments={foreach: false}"),
+    "train.optimizer.groups.0.match": (REFUSED, "train.optimizer.groups=[{match: '('}]"),
+    "train.optimizer.groups.0.lr": (RUN, "train.optimizer.groups=[{match: .*bias, lr: 1e-5}]"),
+    "train.optimizer.groups.0.weight_decay": (RUN, "train.optimizer.groups=[{match: .*bias, weight_decay: 0.5}]"),
+    "train.weight_precision": (RUN, "train.weight_precision=bfloat16"),
+    "train.ema.decay": (RUN, "train.ema={decay: 0.9}"),
+    "train.ema.warmup": (RUN, "train.ema={warmup: power}"),
+    "train.ema.device": (RUN, "train.ema={device: cpu}"),
+    "train.ema.validate": (RUN, "train.ema={validate: true}"),
     "train.optimizer.betas": (RUN, "train.optimizer.betas=[0.8, 0.9]"),
     "train.optimizer.schedule": (RUN, "train.optimizer.schedule=cosine"),
     "train.timestep_sampling": (RUN, "train.timestep_sampling=uniform"),
@@ -182,7 +191,16 @@ TABLE: dict[str, tuple[Kind, str]] = {
     **{f"train.{name}": (RUN, f"train.{name}=0.5") for name in ("caption_dropout", "adapter.alpha", "adapter.dropout")},
     **{
         f"train.optimizer.{name}": (RUN, f"train.optimizer.{name}={value}")
-        for name, value in (("lr", 0.1), ("weight_decay", 0.1), ("eps", 0.1), ("warmup", 3), ("max_grad_norm", 0.5))
+        for name, value in {
+            "lr": 0.1,
+            "weight_decay": 0.1,
+            "eps": 0.1,
+            "warmup": 3,
+            "max_grad_norm": 0.5,
+            "lr_end": 0.01,
+            "cycles": 2,
+            "power": 3,
+        }.items()
     },
     "validation.prompts.one.name": (PLAN, "validation.prompts.0.name=two"),
     "validation.prompts.one.prompt": (PLAN, "validation.prompts.one.prompt=something else"),

@@ -13,7 +13,9 @@ from cache.set_lookup import open_configured_set
 from cache.trainset import TrainSet
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
+from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
+from schemas.optimizers import find_optimizer
 from trainer import interruption
 from trainer.adapter_header import check_family, read_initial
 from trainer.metrics import METRICS_FILE, read_metrics, require_trackers
@@ -21,7 +23,7 @@ from trainer.output_lock import lock_output
 from trainer.progress import describe_results
 from trainer.run_state import RunError, find_resume_state, is_finished, result_folder, run_folder, train_precision
 
-MAX_FULL_RANK_LR = 5e-5  # the highest learning rate at which full-rank training is not warned about
+MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a factor of one
 
 
 def run(config: Config, options: Options, console: Console) -> Report:
@@ -129,12 +131,7 @@ def log_warnings(
             f"buckets with fewer samples than train.batch_size ({schedule.batch_size}), whose micro-batches repeat "
             f"some: {small}. {small_bucket_advice(schedule.small_buckets)}"
         )
-    rate = config.train.optimizer.lr
-    if config.train.adapter.type == "full" and rate > MAX_FULL_RANK_LR:
-        console.warn(
-            f"train.optimizer.lr is {rate:g}, a rate for LoRA: training every weight (train.adapter.type: full) is "
-            "stable near 1e-05 and may diverge"
-        )
+    warn_of_learning_rate(config.train, console)
     if state and state["step"] > config.train.steps:
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")
     for text in config.unused_features("masks", "vision"):
@@ -155,6 +152,24 @@ def log_warnings(
         console.warn(
             f"validation prompts {', '.join(sorted(wanted - planned))} are not in set {data.id} and are left out; "
             "`latentpress run` encodes them and makes a set with them"
+        )
+
+
+def warn_of_learning_rate(settings: Train, console: Console) -> None:
+    """Of a LoRA's rate, where every weight is trained; of a rate where the optimizer finds its own."""
+    row, name = find_optimizer(settings.optimizer.name), settings.optimizer.name
+    rates = {"train.optimizer.lr": settings.optimizer.lr}
+    rates |= {f"train.optimizer.groups.{i}.lr": group.lr or 0 for i, group in enumerate(settings.optimizer.groups)}
+    option = max(rates, key=rates.__getitem__)
+    if row.full_rank_lr is None:
+        if rates[option] < MIN_RATE_FACTOR:
+            console.warn(
+                f"{option} is {rates[option]:g}, and {name} multiplies it with a rate that it finds: 1 is usual"
+            )
+    elif settings.adapter.type == "full" and rates[option] > row.full_rank_lr:
+        console.warn(
+            f"{option} is {rates[option]:g}, a rate for LoRA: training every weight (train.adapter.type: full) is "
+            f"stable near {row.full_rank_lr / 5:.0e} with {name} and may diverge"
         )
 
 

@@ -33,6 +33,9 @@ SETTINGS = {
     "loss_weighting": "train.loss_weighting",
     "methods": "train.methods",
     "adapter": "train.adapter",
+    "optimizer": "train.optimizer.name",
+    "weight_precision": "train.weight_precision",
+    "ema": "train.ema",
 }
 #: Of the other keys: what to do about a difference.
 HINTS = {

@@ -45,6 +45,9 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "methods": config.train.methods.model_dump(mode="json", exclude_none=True),
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
         "initial adapter": initial_adapter_checksum(config),
+        "optimizer": config.train.optimizer.name,
+        "weight_precision": config.train.weight_precision,
+        "ema": config.train.ema and config.train.ema.model_dump(mode="json", include={"decay", "warmup"}),
     }
 
 
@@ -139,10 +142,10 @@ def write_config(config: Config, data: TrainSet) -> None:
         YAML(typ="safe").dump(values, file)
 
 
-def record_result(config: Config, step: int) -> None:
-    """Record that the result of `step` steps has been saved."""
+def record_result(config: Config, step: int, weights: str) -> None:
+    """Record that the result of `step` steps has been saved. weights: which (`trainer.setup.ema.inference_weights`)."""
     with replacing(_result_note(config)) as temporary:
-        temporary.write_text(json.dumps({"step": step, "result": str(result_folder(config))}))
+        temporary.write_text(json.dumps({"step": step, "result": str(result_folder(config)), "weights": weights}))
 
 
 def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:

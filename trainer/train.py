@@ -21,7 +21,8 @@ from trainer.data import MicroBatch, StepBatches
 from trainer.failure_messages import explain_failures
 from trainer.methods.base import MethodStep
 from trainer.setup import adapters
-from trainer.setup.optim import learning_rate
+from trainer.setup.ema import inference_weights, name_weights
+from trainer.setup.optim import set_learning_rate
 from trainer.setup.prepare import TrainState, prepare_training
 from trainer.timesteps import LOSS_WEIGHTING, sample_sigma
 
@@ -75,7 +76,10 @@ def resume_run(run: TrainState) -> int:
     found, _ = resume.newest_checkpoint(folder)
     if found is not None:
         resume.check_signature(found, run.signature)
-        checkpoint.restore(found, run.trainable, run.optimizer)
+        average = run.average
+        checkpoint.restore(found, run.trainable, run.optimizer, None if average is None else average.averages)
+        if average is not None:
+            average.updates = found.state["ema updates"]
         run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
         run.log(f"going on from {found.path}, {found.step} steps done")
     if run.is_main:
@@ -106,9 +110,7 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     """
     config, step = run.config.train, data.step
     torch.manual_seed(derive_seed(f"{config.seed}/{step}/{run.accelerator.process_index}", "step"))
-    rate = learning_rate(config.optimizer, step, config.steps)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate
+    rate = set_learning_rate(run.optimizer, config.optimizer, step, config.steps)
     run.denoiser.train()
     total, share = torch.zeros((), device=run.accelerator.device), config.batch_size * config.accumulate
     for number, micro_batch in enumerate(data.micro_batches, 1):
@@ -120,6 +122,8 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     taken = run.bad_steps.check(step, value, norm)
     if taken:
         run.optimizer.step()
+        if run.average is not None:
+            run.average.update(run.trainable)
     run.optimizer.zero_grad(set_to_none=True)
     numbers = {"loss": value, "grad_norm": norm, "lr": rate, "epoch": data.epoch, "buckets": data.buckets}
     return numbers if taken else {**numbers, "skipped": True}
@@ -160,6 +164,15 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
 
     Every rank computes, since the ranks of a sharded model can't without each other; only rank 0 writes.
     """
+    ema = run.config.train.ema
+    average = run.average if ema is not None and ema.validate_with else None
+    with inference_weights(run.trainable, run.optimizer, average) as weights:
+        validate_weights(run, record, done, weights)
+    run.accelerator.wait_for_everyone()
+
+
+def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, weights: str) -> None:
+    """`validate` with the weights that the model has; `weights` says which they are."""
     predict, data = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.data
     settings, batch_size, device = run.config.validation, run.loader.schedule.batch_size, run.accelerator.device
     if settings.eval_samples and settings.eval_sigmas:
@@ -168,7 +181,7 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
             found = validation.compute_eval_loss(
                 predict, data, settings, batch_size, device, run.skip_frames, shown.advance
             )
-        record({"step": done, **found})
+        record({"step": done, **found, "eval_weights": weights})
     folder = run.folder / "validation" / f"step-{done:06d}" if run.is_main else None
     if data.validation:
         steps = len(data.validation) * validation.denoising_steps(run.config)
@@ -177,7 +190,6 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
                 run.model, run.family, run.config, data, folder, predict.autocast, shown.advance
             )
         run.log(f"step {done}: {count} validation latents in {folder}")
-    run.accelerator.wait_for_everyone()
 
 
 def save_checkpoint(run: TrainState, done: int) -> None:
@@ -187,7 +199,10 @@ def save_checkpoint(run: TrainState, done: int) -> None:
         epoch = done * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
         extra: dict[str, Any] = {"epoch": epoch, "random": {"seed": schedule.seed, "step": done}}
         extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total}
-        path = checkpoint.save(folder, done, run.trainable, run.optimizer, run.signature, extra)
+        averages = None
+        if run.average is not None:
+            averages, extra["ema updates"] = run.average.averages, run.average.updates
+        path = checkpoint.save(folder, done, run.trainable, run.optimizer, run.signature, extra, averages)
         checkpoint.prune(folder, run.config.train.keep_checkpoints)
         run.log(f"step {done}: checkpoint {path}")
     run.accelerator.wait_for_everyone()
@@ -197,12 +212,14 @@ def save_result(run: TrainState, done: int) -> Path:
     """Write the result after `done` steps to `run_state.result_folder`, and record it last."""
     config, path = run.config, run_state.result_folder(run.config)
     if run.is_main:
-        if config.train.adapter.type == "full":
-            adapters.save_full(run.model, path)
-        else:
-            notes = {"set": run.loader.data.id, "steps": str(done), "flavour": config.model.flavour_spec.name}
-            adapters.save_lora(run.model, path, config.model.family, notes, config.train.adapter.formats)
-        run_state.record_result(config, done)
+        with inference_weights(run.trainable, run.optimizer, run.average) as weights:
+            if config.train.adapter.type == "full":
+                adapters.save_full(run.model, path)
+            else:
+                notes = {"set": run.loader.data.id, "steps": str(done), "flavour": config.model.flavour_spec.name}
+                notes["weights"] = weights
+                adapters.save_lora(run.model, path, config.model.family, notes, config.train.adapter.formats)
+        run_state.record_result(config, done, weights)
     run.accelerator.wait_for_everyone()
     return path
 
@@ -220,4 +237,5 @@ def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, 
         result["eval_loss"]["on"] = evals[-1].get("eval_on", "training samples")
     result["non_finite_steps"] = run.bad_steps.total
     result |= progress.describe_results(run.folder, lines, run.config.train.trackers)
+    result["weights"] = name_weights(run.optimizer, run.average)
     return result

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,9 +20,20 @@ from schemas.config.section import (
     Steps,
     UnitFloat,
 )
+from schemas.optimizers import OPTIMIZERS, find_optimizer
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 AdapterFormat = Literal["diffusers", "comfyui"]
+DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
+
+
+def check_pattern(pattern: str) -> str:
+    """ValueError where it is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return pattern
 
 
 class Adapter(Section):
@@ -37,10 +49,7 @@ class Adapter(Section):
     @classmethod
     def _compile(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for target in targets or ():
-            try:
-                re.compile(target)
-            except re.error as error:
-                raise ValueError(f"{target!r} is not a regular expression: {error}") from error
+            check_pattern(target)
         return targets
 
     def _problems(self) -> Iterator[Problem]:
@@ -48,15 +57,63 @@ class Adapter(Section):
             yield ("init",), "training starts from an adapter only with type: lora; merge it into the model instead"
 
 
+class ParameterGroup(Section):
+    match: str = Field(min_length=1, description="regular expression of whole parameter names; the first match counts")
+    lr: float | None = Field(None, ge=0, le=100, description="default: train.optimizer.lr")
+    weight_decay: float | None = Field(None, ge=0, le=100, description="default: train.optimizer.weight_decay")
+
+    @field_validator("match")
+    @classmethod
+    def _compile(cls, pattern: str) -> str:
+        return check_pattern(pattern)
+
+
 class Optimizer(Section):
-    name: Literal["adamw"] = "adamw"
-    lr: float = Field(1e-4, gt=0, le=100)
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
-    weight_decay: float = Field(0.01, ge=0, le=100)
-    eps: float = Field(1e-8, gt=0, le=1)
-    schedule: Literal["constant", "cosine"] = "constant"
+    name: str = Field("adamw", description=f"{', '.join(OPTIMIZERS)}, or the dotted path of a class")
+    arguments: dict[str, Any] = Field({}, description="further keyword arguments of the class")
+    lr: float = Field(1e-4, gt=0, le=100, description="1 by default for prodigy")
+    betas: tuple[Beta, Beta] | None = Field(None, strict=False, description="default: 0.9 and 0.95 for AdamW")
+    weight_decay: float | None = Field(None, ge=0, le=100, description="default: 0.01 for AdamW")
+    eps: float | None = Field(None, gt=0, le=1, description="default: 1e-8 for AdamW")
+    groups: tuple[ParameterGroup, ...] = Field((), strict=False, description="parameters with settings of their own")
+    schedule: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
     warmup: int = Field(100, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
+    lr_end: float = Field(0.0, ge=0, le=100, description="where linear, cosine and polynomial end")
+    cycles: int = Field(
+        1, ge=1, le=MOST_STEPS, description="times that the schedule starts again from lr, in equal parts"
+    )
+    power: float = Field(2.0, gt=0, le=100, description="of the polynomial schedule")
     max_grad_norm: float = Field(1.0, gt=0, le=1e12)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_lr(cls, given: Any) -> Any:
+        row = OPTIMIZERS.get(given["name"]) if isinstance(given, dict) and isinstance(given.get("name"), str) else None
+        return {"lr": row.lr, **given} if row else given
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.name not in OPTIMIZERS and not DOTTED_PATH.fullmatch(self.name):
+            close = get_close_matches(self.name, OPTIMIZERS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            valid = f"valid: {', '.join(OPTIMIZERS)}, or the dotted path of a class, for example optimi.StableAdamW"
+            yield ("name",), f"{self.name!r} is not valid{hint}; {valid}"
+        for key in sorted({"params", "lr"} & self.arguments.keys()):
+            yield ("arguments", key), "is set by training; the rate is train.optimizer.lr"
+        if self.schedule != "constant" and not find_optimizer(self.name).scheduled:
+            yield ("schedule",), f"{self.name} averages weights in place of lowering the rate; valid: constant"
+        if self.lr_end > self.lr:
+            yield ("lr_end",), f"{self.lr_end:g} is above train.optimizer.lr ({self.lr:g})"
+
+
+class EMA(Section):
+    """An exponential moving average of the trained weights, in float32."""
+
+    decay: float = Field(0.9999, ge=0, lt=1)
+    warmup: Literal["ratio", "power", "none"] = Field(
+        "ratio", description="of the decay after n steps: (1 + n) / (10 + n), 1 - (1 + n)^(-2/3), or none"
+    )
+    device: Literal["auto", "cpu"] = Field("auto", description="where it is kept; auto: with the weights")
+    validate_with: bool = Field(False, alias="validate", description="eval loss and validation prompts use it")
 
 
 class Method(Section):
@@ -114,6 +171,9 @@ class Train(Section):
     accumulate: Count = Field(1, description="forward passes of one optimizer step")
     seed: Seed = 0
     precision: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.precision")
+    weight_precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of a full-rank run's weights; bfloat16 needs an optimizer with Kahan summation"
+    )
     gradient_checkpointing: bool = True
     gradient_checkpointing_interval: Count = Field(1, description="of every n-th block: 1 all, 2 half of them")
     offload: Offload = Offload()
@@ -126,6 +186,7 @@ class Train(Section):
     methods: Methods = Methods()
     adapter: Adapter = Adapter()
     optimizer: Optimizer = Optimizer()
+    ema: EMA | None = Field(None, description="the result is then the moving average")
     checkpoint_every: Steps = Field(500, description="steps")
     keep_checkpoints: Steps = 3
     resume: bool = Field(True, description="continue from the run's newest checkpoint, if there is one")
@@ -136,6 +197,10 @@ class Train(Section):
     device: Device = "auto"
     threads: Processes | None = Field(None, description="CPU threads; default: torch's own")
     max_bad_steps: int = Field(5, ge=0, le=MOST_STEPS, description="non-finite losses or gradients before it stops")
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.weight_precision == "bfloat16" and self.adapter.type != "full":
+            yield ("weight_precision",), "is for train.adapter.type full; an adapter's own weights are float32"
 
     @model_validator(mode="after")
     def _check_offload(self) -> "Train":

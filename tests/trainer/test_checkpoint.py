@@ -10,7 +10,7 @@ from cache import files
 from schemas.config.training import Optimizer
 from schemas.errors import DAMAGE
 from trainer import checkpoint, resume
-from trainer.setup.optim import BadStepCounter, DivergedError, learning_rate, make_optimizer
+from trainer.setup.optimizers import make_optimizer
 
 
 def newest(folder: Path) -> resume.Checkpoint:
@@ -38,7 +38,7 @@ def step(parameters, optimizer, number: int) -> float:
 
 def trained(steps: int) -> tuple:
     parameters = model(0)
-    optimizer = make_optimizer(parameters.values(), Optimizer(lr=0.01))
+    optimizer = make_optimizer(parameters, Optimizer(lr=0.01))
     losses = [step(parameters, optimizer, number) for number in range(steps)]
     return parameters, optimizer, losses
 
@@ -50,17 +50,17 @@ def test_restored_training_goes_on_exactly(tmp_path: Path) -> None:
     found = newest(tmp_path)
     assert found.step == 5 and found.state["epoch"] == 1
     again = model(9)
-    other = make_optimizer(again.values(), Optimizer(lr=0.01))
+    other = make_optimizer(again, Optimizer(lr=0.01))
     checkpoint.restore(found, again, other)
     assert [step(again, other, number) for number in range(5, 8)] == losses[5:]
 
 
 def test_bfloat16_weights_survive(tmp_path: Path) -> None:
     parameters = {"w": torch.nn.Parameter(torch.randn(4, 4).bfloat16())}
-    optimizer = make_optimizer(parameters.values(), Optimizer())
+    optimizer = make_optimizer(parameters, Optimizer())
     checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
     again = {"w": torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))}
-    checkpoint.restore(newest(tmp_path), again, make_optimizer(again.values(), Optimizer()))
+    checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer()))
     assert torch.equal(again["w"], parameters["w"])
 
 
@@ -187,36 +187,4 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
     other = {"c": torch.nn.Parameter(torch.zeros(1))}
     with pytest.raises(resume.ResumeError, match=r"other weights.*a\.bias"):
-        checkpoint.restore(newest(tmp_path), other, make_optimizer(other.values(), Optimizer()))
-
-
-def test_learning_rate() -> None:
-    constant = Optimizer(lr=1.0, warmup=4)
-    assert [learning_rate(constant, n, 10) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    cosine = Optimizer(lr=2.0, warmup=2, schedule="cosine")
-    rates = [learning_rate(cosine, n, 12) for n in range(12)]
-    assert rates[:3] == [1.0, 2.0, 2.0] and rates[7] == pytest.approx(1.0)
-    assert rates[2:] == sorted(rates[2:], reverse=True) and 0 < rates[-1] < 0.1
-    assert learning_rate(Optimizer(lr=3.0, warmup=0), 0, 5) == 3.0
-
-
-def test_the_optimizer_is_adamw_as_configured() -> None:
-    config = Optimizer(lr=0.5, betas=(0.7, 0.8), eps=1e-3, weight_decay=0.3)
-    optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(1))], config)
-    assert type(optimizer) is torch.optim.AdamW
-    found = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay")}
-    assert found == {"lr": 0.5, "betas": (0.7, 0.8), "eps": 1e-3, "weight_decay": 0.3}
-
-
-def test_bad_steps_are_counted_and_end_the_run() -> None:
-    bad = BadStepCounter(2)
-    assert bad.check(0, 1.0, 1.0)
-    assert not bad.check(1, float("nan"), 1.0)
-    assert not bad.check(2, 1.0, float("inf"))
-    assert not bad.check(150, float("nan"), 1.0), "those of long ago are forgiven"
-    assert bad.total == 3
-    bad.check(151, float("nan"), 1.0)
-    with pytest.raises(DivergedError, match=r"3 of the last 100.*max_bad_steps is 2"):
-        bad.check(152, float("nan"), 1.0)
-    with pytest.raises(DivergedError, match=r"learning rate|train\.optimizer\.lr"):
-        BadStepCounter(0).check(0, float("nan"), 1.0)
+        checkpoint.restore(newest(tmp_path), other, make_optimizer(other, Optimizer()))

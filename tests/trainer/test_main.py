@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -319,6 +320,30 @@ def test_a_loras_learning_rate_for_every_weight_is_warned_of(
     make_set(config)
     code, _, said = program(config, tmp_path, capsys, dry_run=True)
     assert code == OK and (f"train.optimizer.lr is {rate:g}" in said and "1e-05" in said) == warned
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "warned"),
+    [
+        (
+            {"name": "optimi-lion", "lr": 2e-5},
+            "train.optimizer.lr is 2e-05, a rate for LoRA.*near 2e-06 with optimi-lion",
+        ),
+        (
+            {"lr": 1e-5, "groups": [{"match": ".*", "lr": 1e-4}]},
+            "train.optimizer.groups.0.lr is 0.0001, a rate for LoRA",
+        ),
+        ({"name": "prodigy", "lr": 1e-4}, "train.optimizer.lr is 0.0001, and prodigy multiplies it.*1 is usual"),
+        ({"name": "prodigy"}, None),
+        ({"name": "optimi-lion", "lr": 1e-5}, None),
+    ],
+)
+def test_the_warning_knows_the_optimizer(make_config, make_set, tmp_path, capsys, optimizer, warned) -> None:
+    config = make_config("sana", adapter={"type": "full"}, optimizer=optimizer)
+    make_set(config)
+    code, _, said = program(config, tmp_path, capsys, dry_run=True)
+    said = " ".join(said.split())
+    assert code == OK and (re.search(warned, said) if warned else "train.optimizer" not in said)
 
 
 def test_what_is_asked_for_and_not_used_yet_is_said_before_training(make_config, make_set, tmp_path, capsys) -> None:

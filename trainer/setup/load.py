@@ -17,13 +17,15 @@ from trainer.run_state import RunError, train_precision
 def load_transformer(config: Config, family: FamilyModule, device: torch.device) -> tuple[Any, torch.dtype | None]:
     """The transformer on the device, and the dtype of autocast, None without it. RunError where it can't be trained.
 
-    Full-rank weights stay float32 and compute under autocast: steps of 1e-5 vanish in bfloat16 weights.
+    Full-rank weights stay float32 and compute under autocast, as steps of 1e-5 vanish in bfloat16 weights, unless the
+    optimizer sums what they lose (train.weight_precision).
     """
-    half, full = train_precision(config) == "bfloat16", config.train.adapter.type == "full"
-    dtype = torch.bfloat16 if half and not full else torch.float32
+    half, settings = train_precision(config) == "bfloat16", config.train
+    masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
+    dtype = torch.bfloat16 if half and not masters else torch.float32
     with explain_checkpoint_errors(config):
         model = family.load(config.model.source, config.model.revision, dtype, device)
-    return model, torch.bfloat16 if half and full else None
+    return model, torch.bfloat16 if half and masters else None
 
 
 @contextmanager

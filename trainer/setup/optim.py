@@ -1,7 +1,7 @@
-"""AdamW, its learning rate as a function of the step, and the handling of non-finite steps."""
+"""The learning rate as a function of the step, and the handling of non-finite steps."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,20 +16,32 @@ class DivergedError(LatentpressError):
     """Too many steps had a non-finite loss or gradient."""
 
 
+# Each maps the share of the way from warm-up to the end (0..1) and the power to the height above lr_end (1..0).
+SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "constant": lambda done, power: 1.0,
+    "linear": lambda done, power: 1.0 - done,
+    "cosine": lambda done, power: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "polynomial": lambda done, power: (1.0 - done) ** power,
+}
+
+
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up, then constant or half a cosine down to 0."""
-    warm = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
-    if config.schedule == "constant" or step < config.warmup:
-        return config.lr * warm
-    left = max(1, steps - config.warmup)
-    return config.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - config.warmup) / left)))
+    """The rate of step `step` (from 0) of `steps`: linear warm-up, of which step 0 has the first part already, then the
+    schedule from lr to lr_end, `cycles` times."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    done = (step - config.warmup) / max(1, steps - config.warmup)
+    done = min(1.0, config.cycles * done % 1.0 if done < 1.0 else 1.0)
+    return config.lr_end + (config.lr - config.lr_end) * SCHEDULES[config.schedule](done, config.power)
 
 
-def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
-    """AdamW with decoupled weight decay over `parameters`, in their order."""
-    return torch.optim.AdamW(
-        list(parameters), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: Optimizer, step: int, steps: int) -> float:
+    """Give every parameter group its own rate times the schedule's factor; returns train.optimizer.lr's."""
+    rate = learning_rate(config, step, steps)
+    for group in optimizer.param_groups:
+        own = group["initial_lr"]
+        group["lr"] = rate if own == config.lr else own * (rate / config.lr)
+    return rate
 
 
 @dataclass

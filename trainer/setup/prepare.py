@@ -20,9 +20,11 @@ from trainer.methods.base import Method
 from trainer.methods.selection import make_methods
 from trainer.setup.attach import make_trainable
 from trainer.setup.compile import check_compile, compile_blocks
+from trainer.setup.ema import MovingAverage
 from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, load_transformer
 from trainer.setup.memory import check_offload, loading_device, reduce_memory
-from trainer.setup.optim import BadStepCounter, make_optimizer
+from trainer.setup.optim import BadStepCounter
+from trainer.setup.optimizers import check_optimizer, make_optimizer
 from trainer.setup.wrap import Denoiser, make_accelerator
 
 
@@ -40,6 +42,7 @@ class TrainState:
     denoiser: torch.nn.Module  # a Denoiser, wrapped for several processes
     trainable: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
+    average: MovingAverage | None
     bad_steps: BadStepCounter
     signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
 
@@ -76,6 +79,7 @@ def prepare_training(
     check_compile(settings)
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks)
     family, methods = module_of(config.model.family_spec), make_methods(settings.methods)
+    check_optimizer(config, accelerator.device)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     place = f"on {accelerator.device}, computing in {run_state.train_precision(config)}"
     with console.activity(f"loading the transformer of {config.model.source} {place}"):
@@ -83,7 +87,7 @@ def prepare_training(
     with explain_checkpoint_errors(config):
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
         signature["base weights"] = fingerprint_model(model)
-        make_trainable(model, family, settings.adapter)
+        make_trainable(model, family, settings.adapter, settings.weight_precision)
     shape = {key: value for key, value in model.config.items() if not key.startswith("_")}
     signature["transformer"] = hash_json(json.loads(json.dumps(shape)))
     if settings.compile == "blocks":
@@ -94,7 +98,8 @@ def prepare_training(
     trainable = denoiser.trainable()
     denoiser.methods.to(accelerator.device)
     wrapped = accelerator.prepare(denoiser, device_placement=[not settings.offload.blocks])
-    optimizer = make_optimizer(trainable.values(), settings.optimizer)
+    optimizer = make_optimizer(trainable, settings.optimizer)
+    average = None if settings.ema is None else MovingAverage(trainable, settings.ema)
     bad_steps = BadStepCounter(settings.max_bad_steps)
     run = TrainState(
         config,
@@ -107,6 +112,7 @@ def prepare_training(
         wrapped,
         trainable,
         optimizer,
+        average,
         bad_steps,
         signature,
     )

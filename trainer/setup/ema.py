@@ -1,0 +1,85 @@
+"""An exponential moving average of the trained weights, and the weights that are validated and saved."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from schemas.config.training import EMA
+from trainer.setup.optimizers import averages_weights
+
+POWER = 2 / 3  # of the warm-up "power"
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+def ema_decay(settings: EMA, updates: int) -> float:
+    """The decay of an update that follows `updates` others; the first copies the weights. The formulas of diffusers'
+    EMAModel: "ratio" is its default, "power" its use_ema_warmup."""
+    if updates == 0:
+        return 0.0
+    warm = {"ratio": (1 + updates) / (10 + updates), "power": 1 - (1 + updates) ** -POWER, "none": 1.0}
+    return min(settings.decay, warm[settings.warmup])
+
+
+class MovingAverage:
+    """averages: name -> float32 average, on the parameter's device or on the CPU. updates: optimizer steps in it."""
+
+    def __init__(self, trainable: Parameters, settings: EMA) -> None:
+        self.settings, self.updates = settings, 0
+        self.averages = {
+            name: weight.detach().to(self._device(weight), torch.float32, copy=True)
+            for name, weight in trainable.items()
+        }
+
+    def _device(self, weight: torch.Tensor) -> torch.device:
+        return torch.device("cpu") if self.settings.device == "cpu" else weight.device
+
+    @torch.no_grad()
+    def update(self, trainable: Parameters) -> None:
+        """average = decay * average + (1 - decay) * weight."""
+        decay = ema_decay(self.settings, self.updates)
+        self.updates += 1
+        for name, weight in trainable.items():
+            average = self.averages[name]
+            average.lerp_(weight.detach().to(average.device, average.dtype), 1 - decay)
+
+
+def name_weights(optimizer: torch.optim.Optimizer, average: MovingAverage | None) -> str:
+    """Which weights are validated and saved: the moving average where there is one, the average of a schedule-free
+    optimizer, or the trained weights."""
+    if average is not None:
+        return "ema"
+    return "schedule-free average" if averages_weights(optimizer) else "trained"
+
+
+@contextmanager
+def inference_weights(
+    trainable: Parameters, optimizer: torch.optim.Optimizer, average: MovingAverage | None
+) -> Iterator[str]:
+    """Within, `trainable` holds the weights that `name_weights` names; yields that name.
+
+    Afterwards the weights are bit for bit those of before. They wait on the CPU: the optimizer's own way back rounds.
+    """
+    switch: Any = optimizer
+    name = name_weights(optimizer, average)
+    if name == "trained":
+        yield name
+        return
+    kept = {name: weight.detach().to("cpu", copy=True) for name, weight in trainable.items()}
+    try:
+        if average is not None:
+            _copy(average.averages, trainable)
+        else:
+            switch.eval()
+        yield name
+    finally:
+        if average is None:
+            switch.train()
+        _copy(kept, trainable)
+
+
+@torch.no_grad()
+def _copy(values: Mapping[str, torch.Tensor], trainable: Parameters) -> None:
+    for name, weight in trainable.items():
+        weight.copy_(values[name])
