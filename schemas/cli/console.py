@@ -19,6 +19,7 @@ import logging
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,11 +59,13 @@ OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
 EXIT_CODES = "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
 
-# A message that no user can act on: on CPUs with AVX512-BF16 bitsandbytes then computes with its own library. Programs
-# and workers import this module before the libraries.
+# Messages that no user can act on. On CPUs with AVX512-BF16 bitsandbytes then computes with its own library; torch
+# says that the float32 norms of Kandinsky's bfloat16 weights have no fused kernel. Programs and workers import this
+# module before the libraries.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward from kernels-community")
 )
+warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
 
 
 class Progress:
