@@ -63,11 +63,18 @@ def test_the_strength_is_that_of_the_header(tmp_path, prefix) -> None:
     assert read_adapter(file).layers["transformer.blocks.1.mid.to_q"].scale == 2.5 / math.sqrt(4)
 
 
-def test_folders_of_an_adapter_and_of_a_run_are_found(tmp_path) -> None:
+def test_folders_of_an_adapter_a_run_and_a_checkpoint_are_found(tmp_path) -> None:
     (tmp_path / "run" / "adapter").mkdir(parents=True)
     file = write(tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors", pairs(), family="sana", steps="3")
     for place in (tmp_path / "run", file.parent, file):
         assert read_adapter(place).path == file and read_adapter(place).notes == {"family": "sana", "steps": "3"}
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    save_file(pairs(""), checkpoint / "trainable.safetensors")  # what resuming needs says nothing of the strength
+    with pytest.raises(AdapterError, match=r"holds no pytorch_lora_weights\.safetensors .* it has trainable\.safe"):
+        read_adapter(checkpoint)
+    inside = write(checkpoint / file.name, pairs(), {"r": 4, "lora_alpha": 2})
+    assert read_adapter(checkpoint).path == inside and read_adapter(checkpoint).alphas == [2.0]
 
 
 def without(tensors: dict, key: str) -> dict:
