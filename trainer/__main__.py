@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from cache import compatibility
+from cache import compatibility, weights
 from cache.damage import DamageError, rebuild_advice
 from cache.schedule import BatchSchedule, small_bucket_advice
 from cache.set_lookup import open_configured_set
@@ -50,6 +50,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         if options.dry_run:
             report.skipped = min(state["step"], config.train.steps) if state else 0
             report.remaining = config.train.steps - report.skipped
+            report.details |= predict_memory(config, schedule, world, console)
             return report
         if is_finished(config, state):
             report.skipped = config.train.steps
@@ -121,6 +122,29 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
     }
 
 
+def predict_memory(config: Config, schedule: BatchSchedule, ranks: int, console: Console) -> dict[str, Any]:
+    """Details: the memory of a step of the largest bucket with texts of the greatest length, by part. Only the
+    transformer's config.json is read; torch is imported, to compute with shapes."""
+    part = config.model.family_spec.components[0]
+    try:
+        compatibility.check_transformer(config.model)
+        shape = weights.read_component_config(config.model.source, config.model.revision, part)
+    except weights.WeightsError as error:  # such as a repository that can't be reached; training would end here
+        console.warn(f"the memory is not predicted: {error}")
+        return {}
+    with garbage_collection_paused():
+        from trainer.memory_estimate import estimate_memory
+        from trainer.setup.load import explain_checkpoint_errors
+
+    length = config.text.max_length or config.model.template.max_length
+    with explain_checkpoint_errors(config):
+        found = estimate_memory(config, shape, [bucket.name for bucket in schedule.buckets], length, ranks)
+    where = {"host": "host, at its peak", "checkpoint": "disk, one checkpoint"}
+    sizes = {name: value for name, value in vars(found).items() if isinstance(value, int)}
+    rows = [{"part": name, "place": where.get(name, "device"), "mib": value >> 20} for name, value in sizes.items()]
+    return {"memory_of_bucket": found.bucket, "memory": rows}
+
+
 def log_warnings(
     config: Config, data: TrainSet, schedule: BatchSchedule, state: Mapping[str, Any] | None, console: Console
 ) -> None:
@@ -173,7 +197,13 @@ def warn_of_learning_rate(settings: Train, console: Console) -> None:
         )
 
 
-app = make_app("train", "Train an adapter or a model on a training set.", run, extra="train")
+app = make_app(
+    "train",
+    "Train an adapter or a model on a training set. --dry-run predicts the memory that it takes, by part; for that it "
+    "imports torch and reads the transformer's config.json.",
+    run,
+    extra="train",
+)
 
 if __name__ == "__main__":
     leave_out_pandas()

@@ -346,6 +346,7 @@ def test_the_warning_knows_the_optimizer(make_config, make_set, tmp_path, capsys
     assert code == OK and (re.search(warned, said) if warned else "train.optimizer" not in said)
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_and_not_used_yet_is_said_before_training(make_config, make_set, tmp_path, capsys) -> None:
     config = make_config("t2i", set="set1")  # named: another configuration makes another set
     make_set(config)

@@ -44,6 +44,10 @@ class FamilyModule(Protocol):
         """Only the transformer of a checkpoint (a folder or repo), a diffusers ModelMixin, or `Experts` of several.
         ValueError or OSError where it can't be trained."""
 
+    def untrained(self, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+        """A transformer as `load` would return, made from a config.json, with weights of no meaning. On the meta device
+        it takes no memory."""
+
     def clean_frames(self, task: Task) -> int:
         """Leading latent frames that are given: not noised, not in the loss."""
 

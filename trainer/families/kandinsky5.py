@@ -4,6 +4,7 @@ Inputs equal those of the diffusers pipelines (pipelines/kandinsky5), where trai
 documents the functions.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,9 @@ LORA_TARGETS = (
 )
 
 
+FLOAT32_MODULES = frozenset({"time_embeddings", "modulation", "visual_modulation", "text_modulation"})
+
+
 def load(
     source: str,
     revision: str | None = None,
@@ -37,6 +41,15 @@ def load(
     model = load_part(Kandinsky5Transformer3DModel, source, revision, "transformer", torch_dtype=dtype)
     install_processors(model, float32_rotary)
     return model.to(device)
+
+
+def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Kandinsky5Transformer3DModel:
+    model = Kandinsky5Transformer3DModel.from_config(dict(config))
+    install_processors(model)
+    for name, weight in model.named_parameters():
+        if not FLOAT32_MODULES & {*name.split(".")}:
+            weight.data = weight.data.to(dtype)
+    return model
 
 
 def clean_frames(task: Task) -> int:

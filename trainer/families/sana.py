@@ -1,5 +1,6 @@
 """Sana: the transformer, its inputs (equal to SanaPipeline's), and what LoRA adapts. See FamilyModule."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,13 @@ def load(
             f"{source}: a guidance-distilled model (Sana Sprint) can't be trained; choose Sana or Sana 1.5"
         )
     return model.to(device)
+
+
+def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> SanaTransformer2DModel:
+    model = SanaTransformer2DModel.from_config(dict(config))
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)  # `to` warns of modules to keep in float32, of which there are none
+    return model
 
 
 def clean_frames(task: Task) -> int:

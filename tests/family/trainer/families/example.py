@@ -1,5 +1,6 @@
 """The example family's transformers: two of Wan's, for much noise and for little, given two clean frames."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,11 @@ def load(
     parts = FAMILIES["example"].components
     experts = {name: load_part(WanTransformer3DModel, source, revision, name, torch_dtype=dtype) for name in parts}
     return Experts(experts).to(device)
+
+
+def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Experts:
+    parts = FAMILIES["example"].components
+    return Experts({name: WanTransformer3DModel.from_config(dict(config)).to(dtype) for name in parts})
 
 
 def clean_frames(task: Task) -> int:
