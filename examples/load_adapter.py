@@ -91,6 +91,9 @@ def load_trained(pipeline: Any, config: Config) -> None:
         base = pipeline.transformer
         trained = type(base).from_pretrained(run / "model" / "transformer", use_safetensors=True, dtype=base.dtype)
         pipeline.register_modules(transformer=trained)
+    elif config.train.adapter.type == "lokr":  # load_lora_weights takes LoRA only
+        name = "pytorch_lora_weights.safetensors"
+        pipeline.transformer.load_lora_adapter(run / "adapter", prefix="transformer", weight_name=name)
     else:
         pipeline.load_lora_weights(run / "adapter")
 

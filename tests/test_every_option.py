@@ -49,6 +49,7 @@ VISION = Kind(again=("encode-vision",), trains=False)
 MACHINE = Kind()  # where and how fast, not what: places and resources of this machine, sizes of what is still to come
 RUN = Kind(next_run=True)  # of training, validation and decoding, on the same set
 
+FULL = "train.adapter.type=full"
 TABLE: dict[str, tuple[Kind, str]] = {
     "root": (MEDIA, "root=elsewhere"),
     "output": (MACHINE, "output=elsewhere"),
@@ -160,7 +161,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.optimizer.groups.0.match": (REFUSED, "train.optimizer.groups=[{match: '('}]"),
     "train.optimizer.groups.0.lr": (RUN, "train.optimizer.groups=[{match: .*bias, lr: 1e-5}]"),
     "train.optimizer.groups.0.weight_decay": (RUN, "train.optimizer.groups=[{match: .*bias, weight_decay: 0.5}]"),
-    "train.weight_precision": (RUN, "train.weight_precision=bfloat16"),
+    "train.weight_precision": (MACHINE, f"{FULL} train.optimizer.name=optimi-adamw train.weight_precision=bfloat16"),
     "train.ema.decay": (RUN, "train.ema={decay: 0.9}"),
     "train.ema.warmup": (RUN, "train.ema={warmup: power}"),
     "train.ema.device": (RUN, "train.ema={device: cpu}"),
@@ -170,9 +171,19 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.timestep_sampling": (RUN, "train.timestep_sampling=uniform"),
     "train.loss_weighting": (RUN, "train.loss_weighting=cosmap"),
     "train.methods.masked_loss.unmasked_weight": (REFUSED, "train.methods.masked_loss={}"),  # the set has no masks
-    "train.adapter.type": (RUN, "train.adapter.type=full"),
     "train.adapter.formats": (RUN, "train.adapter.formats=[diffusers, comfyui]"),
     "train.adapter.init": (REFUSED, "train.adapter.init=absent.safetensors"),
+    # MACHINE: not with other options of an adapter.
+    "train.adapter.type": (MACHINE, FULL),
+    "train.adapter.decompose_factor": (MACHINE, "train.adapter.type=lokr train.adapter.decompose_factor=4"),
+    "train.adapter.decompose_both": (MACHINE, "train.adapter.type=lokr train.adapter.decompose_both=true"),
+    "train.adapter.rank_pattern": (RUN, "train.adapter.rank_pattern={'.*': 2}"),
+    "train.adapter.alpha_pattern": (RUN, "train.adapter.alpha_pattern={'.*': 2}"),
+    "train.adapter.rslora": (RUN, "train.adapter.rslora=true"),
+    "train.adapter.dora": (MACHINE, "train.adapter.dora=true"),
+    "train.adapter.init_weights": (RUN, "train.adapter.init_weights=gaussian"),
+    "train.base_precision": (RUN, "train.base_precision=nf4-bnb"),
+    "train.quantize_via": (RUN, "train.quantize_via=cpu"),
     "train.adapter.targets": (RUN, "train.adapter.targets=[to_q]"),
     "train.precision": (RUN, "train.precision=bfloat16"),
     "train.device": (RUN, "train.device=cpu"),
@@ -278,7 +289,10 @@ def test_a_change_is_refused_made_again_or_without_effect(made: tuple[Project, s
     home, name = made
     kind, given = TABLE[option]
     places = {"COPY": str(home.folder / "copy"), "DINO": str(home.folder / "dino")}
-    values = [re.sub("COPY|DINO", lambda found: places[found[0]], part) for part in re.split(r" (?=datasets\.)", given)]
+    values = [
+        re.sub("COPY|DINO", lambda found: places[found[0]], part)
+        for part in re.split(r" (?=(?:datasets|train)\.)", given)
+    ]
     if kind is REFUSED:
         with pytest.raises((ConfigError, LatentpressError)):
             home.run(train, *values, dry_run=True)

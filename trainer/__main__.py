@@ -21,7 +21,15 @@ from trainer.adapter_header import check_family, read_initial
 from trainer.metrics import METRICS_FILE, read_metrics, require_trackers
 from trainer.output_lock import lock_output
 from trainer.progress import describe_results
-from trainer.run_state import RunError, find_resume_state, is_finished, result_folder, run_folder, train_precision
+from trainer.run_state import (
+    RunError,
+    check_base_precision,
+    find_resume_state,
+    is_finished,
+    result_folder,
+    run_folder,
+    train_precision,
+)
 
 MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a factor of one
 
@@ -43,6 +51,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         global_batch = config.train.batch_size * config.train.accumulate * world
         require_tensors(config, data)
         require_initial_adapter(config)
+        check_base_precision(config)
         schedule = BatchSchedule(data.spans, config.train.seed, config.train.batch_size, global_batch)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule)
@@ -119,6 +128,7 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
         "epochs": round(config.train.steps / schedule.steps_per_epoch, 3),
         "adapter": config.train.adapter.type,
         "precision": train_precision(config),
+        "base_precision": config.train.base_precision,
     }
 
 

@@ -36,6 +36,7 @@ SETTINGS = {
     "optimizer": "train.optimizer.name",
     "weight_precision": "train.weight_precision",
     "ema": "train.ema",
+    "base_precision": "train.base_precision",
 }
 #: Of the other keys: what to do about a difference.
 HINTS = {

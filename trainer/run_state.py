@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from trainer.adapter_header import FILE_NAMES, find_adapter
 from trainer.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
+
+QUANTISATION_LIBRARIES = {
+    "int8-quanto": "optimum.quanto",
+    "int8-torchao": "torchao",
+    "fp8-torchao": "torchao",
+    "nf4-bnb": "bitsandbytes",
+}
 
 
 class RunError(LatentpressError):
@@ -48,6 +56,8 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "optimizer": config.train.optimizer.name,
         "weight_precision": config.train.weight_precision,
         "ema": config.train.ema and config.train.ema.model_dump(mode="json", include={"decay", "warmup"}),
+        # Whether weights that are not quantised are float32 or bfloat16 may change, as train.precision may.
+        "base_precision": config.train.base_precision if config.train.quantised else "no_change",
     }
 
 
@@ -92,7 +102,9 @@ def train_shift(config: Config) -> float:
 
 
 def train_precision(config: Config) -> str:
-    """The transformer's compute dtype: train.precision, else model.precision."""
+    """The transformer's compute dtype: train.precision, else model.precision; bfloat16 with bfloat16 base weights."""
+    if config.train.base_precision == "bf16":
+        return "bfloat16"
     name = config.train.precision or config.model.precision
     if name == "float16":
         raise RunError(
@@ -102,8 +114,16 @@ def train_precision(config: Config) -> str:
     return name
 
 
+def check_base_precision(config: Config) -> None:
+    """RunError for a train.base_precision whose library is not installed."""
+    name = config.train.base_precision
+    library = QUANTISATION_LIBRARIES.get(name)
+    if library and (find_spec(library.partition(".")[0]) is None or find_spec(library) is None):
+        raise RunError(f"train.base_precision: {name} needs {library}", "Install it: pip install -e '.[quant]'")
+
+
 def result_folder(config: Config) -> Path:
-    """adapter/ for a LoRA, model/transformer/ for a full-rank run."""
+    """adapter/ for a LoRA or LoKr, model/transformer/ for a full-rank run."""
     folder = run_folder(config)
     return folder / "model" / "transformer" if config.train.adapter.type == "full" else folder / "adapter"
 

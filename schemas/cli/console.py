@@ -59,12 +59,20 @@ OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
 EXIT_CODES = "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
 
-# Messages that no user can act on. On CPUs with AVX512-BF16 bitsandbytes then computes with its own library; torch
-# says that the float32 norms of Kandinsky's bfloat16 weights have no fused kernel. Programs and workers import this
-# module before the libraries.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
-    lambda record: not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward from kernels-community")
-)
+# Messages that no user can act on: on CPUs with AVX512-BF16 bitsandbytes then computes with its own library; torchao's
+# are of compiled kernels and tensor classes that nothing here uses. Programs and workers import this module before the
+# libraries.
+NOISE = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "<enum ",
+    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
+}
+for _logger, _beginning in NOISE.items():
+    logging.getLogger(_logger).addFilter(
+        lambda record, beginning=_beginning: not record.getMessage().startswith(beginning)  # type: ignore[misc]
+    )
+# torch says that the float32 norms of Kandinsky's bfloat16 weights have no fused kernel.
 warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
 
 

@@ -36,25 +36,65 @@ def check_pattern(pattern: str) -> str:
     return pattern
 
 
+Alpha = Annotated[float, Field(gt=0, le=1e6)]
+BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
+#: Options of an adapter's type -> the type.
+TYPE_OPTIONS = {
+    **dict.fromkeys(("dropout", "rslora", "dora", "init_weights"), "lora"),
+    **dict.fromkeys(("decompose_factor", "decompose_both"), "lokr"),
+}
+
+
 class Adapter(Section):
-    type: Literal["lora", "full"] = "lora"
+    type: Literal["lora", "lokr", "full"] = "lora"
     rank: Count = 16
-    alpha: float | None = Field(None, gt=0, le=1e6, description="default: rank")
-    dropout: float = Field(0.0, ge=0, lt=1)
+    alpha: Alpha | None = Field(None, description="default: rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of a LoRA's input")
     targets: tuple[str, ...] | None = Field(None, strict=False, description="regular expressions; default: by family")
+    rank_pattern: dict[str, Count] = Field({}, description="regular expression -> rank of the modules that it matches")
+    alpha_pattern: dict[str, Alpha] = Field({}, description="the same for alpha; default: each module's rank")
+    rslora: bool = Field(False, description="rank-stabilised: scaled by alpha / sqrt(rank), not alpha / rank")
+    dora: bool = Field(False, description="train the magnitude of each output's weights apart from their direction")
+    init_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
+        "default", description="peft's initialisations of a LoRA"
+    )
+    decompose_factor: int = Field(-1, ge=-1, description="of LoKr; -1: near the square root of each side")
+    decompose_both: bool = Field(False, description="LoKr: factorise the left matrix too")
     formats: tuple[AdapterFormat, ...] = Field(("diffusers",), strict=False, min_length=1, description="of the result")
     init: str | None = Field(None, min_length=1, description="LoRA file or folder to start from; default: a new one")
 
-    @field_validator("targets")
+    @field_validator("targets", "rank_pattern", "alpha_pattern")
     @classmethod
-    def _compile(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for target in targets or ():
-            check_pattern(target)
-        return targets
+    def _compile(cls, patterns: Any) -> Any:
+        for pattern in patterns or ():
+            check_pattern(pattern)
+        return patterns
 
     def _problems(self) -> Iterator[Problem]:
         if self.init is not None and self.type != "lora":
             yield ("init",), "training starts from an adapter only with type: lora; merge it into the model instead"
+        more = [name for name in ("rank_pattern", "alpha_pattern", "rslora", "dora") if getattr(self, name)]
+        if self.init is not None and (more or self.init_weights != "default"):
+            names = ", ".join([*more, *(["init_weights"] if self.init_weights != "default" else [])])
+            yield ("init",), f"training starts from an adapter only with a plain LoRA; remove {names}"
+        for name, owner in TYPE_OPTIONS.items():
+            if owner != self.type and getattr(self, name) != type(self).model_fields[name].default:
+                yield (name,), f"it is an option of type {owner}, and type is {self.type}; remove it"
+        if self.init_weights in ("pissa", "olora") and self.dora:
+            yield (
+                ("init_weights",),
+                f"{self.init_weights} changes the base weights, so its file holds the difference of two LoRAs, which "
+                "DoRA has no place for; use gaussian or orthogonal, or dora: false",
+            )
+        if self.init_weights == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
+            yield ("init_weights",), "orthogonal needs even ranks, in rank and in rank_pattern"
+        if "comfyui" in self.formats and self.type == "lokr":
+            yield (
+                ("formats",),
+                "comfyui is for LoRA; a LoKr always has lycoris_weights.safetensors, which ComfyUI reads",
+            )
+        if "comfyui" in self.formats and self.dora:
+            yield ("formats",), "comfyui's file has no place for DoRA's magnitudes here; use diffusers alone"
 
 
 class ParameterGroup(Section):
@@ -174,6 +214,8 @@ class Train(Section):
     weight_precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of a full-rank run's weights; bfloat16 needs an optimizer with Kahan summation"
     )
+    base_precision: BasePrecision = Field("no_change", description="of the frozen weights; bf16: computes in it too")
+    quantize_via: Literal["cpu", "device"] = Field("device", description="where base weights are quantised")
     gradient_checkpointing: bool = True
     gradient_checkpointing_interval: Count = Field(1, description="of every n-th block: 1 all, 2 half of them")
     offload: Offload = Offload()
@@ -198,10 +240,6 @@ class Train(Section):
     threads: Processes | None = Field(None, description="CPU threads; default: torch's own")
     max_bad_steps: int = Field(5, ge=0, le=MOST_STEPS, description="non-finite losses or gradients before it stops")
 
-    def _problems(self) -> Iterator[Problem]:
-        if self.weight_precision == "bfloat16" and self.adapter.type != "full":
-            yield ("weight_precision",), "is for train.adapter.type full; an adapter's own weights are float32"
-
     @model_validator(mode="after")
     def _check_offload(self) -> "Train":
         if self.offload.blocks and self.adapter.type == "full":
@@ -215,6 +253,46 @@ class Train(Section):
                 "set gradient_checkpointing to true, gradient_checkpointing_interval to 1, or offload.blocks to false"
             )
         return self
+
+    @property
+    def quantised(self) -> bool:
+        """Whether base weights are stored in 8 or 4 bits."""
+        return self.base_precision not in ("no_change", "bf16")
+
+    def _problems(self) -> Iterator[Problem]:
+        name, adapter = self.base_precision, self.adapter
+        if self.weight_precision == "bfloat16" and adapter.type != "full":
+            yield ("weight_precision",), "is for train.adapter.type full; an adapter's own weights are float32"
+        if adapter.type == "full" and name == "bf16":
+            yield (
+                ("base_precision",),
+                "bf16 is of frozen weights; with adapter.type: full set weight_precision to bfloat16",
+            )
+        if adapter.type == "full" and self.quantised:
+            yield (
+                ("base_precision",),
+                f"{name} does not go with adapter.type: full, as quantised weights have no gradient; set adapter.type "
+                "to lora (LoRA) or lokr (LoKr), or base_precision to no_change",
+            )
+        if self.quantised and self.offload.blocks:
+            yield (
+                ("offload", "blocks"),
+                f"the scales of base_precision: {name} would stay behind when a block moves; set it to false, or "
+                "base_precision to no_change or bf16",
+            )
+        if name == "int8-quanto" and adapter.dora:
+            yield (
+                ("base_precision",),
+                "adapter.dora needs the base weights in another dtype, which optimum-quanto's tensors don't allow; set "
+                "it to int8-torchao or nf4-bnb, or adapter.dora to false",
+            )
+        if self.quantised and adapter.init_weights in ("pissa", "olora"):
+            yield (
+                ("base_precision",),
+                f"adapter.init_weights: {adapter.init_weights} subtracts the LoRA's start from the base weights, and "
+                f"{name} could not hold the rest; set it to no_change or bf16, or init_weights to default, gaussian or "
+                "orthogonal",
+            )
 
 
 class Prompt(Section):

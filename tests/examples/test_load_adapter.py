@@ -12,14 +12,16 @@ import torch
 from PIL import Image
 
 from examples import load_adapter
+from schemas.config.training import Adapter
 from trainer.setup import adapters
+from trainer.setup.attach import make_trainable
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = {
     "kandinsky5-image-t2i": ("kandinsky5-image", "t2i-lite-sft", "lora", "64x64"),
-    "kandinsky5-image-i2i": ("kandinsky5-image", "i2i-lite-sft", "lora", "64x64"),
+    "kandinsky5-image-i2i": ("kandinsky5-image", "i2i-lite-sft", "lokr", "64x64"),
     "kandinsky5-video-t2v": ("kandinsky5-video", "t2v-lite-sft-5s", "lora", "64x64@5"),
     "kandinsky5-video-i2v": ("kandinsky5-video", "i2v-lite-5s", "lora", "64x64@17"),
     "sana": ("sana", "sana-1.6b-1024px", "full", "64x64"),
@@ -46,11 +48,10 @@ def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Pat
         family = importlib.import_module(f"trainer.families.{'sana' if kind == 'sana' else 'kandinsky5'}")
         model = family.load(tiny(kind))
         torch.manual_seed(0)
-        if adapter == "lora":
-            adapters.add_lora(model, adapters.choose_targets(model, [family.LORA_TARGETS]), 2)
-        for parameter in adapters.trainable_parameters(model).values() if adapter == "lora" else model.parameters():
+        make_trainable(model, family, Adapter(type=adapter, rank=2))
+        for parameter in adapters.trainable_parameters(model).values():
             torch.nn.init.normal_(parameter, std=0.05)
-        if adapter == "lora":
+        if adapter != "full":
             adapters.save_lora(model, tmp_path / "output/one/adapter", name)
         else:
             adapters.save_full(model, tmp_path / "output/one/model/transformer")

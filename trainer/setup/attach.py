@@ -1,22 +1,59 @@
-"""What is trained of a model: a LoRA, or every weight."""
+"""What is trained of a model: a LoRA, a LoKr, every weight, or a subset of the weights."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from schemas.config.training import Adapter
 from trainer.adapter_header import read_initial
 from trainer.families.base import FamilyModule
-from trainer.setup import adapters
+from trainer.setup import adapters, lokr
 
 
 def make_trainable(model: Any, family: FamilyModule, adapter: Adapter, weight_precision: str = "float32") -> None:
-    """Add a LoRA, or unfreeze every weight. ValueError where a target matches nothing, AdapterError where the initial
-    adapter does not fit."""
+    """Add an adapter, or unfreeze weights. ValueError where a target or pattern matches nothing, AdapterError where the
+    initial adapter does not fit.
+
+    weight_precision: of full rank; float32 weights are computed with under autocast.
+    """
     if adapter.type == "full":
-        model.requires_grad_(True)
+        unfreeze(model, adapter.targets)
         if weight_precision == "float32":
-            model.float()  # the master weights; autocast computes
-    else:
-        targets = adapters.choose_targets(model, adapter.targets or [family.LORA_TARGETS])
-        adapters.add_lora(model, targets, adapter.rank, adapter.alpha, adapter.dropout)
-        if initial := read_initial(adapter):
-            adapters.load_initial(model, initial)
+            model.float()
+        return
+    targets = adapters.choose_targets(model, adapter.targets or [family.LORA_TARGETS])
+    ranks: dict[str, Any] = {"rank_pattern": adapter.rank_pattern, "alpha_pattern": adapter.alpha_pattern}
+    if adapter.type == "lokr":
+        scales = adapters.choose_scales(targets, adapter.rank, adapter.alpha, **ranks)
+        lokr.add_lokr(model, scales, adapter.decompose_factor, adapter.decompose_both)
+        return
+    adapters.add_lora(
+        model,
+        targets,
+        adapter.rank,
+        adapter.alpha,
+        adapter.dropout,
+        rslora=adapter.rslora,
+        dora=adapter.dora,
+        init_weights=adapter.init_weights,
+        **ranks,
+    )
+    if initial := read_initial(adapter):
+        adapters.load_initial(model, initial)
+
+
+def unfreeze(model: Any, targets: Sequence[str] | None) -> None:
+    """Train the parameters that a pattern matches whole, by their own path or that of a module around them; None: all.
+    ValueError for a pattern without matches."""
+    model.requires_grad_(targets is None)
+    for pattern in targets or ():
+        modules = [part for path, part in model.named_modules() if path and re.fullmatch(pattern, path)]
+        own = [weight for path, weight in model.named_parameters() if re.fullmatch(pattern, path)]
+        for part in (*modules, *own):
+            part.requires_grad_(True)
+        if not own and not any([*part.parameters()] for part in modules):
+            examples = [path for path, _ in model.named_children()]
+            raise ValueError(
+                f"train.adapter.targets: {pattern!r} matches no module with weights and no weight whole; the model's "
+                f"modules begin with {', '.join(examples)}"
+            )

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import diffusers
 import torch
 import xxhash
 from safetensors import SafetensorError
 
+from cache.weights import read_component_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from trainer.families.base import FamilyModule
+from trainer.families.base import Experts, FamilyModule
 from trainer.run_state import RunError, train_precision
 
 
@@ -18,14 +20,26 @@ def load_transformer(config: Config, family: FamilyModule, device: torch.device)
     """The transformer on the device, and the dtype of autocast, None without it. RunError where it can't be trained.
 
     Full-rank weights stay float32 and compute under autocast, as steps of 1e-5 vanish in bfloat16 weights, unless the
-    optimizer sums what they lose (train.weight_precision).
+    optimizer sums what they lose (train.weight_precision). A base that is going to be quantised is on the CPU:
+    `quantize_base` moves it.
     """
     half, settings = train_precision(config) == "bfloat16", config.train
     masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
     dtype = torch.bfloat16 if half and not masters else torch.float32
     with explain_checkpoint_errors(config):
-        model = family.load(config.model.source, config.model.revision, dtype, device)
+        where = torch.device("cpu") if settings.quantised else device
+        model = family.load(config.model.source, config.model.revision, dtype, where)
     return model, torch.bfloat16 if half and masters else None
+
+
+def empty_transformer(config: Config) -> Any:
+    """The transformer on the meta device, by its config.json: names and shapes without weights."""
+    model, parts = config.model, dict[str, Any]()
+    for part in model.family_spec.components:
+        settings = read_component_config(model.source, model.revision, part)
+        with torch.device("meta"):
+            parts[part] = getattr(diffusers, model.family_spec.model_classes[part]).from_config(settings)
+    return Experts(parts) if len(parts) > 1 else next(iter(parts.values()))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A model's way into training, one file after the other: load, attach, memory, wrap, optim."""
+"""A model's way into training, one file after the other: load, quantize, attach, memory, wrap, optim."""
 
 import json
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, loa
 from trainer.setup.memory import check_offload, loading_device, reduce_memory
 from trainer.setup.optim import BadStepCounter
 from trainer.setup.optimizers import check_optimizer, make_optimizer
+from trainer.setup.quantize import check_setup, quantize_base
 from trainer.setup.wrap import Denoiser, make_accelerator
 
 
@@ -80,13 +81,19 @@ def prepare_training(
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks)
     family, methods = module_of(config.model.family_spec), make_methods(settings.methods)
     check_optimizer(config, accelerator.device)
+    check_setup(config, family, accelerator.device, ranks)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     place = f"on {accelerator.device}, computing in {run_state.train_precision(config)}"
     with console.activity(f"loading the transformer of {config.model.source} {place}"):
         model, autocast = load_transformer(config, family, loading_device(settings.offload, accelerator.device))
     with explain_checkpoint_errors(config):
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
-        signature["base weights"] = fingerprint_model(model)
+        signature["base weights"] = fingerprint_model(model)  # before it is quantised: the same for any base_precision
+        if settings.quantised:
+            with console.activity(f"quantising the base to {settings.base_precision}"):
+                said = quantize_base(model, family, settings.base_precision, settings.quantize_via, accelerator.device)
+            if accelerator.is_main_process:
+                console.log(said)
         make_trainable(model, family, settings.adapter, settings.weight_precision)
     shape = {key: value for key, value in model.config.items() if not key.startswith("_")}
     signature["transformer"] = hash_json(json.loads(json.dumps(shape)))

@@ -8,9 +8,11 @@ import pytest
 import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from schemas.catalogue import FAMILIES
 from schemas.config.training import Adapter
+from trainer.adapter_header import COMFYUI_PREFIX
 from trainer.batch import Batch
 from trainer.families import kandinsky5, sana
 from trainer.setup import adapters
@@ -70,15 +72,16 @@ def pipeline(kind: str, folder: Path):
     return pipeline_class(kind)(transformer=transformer, **dict.fromkeys(parts))
 
 
-def trained(kind: str, folder: Path, **options):
+def trained(kind: str, folder: Path, moved: float = 0.1, **options):
     """A model with a LoRA that has moved away from its start."""
     family, _ = KINDS[kind]
     model = family.load(str(folder))
     torch.manual_seed(0)
-    adapters.add_lora(model, adapters.choose_targets(model, [family.LORA_TARGETS]), **{"rank": 4, **options})
+    targets = options.pop("targets", family.LORA_TARGETS)
+    adapters.add_lora(model, adapters.choose_targets(model, [targets]), **{"rank": 4, **options})
     for i, (name, parameter) in enumerate(adapters.trainable_parameters(model).items()):
-        if "lora_B" in name:
-            parameter.data = random(*parameter.shape, seed=i) * 0.1
+        if "lora_B" in name or "magnitude" in name:
+            parameter.data += random(*parameter.shape, seed=i) * moved
     return model.eval()
 
 
@@ -87,6 +90,18 @@ OPTIONS = {
     "alpha": {"rank": 4, "alpha": 2.5},
     "dropout": {"rank": 3, "alpha": 6, "dropout": 0.5},
 }
+BY_MODULE = {"rank_pattern": {r".*(to_q|to_query)": 6}, "alpha_pattern": {r".*\.0\..*": 3.0}}
+VARIANTS = {
+    "rslora": {"rank": 9, "rslora": True},
+    "by module": {"rank": 4, **BY_MODULE},
+    "dora": {"dora": True, "rslora": True, **BY_MODULE},
+    "gaussian": {"init_weights": "gaussian"},
+    "orthogonal": {"init_weights": "orthogonal", "dora": True},
+    "pissa": {"init_weights": "pissa", "alpha": 2.5},
+    "pissa, rslora, by module": {"init_weights": "pissa", "rslora": True, **BY_MODULE},
+    "olora": {"init_weights": "olora", "dropout": 0.5, **BY_MODULE},
+}
+LINEAR_TARGETS = r".*blocks\.\d+\.(attn[12]|self_attention|cross_attention)\.(to_.|to_out\.0|to_query|to_key|out_layer)"
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -100,6 +115,30 @@ def test_a_lora_loads_in_the_pipeline_and_gives_the_same_output(tiny, tmp_path, 
     ours, theirs = output(kind, model), output(kind, pipe.transformer)
     assert (ours - before).abs().max() > 1e-2
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_every_variant_of_lora_starts_at_the_base_and_loads_in_the_pipeline(tiny, tmp_path, kind, variant):
+    options = VARIANTS[variant]
+    if options.get("init_weights", "default") not in ("default", "gaussian"):
+        options = {**options, "targets": LINEAR_TARGETS}
+    pipe = pipeline(kind, tiny(kind))
+    before = output(kind, pipe.transformer)
+    start = trained(kind, tiny(kind), moved=0.0, **options)
+    torch.testing.assert_close(output(kind, start), before, rtol=0, atol=1e-5)
+    model = trained(kind, tiny(kind), **options)
+    adapters.save_lora(model, tmp_path, kind)
+    pipe.load_lora_weights(tmp_path)
+    ours, theirs = output(kind, model), output(kind, pipe.transformer)
+    assert (ours - before).abs().max() > 1e-2
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-6)
+    if not options.get("dora"):
+        file = load_file(adapters.save_lora(model, tmp_path, kind, formats=["comfyui"]))
+        for name in adapters.list_adapted_modules(model):
+            rank = file[f"{COMFYUI_PREFIX}{name}.lora_A.weight"].shape[0]
+            scale = float(file[f"{COMFYUI_PREFIX}{name}.alpha"]) / rank
+            assert scale == pytest.approx(model.get_submodule(name).scaling["default"], rel=1e-6)
 
 
 def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
@@ -202,3 +241,53 @@ def test_chosen_targets_may_be_anywhere_in_the_model(tiny, tmp_path):
     pipe = pipeline(kind, tiny(kind))
     pipe.load_lora_weights(tmp_path)
     assert torch.equal(output(kind, pipe.transformer), output(kind, model))
+
+
+def test_ranks_and_alphas_by_module(tiny):
+    targets = [f"{block}.{name}" for block in "ab" for name in ("query", "key")]
+    scales = adapters.choose_scales(targets, 4, None, {".*query": 8}, {r"a\..*": 2.0})
+    assert scales == {"a.query": (8, 2.0), "a.key": (4, 2.0), "b.query": (8, 8), "b.key": (4, 4)}
+    with pytest.raises(ValueError, match="rank_pattern: 'query' matches no target whole"):
+        adapters.choose_scales(targets, 4, None, {"query": 8})
+    model = sana.load(str(tiny("sana")))
+    targets = adapters.choose_targets(model, [sana.LORA_TARGETS])
+    adapters.add_lora(model, targets, 4, rank_pattern={r".*0\.attn1\.to_q": 2}, alpha_pattern={r".*0\..*": 1.0})
+    for path in targets:
+        layer, first = model.get_submodule(path), path.startswith("transformer_blocks.0.")
+        rank = 2 if path == "transformer_blocks.0.attn1.to_q" else 4
+        assert layer.r["default"] == rank and layer.scaling["default"] == (1.0 / rank if first else 1.0)
+
+
+def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
+    kind = "sana"
+    model = sana.load(str(tiny(kind)))
+    chosen = Adapter(type="full", targets=[r"transformer_blocks\.\d+\.attn1", "scale_shift_table"])
+    make_trainable(model, sana, chosen)
+    named = adapters.trainable_parameters(model)
+    assert named and all(".attn1." in name or name == "scale_shift_table" for name in named)
+    assert sum(".attn1." in name for name in named) == sum(".attn1." in name for name, _ in model.named_parameters())
+    for i, parameter in enumerate(named.values()):
+        parameter.data += random(*parameter.shape, seed=i) * 0.01
+    adapters.save_full(model, tmp_path / "transformer")
+    assert torch.equal(output(kind, pipeline(kind, tmp_path).transformer), output(kind, model.eval()))
+    with pytest.raises(ValueError, match="'attn1' matches no module with weights"):
+        make_trainable(model, sana, Adapter(type="full", targets=["attn1"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"type": "full", "dora": True}, "it is an option of type lora, and type is full"),
+        ({"type": "lokr", "dropout": 0.1}, "option of type lora, and type is lokr"),
+        ({"decompose_factor": 4}, "it is an option of type lokr"),
+        ({"init_weights": "pissa", "dora": True}, "which DoRA has no place for"),
+        ({"init_weights": "orthogonal", "rank": 3}, "orthogonal needs even ranks"),
+        ({"rank_pattern": {"(": 3}}, "is not a regular expression"),
+        ({"type": "lokr", "formats": ["comfyui"]}, "lycoris_weights.safetensors, which ComfyUI reads"),
+        ({"dora": True, "formats": ["diffusers", "comfyui"]}, "no place for DoRA's magnitudes"),
+        ({"init": "a.safetensors", "rslora": True}, "only with a plain LoRA; remove rslora"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        Adapter(**given)

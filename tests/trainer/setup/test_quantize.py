@@ -1,0 +1,280 @@
+"""Quantised base weights: errors against float32, what stays, what is refused, and runs that go on."""
+
+import ctypes
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.tiny_models import make_model
+from schemas.config.pipeline import Config
+from schemas.config.training import Adapter, Train
+from tests.trainer.setup.test_adapters import KINDS, make_batch
+from tests.trainer.test_main import LOADS, program
+from tests.trainer.test_train import lines, on_two_ranks, train, trained_weights
+from trainer import run_state
+from trainer.resume import ResumeError
+from trainer.run_state import RunError
+from trainer.setup import adapters
+from trainer.setup.attach import make_trainable
+from trainer.setup.quantize import base_matrices, check_setup, quantize_base
+
+# Sides in multiples of 64, which nf4-bnb needs.
+WIDE = {
+    "kandinsky5-image-t2i": ("image", {"model_dim": 128, "visual_cond": False}),
+    "sana": ("sana", {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128}),
+}
+NAMES = ["int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
+#: Largest relative errors of the loss, the prediction and the gradient of the adapter, in float32.
+BOUNDS = {
+    "int8-quanto": (0.005, 0.02, 0.03),
+    "int8-torchao": (0.005, 0.02, 0.03),
+    "fp8-torchao": (0.02, 0.05, 0.1),
+    "nf4-bnb": (0.1, 0.2, 0.35),
+}
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory, tiny):
+    """kind -> a checkpoint's folder with a tiny transformer that nf4-bnb can quantise."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            part, overrides = WIDE[kind]
+            made[kind] = tmp_path_factory.mktemp("wide")
+            make_model(part, overrides=overrides).save_pretrained(made[kind] / "transformer")
+            shutil.copytree(tiny(kind) / "scheduler", made[kind] / "scheduler")
+        return made[kind]
+
+    return get
+
+
+def adapted(kind: str, folder: Path, name: str | None, dtype: torch.dtype, via: str = "cpu", **adapter):
+    """The model with an adapter that has moved away from its start."""
+    family, _ = KINDS[kind]
+    model = family.load(str(folder), dtype=dtype)
+    if name:
+        quantize_base(model, family, name, via, torch.device("cpu"))
+    torch.manual_seed(0)
+    make_trainable(model, family, Adapter(rank=4, **adapter))
+    torch.manual_seed(1)
+    for parameter in adapters.trainable_parameters(model).values():
+        parameter.data += 0.02 * torch.randn(parameter.shape)
+    return model
+
+
+def step(kind: str, model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, prediction and the adapter's gradient of a fixed batch."""
+    family, task = KINDS[kind]
+    batch = make_batch(kind)
+    predicted = family.predict(model, batch.latents_BCTHW, torch.tensor([0.3, 0.8]), batch, task).float()
+    loss = (predicted - batch.latents_BCTHW).square().mean()
+    loss.backward()
+    gradient = torch.cat([weight.grad.flatten() for weight in adapters.trainable_parameters(model).values()])
+    return loss.detach(), predicted.detach(), gradient
+
+
+def errors(found, wanted) -> list[float]:
+    return [float((one - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(WIDE))
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_and_backward_stay_within_the_error_of_the_format(wide, kind, name):
+    """Under each adapter, in float32 and in bfloat16, whose own error comes on top; with gradient checkpointing too."""
+    for adapter in ({"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}):
+        if adapter.get("dora") and name == "int8-quanto":
+            continue
+        wanted = step(kind, adapted(kind, wide(kind), None, torch.float32, **adapter))
+        rounding = errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **adapter)), wanted)
+        found = errors(step(kind, adapted(kind, wide(kind), name, torch.float32, **adapter)), wanted)
+        half = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **adapter)), wanted)
+        label = " ".join(map(str, adapter.values()))
+        for dtype, values in (("float32", found), ("bfloat16", half), ("bfloat16 unquantised", rounding)):
+            print(f"{kind}, {name}, {label}, {dtype}: " + ", ".join(f"{value:.4f}" for value in values))
+        assert found[1] > 1e-4, "it is quantised"
+        for value, own, base, bound in zip(found, half, rounding, BOUNDS[name], strict=True):
+            assert value <= bound
+            assert own <= bound + 2 * base
+        checkpointed = adapted(kind, wide(kind), name, torch.float32, **adapter).train()
+        checkpointed.enable_gradient_checkpointing()
+        assert errors(step(kind, checkpointed), wanted) == pytest.approx(found, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_attention_and_feed_forward_are_quantised_and_the_place_makes_no_difference(wide, name):
+    kind = "kandinsky5-image-t2i"
+    family, _ = KINDS[kind]
+    plain, model = (family.load(str(wide(kind)), dtype=torch.bfloat16) for _ in range(2))
+    said = quantize_base(model, family, name, "device", torch.device("cpu"))
+    matrices = base_matrices(plain, family)
+    assert said.startswith(f"{len(matrices)} matrices of the base quantised ({name})")
+    kept = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
+    changed = {path for path, part in kept.items() if type(model.get_submodule(path).weight) is not type(part.weight)}
+    assert changed == set(matrices)
+    assert "visual_transformer_blocks.0.visual_modulation.out_layer" in kept.keys() - changed
+    for path in kept.keys() - changed:
+        for one, other in zip(kept[path].parameters(), model.get_submodule(path).parameters(), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+    again = family.load(str(wide(kind)), dtype=torch.bfloat16)
+    quantize_base(again, family, name, "cpu", torch.device("cpu"))
+    path = "visual_transformer_blocks.0.feed_forward.in_layer"
+    x = torch.randn(2, 128, dtype=torch.bfloat16)
+    assert torch.equal(model.get_submodule(path)(x), again.get_submodule(path)(x))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_validation_takes_no_gradient_from_nf4(wide, monkeypatch, packing):
+    """On CPUs with AVX512-BF16 bitsandbytes would pack the weights for a kernel without a backward pass."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: packing)
+    kind = "sana"
+    first = adapted(kind, wide(kind), "nf4-bnb", torch.float32).train()
+    wanted = step(kind, first)
+    model = adapted(kind, wide(kind), "nf4-bnb", torch.float32).eval()
+    family, task = KINDS[kind]
+    with torch.no_grad():
+        family.predict(model, make_batch(kind).latents_BCTHW, torch.tensor([0.3, 0.8]), make_batch(kind), task)
+    assert errors(step(kind, model.train()), wanted) == pytest.approx([0, 0, 0], abs=1e-6)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"base_precision": "nf4-bnb", "adapter": {"type": "full"}},
+            r"to lora \(LoRA\) or lokr \(LoKr\)",
+        ),
+        (
+            {"base_precision": "int8-quanto", "adapter": {"dora": True}},
+            "to int8-torchao or nf4-bnb, or adapter.dora to false",
+        ),
+        ({"base_precision": "fp8-torchao", "adapter": {"init_weights": "pissa"}}, "could not hold the rest"),
+        ({"base_precision": "bf16", "adapter": {"type": "full"}}, "full set weight_precision to bfloat16"),
+        ({"base_precision": "nf4-bnb", "offload": {"blocks": True}}, "would stay behind when a block moves"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Train.model_validate(settings)
+
+
+def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loaded(
+    make_config, make_set, tmp_path, capsys, monkeypatch
+):
+    config = make_config("sana", base_precision="nf4-bnb")
+    make_set(config)
+
+    def refused(config) -> str:
+        code, report, said = program(config, tmp_path, capsys)
+        assert code == 2 and LOADS not in said, report
+        return report["error"]["message"] + report["error"]["next_step"]
+
+    assert "multiples of 64, and they are 96x96" in refused(config)
+    pissa = make_config("sana", adapter={"init_weights": "pissa"})
+    assert "pissa is for linear layers, and 6 of the targets are convolutions" in refused(pissa)
+    monkeypatch.setitem(run_state.QUANTISATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
+    assert "needs a_library_that_is_not_there" in refused(make_config("sana", base_precision="int8-torchao"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older card")
+    fp8, family = make_config("sana", base_precision="fp8-torchao"), KINDS["sana"][0]
+    with pytest.raises(RunError, match=r"compute capability 8.9.*and an older card has 8.6"):
+        check_setup(fp8, family, torch.device("cuda"), 1)
+    with pytest.raises(RunError, match="fp8-torchao is for one process, and there are 2"):
+        check_setup(fp8, family, torch.device("cpu"), 2)
+
+
+# --- runs ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8-quanto", "int8-torchao", "nf4-bnb"])
+def test_a_quantised_run_goes_on_exactly_and_with_its_own_precision_only(make_config, make_set, wide, tmp_path, name):
+    def config(run: str, **settings) -> Config:
+        made = make_config("t2i", name=run, **{"base_precision": name, "checkpoint_every": 2, **settings})
+        model = made.model.model_copy(update={"path": str(wide("kandinsky5-image-t2i"))})
+        return made.model_copy(update={"model": model})
+
+    whole, cut = config("whole"), config("cut", steps=2)
+    for each in (whole, cut):
+        make_set(each)
+        train(each)
+    train(config("cut"))
+    assert lines(config("cut")) == lines(whole)
+    for key, weight in trained_weights(whole).items():
+        assert torch.equal(weight, trained_weights(config("cut"))[key])
+    with pytest.raises(ResumeError, match=f'train.base_precision: "{name}" in the checkpoint, "no_change" now'):
+        train(config("cut", base_precision="no_change", steps=6))
+    plain = config("plain", base_precision="bf16")
+    make_set(plain)
+    train(plain)
+    assert lines(plain) == pytest.approx(lines(whole), rel=0.1)
+    assert lines(plain) != lines(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8-quanto", "nf4-bnb"])
+def test_two_processes_train_a_quantised_model_as_one(make_config, make_set, wide, tmp_path, name):
+    found = []
+    for run, accumulate in (("alone", 2), ("two", 1)):
+        adapter = {"type": "lokr", "rank": 4}
+        config = make_config("t2i", name=run, steps=2, base_precision=name, accumulate=accumulate, adapter=adapter)
+        model = config.model.model_copy(update={"path": str(wide("kandinsky5-image-t2i"))})
+        config = config.model_copy(update={"model": model})
+        make_set(config)
+        if run == "alone":
+            train(config)
+        else:
+            path = tmp_path / "pipeline.yaml"
+            path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+            assert on_two_ranks(path)["done"] == 2
+        found.append(lines(config))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_host_never_holds_two_copies(tmp_path):
+    """Anonymous memory while a float32 checkpoint of 470 MB is loaded in bfloat16 and quantised."""
+    options = {"model_dim": 1024, "ff_dim": 4096, "num_visual_blocks": 6, "visual_cond": False}
+    model = make_model("image", overrides=options)
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())  # in bfloat16
+    model.save_pretrained(tmp_path / "transformer")
+    del model
+    family, _ = KINDS["kandinsky5-image-t2i"]
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory would be used again, and not be counted
+    with PeakMemory() as memory:
+        loaded = family.load(str(tmp_path), dtype=torch.bfloat16)
+        quantize_base(loaded, family, "int8-quanto", "cpu", torch.device("cpu"))
+    print(f"model {size / 1e6:.0f} MB, peak {memory.peak / 1e6:.0f} MB")
+    assert 0.9 * size < memory.peak < 1.3 * size
+
+
+class PeakMemory:
+    """The highest growth of this process' anonymous memory, in bytes, looked at every 2 ms."""
+
+    def __enter__(self):
+        self.start, self.highest, self.stop = self.now(), 0, threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self) -> None:
+        while not self.stop.wait(0.002):
+            self.highest = max(self.highest, self.now())
+
+    def __exit__(self, *_) -> None:
+        self.stop.set()
+        self.thread.join()
+        self.peak = max(self.highest, self.now()) - self.start
+
+    @staticmethod
+    def now() -> int:
+        [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+        return int(line.split()[1]) * 1024

@@ -1,0 +1,153 @@
+"""Base weights in 8 or 4 bits, one matrix after the other, so that the host never holds a second copy of the model.
+
+Quantised are the linear layers that the family's LoRA adapts by default: attention and feed-forward of the blocks,
+which are nearly all weights. Biases, norms, embeddings of time and text, modulations, convolutions and final layers
+keep their dtype, as diffusers' quantisers do with what a model names for float32. diffusers' own quantisers are not
+used: the one of bitsandbytes refuses to run without a GPU, and the one of quanto is deprecated.
+"""
+
+import ctypes
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from schemas.config.pipeline import Config
+from trainer.families.base import FamilyModule
+from trainer.run_state import RunError
+from trainer.setup.adapters import choose_targets, is_convolution
+from trainer.setup.load import empty_transformer, explain_checkpoint_errors
+
+NF4_COLUMN_MULTIPLE = 64  # numbers that share a scale; a matrix of other rows would share some between two rows
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper
+
+
+def check_setup(config: Config, family: FamilyModule, device: torch.device, ranks: int) -> None:
+    """RunError, before weights are loaded, for a base_precision or init_weights that model or device can't have."""
+    name, init = config.train.base_precision, config.train.adapter.init_weights
+    if name == "fp8-torchao" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        have = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise RunError(
+            f"train.base_precision: fp8-torchao needs a card with float8 (compute capability 8.9: Ada, Hopper or "
+            f"later), and {torch.cuda.get_device_name(device)} has {have}",
+            "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
+        )
+    if name.endswith("torchao") and ranks > 1:
+        raise RunError(
+            f"train.base_precision: {name} is for one process, and there are {ranks}: torch's DistributedDataParallel "
+            "can't broadcast torchao's tensors",
+            "Set train.base_precision to int8-quanto or nf4-bnb, or start one process.",
+        )
+    if not config.train.quantised and init not in ("orthogonal", "pissa", "olora"):
+        return
+    with explain_checkpoint_errors(config):
+        model = empty_transformer(config)
+        targets = choose_targets(model, config.train.adapter.targets or [family.LORA_TARGETS])
+    if config.train.quantised and not any(can_quantize(part, name) for part in base_matrices(model, family).values()):
+        shapes = sorted({f"{part.out_features}x{part.in_features}" for part in base_matrices(model, family).values()})
+        raise RunError(
+            f"train.base_precision: {name} can quantise no matrix of {config.model.source}: it needs input sides in "
+            f"multiples of {NF4_COLUMN_MULTIPLE}, and they are {', '.join(shapes)}",
+            "Set train.base_precision to int8-torchao or int8-quanto.",
+        )
+    convolutions = [target for target in targets if is_convolution(model.get_submodule(target))]
+    if init in ("orthogonal", "pissa", "olora") and convolutions:
+        raise RunError(
+            f"train.adapter.init_weights: {init} is for linear layers, and {len(convolutions)} of the targets are "
+            f"convolutions: {', '.join(convolutions[:3])} ...",
+            "Set train.adapter.init_weights to default or gaussian, or train.adapter.targets to linear layers only.",
+        )
+
+
+def base_matrices(model: Any, family: FamilyModule) -> dict[str, torch.nn.Linear]:
+    """Full path -> linear layer of those that may be quantised."""
+    paths = choose_targets(model, [family.LORA_TARGETS])
+    return {path: part for path in paths if isinstance(part := model.get_submodule(path), torch.nn.Linear)}
+
+
+def can_quantize(part: torch.nn.Linear, name: str) -> bool:
+    return name != "nf4-bnb" or part.in_features % NF4_COLUMN_MULTIPLE == 0
+
+
+def quantize_base(model: Any, family: FamilyModule, name: str, via: str, device: torch.device) -> str:
+    """Quantise the base in place and move it to the device; returns a remark for the log.
+
+    model: on the CPU. via: "cpu", or "device" where each matrix is quantised after it was moved there, which is faster.
+    """
+    can = {path: can_quantize(part, name) for path, part in base_matrices(model, family).items()}
+    paths, before, after = [path for path in can if can[path]], 0, 0  # paths: no reference keeps a matrix to the end
+    for path in paths:
+        part = model.get_submodule(path)
+        before += part.weight.numel() * part.weight.element_size()
+        part = QUANTISERS[name](part.to(device) if via == "device" else part).to(device)
+        model.set_submodule(path, part)
+        after += stored_bytes(part.weight)
+        return_freed_memory()
+    model.to(device)
+    left = len(can) - len(paths)
+    kept = f"; {left} keep their dtype, as their sides are no multiples of {NF4_COLUMN_MULTIPLE}" if left else ""
+    sizes = f"{before / 1e9:.3g} GB are {after / 1e9:.3g} GB"
+    return f"{len(paths)} matrices of the base quantised ({name}): {sizes}{kept}"
+
+
+def return_freed_memory() -> None:
+    """To the system: glibc keeps freed blocks below 32 MiB, and the host would hold 2.4 times the model."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def stored_bytes(weight: torch.Tensor) -> int:
+    """Of a quantised weight with its scales."""
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        return weight.numel() * weight.element_size() + state.absmax.numel() * state.absmax.element_size()
+    names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = [getattr(weight, each) for each in names]
+    return sum(each.numel() * each.element_size() for each in inner)
+
+
+def to_int8_quanto(part: torch.nn.Linear) -> torch.nn.Linear:
+    from optimum.quanto import QLinear, qint8
+
+    quantised = QLinear.from_module(part, weights=qint8)
+    quantised.freeze()
+    return quantised
+
+
+def to_int8_torchao(part: torch.nn.Linear) -> torch.nn.Linear:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(part, Int8WeightOnlyConfig(version=2))
+    return part
+
+
+def to_fp8_torchao(part: torch.nn.Linear) -> torch.nn.Linear:
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    quantize_(part, Float8WeightOnlyConfig(version=2))
+    return part
+
+
+def to_nf4_bnb(part: torch.nn.Linear) -> torch.nn.Linear:
+    """Where `part` is; `Params4bit.to` quantises."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    settings: dict[str, Any] = {"compress_statistics": False, "quant_type": "nf4"}
+    dtype, where = part.weight.dtype, part.weight.device
+    quantised = Linear4bit(
+        part.in_features, part.out_features, part.bias is not None, compute_dtype=dtype, device="meta", **settings
+    )
+    quantised.weight = Params4bit(part.weight.data, requires_grad=False, module=quantised, **settings)
+    quantised.bias = part.bias
+    # On CPUs with AVX512-BF16 it would repack the weights at the first validation, and the kernel that reads these has
+    # no backward pass: gradients would be lost without an error.
+    quantised.support_avx512bf16_for_cpu = False
+    return quantised.to(where)
+
+
+QUANTISERS = {
+    "int8-quanto": to_int8_quanto,
+    "int8-torchao": to_int8_torchao,
+    "fp8-torchao": to_fp8_torchao,
+    "nf4-bnb": to_nf4_bnb,
+}
