@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
-from stages.encoding.interruption import MaxTimeOption, StopHandler
 from stages.encoding.stage import refuse_partition
 
 
@@ -36,7 +36,7 @@ def run(
     with stop_handler.stop_on_signals():
         report = _run_stages(config, options, console, processes, stop_handler)
     if stop_handler.reason:
-        report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
+        report.details.setdefault("stopped", f"by {stop_handler.reason}; what is done is kept")
         report.remaining = max(report.remaining, 1)
         report.next_steps = ["latentpress run"]
     return report
@@ -54,8 +54,10 @@ def _run_stages(
         started = time.monotonic()
         console.log(f"--- {stage}")
         code, document = processes.run(stage, options)
-        if stop_handler.reason and (not document or "error" in document):
-            break  # interrupted before it had a report
+        if stop_handler.reason and (not document or "error" in document):  # interrupted before it had a report
+            if message := document.get("error", {}).get("message"):
+                report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {message}"
+            break
         seconds = round(time.monotonic() - started, 1)
         if "error" in document or code not in (OK, INCOMPLETE, DAMAGE):
             raise StageFailed(stage, code, document)
@@ -73,9 +75,12 @@ def _run_stages(
         report.damage += document["damage"]
         if not options.dry_run:
             details = document["details"]
+            if stop_handler.reason and "stopped" in details:
+                lost_or_kept = details["stopped"].partition("; ")[2]
+                report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {lost_or_kept}"
             if stage == "train" and "saved" in details:
                 report.details["adapter" if config.train.adapter.type == "lora" else "model"] = details["saved"]
-                names = ("best_step", "numbers", "tensorboard", "wandb")
+                names = ("best_step", "best_checkpoint", "numbers", "tensorboard", "wandb")
                 report.details |= {name: details[name] for name in names if name in details}
             elif stage == "decode" and "contact_sheet" in details:
                 report.details["pictures"] = details["samples"]

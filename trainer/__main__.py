@@ -12,13 +12,14 @@ from cache.schedule import BatchSchedule, small_bucket_advice
 from cache.set_lookup import open_configured_set
 from cache.trainset import TrainSet
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.interruption import MaxTimeOption
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.optimizers import find_optimizer
-from trainer import interruption
 from trainer.adapter_header import check_family, read_initial
-from trainer.metrics import METRICS_FILE, read_metrics, require_trackers
+from trainer.interruption import StopRequest, describe_progress
+from trainer.metrics import require_trackers
 from trainer.output_lock import lock_output
 from trainer.progress import describe_results
 from trainer.run_state import (
@@ -34,7 +35,7 @@ from trainer.run_state import (
 MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a factor of one
 
 
-def run(config: Config, options: Options, console: Console) -> Report:
+def run(config: Config, options: Options, console: Console, *, max_time: MaxTimeOption = None) -> Report:
     if options.partition.total > 1:
         raise RunError(
             "training is one job and can't be divided with --shard",
@@ -45,6 +46,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (only rank 0 reports)
         console = Console(stdout=nowhere, stderr=nowhere)
     report = Report("train", dry_run=options.dry_run)
+    stop = StopRequest(max_time, console, world)
     try:
         compatibility.check_task(config.model)
         data = open_configured_set(config, console.warn)
@@ -64,11 +66,11 @@ def run(config: Config, options: Options, console: Console) -> Report:
         if is_finished(config, state):
             report.skipped = config.train.steps
             report.details["saved"] = str(result_folder(config))
-            lines = read_metrics(run_folder(config) / METRICS_FILE)
-            report.details |= describe_results(run_folder(config), lines, config.train.trackers)
+            report.details |= describe_results(run_folder(config), config.train.trackers)
             return report
+        summary: dict[str, Any] = {"done": 0, "skipped": state["step"] if state else 0}
         with (
-            interruption.handle_interrupts(config, main),
+            stop.on_signals(config, main),
             lock_output(run_folder(config), console) if main else nullcontext(),
         ):
             compatibility.check_transformer(config.model)
@@ -77,7 +79,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
             with garbage_collection_paused():
                 from trainer.train import train
 
-            summary = train(config, data, schedule, console, options.device or config.train.device)
+            summary = train(config, data, schedule, console, options.device or config.train.device, stop)
     except DamageError as damage:
         message = damage.reason if damage.row is None else f"row {damage.row}: {damage.reason}"
         location = {"item": damage.id, "path": damage.path, "row": damage.row}
@@ -86,6 +88,10 @@ def run(config: Config, options: Options, console: Console) -> Report:
         return report
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.details |= summary
+    if "saved" not in summary:
+        report.remaining = max(1, config.train.steps - report.done - report.skipped)  # the result is missing, at least
+        report.details["stopped"] = f"by {stop.reason}; {describe_progress(config)}"
+        report.next_steps = ["latentpress train"]
     return report
 
 

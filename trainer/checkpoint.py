@@ -1,10 +1,14 @@
 """Checkpoints: `<run>/checkpoints/step-000123/` with everything that the next step depends on.
 
-state.json            step, epoch, the resume signature (`terms`), skipped steps, random state, and a
-                      checksum of each other file
-trainable.safetensors the trained weights, by the model's own names
-optimizer.safetensors the optimizer's state (`trainer/optimizer_state.py`): tensors as <parameter name>/<key> and
-                      groups/<number>/<key>, the rest as JSON in the header; the moving average as ema/<parameter name>
+pytorch_lora_weights.safetensors   of a LoRA: the adapter, which pipelines load from this folder
+transformer/                       of a full-rank run: the model, for `from_pretrained`
+trainable.safetensors              trained weights that are in neither bit for bit, by the model's own names
+optimizer.safetensors              the optimizer's state (`trainer/optimizer_state.py`): tensors as
+                                   <parameter name>/<key> and groups/<number>/<key>, the rest as JSON in the header; the
+                                   moving average as ema/<parameter name>
+state.json                         step, epoch, the resume signature (`terms`), skipped steps, random state; in which
+                                   file and under which name each weight of the adapter or model is (`weights`); the
+                                   checksum of each file that resuming reads
 
 A folder is written under a temporary name, synced and renamed, so an incomplete one never counts. No pickle. The random
 state is (seed, step), since every random number of a step is a function of them.
@@ -12,7 +16,8 @@ state is (seed, step), since every random number of a step is a function of them
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,8 @@ from trainer import optimizer_state, resume
 from trainer.resume import OPTIMIZER_FILE, TRAINABLE_FILE
 
 OPTIMIZER_KEY = "latentpress.optimizer"  # of the header of OPTIMIZER_FILE
+#: Writes files that pipelines load into a folder; returns file -> key -> the model's own tensor that it holds.
+Export = Callable[[Path], Mapping[str, Mapping[str, torch.Tensor]]]
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -44,22 +51,47 @@ def save(
     signature: Mapping[str, Any],
     extra: Mapping[str, Any],
     averages: Mapping[str, torch.Tensor] | None = None,
+    export: Export = lambda _: {},
 ) -> Path:
     """Write or replace `folder`/step-<step>; returns its path. extra: further JSON for state.json. averages: the moving
-    average of each weight, where there is one."""
+    average of each weight, where there is one. export: writes the adapter or model; what it holds bit for bit is not
+    written a second time."""
     final = folder / f"step-{step:06d}"
     with replacing(final) as temp:
         temp.mkdir()
+        weights = _find_weights(temp, trainable, export(temp))
+        exported = {name for names in weights.values() for name in names}
+        others = {name: weight for name, weight in trainable.items() if name not in exported}
         states, rest = optimizer_state.collect(trainable, optimizer)
         states |= {f"ema/{name}": value for name, value in (averages or {}).items()}
-        for file, tensors, header in ((TRAINABLE_FILE, trainable, None), (OPTIMIZER_FILE, states, json.dumps(rest))):
+        for file, tensors, header in ((TRAINABLE_FILE, others, None), (OPTIMIZER_FILE, states, json.dumps(rest))):
             copies = {name: value.detach().contiguous().cpu() for name, value in tensors.items()}
             write_tensors(copies, temp / file, None if header is None else {OPTIMIZER_KEY: header})
-        files = {name: resume.file_checksum(temp / name) for name in (TRAINABLE_FILE, OPTIMIZER_FILE)}
+        read = (TRAINABLE_FILE, OPTIMIZER_FILE, *weights)
+        files = {name: resume.file_checksum(temp / name) for name in read}
         version = {"format_version": resume.FORMAT_VERSION}
-        state = {**version, "step": step, "terms": dict(signature), "files": files, **extra}
+        state = {**version, "step": step, "terms": dict(signature), "weights": weights, "files": files, **extra}
         (temp / resume.STATE_FILE).write_text(json.dumps(state, indent=1))
     return final
+
+
+def _find_weights(
+    folder: Path, trainable: Mapping[str, torch.nn.Parameter], exported: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, dict[str, str]]:
+    """File -> parameter -> its key, for the parameters that exported files hold, bit for bit: an adapter may be that of
+    a moving average, or converted."""
+    names = {weight.data_ptr(): name for name, weight in trainable.items()}
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for path, tensors in exported.items():
+        with safe_open(folder / path, "pt") as file:
+            for key, tensor in tensors.items():
+                name = names.get(tensor.data_ptr())
+                if name is None or key not in file.keys():  # noqa: SIM118 (no mapping)
+                    continue
+                saved, weight = file.get_tensor(key), trainable[name].detach().cpu()
+                if saved.dtype == weight.dtype and torch.equal(saved, weight):
+                    found[path][name] = key
+    return dict(found)
 
 
 def restore(
@@ -69,15 +101,17 @@ def restore(
     averages: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Load weights, optimizer state and moving average, in place. ResumeError where they are those of another model."""
-    weights = load_file(checkpoint.path / TRAINABLE_FILE)
-    if weights.keys() != trainable.keys():
-        different = sorted(weights.keys() ^ trainable.keys())
+    weights: dict[str, dict[str, str]] = dict(checkpoint.state["weights"])
+    with safe_open(checkpoint.path / TRAINABLE_FILE, "pt") as file:
+        weights[TRAINABLE_FILE] = {name: name for name in file.keys()}  # noqa: SIM118 (no mapping)
+    if different := sorted({name for names in weights.values() for name in names} ^ trainable.keys()):
         names = ", ".join(different[:5]) + (" ..." if len(different) > 5 else "")
         message = f"{checkpoint.path} holds other weights than this model trains: {names}"
         raise resume.ResumeError(message, resume.NEW_RUN_HINT)
-    with torch.no_grad():
-        for name, parameter in trainable.items():
-            parameter.copy_(weights[name])
+    for part, keys in weights.items():
+        with safe_open(checkpoint.path / part, "pt") as file, torch.no_grad():
+            for name, key in keys.items():
+                trainable[name].copy_(file.get_tensor(key))
     with safe_open(checkpoint.path / OPTIMIZER_FILE, framework="pt") as file:
         rest = json.loads(file.metadata()[OPTIMIZER_KEY])
     states = load_file(checkpoint.path / OPTIMIZER_FILE)
@@ -100,9 +134,15 @@ def quarantine(damaged: Path) -> Path:
     return kept
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints, and temporaries of killed processes."""
-    for path in [*resume.list_checkpoints(folder)[:-keep], *folder.glob(".step-*.tmp")]:
+def prune(folder: Path, keep: int, every: int | None = None, protected: Sequence[int] = ()) -> None:
+    """Remove temporaries of killed processes, and checkpoints but for the `keep` newest, those of steps that `every`
+    divides, and those of the steps `protected`."""
+    older = [
+        path
+        for path in resume.list_checkpoints(folder)[:-keep]
+        if (step := resume.checkpoint_step(path)) not in protected and (every is None or step % every)
+    ]
+    for path in [*older, *folder.glob(".step-*.tmp")]:
         # Renamed first, as a partly removed folder must not look like a checkpoint.
         doomed = path if path.name.startswith(".") else path.rename(temporary(path))
         shutil.rmtree(doomed)

@@ -1,57 +1,117 @@
-"""Ctrl-C and SIGTERM in training, which lose the steps since the last checkpoint."""
+"""Ctrl-C, SIGTERM and --max-time in training: the first finishes the step and saves a checkpoint, another Ctrl-C ends.
 
-import signal
+All ranks stop after the same step: before each they add up what they have received. Launchers forward signals, some of
+them late and some twice.
+"""
+
+import _thread
 import sys
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from typing import TYPE_CHECKING
 
+from cache.training_run import METRICS_FILE, read_metrics
+from schemas.cli.console import Console
+from schemas.cli.interruption import StopHandler
 from schemas.config.pipeline import Config
-from schemas.errors import INTERRUPTED, TERMINATED, LatentpressError
-from trainer.metrics import METRICS_FILE, read_metrics
+from schemas.errors import INTERRUPTED, LatentpressError
 from trainer.resume import newest_checkpoint
 from trainer.run_state import run_folder
 
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+REPEATED_S = 1.0  # a launcher may forward a Ctrl-C to a process that the terminal has sent it to already
+
 
 class TrainingInterrupted(LatentpressError):
-    """A signal stopped training."""
+    """A second Ctrl-C ended training in the middle of a step."""
 
-    def __init__(self, number: int, config: Config) -> None:
-        every = config.train.checkpoint_every
+    exit_code = INTERRUPTED
+
+    def __init__(self, config: Config) -> None:
         super().__init__(
-            f"train was stopped by {signal.Signals(number).name}. {describe_progress(config)}",
-            f"A checkpoint is written every {every} steps (train.checkpoint_every); a smaller number loses less.",
+            f"train was ended by Ctrl-C at once: {describe_progress(config)}",
+            f"A checkpoint is written every {config.train.checkpoint_every} steps (train.checkpoint_every), and at the "
+            "first Ctrl-C or SIGTERM once the step is done.",
         )
-        self.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED  # type: ignore[misc]
 
 
-@contextmanager
-def handle_interrupts(config: Config, main: bool) -> Iterator[None]:
-    """Raise TrainingInterrupted for the first SIGINT or SIGTERM, and KeyboardInterrupt at once for a second SIGINT.
+class StopTraining(Exception):
+    """Raised on every rank between the same two steps."""
 
-    main: whether this process reports it; others exit.
+
+class StopValidation(StopTraining):
+    """Raised on every rank in the middle of a validation, which has to be done again."""
+
+
+class StopRequest:
+    """Whether and by what training was asked to stop. Without `on_signals` it never is.
+
+    max_time: seconds from now. console: says that the step is being finished.
     """
-    received: list[int] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        # Launchers send SIGTERM after a Ctrl-C: it must not disturb the clean-up.
-        if len(received) == 1 or number == signal.SIGINT:
+    def __init__(self, max_time: float | None = None, console: Console | None = None, ranks: int = 1) -> None:
+        self._handler, self._console = StopHandler(max_time, self._receive), console
+        self._received_at: float | None = None
+        self._ended_at_once = False
+        # One process that is still loading ends at once, as nothing is lost. Of several, none leaves others waiting.
+        self._finishes_step = ranks > 1
+        self._accelerator: Accelerator | None = None
+
+    @property
+    def reason(self) -> str:
+        """Like "SIGTERM" or "--max-time"."""
+        return self._handler.reason or "a signal to another rank"
+
+    @contextmanager
+    def on_signals(self, config: Config, main: bool) -> Iterator[None]:
+        """Receive signals in the body, which ends early, without an error, where nothing has been trained yet.
+        TrainingInterrupted at a second Ctrl-C; main: whether this process reports it, others exit."""
+        with self._handler.stop_on_signals():
+            try:
+                yield
+            except KeyboardInterrupt as error:
+                if not self._ended_at_once:
+                    raise
+                if not main:
+                    sys.exit(INTERRUPTED)
+                raise TrainingInterrupted(config) from error
+
+    def finish_steps(self, accelerator: "Accelerator", models: Iterable["torch.nn.Module"]) -> None:
+        """From now on a signal does not interrupt: `check` raises StopTraining, and a forward pass of a model in eval
+        mode StopValidation, as a validation of videos takes longer than the time that schedulers give after SIGTERM."""
+        self._finishes_step, self._accelerator = True, accelerator
+        for model in models:
+            model.register_forward_pre_hook(lambda model, _: None if model.training else self.check(StopValidation))
+
+    def _receive(self) -> None:
+        """The first signal, and every SIGINT after it."""
+        now = time.monotonic()
+        if self._received_at is None:
+            self._received_at = now
+            if not self._finishes_step:
+                raise KeyboardInterrupt
+            if self._console is not None:
+                text = f"{self.reason}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once"
+                # By a thread, as the signal may have interrupted printing; `Thread.start` might wait for a lock, too.
+                _thread.start_new_thread(self._console.log, (text,))
+        elif now - self._received_at > REPEATED_S:
+            self._ended_at_once = True
             raise KeyboardInterrupt
 
-    in_main_thread = threading.current_thread() is threading.main_thread()  # only it can set handlers
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        stopped = TrainingInterrupted(received[0] if received else signal.SIGINT, config)
-        if not main:
-            sys.exit(stopped.exit_code)
-        raise stopped from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def check(self, stopped: type[StopTraining] = StopTraining) -> None:
+        """Raise `stopped` on all ranks if any of them was asked to stop. Every rank calls it equally often."""
+        asked, accelerator = self._received_at is not None, self._accelerator
+        if accelerator is not None and accelerator.num_processes > 1:
+            import torch
+
+            total = accelerator.reduce(torch.tensor(float(asked), device=accelerator.device), "sum")
+            asked = bool(total > 0)
+        if asked:
+            raise stopped
 
 
 def describe_progress(config: Config) -> str:
@@ -61,11 +121,18 @@ def describe_progress(config: Config) -> str:
         found, _ = newest_checkpoint(folder / "checkpoints")
     except LatentpressError:
         found = None
+    if found is not None and found.step >= config.train.steps:
+        return f"nothing is lost: the checkpoint at step {found.step} has all of it; the result is still to be saved"
     saved = 0 if found is None else found.step
     done = max((line["step"] for line in read_metrics(folder / METRICS_FILE) if "loss" in line), default=0)
     if done <= saved:
-        return f"Nothing is lost: the checkpoint at step {saved} has all of it." if saved else "No step was done."
+        kept = (
+            f"nothing is lost: the checkpoint at step {saved} has all of it, and the run goes on with step {saved + 1}"
+        )
+        return kept if saved else "no step was done"
     lost = f"step {done} is" if done == saved + 1 else f"steps {saved + 1} to {done} are"
     if not saved:
-        return f"There is no checkpoint yet: {lost} lost, and started again the run begins at step 1."
-    return f"The last checkpoint is at step {saved}: {lost} lost, and started again the run goes on from there."
+        return f"there is no checkpoint yet: {lost} lost, and started again the run begins at step 1"
+    return (
+        f"the last checkpoint is at step {saved}: {lost} lost, and started again the run goes on with step {saved + 1}"
+    )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imports torch, which reading does not need
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
 
-__all__ = ["METRICS_FILE", "RecordMetrics", "StepTimer", "best_step", "open_metrics_log", "read_metrics"]
+__all__ = ["METRICS_FILE", "RecordMetrics", "StepTimer", "open_metrics_log", "read_metrics"]
 
 T = TypeVar("T")
 
@@ -131,10 +131,3 @@ def require_trackers(settings: Train) -> None:
                 "Run `wandb login`, set WANDB_MODE=offline (`wandb sync` sends the run later), or leave wandb out of "
                 "train.trackers.",
             ) from error
-
-
-def best_step(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Step and eval loss of the lowest eval loss; the first of equal ones."""
-    found = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
-    best = min(found, key=lambda line: line["eval_loss"], default=None)
-    return None if best is None else {"step": best["step"], "eval_loss": best["eval_loss"]}

@@ -10,7 +10,8 @@ from typing import Any
 
 from cache.training_run import METRICS_FILE, SMOOTHED_STEPS, TENSORBOARD, smoothed_loss
 from schemas.cli.console import Console
-from trainer.metrics import RecordMetrics, best_step
+from trainer.best_step import describe_best
+from trainer.metrics import RecordMetrics
 
 
 @contextmanager
@@ -57,11 +58,9 @@ def format_step(numbers: dict[str, Any], losses: list[float], waits: list[tuple[
     return "  ".join(words)
 
 
-def describe_results(folder: Path, lines: list[dict[str, Any]], trackers: Sequence[str]) -> dict[str, Any]:
-    """Where a run's results are, and its best step, as details of the report. lines: all of its metrics."""
-    found: dict[str, Any] = {}
-    if best := best_step(lines):
-        found["best_step"] = best
+def describe_results(folder: Path, trackers: Sequence[str]) -> dict[str, Any]:
+    """Where a run's results are, and its best step, as details of the report."""
+    found: dict[str, Any] = describe_best(folder)
     if (folder / "validation").is_dir():
         found["validation_latents"] = str(folder / "validation")
     found["numbers"] = str(folder / METRICS_FILE)

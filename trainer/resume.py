@@ -14,12 +14,13 @@ from typing import Any
 import xxhash
 
 from cache.files import explained
-from cache.json_checks import check_checksum, check_count, check_list, check_object, parse_json, printable
+from cache.json_checks import check_checksum, check_count, check_list, check_object, check_text, parse_json, printable
 from schemas.errors import DAMAGE, USAGE, LatentpressError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 STATE_FILE, TRAINABLE_FILE, OPTIMIZER_FILE = "state.json", "trainable.safetensors", "optimizer.safetensors"
 _STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
+_FILE_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)  # inside the checkpoint
 NEW_RUN_HINT = "Or choose another train.run to begin a new one."
 #: Key of the resume signature -> its setting.
 SETTINGS = {
@@ -83,10 +84,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, the newest last, without temporaries of killed processes."""
     with explained(str(folder)):
         found = [path for path in folder.glob("step-*") if _STEP_PATTERN.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_parse_step)
+    return sorted(found, key=checkpoint_step)
 
 
-def _parse_step(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
+    """The number in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -125,14 +127,19 @@ def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
                 f"{path} has format version {state['format_version']}; this release reads {FORMAT_VERSION}",
                 "Choose another train.run, or continue with the release that wrote it.",
             )
-        if check_count(state.get("step"), "step") != _parse_step(path):
+        if check_count(state.get("step"), "step") != checkpoint_step(path):
             raise ValueError(f"{STATE_FILE} is that of step {state['step']}")
         check_object(state.get("terms"), "terms")
         checksums = check_object(state.get("files"), "files")
         check_count(state.get("bad total", 0), "bad total")
         for number in check_list(state.get("bad steps", []), "bad steps"):
             check_count(number, "a bad step")
-        for name in (TRAINABLE_FILE, OPTIMIZER_FILE):
+        for file, names in check_object(state.get("weights"), "weights").items():
+            for key in check_object(names, f"the weights in {file}").values():
+                check_text(key, f"the name of a weight in {file}")
+        for name in dict.fromkeys((TRAINABLE_FILE, OPTIMIZER_FILE, *state["weights"])):
+            if not _FILE_PATTERN.fullmatch(name):
+                raise ValueError(f"{name!r} is not a file of a checkpoint")
             expected = check_checksum(checksums.get(name), f"the checksum of {name}")
             if not (path / name).is_file():
                 raise ValueError(f"it has no {name}")
@@ -175,7 +182,8 @@ def _describe_difference(key: str, saved: Any, current: Any) -> list[str]:
 
 def _format_value(key: str, value: Any) -> str:
     if key != "data":
-        return "default" if value is None else printable(json.dumps(value))
+        nothing = "not used" if re.fullmatch(r"train\.methods\.\w+", key) else "default"
+        return nothing if value is None else printable(json.dumps(value))
     if not isinstance(value, dict):
         return "unknown"
     return printable(f"set {value.get('set')} with {value.get('samples')} samples and {value.get('captions')} captions")

@@ -4,6 +4,7 @@ Every random number of a step is a function of (seed, step, position in the glob
 killed and resumed, or moved to another number of GPUs, continues with the same numbers.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import reduce
 from pathlib import Path
@@ -15,53 +16,74 @@ from cache.schedule import BatchSchedule
 from cache.trainset import TrainSet
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
+from schemas.config.training import AdapterFormat, Train
 from schemas.identity import derive_seed
 from trainer import checkpoint, flow, metrics, progress, resume, run_state, validation
+from trainer.best_step import best_checkpoint
 from trainer.data import MicroBatch, StepBatches
 from trainer.failure_messages import explain_failures
+from trainer.families.base import components
+from trainer.interruption import StopRequest, StopTraining, StopValidation
 from trainer.methods.base import MethodStep
-from trainer.setup import adapters
 from trainer.setup.ema import inference_weights, name_weights
+from trainer.setup.export import export_weights
 from trainer.setup.optim import set_learning_rate
 from trainer.setup.prepare import TrainState, prepare_training
 from trainer.timesteps import LOSS_WEIGHTING, sample_sigma
 
 
-def train(config: Config, data: TrainSet, schedule: BatchSchedule, console: Console, device: str) -> dict[str, Any]:
-    """Train to config.train.steps and save the result under <output>/<run>; returns details for the report.
+def train(
+    config: Config,
+    data: TrainSet,
+    schedule: BatchSchedule,
+    console: Console,
+    device: str,
+    stop: StopRequest | None = None,
+) -> dict[str, Any]:
+    """Train to config.train.steps and save the result under <output>/<run>, or a checkpoint where `stop` asks for it;
+    returns details for the report, of which "saved" is there only at the end.
 
     device: auto, cpu, cuda or cuda:N. DamageError before a damaged row reaches a gradient, DivergedError after too many
     non-finite steps, StoreError on a full disk.
     """
     with explain_failures(run_state.run_folder(config)):
-        return train_loop(prepare_training(config, data, schedule, console, device))
+        return train_loop(prepare_training(config, data, schedule, console, device), stop)
 
 
-def train_loop(run: TrainState) -> dict[str, Any]:
-    """Train a prepared run; returns `summarize`."""
-    config, first = run.config, resume_run(run)
+def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, Any]:
+    """Train a prepared run; returns details for the report."""
+    stop = stop or StopRequest()
+    stop.finish_steps(run.accelerator, components(run.model).values())
+    config, found = run.config, resume_run(run)
+    first = done = saved = found.step if found is not None else 0
     log_start(run)
     with (
         progress.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
         metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show) as record,
     ):
-        if first == 0:
-            validate(run, record, 0)
-        clock = metrics.StepTimer(first, config.train.steps, run.loader.schedule.global_batch)
-        for batches in clock.time_waits(run.loader.steps(first, config.train.steps)):
-            numbers = train_step(run, batches)
-            done = batches.step + 1
-            record({"step": done, **numbers, **clock.rates(done)})
-            if is_due(done, config.validation.every, config.train.steps):
-                validate(run, record, done)
-            if is_due(done, config.train.checkpoint_every, config.train.steps):
-                save_checkpoint(run, done)
+        try:
+            if found is None or found.state.get("validation due"):
+                validate(run, record, first)
+            clock = metrics.StepTimer(first, config.train.steps, run.loader.schedule.global_batch)
+            for batches in clock.time_waits(run.loader.steps(first, config.train.steps)):
+                stop.check()
+                numbers = train_step(run, batches)
+                done = batches.step + 1
+                record({"step": done, **numbers, **clock.rates(done)})
+                if is_due(done, config.validation.every, config.train.steps):
+                    validate(run, record, done)
+                if is_checkpoint_due(config.train, done):
+                    saved = save_checkpoint(run, done)
+        except StopTraining as stopped:
+            if done > saved:
+                save_checkpoint(run, done, validation_due=isinstance(stopped, StopValidation))
+            return {"done": done - first, "skipped": first}
         done = max(first, config.train.steps)
         return summarize(run, first, done, save_result(run, done))
 
 
-def resume_run(run: TrainState) -> int:
-    """Continue from the newest intact checkpoint, if there is one; returns the steps done. Writes config.yaml."""
+def resume_run(run: TrainState) -> resume.Checkpoint | None:
+    """Continue from the newest intact checkpoint and return it, if there is one. Writes config.yaml."""
     folder = run.folder / "checkpoints"
     if run.is_main:
         found, damaged = resume.newest_checkpoint(folder, verify=True)
@@ -85,7 +107,7 @@ def resume_run(run: TrainState) -> int:
     if run.is_main:
         run_state.write_config(run.config, run.loader.data)
     run.accelerator.wait_for_everyone()
-    return found.step if found is not None else 0
+    return found
 
 
 def log_start(run: TrainState) -> None:
@@ -159,6 +181,11 @@ def is_due(done: int, every: int, last: int) -> bool:
     return done % every == 0 or done == last
 
 
+def is_checkpoint_due(config: Train, done: int) -> bool:
+    kept = config.keep_every is not None and done % config.keep_every == 0
+    return kept or is_due(done, config.checkpoint_every, config.steps)
+
+
 def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
     """Eval loss on the fixed grid, and the validation prompts denoised, after `done` steps.
 
@@ -175,6 +202,7 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
     """`validate` with the weights that the model has; `weights` says which they are."""
     predict, data = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.data
     settings, batch_size, device = run.config.validation, run.loader.schedule.batch_size, run.accelerator.device
+    folder = run.folder / "validation" / f"step-{done:06d}" if run.is_main else None
     if settings.eval_samples and settings.eval_sigmas:
         count = min(settings.eval_samples, len(data.choose_eval_rows(settings.eval_samples)[0]))
         with run.console.progress(count, f"step {done}: eval loss", "samples") as shown:
@@ -182,7 +210,6 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
                 predict, data, settings, batch_size, device, run.skip_frames, shown.advance
             )
         record({"step": done, **found, "eval_weights": weights})
-    folder = run.folder / "validation" / f"step-{done:06d}" if run.is_main else None
     if data.validation:
         steps = len(data.validation) * validation.denoising_steps(run.config)
         with run.console.progress(steps, f"step {done}: validation", "denoising steps") as shown:
@@ -192,34 +219,44 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
         run.log(f"step {done}: {count} validation latents in {folder}")
 
 
-def save_checkpoint(run: TrainState, done: int) -> None:
-    """Write a checkpoint and remove the oldest ones."""
+def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) -> int:
+    """Write a checkpoint after `done` steps, which are returned, and remove older ones. validation_due: that of this
+    step was broken off, and is done when the run goes on."""
     if run.is_main:
-        schedule, folder = run.loader.schedule, run.folder / "checkpoints"
+        schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
         epoch = done * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
         extra: dict[str, Any] = {"epoch": epoch, "random": {"seed": schedule.seed, "step": done}}
         extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total}
         averages = None
         if run.average is not None:
             averages, extra["ema updates"] = run.average.averages, run.average.updates
-        path = checkpoint.save(folder, done, run.trainable, run.optimizer, run.signature, extra, averages)
-        checkpoint.prune(folder, run.config.train.keep_checkpoints)
+        extra |= {"validation due": validation_due}
+        formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
+        write = lambda to: export(run, done, to, formats)  # noqa: E731
+        path = checkpoint.save(folder, done, run.trainable, run.optimizer, run.signature, extra, averages, write)
+        best = best_checkpoint(run.folder)
+        checkpoint.prune(folder, settings.keep_checkpoints, settings.keep_every, [best.step] if best else [])
         run.log(f"step {done}: checkpoint {path}")
     run.accelerator.wait_for_everyone()
+    return done
+
+
+def export(
+    run: TrainState, done: int, folder: Path, formats: Sequence[AdapterFormat]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Write the adapter or model after `done` steps; see `export_weights`."""
+    notes = {"set": run.loader.data.id, "steps": str(done), "flavour": run.config.model.flavour_spec.name}
+    with inference_weights(run.trainable, run.optimizer, run.average) as notes["weights"]:
+        return export_weights(run.model, run.config, folder, notes, formats)
 
 
 def save_result(run: TrainState, done: int) -> Path:
     """Write the result after `done` steps to `run_state.result_folder`, and record it last."""
-    config, path = run.config, run_state.result_folder(run.config)
+    path = run_state.result_folder(run.config)
     if run.is_main:
-        with inference_weights(run.trainable, run.optimizer, run.average) as weights:
-            if config.train.adapter.type == "full":
-                adapters.save_full(run.model, path)
-            else:
-                notes = {"set": run.loader.data.id, "steps": str(done), "flavour": config.model.flavour_spec.name}
-                notes["weights"] = weights
-                adapters.save_lora(run.model, path, config.model.family, notes, config.train.adapter.formats)
-        run_state.record_result(config, done, weights)
+        folder = path.parent if path.name == "transformer" else path
+        export(run, done, folder, run.config.train.adapter.formats)
+        run_state.record_result(run.config, done, name_weights(run.optimizer, run.average))
     run.accelerator.wait_for_everyone()
     return path
 
@@ -236,6 +273,6 @@ def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, 
     if evals:
         result["eval_loss"]["on"] = evals[-1].get("eval_on", "training samples")
     result["non_finite_steps"] = run.bad_steps.total
-    result |= progress.describe_results(run.folder, lines, run.config.train.trackers)
+    result |= progress.describe_results(run.folder, run.config.train.trackers)
     result["weights"] = name_weights(run.optimizer, run.average)
     return result

@@ -19,6 +19,7 @@ from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.config.training import Validation
 from schemas.geometry import Bucket
+from schemas.identity import hash_json
 from trainer import flow
 from trainer.batch import Batch
 from trainer.checkpoint import write_tensors
@@ -40,18 +41,20 @@ def compute_eval_loss(
     skip_frames: int = 0,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """The metrics "eval_loss", "eval_by_sigma" and "eval_on": the mean loss over `eval_samples` rows of the set with
-    their first captions, at each of `eval_sigmas` (0: data, 1: noise), and what rows they are
-    (`TrainSet.choose_eval_rows`).
+    """The metrics "eval_loss", "eval_by_sigma", "eval_on" and "eval_id": the mean loss over `eval_samples` rows of the
+    set with their first captions, at each of `eval_sigmas` (0: data, 1: noise), what rows they are
+    (`TrainSet.choose_eval_rows`), and a hash that is equal where losses can be compared.
 
     Noise and draws from stored posteriors depend only on (seed, sample id), so checkpoints and runs of one set can be
     compared. The loss of training samples shows fitting, not generalising. advance: called after each sample.
     """
     losses: dict[float, list[float]] = {sigma: [] for sigma in settings.eval_sigmas}
+    ids: list[str] = []
     rows, on = data.choose_eval_rows(settings.eval_samples)
     family = FAMILIES[data.meta["family"]]
     for row in rows:
         sample = data.sample(row)
+        ids.append(sample.id)
         for first in range(0, len(settings.eval_sigmas), batch_size):
             sigmas = settings.eval_sigmas[first : first + batch_size]
             draws = [f"{settings.seed}/{sample.id}/eval"] * len(sigmas)
@@ -65,8 +68,9 @@ def compute_eval_loss(
             for sigma, loss in zip(sigmas, found.tolist(), strict=True):
                 losses[sigma].append(loss)
         advance()
+    compared = hash_json([ids, settings.seed, settings.eval_sigmas])
     by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in losses.items()}
-    return {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma, "eval_on": on}
+    return {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma, "eval_on": on, "eval_id": compared}
 
 
 def denoising_steps(config: Config) -> int:

@@ -230,7 +230,8 @@ class Train(Section):
     optimizer: Optimizer = Optimizer()
     ema: EMA | None = Field(None, description="the result is then the moving average")
     checkpoint_every: Steps = Field(500, description="steps")
-    keep_checkpoints: Steps = 3
+    keep_checkpoints: Steps = Field(3, description="the newest; that with the lowest eval loss is kept, too")
+    keep_every: Steps | None = Field(None, description="steps; checkpoints of its multiples are kept for ever")
     resume: bool = Field(True, description="continue from the run's newest checkpoint, if there is one")
     log_every: Steps = Field(10, description="steps between lines, where progress is no bar; files have every step")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(

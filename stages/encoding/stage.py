@@ -23,6 +23,7 @@ from cache.plans import Plan, Unit
 from cache.shard import TruncatedText, find_done_units
 from cache.store import Store
 from schemas.cli.console import Console, Options, Partition, Report
+from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.options import NOT_PARTITIONED
 from schemas.config.encoding import MOST_PREFETCH, Encoding
 from schemas.config.pipeline import Config, Topic
@@ -32,7 +33,6 @@ from schemas.identity import compute_fingerprint
 from schemas.text_format import escape_unprintable, shorten
 from stages.discovery import missing_media
 from stages.discovery.media_locations import MediaLocations
-from stages.encoding.interruption import MaxTimeOption, StopHandler
 from stages.engines.jobs import Job, Worker
 from stages.engines.local import run_units
 from stages.planning.plan_lookup import current_plan

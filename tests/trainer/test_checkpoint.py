@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cache import files
 from schemas.config.training import Optimizer
@@ -84,10 +85,34 @@ def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
+def test_what_is_exported_bit_for_bit_is_written_once(tmp_path: Path) -> None:
+    """Of three weights the export holds one as it is, another halved and one in another dtype."""
+    parameters, optimizer, _ = trained(2)
+    names = {"a.weight": "x", "a.bias": "y", "b.weight": "z"}
+
+    def export(folder: Path) -> dict:
+        (folder / "part").mkdir()
+        written = {"x": parameters["a.weight"], "y": parameters["a.bias"] / 2, "z": parameters["b.weight"].bfloat16()}
+        checkpoint.write_tensors({key: value.detach() for key, value in written.items()}, folder / "part/model.st")
+        return {"part/model.st": {key: parameters[name].detach() for name, key in names.items()}}
+
+    saved = checkpoint.save(tmp_path, 2, parameters, optimizer, {}, {}, export=export)
+    assert load_file(saved / "trainable.safetensors").keys() == {"a.bias", "b.weight"}
+    again = model(9)
+    checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer()))
+    assert all(torch.equal(again[name], parameters[name]) for name in names)
+    (saved / "part/model.st").unlink()
+    with pytest.raises(resume.NoUsableCheckpoint, match=r"it has no part/model\.st"):
+        resume.newest_checkpoint(tmp_path)
+
+
 def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     parameters, optimizer, _ = trained(1)
     for number in (1, 2, 30, 999_999, 1_000_000):
         checkpoint.save(tmp_path, number, parameters, optimizer, {}, {})
+    checkpoint.prune(tmp_path, 2, 15, [2])
+    kept = ["step-000002", "step-000030", "step-1000000", "step-999999"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
     checkpoint.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
     assert newest(tmp_path).step == 1_000_000
@@ -98,12 +123,14 @@ def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
     """Old and new value of each; a hash is no value. Terms that are not asked for are not compared."""
     parameters, optimizer, _ = trained(1)
     saved = {"seed": 1, "transformer": "abc", "betas": (0.9, 0.95), "adapter": {"rank": 8, "alpha": None, "type": "x"}}
+    saved |= {"methods": {}}
     data = {"digest": "d1", "set": "a", "samples": 3, "captions": 4}
     checkpoint.save(tmp_path, 1, parameters, optimizer, {**saved, "data": data}, {})
     found = newest(tmp_path)
     resume.check_signature(found, {**saved, "data": {**data, "set": "b"}})
     resume.check_signature(found, {"seed": 1})
     other = {"seed": 2, "transformer": "xyz", "betas": (0.9, 0.95), "adapter": {"rank": 4, "alpha": 2.0, "type": "x"}}
+    other |= {"methods": {"masked_loss": {"weight": 0.5}}}
     with pytest.raises(resume.ResumeError) as caught:
         resume.check_signature(found, {**other, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
     lines = caught.value.message.splitlines()
@@ -111,6 +138,7 @@ def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
         "  the transformer has another shape",
         "  train.adapter.alpha: default in the checkpoint, 2.0 now",
         "  train.adapter.rank: 8 in the checkpoint, 4 now",
+        '  train.methods.masked_loss: not used in the checkpoint, {"weight": 0.5} now',
         "  train.seed: 1 in the checkpoint, 2 now",
         "  training data: set a with 3 samples and 4 captions in the checkpoint, "
         "set b with 5 samples and 6 captions now",
@@ -140,7 +168,7 @@ DAMAGES = {
         (path / "state.json").read_text().replace('"step": 2', '"step": 7')
     ),
     "a path": lambda path: (path / "state.json").write_text(
-        (path / "state.json").read_text().replace("trainable.safetensors", "../../secret")
+        (path / "state.json").read_text().replace('"weights": {', '"weights": {"../../secret": {}')
     ),
     "weights flipped": lambda path: flip(path, "trainable.safetensors"),
     "weights cut": lambda path: cut(path, "optimizer.safetensors"),

@@ -19,7 +19,6 @@ from trainer import checkpoint, run_state
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.failure_messages import DeviceOutOfMemory
-from trainer.setup import adapters
 
 
 def train(config) -> dict:
@@ -43,7 +42,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(make_config, make_s
     """A file-size limit during the second checkpoint, or during the result; later training goes on to its end."""
     config = make_config("t2i", steps=4, checkpoint_every=2)
     make_set(config)
-    owner, name = (checkpoint, "save") if victim == "checkpoint" else (adapters, "save_lora")
+    owner, name = (checkpoint, "save") if victim == "checkpoint" else (loop, "save_result")
     real, calls = getattr(owner, name), iter(range(9))
 
     def limited(*args, **options):

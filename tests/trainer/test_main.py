@@ -1,4 +1,4 @@
-"""The program: what it refuses before a model is loaded, what it goes on from, and what it says when it is stopped."""
+"""The program: what it refuses before a model is loaded, and what it goes on from."""
 
 import errno
 import fcntl
@@ -8,14 +8,11 @@ import os
 import re
 import shutil
 import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
-from schemas.errors import INTERRUPTED, TERMINATED
 from trainer import metrics
 from trainer.__main__ import run as program_run
 from trainer.output_lock import LOCK_NAME, OutputLocked, lock_output
@@ -102,15 +99,17 @@ def test_what_needs_no_model_is_compared_before_one_is_loaded(make_config, make_
 
 @pytest.mark.slow
 def test_a_validation_prompt_can_be_added_to_a_run(make_config, make_set, made, tmp_path, capsys) -> None:
-    """And taken away, and its steps and size changed: another set of the same samples is no other training."""
-    config = make_config("t2i", steps=1)
+    """Everything else of validation may change, too: another set of the same samples is no other training."""
+    config = make_config("t2i", steps=1, validation={"eval_samples": 2, "eval_sigmas": [0.5]})
     items, null, prompts = made.mixed_items(config)
     make_set(config, items, null, prompts)
     assert program(config, tmp_path, capsys)[0] == OK
     more = [*prompts, made.Prompt("two", "96x64", prompts[0].text)]
     make_set(config, items, null, more, name="set2")
-    code, report, _ = program(make_config("t2i", steps=2, validation={"steps": 3}), tmp_path, capsys)
-    assert (code, report["done"], report["skipped"]) == (OK, 1, 1)
+    look = {"steps": 3, "every": 7, "guidance": 2.0, "shift": 3.0, "seed": 5, "eval_samples": 3, "eval_sigmas": [0.3]}
+    code, report, said = program(make_config("t2i", steps=2, validation=look), tmp_path, capsys)
+    assert (code, report["done"], report["skipped"]) == (OK, 1, 1) and "can't be continued" not in said
+    assert report["details"]["best_step"]["step"] == 2, "the loss at step 0 was that of other samples"
     assert {path.name for path in run_of(config).glob("validation/step-000002/*")} == {
         "one.safetensors",
         "two.safetensors",
@@ -190,53 +189,6 @@ def test_a_killed_trainer_leaves_no_lock(tmp_path) -> None:
         pass
 
 
-def stop_at(config, step: int, number: signal.Signals) -> threading.Thread:
-    """Send the signal to this process once `step` steps are done."""
-
-    def wait() -> None:
-        path = run_of(config) / "metrics.jsonl"
-        while max((line["step"] for line in metrics.read_metrics(path)), default=0) < step:
-            time.sleep(0.01)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
-def test_stopped_it_says_what_is_lost_and_nothing_is_overwritten(
-    make_config, make_set, tmp_path, capsys, number, code
-) -> None:
-    """Without a checkpoint the run begins again; with one it goes on from there. The file tells both."""
-    config = make_config("t2i", steps=100_000, checkpoint_every=100_000)
-    make_set(config)
-    path = run_of(config) / "metrics.jsonl"
-    stop_at(config, 2, number)
-    found, report, _ = program(config, tmp_path, capsys)
-    message = report["error"]["message"]
-    assert found == code and number.name in message
-    done = max(line["step"] for line in metrics.read_metrics(path))
-    assert f"no checkpoint yet: steps 1 to {done} are lost" in message and "begins at step 1" in message
-    assert "100000 steps (train.checkpoint_every)" in report["error"]["next_step"]
-    first = path.read_bytes()
-    config = make_config("t2i", steps=100_000, checkpoint_every=3)
-    stop_at(config, done + 4, number)
-    found, report, _ = program(config, tmp_path, capsys)
-    saved = max(int(folder.name[5:]) for folder in (run_of(config) / "checkpoints").glob("step-*"))
-    done = max(line["step"] for line in metrics.read_metrics(path))
-    expected = f"The last checkpoint is at step {saved}: step" if done > saved else f"checkpoint at step {saved} has"
-    assert found == code and expected in report["error"]["message"]
-    assert path.read_bytes().startswith(first + b'{"step": 0, "resumed": true}\n')
-    code, report, _ = program(make_config("t2i", steps=saved + 1), tmp_path, capsys)
-    assert (code, report["done"], report["skipped"]) == (OK, 1, saved)
-    steps = [line["step"] for line in metrics.read_metrics(path) if "loss" in line]
-    assert steps == list(range(1, saved + 2)), "each step of the run as it stands, once"
-    marks = [json.loads(line) for line in path.read_text().splitlines() if "resumed" in line]
-    assert marks == [{"step": 0, "resumed": True}, {"step": saved, "resumed": True}]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"\xff\xfe\n", b'{"step": 1, "lo', b"[1]\n{}\n", b"[" * 99_999 + b"\n", b"\0" * 9])
 def test_lines_that_cant_be_read_are_passed_over(make_config, make_set, tmp_path, capsys, damage) -> None:
@@ -259,11 +211,14 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(make_config, make_set, tmp_p
     make_set(config)
     assert program(config, tmp_path, capsys)[0] == OK
     folder = run_of(config) / "checkpoints"
-    weights = folder / "step-000002" / "trainable.safetensors"
+    weights = folder / "step-000002" / "pytorch_lora_weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     code, report, log = program(make_config("t2i", steps=3), tmp_path, capsys)
     assert (code, report["done"], report["skipped"]) == (OK, 2, 1)
-    assert "step-000002 is damaged (trainable.safetensors is damaged" in log and "goes on from step-000001" in log
+    assert (
+        "step-000002 is damaged (pytorch_lora_weights.safetensors is damaged" in log
+        and "goes on from step-000001" in log
+    )
     assert (folder / "damaged-step-000002.1").is_dir()
     for state in folder.glob("step-*/state.json"):
         state.write_text("")

@@ -79,9 +79,10 @@ def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
 
 
 def trained_weights(config) -> dict[str, torch.Tensor]:
-    return load_file(
-        Path(config.output) / "run" / "checkpoints" / f"step-{config.train.steps:06d}" / "trainable.safetensors"
-    )
+    """Of the last checkpoint, by the names in its files."""
+    folder = Path(config.output) / "run" / "checkpoints" / f"step-{config.train.steps:06d}"
+    files = [*json.loads((folder / "state.json").read_text())["weights"], "trainable.safetensors"]
+    return {name: value for file in files for name, value in load_file(folder / file).items()}
 
 
 @pytest.mark.slow
@@ -353,12 +354,31 @@ def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_newest_checkpoints_are_kept(make_config, make_set) -> None:
-    config = make_config("t2i", steps=5, checkpoint_every=1, keep_checkpoints=2)
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"checkpoint_every": 1, "keep_checkpoints": 2}, [1, 5, 6]),
+        ({"checkpoint_every": 4, "keep_checkpoints": 1, "keep_every": 3}, [3, 4, 6]),  # 2.5, 2.3, 2.4
+        ({"checkpoint_every": 5, "keep_checkpoints": 1}, [5, 6]),  # 2.2, 2.4
+    ],
+)
+def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
+    make_config, make_set, monkeypatch, settings, kept
+) -> None:
+    """With eval losses of which that of step 1 is the lowest."""
+    given = iter([3.0, 1.0, 2.0, 2.5, 2.3, 2.2, 2.4])
+    monkeypatch.setattr(validation, "compute_eval_loss", lambda *_: {"eval_loss": next(given), "eval_id": "one"})
+    config = make_config("t2i", steps=6, validation={"eval_samples": 2, "every": 1}, **settings)
     make_set(config)
-    train(config)
-    kept = (Path(config.output) / "run" / "checkpoints").iterdir()
-    assert sorted(path.name for path in kept) == ["step-000004", "step-000005"]
+    result, folder = train(config), Path(config.output) / "run" / "checkpoints"
+    assert [int(path.name[5:]) for path in sorted(folder.iterdir())] == kept
+    best, other = result["best_step"], result.get("best_checkpoint")
+    assert (best["step"], best["eval_loss"]) == (1, 1.0) and (other is None) == (1 in kept)
+    named = other or best
+    assert (
+        named["checkpoint"] == str(folder / f"step-{named['step']:06d}")
+        and named["step"] == kept[0 if 1 in kept else -2]
+    )
 
 
 @pytest.mark.slow

@@ -11,31 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 
 import cache.arrow
 import cache.files
 import cache.store
 import cache.wds
+from schemas.cli.interruption import StopHandler
 from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents, run
 from stages.encoding import member_reader
-from stages.encoding.interruption import StopHandler, parse_duration
 from stages.encoding.vae.worker import LatentsWorker
 from tests.processes import ForkedProgram
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("45", 45), ("45s", 45), ("90m", 5400), ("3h", 10800), ("1h30m", 5400), ("02:30:05", 9005)]
-)
-def test_times_are_read(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "0", "soon", "-3h", "3 h", "1:2", "1:99:00"])
-def test_what_is_no_time_is_refused_with_examples(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="1h30m"):
-        parse_duration(text)
 
 
 @pytest.fixture

@@ -89,7 +89,8 @@ def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
     again = prepared(make_config("t2i", steps=2, accumulate=2))
     with torch.no_grad():
         tapping.head.weight.zero_()
-    assert loop.resume_run(again) == 2
+    resumed = loop.resume_run(again)
+    assert resumed is not None and resumed.step == 2
     assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight)
 
 

@@ -1,4 +1,4 @@
-"""On Ctrl-C, SIGTERM or the end of --max-time a stage drops the unfinished units and reports what remains."""
+"""What Ctrl-C, SIGTERM and the end of `--max-time` do to a program that can be stopped and started again."""
 
 import os
 import re

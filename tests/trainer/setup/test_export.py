@@ -1,0 +1,60 @@
+"""Every checkpoint is what a pipeline loads, straight from its folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from schemas.cli.console import Console
+from tests.trainer.setup.test_adapters import output, pipeline
+from trainer import checkpoint, resume
+from trainer import train as loop
+
+
+def prepared(config) -> loop.TrainState:
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    schedule = BatchSchedule(data.spans, config.train.seed, 1, 1)
+    return loop.prepare_training(config, data, schedule, Console(stderr=open(os.devnull, "w")), "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name", "adapter"),
+    [
+        ("t2i", "kandinsky5-image-t2i", {"rank": 4, "alpha": 2.5, "dropout": 0.3}),
+        ("i2v", "kandinsky5-video-i2v", {"rank": 2, "formats": ["comfyui"]}),
+        ("sana", "sana", {"rank": 2, "alpha": 5}),
+        ("sana", "sana", {"type": "full"}),
+    ],
+    ids=["alpha", "another format", "sana", "full"],
+)
+def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(
+    make_config, make_set, kind, name, adapter
+) -> None:
+    config = make_config(kind, steps=2, checkpoint_every=1, adapter=adapter, optimizer={"lr": 0.05, "warmup": 0})
+    make_set(config)
+    loop.train_loop(prepared(config))
+    seen = []
+    for path in resume.list_checkpoints(loop.run_state.run_folder(config) / "checkpoints"):
+        pipe, run = pipeline(name, Path(config.model.path)), prepared(config)
+        before = output(name, pipe.transformer)
+        if adapter.get("type") == "full":
+            pipe.register_modules(transformer=type(pipe.transformer).from_pretrained(path / "transformer"))
+        else:
+            pipe.load_lora_weights(path)
+            assert (path / "comfyui_lora.safetensors").exists() == ("formats" in adapter)
+            with safe_open(path / "pytorch_lora_weights.safetensors", "pt") as file:
+                assert file.metadata()["latentpress.steps"] == str(resume.checkpoint_step(path))
+        with safe_open(path / "trainable.safetensors", "pt") as file:
+            assert not list(file.keys()), "the weights are written once"
+        checkpoint.restore(resume.read_checkpoint(path, verify=True), run.trainable, run.optimizer)
+        ours, theirs = output(name, run.model.eval()), output(name, pipe.transformer)
+        assert (ours - before).abs().max() > 1e-3
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+        seen.append(ours)
+    assert len(seen) == 2 and not torch.equal(*seen)

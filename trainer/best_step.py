@@ -1,0 +1,50 @@
+"""The step with the lowest eval loss of a run, and its checkpoint. Reads files, without torch."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cache.training_run import METRICS_FILE, read_metrics
+from trainer.resume import checkpoint_step, list_checkpoints
+
+
+class Evaluation(NamedTuple):
+    step: int
+    eval_loss: float
+
+
+def best_evaluation(lines: Iterable[Mapping[str, Any]], steps: Collection[int] | None = None) -> Evaluation | None:
+    """The lowest eval loss of a metrics.jsonl, of equal ones the earliest; None where there is none.
+
+    Only losses on the same samples, sigmas and noise as the last one are compared (`eval_id`). steps: consider no
+    others.
+    """
+    evaluated = [
+        line for line in lines if isinstance(line.get("eval_loss"), float) and math.isfinite(line["eval_loss"])
+    ]
+    found = [
+        Evaluation(line["step"], line["eval_loss"])
+        for line in evaluated
+        if line.get("eval_id") == evaluated[-1].get("eval_id") and (steps is None or line["step"] in steps)
+    ]
+    return min(found, key=lambda each: (each.eval_loss, each.step), default=None)
+
+
+def best_checkpoint(folder: Path) -> Evaluation | None:
+    """Of the run's evaluated steps that have a checkpoint, the one with the lowest eval loss."""
+    steps = [checkpoint_step(path) for path in list_checkpoints(folder / "checkpoints")]
+    return best_evaluation(read_metrics(folder / METRICS_FILE), steps)
+
+
+def describe_best(folder: Path) -> dict[str, Any]:
+    """Details for the report. best_step: the step with the lowest eval loss, with its checkpoint if it has one.
+    best_checkpoint: the best of those that have one, unless that is the same step."""
+    lines = read_metrics(folder / METRICS_FILE)
+    paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / "checkpoints")}
+    details: dict[str, dict[str, Any]] = {}
+    for key, found in (("best_step", best_evaluation(lines)), ("best_checkpoint", best_evaluation(lines, paths))):
+        if found is not None and found.step not in [each["step"] for each in details.values()]:
+            details[key] = found._asdict()
+            details[key] |= {"checkpoint": paths[found.step]} if found.step in paths else {}
+    return details
