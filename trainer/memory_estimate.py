@@ -27,6 +27,7 @@ from trainer.families.base import FamilyModule, module_of
 from trainer.run_state import train_precision
 from trainer.setup.attach import make_trainable
 from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.quantize import quantised_savings
 from trainer.setup.wrap import Denoiser
 
 META = torch.device("meta")
@@ -161,9 +162,11 @@ def estimate_memory(
     autocast = torch.bfloat16 if half and full else None
     sparse = config.model.family_spec.sparse
     full_attention = {key: value for key, value in shape.items() if sparse is None or key != sparse.key}
-    adapter = settings.adapter.model_copy(update={"init": None})  # its values change no size
+    # Its values change no size.
+    adapter = settings.adapter.model_copy(update={"init": None, "init_weights": "default"})
     with META:
         model = family.untrained(full_attention, dtype)
+        saved = quantised_savings(model, family, settings.base_precision) if settings.quantised else 0
         make_trainable(model, family, adapter)
     blocks = family.blocks(model)
     if settings.gradient_checkpointing:
@@ -182,7 +185,7 @@ def estimate_memory(
     moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
     gradients = trained * (2 if ranks > 1 else 1)  # DistributedDataParallel has a copy of them
     activations = max(peak - weights - trained, working)
-    weights -= hosted
+    weights -= hosted + saved
     device = weights + gradients + state + activations
     host = LIBRARIES + max(loaded, hosted + moved)
     return MemoryEstimate(device, weights, gradients, state, activations, host, trained + state, bucket)

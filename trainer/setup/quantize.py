@@ -69,6 +69,18 @@ def can_quantize(part: torch.nn.Linear, name: str) -> bool:
     return name != "nf4-bnb" or part.in_features % NF4_COLUMN_MULTIPLE == 0
 
 
+def quantised_savings(model: Any, family: FamilyModule, name: str) -> int:
+    """Bytes by which quantising makes the model's weights smaller: each weight has 8 or 4 bits, and scales come on top,
+    in the weights' dtype for a row, in float32 for 64 weights of nf4-bnb."""
+    saved = 0.0
+    for part in base_matrices(model, family).values():
+        if can_quantize(part, name):
+            size, count = part.weight.element_size(), part.weight.numel()
+            stored = count * 0.5625 if name == "nf4-bnb" else count + part.out_features * size
+            saved += count * size - stored
+    return int(saved)
+
+
 def quantize_base(model: Any, family: FamilyModule, name: str, via: str, device: torch.device) -> str:
     """Quantise the base in place and move it to the device; returns a remark for the log.
 

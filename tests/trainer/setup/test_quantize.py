@@ -20,7 +20,7 @@ from trainer.resume import ResumeError
 from trainer.run_state import RunError
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
-from trainer.setup.quantize import base_matrices, check_setup, quantize_base
+from trainer.setup.quantize import base_matrices, check_setup, quantised_savings, quantize_base, stored_bytes
 
 # Sides in multiples of 64, which nf4-bnb needs.
 WIDE = {
@@ -111,7 +111,13 @@ def test_only_attention_and_feed_forward_are_quantised_and_the_place_makes_no_di
     kind = "kandinsky5-image-t2i"
     family, _ = KINDS[kind]
     plain, model = (family.load(str(wide(kind)), dtype=torch.bfloat16) for _ in range(2))
+    predicted = quantised_savings(model, family, name)
     said = quantize_base(model, family, name, "device", torch.device("cpu"))
+    measured = sum(
+        part.weight.nbytes - stored_bytes(model.get_submodule(path).weight)
+        for path, part in base_matrices(plain, family).items()
+    )
+    assert predicted == pytest.approx(measured, rel=0.03)
     matrices = base_matrices(plain, family)
     assert said.startswith(f"{len(matrices)} matrices of the base quantised ({name})")
     kept = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
