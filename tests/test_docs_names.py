@@ -11,7 +11,8 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 PACKAGES = ("schemas", "cache", "stages", "trainer")
 FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs")
 #: Of libraries, of the system, or in an example.
-FOREIGN = {"fixed_size_binary", "CUDA_VISIBLE_DEVICES", "TMPDIR", "IMG_0012", "IMG", "latent_BCTHW"}
+FOREIGN = {"fixed_size_binary", "IMG_0012", "IMG", "latent_BCTHW"}
+FOREIGN |= {"CUDA_VISIBLE_DEVICES", "TMPDIR", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}  # environment variables
 #: Files of Python itself that the documents speak of.
 OF_PYTHON = {"runpy.py", "pkgutil.py", "sitecustomize.py", "usercustomize.py"}
 
