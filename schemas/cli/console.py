@@ -72,7 +72,7 @@ for _logger, _beginning in NOISE.items():
     logging.getLogger(_logger).addFilter(
         lambda record, beginning=_beginning: not record.getMessage().startswith(beginning)  # type: ignore[misc]
     )
-# torch says that the float32 norms of Kandinsky's bfloat16 weights have no fused kernel.
+# torch says that float32 norms of bfloat16 weights have no fused kernel.
 warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
 
 

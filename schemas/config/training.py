@@ -58,7 +58,7 @@ class Adapter(Section):
     init_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
         "default", description="peft's initialisations of a LoRA"
     )
-    decompose_factor: int = Field(-1, ge=-1, description="of LoKr; -1: near the square root of each side")
+    decompose_factor: int = Field(-1, ge=-1, le=65_536, description="of LoKr; -1: near the square root of each side")
     decompose_both: bool = Field(False, description="LoKr: factorise the left matrix too")
     formats: tuple[AdapterFormat, ...] = Field(("diffusers",), strict=False, min_length=1, description="of the result")
     init: str | None = Field(None, min_length=1, description="LoRA file or folder to start from; default: a new one")

@@ -100,6 +100,7 @@ def test_a_changed_configuration_has_no_set_until_it_is_made(photos) -> None:
     assert made(photos, *changes) == trained_on(photos, *changes) != first
 
 
+@pytest.mark.slow
 def test_a_set_that_is_named_is_used_and_what_differs_is_said(photos) -> None:
     first = indexed(photos)
     for name in (first, str(photos.root), f"{photos.root}/sets/{first}"):
@@ -113,6 +114,7 @@ def test_a_set_that_is_named_is_used_and_what_differs_is_said(photos) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_trainer_needs_neither_media_nor_datasets_nor_encoders(photos, tiny, tmp_path: Path) -> None:
     first = indexed(photos)
     alone = tmp_path / "alone"

@@ -130,6 +130,7 @@ def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project
     assert 10 * np.log10(255**2 / np.square(shown - np.asarray(small)).mean()) > 38
 
 
+@pytest.mark.slow
 def test_an_image_is_what_the_autoencoder_decodes(project) -> None:
     home = project("kandinsky5-image-t2i")
     latent = random_latent(16, 1, 8, 12)
@@ -155,6 +156,7 @@ def test_a_video_has_its_frames_and_rate(project) -> None:
     assert found.rate == pytest.approx(12)
 
 
+@pytest.mark.slow
 def test_what_is_decoded_is_not_decoded_again_and_new_steps_are(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i")
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
@@ -181,6 +183,7 @@ def test_latents_of_another_family_and_damaged_ones_are_named(project) -> None:
         home.run(decode.run)
 
 
+@pytest.mark.slow
 def test_a_latent_newer_than_its_picture_is_decoded_again(project) -> None:
     home = project("kandinsky5-image-t2i")
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
@@ -213,6 +216,7 @@ def test_an_output_that_is_no_folder_is_named_before_a_model_is_loaded(project, 
         home.run(decode.run)
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_no_traceback(project) -> None:
     home = project("kandinsky5-image-t2i")
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
@@ -244,6 +248,7 @@ def test_pictures_are_added_to_the_trackers(project, wandb_offline) -> None:
     assert {path.name for path in run.glob("wandb/offline-run-*/*.wandb")} == {f"run-{key}-pictures.wandb"}
 
 
+@pytest.mark.slow
 def test_a_tracker_that_is_not_installed_is_left_out(project, monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     home = project("kandinsky5-image-t2i")

@@ -351,6 +351,7 @@ words = st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True)
 scalars = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()
 
 
+@pytest.mark.slow
 @given(st.lists(words, min_size=1, max_size=5), scalars)
 def test_a_value_lands_at_its_key_and_nowhere_else(path, value):
     text = json.dumps(value) if isinstance(value, bool) else repr(value)
