@@ -28,7 +28,7 @@ from trainer.methods.base import MethodStep
 from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.export import export_weights
 from trainer.setup.optim import set_learning_rate
-from trainer.setup.prepare import TrainState, prepare_training
+from trainer.setup.prepare import TrainState, prepare_training, unwrap_at_end
 from trainer.timesteps import LOSS_WEIGHTING, sample_sigma
 
 
@@ -60,6 +60,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
     with (
         progress.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
         metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show) as record,
+        unwrap_at_end(run),
     ):
         try:
             if found is None or found.state.get("validation due"):

@@ -15,6 +15,7 @@ from cache.store import Store
 from examples.tiny_shapes import SHAPES
 from schemas.cli.console import OK, Console, Options, run_program
 from schemas.optimizers import OPTIMIZERS as ROWS
+from tests.conftest import LONG
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.families.base import module_of
@@ -98,6 +99,7 @@ def test_a_transformer_made_from_shapes_has_the_dtypes_of_a_loaded_one(make_conf
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="torch's profiler sometimes loses events where other work runs")
 @pytest.mark.parametrize("kind", ["t2i", "sana"])
 def test_the_prediction_is_within_15_percent_of_what_training_takes(
     make_config, make_set, made, tmp_path, kind

@@ -1,6 +1,9 @@
 """A model's way into training, one file after the other: load, quantize, attach, memory, wrap, optim."""
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,22 @@ class TrainState:
     def log(self, message: str) -> None:
         if self.is_main:
             self.console.log(message)
+
+
+@contextmanager
+def unwrap_at_end(run: TrainState) -> Iterator[None]:
+    """At the end of the body, free DistributedDataParallel before the process group is destroyed.
+
+    Freed later, it would hold the last reference to the group, whose threads it then waits for without releasing the
+    GIL; a thread of gloo that frees the tensors of the last barrier waits for the GIL (seen with torch 2.13).
+    """
+    try:
+        yield
+    finally:
+        if run.accelerator.num_processes > 1:
+            run.denoiser = run.accelerator.unwrap_model(run.denoiser)
+            run.accelerator.free_memory()
+            gc.collect()
 
 
 def prepare_training(
