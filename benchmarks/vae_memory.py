@@ -11,7 +11,6 @@ weights of the same structure, on a CPU each line in a process of its own.
 """
 
 import resource
-import weakref
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import get_context
@@ -19,13 +18,13 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class under no other name
 
 from benchmarks import device_usage
 from benchmarks.common import make_parser, print_header, print_row, time_call
 from examples.tiny_models import make_model, make_untrained
 from schemas.catalogue import FAMILIES
 from stages.encoding.vae.base import MemoryOptions
+from trainer.memory_estimate import MemoryMeter
 
 GIB = 2**30
 MODEL_NAMES = {"flux": "flux_vae", "hunyuan_video": "hunyuan_vae", "dc_ae": "dc_ae"}
@@ -85,34 +84,6 @@ class FlashAttentionMode(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             return torch.empty_like(args[0])
         return func(*args, **(kwargs or {}))
-
-
-class MemoryMeter(TorchDispatchMode):
-    """Bytes of the storages that are alive, and their maximum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.live = self.peak = 0
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)  # torch keeps one Python object for as long as the storage is alive
-        if key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self.drop, key)
-
-    def drop(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        return out
 
 
 def compute_peak(case: Case) -> float:

@@ -1,49 +1,20 @@
 """An adapter means the same in every format: each file is applied as its reader does, against the trained model."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.setup.test_adapters import KINDS, output, pipeline, trained
+from tests.trainer.pipelines import KINDS, apply_as_comfyui, exact_output, output, pipeline, trained
 from trainer.adapter_files import load_layers, write_adapter
 from trainer.adapter_header import AdapterError, read_adapter
-from trainer.families.kandinsky5_attention import MaskedAttnProcessor
 from trainer.setup import adapters
 from trainer.setup.adapters import choose_targets
 
 ALPHAS = {"above": {"rank": 3, "alpha": 7.5}, "below": {"rank": 4, "alpha": 1.5}}
 BOTH = ("diffusers", "comfyui")
-
-
-def exact_output(kind: str, model: torch.nn.Module) -> torch.Tensor:
-    """Without the stock rounding of rotary embeddings to bfloat16, which turns differences of 1e-7 into 1e-4."""
-    for module in model.modules() if kind != "sana" else ():
-        if hasattr(module, "set_processor"):
-            module.set_processor(MaskedAttnProcessor(None, float32_rotary=True))  # no text is padded here
-    return output(kind, model)
-
-
-def apply_as_comfyui(model: torch.nn.Module, path: Path) -> None:
-    """Add a file to a model's weights by ComfyUI's rule (comfy/lora.py, comfy/weight_adapter/lora.py).
-
-    Of each weight "<module>.weight" it looks for "diffusion_model.<module>" followed by .lora_B.weight, .lora_A.weight
-    and .alpha; without the latter the strength is 1. Keys that no weight asked for are left out with a warning.
-    """
-    held, used, weights = load_file(path), set[str](), dict(model.named_parameters())
-    for name in [name for name in weights if name.endswith(".weight")]:
-        key = f"diffusion_model.{name.removesuffix('.weight')}"
-        if f"{key}.lora_B.weight" not in held:
-            continue
-        up, down = held[f"{key}.lora_B.weight"], held[f"{key}.lora_A.weight"]
-        strength = held[f"{key}.alpha"].item() / down.shape[0] if f"{key}.alpha" in held else 1.0
-        change = torch.mm(up.flatten(start_dim=1), down.flatten(start_dim=1)).reshape(weights[name].shape)
-        weights[name].data += strength * change
-        used |= {f"{key}.lora_B.weight", f"{key}.lora_A.weight", f"{key}.alpha"}
-    assert used == held.keys(), "keys that ComfyUI would not load"
 
 
 @pytest.mark.slow

@@ -13,8 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Options, run_program
-from tests.trainer.setup.test_adapters import COMPONENTS, pipeline, pipeline_class, trained
-from tests.trainer.test_adapter_files import apply_as_comfyui, exact_output
+from tests.trainer.pipelines import (
+    COMPONENTS,
+    apply_as_comfyui,
+    exact_output,
+    pipeline,
+    pipeline_class,
+    trained,
+)
 from trainer.export_adapter import run
 from trainer.setup import adapters
 

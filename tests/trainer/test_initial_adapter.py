@@ -1,6 +1,5 @@
 """Training that starts from an adapter: from its numbers, refused where it does not fit, and resumed with it alone."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,23 +9,13 @@ from safetensors.torch import load_file, save_file
 from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
-from schemas.cli.console import OK, USAGE, Options, run_program
+from schemas.cli.console import OK, USAGE
+from tests.trainer.runs import program, quiet
 from trainer import train as loop
-from trainer.__main__ import run as program_run
 from trainer.adapter_header import AdapterError
 
 
-def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict, str]:
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-    code = run_program("train", program_run, Options(path, json=True, **options))
-    said = capsys.readouterr()
-    return code, json.loads(said.out), said.err
-
-
 def prepared(config):
-    from tests.trainer.test_train import quiet
-
     data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
     return loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 1, 1), quiet(), "cpu")
 

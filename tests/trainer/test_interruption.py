@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.test_utils.testing import AccelerateTestCase
 from safetensors.torch import load_file
 
 from schemas.cli.console import INCOMPLETE, OK, Options, run_program
 from schemas.errors import INTERRUPTED
-from tests.processes import ForkedProgram, use_one_thread
-from trainer import interruption, metrics
+from tests.processes import ForkedProgram
+from tests.trainer.runs import lines, on_two_ranks
+from trainer import interruption
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 
@@ -42,10 +41,6 @@ def program(config, tmp_path: Path, capsys, **own) -> tuple[int, dict, str]:
 
 def run_of(config) -> Path:
     return Path(config.output) / config.train.run
-
-
-def lines(config, key: str = "loss") -> dict[int, float]:
-    return {line["step"]: line[key] for line in metrics.read_metrics(run_of(config) / "metrics.jsonl") if key in line}
 
 
 def checkpoints(config) -> list[int]:
@@ -195,38 +190,6 @@ def test_max_time_is_a_limit_of_training_too(make_config, make_set, tmp_path, ca
     assert (code, report["done"]) == (OK, 1) and "stopped" not in report["details"]
 
 
-def on_two_ranks(path: Path, told: Callable[[list[int]], object]) -> dict:
-    """The report of two ranks with the environment that torchrun gives them, after `told` of their process ids."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    said, children = path.with_name("said"), []
-    for rank in ("0", "1"):
-        children.append(os.fork())
-        if children[-1]:
-            continue
-        try:
-            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            use_one_thread()
-            AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
-            sys.stdout = said.open("w" if rank == "0" else "a")
-            code = run_program("train", program_run, Options(path, json=True))
-            sys.stdout.flush()
-            os._exit(code)
-        finally:
-            os._exit(1)
-    try:
-        told(children)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    except BaseException:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-        raise
-    assert codes == [INCOMPLETE, INCOMPLETE]
-    return json.loads(said.read_text())
-
-
 @pytest.mark.parametrize("told", [0, 1])
 def test_all_ranks_stop_after_the_same_step(make_config, make_set, tmp_path, told) -> None:
     """One rank receives the signal; of the other one nobody knows which. Then one process goes on."""
@@ -237,7 +200,7 @@ def test_all_ranks_stop_after_the_same_step(make_config, make_set, tmp_path, tol
         wait_for_step(config, 2)
         os.kill(children[told], signal.SIGTERM)
 
-    report = on_two_ranks(write(config, tmp_path / "pipeline.yaml"), signal_one)
+    report = on_two_ranks(write(config, tmp_path / "pipeline.yaml"), signal_one, INCOMPLETE)
     done = report["done"]
     assert checkpoints(config) == [done] and max(lines(config)) == done >= 2
     reason = "a signal to another rank" if told else "SIGTERM"

@@ -12,21 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
+from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
+from tests.trainer.runs import LOADS, program
 from trainer import metrics
-from trainer.__main__ import run as program_run
 from trainer.output_lock import LOCK_NAME, OutputLocked, lock_output
-
-LOADS = "loading the transformer"  # what the program says before it does
-
-
-def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict, str]:
-    """Exit code, report, and what was said."""
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-    code = run_program("train", program_run, Options(path, json=True, **options))
-    said = capsys.readouterr()
-    return code, json.loads(said.out), said.err
 
 
 def run_of(config) -> Path:

@@ -1,7 +1,6 @@
 """What a person sees of a run's steps, and the figures behind it."""
 
 import io
-import json
 import re
 import sys
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from schemas.cli.console import OK, Console, Options, run_program
-from trainer.__main__ import run as train_program
+from schemas.cli.console import OK, Console
+from tests.trainer.runs import program
 from trainer.best_step import best_evaluation
 from trainer.metrics import StepTimer, read_metrics
 from trainer.progress import show_metrics
@@ -79,14 +78,6 @@ def test_speed_leaves_out_what_is_done_between_steps_and_the_time_left_has_it() 
         now += 6.0  # of validation
     assert found[0] == {"samples_per_s": 2.0, "step_s": 2.0, "data_wait_s": 0.5, "seconds_left": 18.0}
     assert found[1] == {"samples_per_s": 2.0, "step_s": 2.0, "data_wait_s": 0.5, "seconds_left": 8 * (2.0 + 6.0 / 2)}
-
-
-def program(config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-    code = run_program("train", train_program, Options(path, json=True))
-    said = capsys.readouterr()
-    return code, json.loads(said.out), said.err
 
 
 def written_to_wandb(folder: Path) -> list[bytes]:

@@ -5,14 +5,11 @@ import json
 import os
 import shutil
 import signal
-import socket
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.test_utils.testing import AccelerateTestCase
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -22,29 +19,12 @@ from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
 from schemas.config.training import Validation
+from tests.trainer.runs import lines, on_two_ranks, quiet, train, trained_weights
 from trainer import flow, metrics, validation
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.resume import ResumeError
 from trainer.setup.optim import DivergedError
-
-
-def quiet() -> Console:
-    return Console(stderr=open(os.devnull, "w"))
-
-
-def train(config) -> dict:
-    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    plan = BatchSchedule(
-        data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
-    )
-    return loop.train(config, data, plan, quiet(), "cpu")
-
-
-def lines(config, key: str = "loss") -> dict[int, float]:
-    path = Path(config.output) / config.train.run / "metrics.jsonl"
-    return {line["step"]: line[key] for line in metrics.read_metrics(path) if key in line}
-
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
 
@@ -76,13 +56,6 @@ def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
     side = 64 // config.model.family_spec.spatial_stride
     assert latent.shape == (config.model.family_spec.latent_channels, length, side, side) and latent.isfinite().all()
     assert not torch.equal(latent, load_file(folder / shown[0])["latent"])
-
-
-def trained_weights(config) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint, by the names in its files."""
-    folder = Path(config.output) / "run" / "checkpoints" / f"step-{config.train.steps:06d}"
-    files = [*json.loads((folder / "state.json").read_text())["weights"], "trainable.safetensors"]
-    return {name: value for file in files for name, value in load_file(folder / file).items()}
 
 
 @pytest.mark.slow
@@ -129,31 +102,6 @@ def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> N
     (losses, latent), (half_losses, half_latent) = found
     assert losses != half_losses and losses == pytest.approx(half_losses, rel=0.05)
     assert 0 < (latent - half_latent).abs().mean() < 0.1 * latent.abs().mean(), "it looks as it trains"
-
-
-def on_two_ranks(path: Path) -> dict:
-    """The report of two ranks with the environment that torchrun gives them; tests/test_importpath.py has torchrun
-    itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    said, children = path.with_name("said"), []
-    for rank in ("0", "1"):
-        children.append(os.fork())
-        if children[-1]:
-            continue
-        try:
-            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
-            sys.stdout = said.open("a")
-            code = run_program("train", program_run, Options(path, json=True))
-            sys.stdout.flush()
-            os._exit(code)
-        finally:
-            os._exit(1)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    return json.loads(said.read_text())
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ class TextMask:
     """The (B, L) mask of real text tokens in the current forward pass; None without padding."""
 
     def __init__(self) -> None:
-        # Two attributes and no list: its length, other in the backward pass, would make compiled graphs anew.
+        # Two attributes and no list: its length, other in the backward pass, would make new compiled graphs.
         self._running = False
         self._mask_BL: Mask = None
 

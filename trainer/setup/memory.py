@@ -2,7 +2,7 @@
 and frozen weights or activations on the host.
 
 Weights go by diffusers' group offloading. Its hooks are made for inference, so four things are different here:
-- Each hook stands on a `FrozenWeights`, which has the block's frozen weights and not its trained ones: those stay on
+- Each hook is on a `FrozenWeights`, which has the block's frozen weights and not its trained ones: those stay on
   the device with their gradients. With streams diffusers puts the first values back after every pass, and what an
   optimizer has changed would be lost.
 - Every block is a group, and to diffusers a model of its own. A larger group is brought by its first block, but the

@@ -1,31 +1,18 @@
 """What training saves loads with the pipelines' own loaders and gives the output that training had."""
 
 import json
-from pathlib import Path
 
-import diffusers
 import pytest
 import torch
-from diffusers.models.transformers import transformer_kandinsky as stock
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from schemas.catalogue import FAMILIES
 from schemas.config.training import Adapter
+from tests.trainer.pipelines import KINDS, output, pipeline, pipeline_class, random, trained
 from trainer.adapter_header import COMFYUI_PREFIX
-from trainer.batch import Batch
 from trainer.families import kandinsky5, sana
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
-
-KINDS = {
-    "kandinsky5-image-t2i": (kandinsky5, "t2i"),
-    "kandinsky5-image-i2i": (kandinsky5, "i2i"),
-    "kandinsky5-video-t2v": (kandinsky5, "t2v"),
-    "kandinsky5-video-i2v": (kandinsky5, "i2v"),
-    "sana": (sana, "t2i"),
-}
-COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler")
 
 
 @pytest.fixture(autouse=True)
@@ -34,55 +21,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make_batch(kind: str) -> Batch:
-    channels, frames = (32, 1) if kind == "sana" else (16, 3 if "video" in kind else 1)
-    text, mask = random(2, 6, 64, seed=1), torch.ones(2, 6, dtype=torch.bool)
-    condition = random(2, channels, 1, 4, 4, seed=4) if kind.endswith(("i2i", "i2v")) else None
-    latents = random(2, channels, frames, 4, 4, seed=2)
-    return Batch(latents, condition, text, mask, random(2, 32, seed=3), ["a", "b"], "32x32@1")
-
-
-def output(kind: str, model) -> torch.Tensor:
-    """The velocity of a fixed batch; `model` may be a pipeline's own transformer, which takes no mask."""
-    family, task = KINDS[kind]
-    batch, sigma = make_batch(kind), torch.tensor([0.3, 0.8])
-    arguments = family.model_inputs(model, batch.latents_BCTHW, sigma, batch, task)
-    if type(model) is stock.Kandinsky5Transformer3DModel:
-        assert arguments.pop("text_mask_BL") is None
-    with torch.no_grad():
-        return model(**arguments, return_dict=False)[0]
-
-
-def pipeline_class(kind: str):
-    family, _, task = kind.rpartition("-")
-    return getattr(diffusers, FAMILIES[family or kind].pipelines[task if family else "t2i"])
-
-
-def pipeline(kind: str, folder: Path):
-    """The real pipeline around the real transformer, without encoders, autoencoder and scheduler."""
-    name = json.loads((folder / "transformer" / "config.json").read_text())["_class_name"]
-    transformer = getattr(diffusers, name).from_pretrained(folder / "transformer")
-    parts = COMPONENTS if kind != "sana" else ("vae", "text_encoder", "tokenizer", "scheduler")
-    return pipeline_class(kind)(transformer=transformer, **dict.fromkeys(parts))
-
-
-def trained(kind: str, folder: Path, moved: float = 0.1, **options):
-    """A model with a LoRA that has moved away from its start."""
-    family, _ = KINDS[kind]
-    model = family.load(str(folder))
-    torch.manual_seed(0)
-    targets = options.pop("targets", family.LORA_TARGETS)
-    adapters.add_lora(model, adapters.choose_targets(model, [targets]), **{"rank": 4, **options})
-    for i, (name, parameter) in enumerate(adapters.trainable_parameters(model).items()):
-        if "lora_B" in name or "magnitude" in name:
-            parameter.data += random(*parameter.shape, seed=i) * moved
-    return model.eval()
 
 
 OPTIONS = {

@@ -11,7 +11,7 @@ from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import Console
-from tests.trainer.setup.test_adapters import output, pipeline
+from tests.trainer.pipelines import output, pipeline
 from trainer import checkpoint, resume
 from trainer import train as loop
 

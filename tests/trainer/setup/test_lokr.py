@@ -6,7 +6,7 @@ from peft import LoKrConfig
 from safetensors.torch import load_file
 
 from schemas.config.training import Adapter
-from tests.trainer.setup.test_adapters import KINDS, output, pipeline, random
+from tests.trainer.pipelines import KINDS, output, pipeline, random
 from trainer.setup import adapters, lokr
 from trainer.setup.attach import make_trainable
 

@@ -12,9 +12,8 @@ import torch
 from examples.tiny_models import make_model
 from schemas.config.pipeline import Config
 from schemas.config.training import Adapter, Train
-from tests.trainer.setup.test_adapters import KINDS, make_batch
-from tests.trainer.test_main import LOADS, program
-from tests.trainer.test_train import lines, on_two_ranks, train, trained_weights
+from tests.trainer.pipelines import KINDS, make_batch
+from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights
 from trainer import run_state
 from trainer.resume import ResumeError
 from trainer.run_state import RunError

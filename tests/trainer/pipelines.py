@@ -1,0 +1,100 @@
+"""The pipelines' own transformers beside trained ones, on one fixed batch."""
+
+import json
+from pathlib import Path
+
+import diffusers
+import torch
+from diffusers.models.transformers import transformer_kandinsky as stock
+from safetensors.torch import load_file
+
+from schemas.catalogue import FAMILIES
+from trainer.batch import Batch
+from trainer.families import kandinsky5, sana
+from trainer.families.kandinsky5_attention import MaskedAttnProcessor
+from trainer.setup import adapters
+
+KINDS = {
+    "kandinsky5-image-t2i": (kandinsky5, "t2i"),
+    "kandinsky5-image-i2i": (kandinsky5, "i2i"),
+    "kandinsky5-video-t2v": (kandinsky5, "t2v"),
+    "kandinsky5-video-i2v": (kandinsky5, "i2v"),
+    "sana": (sana, "t2i"),
+}
+COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_batch(kind: str) -> Batch:
+    channels, frames = (32, 1) if kind == "sana" else (16, 3 if "video" in kind else 1)
+    text, mask = random(2, 6, 64, seed=1), torch.ones(2, 6, dtype=torch.bool)
+    condition = random(2, channels, 1, 4, 4, seed=4) if kind.endswith(("i2i", "i2v")) else None
+    latents = random(2, channels, frames, 4, 4, seed=2)
+    return Batch(latents, condition, text, mask, random(2, 32, seed=3), ["a", "b"], "32x32@1")
+
+
+def output(kind: str, model) -> torch.Tensor:
+    """The velocity of a fixed batch; `model` may be a pipeline's own transformer, which takes no mask."""
+    family, task = KINDS[kind]
+    batch, sigma = make_batch(kind), torch.tensor([0.3, 0.8])
+    arguments = family.model_inputs(model, batch.latents_BCTHW, sigma, batch, task)
+    if type(model) is stock.Kandinsky5Transformer3DModel:
+        assert arguments.pop("text_mask_BL") is None
+    with torch.no_grad():
+        return model(**arguments, return_dict=False)[0]
+
+
+def pipeline_class(kind: str):
+    family, _, task = kind.rpartition("-")
+    return getattr(diffusers, FAMILIES[family or kind].pipelines[task if family else "t2i"])
+
+
+def pipeline(kind: str, folder: Path):
+    """The real pipeline around the real transformer, without encoders, autoencoder and scheduler."""
+    name = json.loads((folder / "transformer" / "config.json").read_text())["_class_name"]
+    transformer = getattr(diffusers, name).from_pretrained(folder / "transformer")
+    parts = COMPONENTS if kind != "sana" else ("vae", "text_encoder", "tokenizer", "scheduler")
+    return pipeline_class(kind)(transformer=transformer, **dict.fromkeys(parts))
+
+
+def trained(kind: str, folder: Path, moved: float = 0.1, **options):
+    """A model with a LoRA that has moved away from its start."""
+    family, _ = KINDS[kind]
+    model = family.load(str(folder))
+    torch.manual_seed(0)
+    targets = options.pop("targets", family.LORA_TARGETS)
+    adapters.add_lora(model, adapters.choose_targets(model, [targets]), **{"rank": 4, **options})
+    for i, (name, parameter) in enumerate(adapters.trainable_parameters(model).items()):
+        if "lora_B" in name or "magnitude" in name:
+            parameter.data += random(*parameter.shape, seed=i) * moved
+    return model.eval()
+
+
+def exact_output(kind: str, model: torch.nn.Module) -> torch.Tensor:
+    """Without the stock rounding of rotary embeddings to bfloat16, which turns differences of 1e-7 into 1e-4."""
+    for module in model.modules() if kind != "sana" else ():
+        if hasattr(module, "set_processor"):
+            module.set_processor(MaskedAttnProcessor(None, float32_rotary=True))  # no text is padded here
+    return output(kind, model)
+
+
+def apply_as_comfyui(model: torch.nn.Module, path: Path) -> None:
+    """Add a file to a model's weights by ComfyUI's rule (comfy/lora.py, comfy/weight_adapter/lora.py).
+
+    Of each weight "<module>.weight" it looks for "diffusion_model.<module>" followed by .lora_B.weight, .lora_A.weight
+    and .alpha; without the latter the strength is 1. Keys that no weight asked for are left out with a warning.
+    """
+    held, used, weights = load_file(path), set[str](), dict(model.named_parameters())
+    for name in [name for name in weights if name.endswith(".weight")]:
+        key = f"diffusion_model.{name.removesuffix('.weight')}"
+        if f"{key}.lora_B.weight" not in held:
+            continue
+        up, down = held[f"{key}.lora_B.weight"], held[f"{key}.lora_A.weight"]
+        strength = held[f"{key}.alpha"].item() / down.shape[0] if f"{key}.alpha" in held else 1.0
+        change = torch.mm(up.flatten(start_dim=1), down.flatten(start_dim=1)).reshape(weights[name].shape)
+        weights[name].data += strength * change
+        used |= {f"{key}.lora_B.weight", f"{key}.lora_A.weight", f"{key}.alpha"}
+    assert used == held.keys(), "keys that ComfyUI would not load"

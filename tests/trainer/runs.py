@@ -1,0 +1,91 @@
+"""Runs of the trainer in the test's process, or in two forks of it, and what they leave."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate.test_utils.testing import AccelerateTestCase
+from safetensors.torch import load_file
+
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from schemas.cli.console import OK, Console, Options, run_program
+from tests.processes import use_one_thread
+from trainer import metrics
+from trainer import train as loop
+from trainer.__main__ import run as program_run
+
+LOADS = "loading the transformer"  # what the program says before it does
+
+
+def quiet() -> Console:
+    return Console(stderr=open(os.devnull, "w"))
+
+
+def train(config) -> dict:
+    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
+    plan = BatchSchedule(
+        data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
+    )
+    return loop.train(config, data, plan, quiet(), "cpu")
+
+
+def lines(config, key: str = "loss") -> dict[int, float]:
+    path = Path(config.output) / config.train.run / "metrics.jsonl"
+    return {line["step"]: line[key] for line in metrics.read_metrics(path) if key in line}
+
+
+def trained_weights(config) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint, by the names in its files."""
+    folder = Path(config.output) / "run" / "checkpoints" / f"step-{config.train.steps:06d}"
+    files = [*json.loads((folder / "state.json").read_text())["weights"], "trainable.safetensors"]
+    return {name: value for file in files for name, value in load_file(folder / file).items()}
+
+
+def on_two_ranks(path: Path, signalled: Callable[[list[int]], object] | None = None, code: int = OK) -> dict:
+    """The report of two ranks with the environment that torchrun gives them, which end with `code`;
+    tests/test_importpath.py has torchrun itself. signalled: called with their process ids."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    output, children = path.with_name("printed"), []
+    for rank in ("0", "1"):
+        children.append(os.fork())
+        if children[-1]:
+            continue
+        try:
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            use_one_thread()
+            AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
+            sys.stdout = output.open("a")
+            ended = run_program("train", program_run, Options(path, json=True))
+            sys.stdout.flush()
+            os._exit(ended)
+        finally:
+            os._exit(1)
+    try:
+        if signalled is not None:
+            signalled(children)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    except BaseException:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        raise
+    assert codes == [code, code]
+    return json.loads(output.read_text())
+
+
+def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict, str]:
+    """Exit code, report, and what was said."""
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    code = run_program("train", program_run, Options(path, json=True, **options))
+    said = capsys.readouterr()
+    return code, json.loads(said.out), said.err
