@@ -1,12 +1,13 @@
 """Sections about training: the adapter, the optimizer, the loop, and validation."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from schemas.config.methods import Methods
 from schemas.config.section import (
     MOST_STEPS,
     SIZE,
@@ -154,30 +155,6 @@ class EMA(Section):
     )
     device: Literal["auto", "cpu"] = Field("auto", description="where it is kept; auto: with the weights")
     validate_with: bool = Field(False, alias="validate", description="eval loss and validation prompts use it")
-
-
-class Method(Section):
-    """needs: tensor of a sample -> what to do where the training set has none."""
-
-    needs: ClassVar[Mapping[str, str]] = {}
-
-
-class MaskedLoss(Method):
-    needs: ClassVar[Mapping[str, str]] = {
-        "mask": "Set mask_data or mask_column of a dataset, and run `latentpress run`."
-    }
-
-    unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss where the mask is 0")
-
-
-class Methods(Section):
-    """What is added to the plain flow-matching loss; a method that is named is used."""
-
-    masked_loss: MaskedLoss | None = None
-
-    @property
-    def used(self) -> dict[str, Method]:
-        return {name: settings for name, settings in self if settings is not None}
 
 
 class Offload(Section):

@@ -6,7 +6,7 @@ squared errors before their mean, as in SimpleTuner and OneTrainer. Samples with
 
 import torch
 
-from schemas.config.training import MaskedLoss
+from schemas.config.methods import MaskedLoss
 from trainer.methods.base import Method, MethodStep
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from schemas.config.training import Methods
+from schemas.config.methods import Methods
 from trainer.methods.base import Method
 from trainer.methods.masked_loss import MaskedLossMethod
 

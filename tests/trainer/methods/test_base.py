@@ -13,7 +13,7 @@ from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import Console
-from schemas.config.training import Methods
+from schemas.config.methods import Methods
 from trainer import train as loop
 from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import METHODS
