@@ -139,7 +139,7 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     for number, micro_batch in enumerate(data.micro_batches, 1):
         synchronised = number == len(data.micro_batches)
         with nullcontext() if synchronised else run.accelerator.no_sync(run.denoiser):
-            total += backward(run, micro_batch, share)
+            total += backward(run, step, micro_batch, share)
     value = float(run.accelerator.reduce(total, "mean"))
     norm = float(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm))
     taken = run.bad_steps.check(step, value, norm)
@@ -152,27 +152,41 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     return numbers if taken else {**numbers, "skipped": True}
 
 
-def backward(run: TrainState, micro_batch: MicroBatch, share: int) -> torch.Tensor:
-    """Forward and backward pass of one micro-batch: the sum of its samples' losses over `share`."""
-    config, device = run.config, run.accelerator.device
-    batch = micro_batch.batch.to(device, torch.float32)
-    x0, noise = batch.latents_BCTHW, micro_batch.noise_BCTHW.to(device)
-    shift = run_state.train_shift(config)
-    sigma_B = sample_sigma(micro_batch.uniform_B.to(device), config.train.timestep_sampling, shift)
-    step = MethodStep(run.model, run.family, config.model.task, batch, sigma_B, micro_batch.identities)
+def backward(run: TrainState, number: int, micro_batch: MicroBatch, share: int) -> torch.Tensor:
+    """Forward and backward pass of one micro-batch of step `number`: the sum of its samples' losses over `share`."""
+    step = start_step(run, number, micro_batch)
     methods = run.methods.values()
+    for method in methods:
+        method.prepare(step)
     with ExitStack() as stack:
         for method in methods:
             stack.enter_context(method.around(step))
-        predicted = run.denoiser(flow.interpolate(x0, noise, sigma_B), sigma_B, batch)
-        step.prediction_BCTHW = predicted
+        step.prediction_BCTHW = run.denoiser(step.noisy_BCTHW, step.sigma_B, step.batch)
         weights = [weight for method in methods if (weight := method.loss_weight(step)) is not None]
         weight_BTHW = reduce(torch.mul, weights) if weights else None
-        loss_B = flow.loss_per_sample(predicted, flow.velocity(x0, noise), run.skip_frames, weight_BTHW)
-        loss_B = loss_B * LOSS_WEIGHTING[config.train.loss_weighting](sigma_B)
+        loss_B = flow.loss_per_sample(step.prediction_BCTHW, step.target_BCTHW, run.skip_frames, weight_BTHW)
+        loss_B = loss_B * LOSS_WEIGHTING[run.config.train.loss_weighting](step.sigma_B)
         loss = sum((added for method in methods if (added := method.loss(step)) is not None), loss_B).sum() / share
         loss.backward()
     return loss.detach()
+
+
+def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodStep:
+    """The micro-batch on the device, noised."""
+    config, device, shift = run.config, run.accelerator.device, run_state.train_shift(run.config)
+    return MethodStep(
+        number=number,
+        steps=config.train.steps,
+        model=run.model,
+        family=run.family,
+        task=config.model.task,
+        predict=run.accelerator.unwrap_model(run.denoiser).predict,
+        batch=micro_batch.batch.to(device, torch.float32),
+        noise_BCTHW=micro_batch.noise_BCTHW.to(device),
+        sigma_B=sample_sigma(micro_batch.uniform_B.to(device), config.train.timestep_sampling, shift),
+        shift=shift,
+        identities=micro_batch.identities,
+    )
 
 
 # --- validating and saving ---

@@ -399,7 +399,10 @@ def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path
     monkeypatch.setattr(
         loop,
         "backward",
-        lambda run, part, share, real=loop.backward: (seen.extend(part.batch.ids), real(run, part, share))[1],
+        lambda run, number, part, share, real=loop.backward: (
+            seen.extend(part.batch.ids),
+            real(run, number, part, share),
+        )[1],
     )
     with pytest.raises(DamageError) as caught:
         train(config)

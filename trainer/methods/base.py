@@ -6,32 +6,54 @@ needs of a sample, and a row of METHODS in `trainer/methods/selection.py`.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from schemas.family import Task
 from schemas.identity import derive_seed
+from trainer import flow
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule
 
 
+class Predict(Protocol):
+    """A forward pass without gradient and dropout, apart from DistributedDataParallel."""
+
+    def __call__(
+        self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, base: bool = False
+    ) -> torch.Tensor:
+        """The velocity in float32. base: that of the model without its adapter, which only a LoRA or LoKr has."""
+
+
 @dataclass
 class MethodStep:
-    """One forward and backward pass, as methods see it.
+    """One forward and backward pass, as methods see it. `prepare` may replace its input and target.
 
-    model: the family's transformer. identities: (B,) text that determines a sample's random numbers. prediction_BCTHW:
-    the predicted velocity, None until the forward pass is done.
+    number: optimizer steps done before this one, of `steps`. model: the family's transformer. shift: of the schedule of
+    sigma. identities: (B,) text that determines a sample's random numbers. noisy_BCTHW: the input. target_BCTHW: what
+    the prediction is compared with. prediction_BCTHW: the predicted velocity, None until the forward pass is done.
     """
 
+    number: int
+    steps: int
     model: Any
     family: FamilyModule
     task: Task
+    predict: Predict
     batch: Batch
+    noise_BCTHW: torch.Tensor
     sigma_B: torch.Tensor
+    shift: float
     identities: Sequence[str]
+    noisy_BCTHW: torch.Tensor = field(init=False)
+    target_BCTHW: torch.Tensor = field(init=False)
     prediction_BCTHW: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.noisy_BCTHW = flow.interpolate(self.batch.latents_BCTHW, self.noise_BCTHW, self.sigma_B)
+        self.target_BCTHW = flow.velocity(self.batch.latents_BCTHW, self.noise_BCTHW)
 
     def uniform(self, purpose: str) -> torch.Tensor:
         """(B,) numbers in 0..1 on the CPU, the same for the same step, position and purpose on any number of ranks."""
@@ -46,9 +68,13 @@ class Method:
         """The method's own weights. They are trained, saved in checkpoints and wrapped with the transformer."""
         return None
 
+    def prepare(self, step: MethodStep) -> None:
+        """Replace input or target, perhaps by forward passes of `step.predict`. Methods are called in the order of
+        METHODS, all of them before the first `around`."""
+
     def around(self, step: MethodStep) -> AbstractContextManager[None]:
         """Entered before the forward pass and left after the backward pass, since gradient checkpointing computes
-        blocks again in the latter. Whatever is drawn at random is drawn once, here."""
+        blocks again in the latter. Whatever is drawn at random is drawn once, here or in `prepare`."""
         return nullcontext()
 
     def loss_weight(self, step: MethodStep) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -156,6 +157,20 @@ def list_adapted_modules(model: Model) -> list[str]:
 def trainable_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
     """Name -> parameter with gradients, in the model's order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@contextmanager
+def adapter_off(model: Model) -> Iterator[None]:
+    """The model without its LoRA or LoKr."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers, "the model has no adapter to switch off"
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def save_lora(

@@ -1,6 +1,7 @@
 """Devices and processes: accelerate, and the module that it wraps."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -12,6 +13,7 @@ from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule
 from trainer.run_state import RunError
+from trainer.setup.adapters import adapter_off
 from trainer.setup.memory import around_forward
 
 # The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
@@ -41,6 +43,19 @@ class Denoiser(torch.nn.Module):
             if self.autocast is not None:
                 contexts.enter_context(torch.autocast(device.type, self.autocast))
             return self.family.predict(self.model, noisy_BCTHW, sigma_B, batch, self.task).float()
+
+    @torch.no_grad()
+    def predict(
+        self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, base: bool = False
+    ) -> torch.Tensor:
+        """`methods.base.Predict`."""
+        training = self.training
+        self.eval()
+        try:
+            with adapter_off(self.model) if base else nullcontext():
+                return self(noisy_BCTHW, sigma_B, batch)
+        finally:
+            self.train(training)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Name -> parameter that gradients reach: those of the model by its own names, those of methods as
