@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from schemas.cli.library_messages import silence_libraries
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -26,6 +27,7 @@ from schemas.geometry import Bucket
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    silence_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="pipeline.yaml of a finished run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in `latentpress`")

@@ -68,7 +68,8 @@ def _run_stages(
         report.remaining += bool(document["remaining"])
         report.done += bool(document["done"]) and not document["remaining"]
         report.skipped += not document["done"] and not document["remaining"]
-        report.set_aside += document["set_aside"]
+        known = {row.get("item") for row in report.set_aside}  # index lists what the encoding stages did
+        report.set_aside += [row for row in document["set_aside"] if row.get("item") not in known]
         report.more_set_aside += document["more_set_aside"]
         report.truncated = document["truncated"] or report.truncated  # index lists all, encode-text new ones
         report.failed += document["failed"]
@@ -85,10 +86,11 @@ def _run_stages(
             elif stage == "decode" and "contact_sheet" in details:
                 report.details["pictures"] = details["samples"]
                 report.details["contact_sheet"] = details["contact_sheet"]
-        if code != OK:
-            for step in document["next_steps"]:  # `run` has this option, too
-                own = step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
-                report.next_steps.append(own)
+        if code != OK:  # what a stage before advises is not enough
+            report.next_steps.clear()
+        for step in document["next_steps"]:  # `run` has this option, too
+            own = step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
+            report.next_steps.append(own)
         if code != OK or stop_handler.reason:
             break
         if options.dry_run and document["remaining"]:

@@ -73,7 +73,7 @@ def write_formats(
 ) -> Path:
     """Write what training saves in each format; returns the first file. tensors: by diffusers' keys. settings: peft's
     configurations for diffusers' header."""
-    header = _make_header(notes, settings)
+    header = make_header(notes, settings)
     for form in formats:
         path = folder / FILE_NAMES[form]
         if form == "diffusers":
@@ -90,18 +90,23 @@ def write_adapter(layers: Mapping[str, Lora], form: AdapterFormat, path: Path, n
     """Write the adapter, in ComfyUI's format a file for each component, as ComfyUI has a model for each; returns the
     paths. Files appear whole. notes: text for the header (`latentpress.<key>`)."""
     if form == "diffusers":
-        return [_write(_name_pairs(layers, ""), path, _make_header(notes, describe_for_peft(layers)))]
+        return [_write(_name_pairs(layers, ""), path, make_header(notes, describe_for_peft(layers)))]
     written = []
     for part in sorted({name.partition(".")[0] for name in layers}):
         own = {name.partition(".")[2]: lora for name, lora in layers.items() if name.startswith(f"{part}.")}
         tensors = _name_pairs(own, COMFYUI_PREFIX)
         tensors |= {f"{COMFYUI_PREFIX}{name}.alpha": torch.tensor(lora.scale * lora.rank) for name, lora in own.items()}
-        name = path.name if part == "transformer" else f"{path.stem}.{part}{path.suffix}"
-        written.append(_write(tensors, path.with_name(name), _make_header(notes)))
+        written.append(_write(tensors, path_of_component(path, part), make_header(notes)))
     return written
 
 
-def _make_header(notes: Mapping[str, str], settings: Mapping[str, Any] | None = None) -> dict[str, str]:
+def path_of_component(path: Path, part: str) -> Path:
+    """Where ComfyUI's adapter of a further transformer is, beside that of the first."""
+    return path if part == "transformer" else path.with_name(f"{path.stem}.{part}{path.suffix}")
+
+
+def make_header(notes: Mapping[str, str], settings: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """The header of a file. notes: text, as `latentpress.<key>`. settings: peft's configurations, for diffusers."""
     header = {"format": "pt"} | {OUR_PREFIX + key: value for key, value in notes.items()}
     return header if settings is None else header | {METADATA_KEY: json.dumps(settings, sort_keys=True)}
 

@@ -173,7 +173,7 @@ def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
     folder, adapter = result_folder(config), config.train.adapter
     if state is None or state["step"] < config.train.steps or not folder.is_dir():
         return False
-    if adapter.type == "lora" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):
+    if adapter.type != "full" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):
         return False  # a format was added
     try:
         return check_object(parse_json(_result_note(config).read_bytes()), "the whole").get("step") == state["step"]

@@ -15,11 +15,9 @@ the report alone.
 
 import inspect
 import json
-import logging
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from schemas.cli.library_messages import silence_libraries
 from schemas.cli.options import (
     NOT_PARTITIONED,
     ConfigOption,
@@ -59,21 +58,7 @@ OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
 EXIT_CODES = "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
 
-# Messages that no user can act on: on CPUs with AVX512-BF16 bitsandbytes then computes with its own library; torchao's
-# are of compiled kernels and tensor classes that nothing here uses. Programs and workers import this module before the
-# libraries.
-NOISE = {
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
-    "torchao": "Failed to load ",
-    "torch.utils._pytree": "<enum ",
-    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
-}
-for _logger, _beginning in NOISE.items():
-    logging.getLogger(_logger).addFilter(
-        lambda record, beginning=_beginning: not record.getMessage().startswith(beginning)  # type: ignore[misc]
-    )
-# torch says that float32 norms of bfloat16 weights have no fused kernel.
-warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
+silence_libraries()
 
 
 class Progress:

@@ -89,11 +89,6 @@ class Adapter(Section):
             )
         if self.init_weights == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
             yield ("init_weights",), "orthogonal needs even ranks, in rank and in rank_pattern"
-        if "comfyui" in self.formats and self.type == "lokr":
-            yield (
-                ("formats",),
-                "comfyui is for LoRA; a LoKr always has lycoris_weights.safetensors, which ComfyUI reads",
-            )
         if "comfyui" in self.formats and self.dora:
             yield ("formats",), "comfyui's file has no place for DoRA's magnitudes here; use diffusers alone"
 

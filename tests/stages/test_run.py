@@ -69,7 +69,7 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     assert code == 0, log
     code, first, _, log = latentpress(home, "run")
     assert code == 0, log
-    assert (first.done, first.skipped, first.remaining) == (7, 0, 0)
+    assert (first.done, first.skipped, first.remaining, first.next_steps) == (7, 0, 0, [])
     assert first.summary().startswith("run: 7 stages done, 0 skipped, 5 truncated\n")
     done = {row["stage"]: row["done"] for row in first.details["stages"]}
     assert list(done) == [*STAGES] and [*done.values()][:6] == [4, 10, 6, 4, 4, 6]
@@ -79,7 +79,7 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     before = {path: path.stat().st_mtime_ns for path in home.folder.rglob("*") if path.is_file()}
     code, again, _, log = latentpress(home, "run")
     assert code == 0, log
-    assert (again.done, again.skipped, again.remaining) == (0, 7, 0)
+    assert (again.done, again.skipped, again.remaining, again.next_steps) == (0, 7, 0, [])
     assert {row["path"] for row in again.truncated} == cut
     assert again.details["adapter"] == first.details["adapter"], "finished, it says the same again"
     assert {path: path.stat().st_mtime_ns for path in home.folder.rglob("*") if path.is_file()} == before

@@ -14,10 +14,10 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from schemas.config.training import AdapterFormat
-from trainer.adapter_files import load_layers, write_formats
-from trainer.adapter_header import AdapterError, AdapterFile, check_fits
+from trainer.adapter_files import load_layers, make_header, write_formats
+from trainer.adapter_header import FILE_NAMES, AdapterError, AdapterFile, check_fits
 from trainer.families.base import Experts, components
-from trainer.setup.lycoris import save_lycoris
+from trainer.setup.lycoris import save_lokr
 
 ADAPTER_NAME = "default"
 MUTATING_INITS = ("pissa", "olora")
@@ -180,7 +180,8 @@ def save_lora(
     metadata: Mapping[str, str] | None = None,
     formats: Sequence[AdapterFormat] = ("diffusers",),
 ) -> Path:
-    """Write the adapter's file of each format to `directory`, of a LoKr those of `lokr.py`; returns the first's path.
+    """Write the adapter's file of each format to `directory`, of a LoKr also that of `lycoris.py`; returns the first's
+    path.
 
     metadata: further text for the files' headers (`latentpress.<key>`), which also have the family. The header of
     diffusers' file has the adapter's configuration, too, without which a pipeline would guess alpha.
@@ -195,9 +196,13 @@ def save_lora(
         config["target_modules"] = sorted(list_adapted_modules(expert))
         sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
-    if any(".lokr_" in name for name in tensors):
-        save_lycoris(model, ADAPTER_NAME, directory, {"format": "pt"})
-    return write_formats(tensors, settings, directory, {"family": family, **(metadata or {})}, formats)
+    notes = {"family": family, **(metadata or {})}
+    if not any(".lokr_" in name for name in tensors):
+        return write_formats(tensors, settings, directory, notes, formats)
+    save_lokr(model, ADAPTER_NAME, directory, make_header(notes), formats)
+    if "diffusers" in formats:
+        write_formats(tensors, settings, directory, notes, ["diffusers"])
+    return directory / FILE_NAMES[formats[0]]
 
 
 def load_initial(model: Model, file: AdapterFile) -> None:

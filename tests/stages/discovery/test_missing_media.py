@@ -376,3 +376,7 @@ def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, shape: tupl
     assert home.run(encode_latents.run, raised).exit_code == 0
     report = home.run(index.run, raised)
     assert (report.exit_code, report.done, len(report.set_aside)) == (0, 2, 6)
+    report = home.run(run.run, raised, "stages.order=[encode-latents, index]")
+    assert (report.exit_code, len(report.set_aside)) == (0, 6), "each once"
+    (step,) = report.next_steps
+    assert step.startswith("latentpress encode-latents --config ") and "--retry-set-aside   # once the cause" in step

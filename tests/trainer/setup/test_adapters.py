@@ -221,7 +221,6 @@ def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
         ({"init_weights": "pissa", "dora": True}, "which DoRA has no place for"),
         ({"init_weights": "orthogonal", "rank": 3}, "orthogonal needs even ranks"),
         ({"rank_pattern": {"(": 3}}, "is not a regular expression"),
-        ({"type": "lokr", "formats": ["comfyui"]}, "lycoris_weights.safetensors, which ComfyUI reads"),
         ({"dora": True, "formats": ["diffusers", "comfyui"]}, "no place for DoRA's magnitudes"),
         ({"init": "a.safetensors", "rslora": True}, "only with a plain LoRA; remove rslora"),
     ],

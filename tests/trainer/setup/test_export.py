@@ -11,9 +11,11 @@ from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import Console
-from tests.trainer.pipelines import output, pipeline
+from tests.trainer.pipelines import exact_output, output, pipeline
 from trainer import checkpoint, resume
 from trainer import train as loop
+
+FILE = "pytorch_lora_weights.safetensors"
 
 
 def prepared(config) -> loop.TrainState:
@@ -31,8 +33,10 @@ def prepared(config) -> loop.TrainState:
         ("sana", "sana", {"rank": 2, "alpha": 5}),
         ("sana", "sana", {"type": "full"}),
         ("t2i", "kandinsky5-image-t2i", {"rank": 4, "init_weights": "pissa"}),
+        ("t2i", "kandinsky5-image-t2i", {"type": "lokr", "rank": 4, "alpha": 2.5, "formats": ["comfyui"]}),
+        ("sana", "sana", {"type": "lokr", "rank": 2, "alpha": 5}),
     ],
-    ids=["alpha", "another format", "sana", "full", "converted"],
+    ids=["alpha", "another format", "sana", "full", "converted", "lokr", "lokr of sana"],
 )
 def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(
     make_config, make_set, kind, name, adapter
@@ -47,9 +51,12 @@ def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(
         if adapter.get("type") == "full":
             pipe.register_modules(transformer=type(pipe.transformer).from_pretrained(path / "transformer"))
         else:
-            pipe.load_lora_weights(path)
+            if adapter.get("type") == "lokr":
+                pipe.transformer.load_lora_adapter(path, prefix="transformer", weight_name=FILE)
+            else:
+                pipe.load_lora_weights(path)
             assert (path / "comfyui_lora.safetensors").exists() == ("formats" in adapter)
-            with safe_open(path / "pytorch_lora_weights.safetensors", "pt") as file:
+            with safe_open(path / FILE, "pt") as file:
                 assert file.metadata()["latentpress.steps"] == str(resume.checkpoint_step(path))
         with safe_open(path / "trainable.safetensors", "pt") as file:
             # Once, but for an adapter that is converted on saving and can't be trained on.
@@ -58,5 +65,10 @@ def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(
         ours, theirs = output(name, run.model.eval()), output(name, pipe.transformer)
         assert (ours - before).abs().max() > 1e-3
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+        if adapter.get("type") == "lokr":
+            apart = exact_output(name, pipe.transformer)
+            pipe.transformer.fuse_lora()
+            merged = exact_output(name, pipe.transformer)
+            assert (merged - apart).abs().mean() <= 1e-6 * apart.abs().mean()
         seen.append(ours)
     assert len(seen) == 2 and not torch.equal(*seen)

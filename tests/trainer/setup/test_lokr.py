@@ -1,4 +1,4 @@
-"""LoKr: as peft computes it, saved for diffusers and by LyCORIS' names, merged."""
+"""LoKr: as peft computes it, saved for diffusers, ComfyUI and LyCORIS, merged."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_a_lokr_loads_in_the_transformer_and_merges(tiny, tmp_path, kind, settin
     family, _ = KINDS[kind]
     pipe, stock = pipeline(kind, tiny(kind)), family.load(str(tiny(kind)))
     stock = trained(kind, tiny(kind), settings, stock)
-    adapters.save_lora(stock, tmp_path, kind)
+    adapters.save_lora(stock, tmp_path, kind, formats=("diffusers", "comfyui"))
     before, ours = output(kind, pipe.transformer), output(kind, stock)
     scale = ours.abs().mean()
     assert (ours - before).abs().mean() > 1e-2 * scale
@@ -61,21 +61,24 @@ def test_a_lokr_loads_in_the_transformer_and_merges(tiny, tmp_path, kind, settin
     merged_model.load_lora_adapter(tmp_path, prefix="transformer", weight_name=FILE)
     merged_model.fuse_lora()
     merged = (output(kind, merged_model) - ours).abs().mean() / scale
-    plain = load(kind, tiny(kind))
-    with torch.no_grad():
-        for weight, update in lycoris_updates(tmp_path / "lycoris_weights.safetensors", plain):
-            weight.add_(update)
-    applied = (output(kind, plain) - ours).abs().mean() / scale
-    print(f"{kind}, {settings}: loaded {loaded:.1e}, merged {merged:.1e}, by LyCORIS' names {applied:.1e}")
-    assert max(loaded, merged, applied) <= 1e-6
+    applied = []
+    for file, start, between in (("lycoris_weights", "lycoris_", "_"), ("comfyui_lora", "diffusion_model.", ".")):
+        plain = load(kind, tiny(kind))
+        with torch.no_grad():
+            for weight, update in kronecker_updates(tmp_path / f"{file}.safetensors", plain, start, between):
+                weight.add_(update)
+        applied.append((output(kind, plain) - ours).abs().mean() / scale)
+    print(f"{kind}, {settings}: loaded {loaded:.1e}, merged {merged:.1e}, LyCORIS, ComfyUI {max(applied):.1e}")
+    assert max(loaded, merged, *applied) <= 1e-6
 
 
-def lycoris_updates(path, model) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each weight, and what a reader of LyCORIS files adds to it, by ComfyUI's rule: alpha counts with a rank only."""
+def kronecker_updates(path, model, start: str, between: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each weight, and what LyCORIS and ComfyUI add to it (comfy/weight_adapter/lokr.py): alpha counts with a rank
+    only. Keys are `start`, the module's path joined by `between`, and the tensor."""
     file, updates = load_file(path), []
     for name, module in model.named_modules():
-        prefix = "lycoris_" + name.replace(".", "_") + "."
-        found = {key.removeprefix(prefix): file.pop(key) for key in [*file] if key.startswith(prefix)}
+        prefix = f"{start}{name.replace('.', between)}."
+        found = {key.removeprefix(prefix): file.pop(key) for key in [*file] if key.rpartition(".")[0] + "." == prefix}
         if not found:
             continue
         alpha, rank, factors = found.pop("alpha"), None, []
