@@ -6,6 +6,9 @@ trainable.safetensors              trained weights that are in neither bit for b
 optimizer.safetensors              the optimizer's state (`trainer/optimizer_state.py`): tensors as
                                    <parameter name>/<key> and groups/<number>/<key>, the rest as JSON in the header; the
                                    moving average as ema/<parameter name>
+shards/                            of a sharded model (FSDP2): the optimizer's tensors, the moving average and the
+                                   trained weights (weights/<parameter name>), by torch.distributed.checkpoint; any
+                                   number of processes reads them
 state.json                         step, epoch, the resume signature (`terms`), skipped steps, random state; in which
                                    file and under which name each weight of the adapter or model is (`weights`); the
                                    checksum of each file that resuming reads
@@ -29,10 +32,13 @@ from safetensors.torch import load_file, save_file
 from cache.files import replacing, sync, temporary
 from trainer import optimizer_state, resume
 from trainer.resume import OPTIMIZER_FILE, TRAINABLE_FILE
+from trainer.sharded import copy_values, is_sharded, load_shards, save_shards
 
+SHARDS_FOLDER, WEIGHTS_PREFIX = "shards", "weights/"
 OPTIMIZER_KEY = "latentpress.optimizer"  # of the header of OPTIMIZER_FILE
-#: Writes files that pipelines load into a folder; returns file -> key -> the model's own tensor that it holds.
-Export = Callable[[Path], Mapping[str, Mapping[str, torch.Tensor]]]
+#: Writes files that pipelines load into a folder, None on processes that only take part; returns file -> key -> the
+#: parameter whose values it may hold.
+Export = Callable[[Path | None], Mapping[str, Mapping[str, str]]]
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -52,41 +58,50 @@ def save(
     extra: Mapping[str, Any],
     averages: Mapping[str, torch.Tensor] | None = None,
     export: Export = lambda _: {},
+    main: bool = True,
 ) -> Path:
     """Write or replace `folder`/step-<step>; returns its path. extra: further JSON for state.json. averages: the moving
     average of each weight, where there is one. export: writes the adapter or model; what it holds bit for bit is not
-    written a second time."""
+    written a second time. main: whether this process writes what is not sharded; all processes call it."""
     final = folder / f"step-{step:06d}"
+    states, rest = optimizer_state.collect(trainable, optimizer)
+    states |= {f"ema/{name}": value for name, value in (averages or {}).items()}
+    everything = {**states, **{WEIGHTS_PREFIX + name: weight for name, weight in trainable.items()}}
+    shards = {name: value for name, value in everything.items() if is_sharded([value])}
+    if not main:
+        save_shards(shards)
+        export(None)
+        return final
     with replacing(final) as temp:
         temp.mkdir()
-        weights = _find_weights(temp, trainable, export(temp))
+        parts = save_shards(shards, temp / SHARDS_FOLDER)
+        plain = {name: weight for name, weight in trainable.items() if WEIGHTS_PREFIX + name not in shards}
+        weights = _find_weights(temp, plain, export(temp))
         exported = {name for names in weights.values() for name in names}
-        others = {name: weight for name, weight in trainable.items() if name not in exported}
-        states, rest = optimizer_state.collect(trainable, optimizer)
-        states |= {f"ema/{name}": value for name, value in (averages or {}).items()}
+        others = {name: weight for name, weight in plain.items() if name not in exported}
+        states = {name: value for name, value in states.items() if name not in shards}
         for file, tensors, header in ((TRAINABLE_FILE, others, None), (OPTIMIZER_FILE, states, json.dumps(rest))):
             copies = {name: value.detach().contiguous().cpu() for name, value in tensors.items()}
             write_tensors(copies, temp / file, None if header is None else {OPTIMIZER_KEY: header})
-        read = (TRAINABLE_FILE, OPTIMIZER_FILE, *weights)
+        read = (TRAINABLE_FILE, OPTIMIZER_FILE, *weights, *parts)
         files = {name: resume.file_checksum(temp / name) for name in read}
         version = {"format_version": resume.FORMAT_VERSION}
         state = {**version, "step": step, "terms": dict(signature), "weights": weights, "files": files, **extra}
+        state |= {"shards": parts} if parts else {}
         (temp / resume.STATE_FILE).write_text(json.dumps(state, indent=1))
     return final
 
 
 def _find_weights(
-    folder: Path, trainable: Mapping[str, torch.nn.Parameter], exported: Mapping[str, Mapping[str, torch.Tensor]]
+    folder: Path, trainable: Mapping[str, torch.Tensor], exported: Mapping[str, Mapping[str, str]]
 ) -> dict[str, dict[str, str]]:
     """File -> parameter -> its key, for the parameters that exported files hold, bit for bit: an adapter may be that of
     a moving average, or converted."""
-    names = {weight.data_ptr(): name for name, weight in trainable.items()}
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    for path, tensors in exported.items():
+    for path, names in exported.items():
         with safe_open(folder / path, "pt") as file:
-            for key, tensor in tensors.items():
-                name = names.get(tensor.data_ptr())
-                if name is None or key not in file.keys():  # noqa: SIM118 (no mapping)
+            for key, name in names.items():
+                if name not in trainable or key not in file.keys():  # noqa: SIM118 (no mapping)
                     continue
                 saved, weight = file.get_tensor(key), trainable[name].detach().cpu()
                 if saved.dtype == weight.dtype and torch.equal(saved, weight):
@@ -104,19 +119,24 @@ def restore(
     weights: dict[str, dict[str, str]] = dict(checkpoint.state["weights"])
     with safe_open(checkpoint.path / TRAINABLE_FILE, "pt") as file:
         weights[TRAINABLE_FILE] = {name: name for name in file.keys()}  # noqa: SIM118 (no mapping)
-    if different := sorted({name for names in weights.values() for name in names} ^ trainable.keys()):
+    folder = checkpoint.path / SHARDS_FOLDER if "shards" in checkpoint.state else None
+    shards = {} if folder is None else load_shards(folder, lambda key: find_owner(key, trainable))
+    sharded = {name: shards.pop(WEIGHTS_PREFIX + name) for name in trainable if WEIGHTS_PREFIX + name in shards}
+    if different := sorted({*sharded, *(name for names in weights.values() for name in names)} ^ trainable.keys()):
         names = ", ".join(different[:5]) + (" ..." if len(different) > 5 else "")
         message = f"{checkpoint.path} holds other weights than this model trains: {names}"
         raise resume.ResumeError(message, resume.NEW_RUN_HINT)
     for part, keys in weights.items():
         with safe_open(checkpoint.path / part, "pt") as file, torch.no_grad():
             for name, key in keys.items():
-                trainable[name].copy_(file.get_tensor(key))
+                copy_values(trainable[name], file.get_tensor(key))
+    for name, value in sharded.items():
+        copy_values(trainable[name], value)
     with safe_open(checkpoint.path / OPTIMIZER_FILE, framework="pt") as file:
         rest = json.loads(file.metadata()[OPTIMIZER_KEY])
-    states = load_file(checkpoint.path / OPTIMIZER_FILE)
+    states = {**load_file(checkpoint.path / OPTIMIZER_FILE), **shards}
     for name, average in (averages or {}).items():
-        average.copy_(states[f"ema/{name}"])
+        copy_values(average, states[f"ema/{name}"])
     try:
         optimizer_state.restore(trainable, optimizer, states, rest)
     except ValueError as error:
@@ -124,6 +144,12 @@ def restore(
             f"{checkpoint.path} can't be continued with this configuration: {error}",
             f"Set train.optimizer.groups back. {resume.NEW_RUN_HINT}",
         ) from error
+
+
+def find_owner(key: str, trainable: Mapping[str, torch.nn.Parameter]) -> torch.Tensor | None:
+    """The weight that a sharded tensor belongs to, by its name in a checkpoint."""
+    first, _, rest = key.partition("/")
+    return trainable.get(rest if first in ("ema", WEIGHTS_PREFIX[:-1]) else first)
 
 
 def quarantine(damaged: Path) -> Path:

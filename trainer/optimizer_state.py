@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from schemas.errors import LatentpressError
+from trainer.sharded import local, shard_like
 
 Json = Any
 #: Of a group, beside the class' arguments: what training sets.
@@ -51,7 +52,7 @@ class _Splitter:
         )
 
     def _keep(self, value: torch.Tensor, path: str) -> str:
-        storage = value.untyped_storage().data_ptr()
+        storage = local(value).untyped_storage().data_ptr()
         view = (storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
         if value.numel() and view in self.paths:
             return self.paths[view]
@@ -127,6 +128,9 @@ def restore(
     for name, values in description["parameters"].items():
         weight = trainable[name]
         state = {key: joiner.join(value, weight.device) for key, value in values.items()}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == weight.shape:
+                state[key] = shard_like(value, weight)
         if getattr(optimizer, "is_paged", False):  # memory that the driver may move to the host
             for key in PAGED & state.keys():
                 state[key] = optimizer.get_state_buffer(weight, dtype=state[key].dtype).copy_(state[key])  # type: ignore[attr-defined]

@@ -137,7 +137,8 @@ def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
         for file, names in check_object(state.get("weights"), "weights").items():
             for key in check_object(names, f"the weights in {file}").values():
                 check_text(key, f"the name of a weight in {file}")
-        for name in dict.fromkeys((TRAINABLE_FILE, OPTIMIZER_FILE, *state["weights"])):
+        parts = [check_text(name, "a shard's name") for name in check_list(state.get("shards", []), "shards")]
+        for name in dict.fromkeys((TRAINABLE_FILE, OPTIMIZER_FILE, *state["weights"], *parts)):
             if not _FILE_PATTERN.fullmatch(name):
                 raise ValueError(f"{name!r} is not a file of a checkpoint")
             expected = check_checksum(checksums.get(name), f"the checksum of {name}")

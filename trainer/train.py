@@ -29,6 +29,7 @@ from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.export import export_weights
 from trainer.setup.optim import set_learning_rate
 from trainer.setup.prepare import TrainState, prepare_training, unwrap_at_end
+from trainer.sharded import gather, is_sharded
 from trainer.timesteps import LOSS_WEIGHTING, sample_sigma
 
 
@@ -141,7 +142,7 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
         with nullcontext() if synchronised else run.accelerator.no_sync(run.denoiser):
             total += backward(run, step, micro_batch, share)
     value = float(run.accelerator.reduce(total, "mean"))
-    norm = float(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm))
+    norm = float(gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm)))
     taken = run.bad_steps.check(step, value, norm)
     if taken:
         run.optimizer.step()
@@ -204,7 +205,7 @@ def is_checkpoint_due(config: Train, done: int) -> bool:
 def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
     """Eval loss on the fixed grid, and the validation prompts denoised, after `done` steps.
 
-    Every rank computes, since the ranks of a sharded model can't without each other; only rank 0 writes.
+    Every rank computes: those of a sharded model can't without each other, others take prompts of their own.
     """
     ema = run.config.train.ema
     average = run.average if ema is not None and ema.validate_with else None
@@ -217,7 +218,7 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
     """`validate` with the weights that the model has; `weights` says which they are."""
     predict, data = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.data
     settings, batch_size, device = run.config.validation, run.loader.schedule.batch_size, run.accelerator.device
-    folder = run.folder / "validation" / f"step-{done:06d}" if run.is_main else None
+    folder = run.folder / "validation" / f"step-{done:06d}"
     if settings.eval_samples and settings.eval_sigmas:
         count = min(settings.eval_samples, len(data.choose_eval_rows(settings.eval_samples)[0]))
         with run.console.progress(count, f"step {done}: eval loss", "samples") as shown:
@@ -226,10 +227,21 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
             )
         record({"step": done, **found, "eval_weights": weights})
     if data.validation:
-        steps = len(data.validation) * validation.denoising_steps(run.config)
+        ranks = run.accelerator.num_processes
+        # Every rank computes a part of a sharded model; otherwise each takes prompts of its own.
+        share = (0, 1) if is_sharded(run.model.parameters()) else (run.accelerator.process_index, ranks)
+        steps = -(-len(data.validation) // share[1]) * validation.denoising_steps(run.config)
         with run.console.progress(steps, f"step {done}: validation", "denoising steps") as shown:
             count = validation.write_validation_latents(
-                run.model, run.family, run.config, data, folder, predict.autocast, shown.advance
+                run.model,
+                run.family,
+                run.config,
+                data,
+                folder if run.is_main or share[1] > 1 else None,
+                device,
+                share,
+                predict.autocast,
+                shown.advance,
             )
         run.log(f"step {done}: {count} validation latents in {folder}")
 
@@ -237,18 +249,18 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
 def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) -> int:
     """Write a checkpoint after `done` steps, which are returned, and remove older ones. validation_due: that of this
     step was broken off, and is done when the run goes on."""
+    schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
+    epoch = done * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
+    extra: dict[str, Any] = {"epoch": epoch, "random": {"seed": schedule.seed, "step": done}}
+    extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total, "validation due": validation_due}
+    averages = None
+    if run.average is not None:
+        averages, extra["ema updates"] = run.average.averages, run.average.updates
+    formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
+    write = lambda to: export(run, done, to, formats)  # noqa: E731
+    state = (run.trainable, run.optimizer, run.signature, extra, averages)
+    path = checkpoint.save(folder, done, *state, write, main=run.is_main)
     if run.is_main:
-        schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
-        epoch = done * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
-        extra: dict[str, Any] = {"epoch": epoch, "random": {"seed": schedule.seed, "step": done}}
-        extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total}
-        averages = None
-        if run.average is not None:
-            averages, extra["ema updates"] = run.average.averages, run.average.updates
-        extra |= {"validation due": validation_due}
-        formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
-        write = lambda to: export(run, done, to, formats)  # noqa: E731
-        path = checkpoint.save(folder, done, run.trainable, run.optimizer, run.signature, extra, averages, write)
         best = best_checkpoint(run.folder)
         checkpoint.prune(folder, settings.keep_checkpoints, settings.keep_every, [best.step] if best else [])
         run.log(f"step {done}: checkpoint {path}")
@@ -257,20 +269,20 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
 
 
 def export(
-    run: TrainState, done: int, folder: Path, formats: Sequence[AdapterFormat]
-) -> dict[str, dict[str, torch.Tensor]]:
+    run: TrainState, done: int, folder: Path | None, formats: Sequence[AdapterFormat]
+) -> dict[str, dict[str, str]]:
     """Write the adapter or model after `done` steps; see `export_weights`."""
     notes = {"set": run.loader.data.id, "steps": str(done), "flavour": run.config.model.flavour_spec.name}
     with inference_weights(run.trainable, run.optimizer, run.average) as notes["weights"]:
-        return export_weights(run.model, run.config, folder, notes, formats)
+        return export_weights(run.model, run.family, run.config, folder, notes, formats)
 
 
 def save_result(run: TrainState, done: int) -> Path:
     """Write the result after `done` steps to `run_state.result_folder`, and record it last."""
     path = run_state.result_folder(run.config)
+    folder = path.parent if path.name == "transformer" else path
+    export(run, done, folder if run.is_main else None, run.config.train.adapter.formats)
     if run.is_main:
-        folder = path.parent if path.name == "transformer" else path
-        export(run, done, folder, run.config.train.adapter.formats)
         run_state.record_result(run.config, done, name_weights(run.optimizer, run.average))
     run.accelerator.wait_for_everyone()
     return path

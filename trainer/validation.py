@@ -84,11 +84,15 @@ def write_validation_latents(
     config: Config,
     data: TrainSet,
     folder: Path | None,
+    device: torch.device,
+    share: tuple[int, int] = (0, 1),
     autocast: torch.dtype | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> int:
-    """Denoise every validation prompt of the set to `folder`/<name>.safetensors; returns how many. model: in eval mode.
-    folder: None to write nothing, on ranks beside the first. advance: called after each denoising step.
+    """Denoise the validation prompts of the set to `folder`/<name>.safetensors; returns how many there are. model: in
+    eval mode. folder: None to write nothing, on ranks beside the first of a sharded model. share: (i, n): every n-th
+    prompt from i on; ranks with one prompt less denoise the last one too, as all must compute equally often. advance:
+    called after each denoising step.
 
     Each file has a float32 tensor, `latent` (C, T, h, w) in model space, and JSON under the metadata key "latentpress".
     A prompt has the same noise at every step of every run. Files appear whole. `latentpress decode` makes pictures of
@@ -97,14 +101,17 @@ def write_validation_latents(
     prompts = data.validation
     if not prompts:
         return 0
-    device, settings = next(model.parameters()).device, config.validation
+    settings = config.validation
     spec, task = config.model.family_spec, config.model.task
     steps = denoising_steps(config)
     guidance = spec.guidance if settings.guidance is None else settings.guidance  # 0 is valid
     scheduler = load_scheduler(config.model.source, config.model.revision, settings.shift)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    for prompt in prompts:
+    first, every = share
+    rounds = -(-len(prompts) // every)
+    for number in range(first, rounds * every, every):
+        prompt = prompts[min(number, len(prompts) - 1)]
         grid_THW = Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
         shape = (spec.latent_channels, *grid_THW)
         noise_BCTHW = seeded_noise(f"{settings.seed}/{prompt.name}", "validation", shape)[None]
@@ -117,7 +124,7 @@ def write_validation_latents(
         )
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             latents = denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps, guidance, advance)
-        if folder is None:
+        if folder is None or number >= len(prompts):
             continue
         metadata = {
             "family": config.model.family,

@@ -175,6 +175,19 @@ class Offload(Section):
         return self
 
 
+class Parallel(Section):
+    """Several processes, as torchrun or accelerate starts them."""
+
+    strategy: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: each has the model; fsdp2: it is sharded")
+    cpu_offload: bool = Field(False, description="fsdp2: shards, gradients and optimizer states are on the host")
+    reshard_after_forward: bool = Field(True, description="fsdp2: false keeps a pass' weights for its backward pass")
+
+    def _problems(self) -> Iterator[Problem]:
+        for name in ("cpu_offload", "reshard_after_forward"):
+            if self.strategy != "fsdp2" and getattr(self, name) != type(self).model_fields[name].default:
+                yield (name,), "it is an option of strategy fsdp2, and strategy is ddp; remove it"
+
+
 class Train(Section):
     run: Name = "run"
     set: str = Field("current", min_length=1, description="'current', a training set's id, or an export's path or URL")
@@ -191,6 +204,7 @@ class Train(Section):
     gradient_checkpointing: bool = True
     gradient_checkpointing_interval: Count = Field(1, description="of every n-th block: 1 all, 2 half of them")
     offload: Offload = Offload()
+    parallel: Parallel = Parallel()
     compile: Literal["none", "blocks"] = Field("none", description="torch.compile of each block")
     compile_backend: str = Field("inductor", min_length=1, description="of torch.compile")
     shift: float | None = Field(None, gt=0, le=1000, description="of sigma; default: the flavour's")
@@ -253,6 +267,16 @@ class Train(Section):
                 f"the scales of base_precision: {name} would stay behind when a block moves; set it to false, or "
                 "base_precision to no_change or bf16",
             )
+        if self.parallel.strategy == "fsdp2" and self.quantised:
+            yield (
+                ("base_precision",),
+                f"{name} does not go with parallel.strategy fsdp2, which can't divide quantised weights; set it to "
+                "no_change or bf16, or strategy to ddp, where each process has the whole quantised base",
+            )
+        if self.parallel.strategy == "fsdp2" and self.offload.blocks:
+            yield ("offload", "blocks"), "does not go with parallel.strategy fsdp2; use parallel.cpu_offload"
+        if self.parallel.strategy == "fsdp2" and self.compile != "none":
+            yield ("compile",), "does not go with parallel.strategy fsdp2; set it to none"
         if name == "int8-quanto" and adapter.dora:
             yield (
                 ("base_precision",),

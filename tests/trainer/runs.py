@@ -55,6 +55,7 @@ def on_two_ranks(path: Path, signalled: Callable[[list[int]], object] | None = N
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     output, children = path.with_name("printed"), []
+    output.unlink(missing_ok=True)
     for rank in ("0", "1"):
         children.append(os.fork())
         if children[-1]:

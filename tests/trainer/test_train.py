@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,9 +107,9 @@ def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
-def test_two_processes_train_as_one(make_config, make_set, tmp_path, monkeypatch, kind, adapter) -> None:
-    """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both compute what
-    validation shows, and one writes it."""
+def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monkeypatch, kind, adapter) -> None:
+    """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both validate,
+    each every second prompt."""
     entered = tmp_path / "entered"
     entered.mkdir()
 
@@ -121,8 +122,10 @@ def test_two_processes_train_as_one(make_config, make_set, tmp_path, monkeypatch
     common = {"steps": 4, "caption_dropout": 0.3, "adapter": adapter, "batch_size": 2, "validation": look}
     alone = make_config(kind, name="alone", accumulate=4, **common)
     two = make_config(kind, name="two", accumulate=2, **common)
-    make_set(alone)
-    make_set(two)
+    items, null, (prompt,) = made.mixed_items(alone)
+    prompts = [replace(prompt, name=name) for name in ("one", "two", "three")]
+    make_set(alone, items, null, prompts)
+    make_set(two, items, null, prompts)
     train(alone)
     path = tmp_path / "pipeline.yaml"
     path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
@@ -132,6 +135,10 @@ def test_two_processes_train_as_one(make_config, make_set, tmp_path, monkeypatch
     rows = metrics.read_metrics(Path(two.output) / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_loss" in row] == [0, 4]
     assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-4)
+    shown = Path("run/validation/step-000004")
+    for prompt in prompts:
+        found, expected = (load_file(Path(one.output) / shown / f"{prompt.name}.safetensors") for one in (two, alone))
+        torch.testing.assert_close(found["latent"], expected["latent"], rtol=0, atol=1e-3)
     longer = {**common, "steps": 6}
     for name in ("alone", "two"):
         train(make_config(kind, name=name, accumulate=4, **longer))

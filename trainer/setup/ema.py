@@ -8,6 +8,7 @@ import torch
 
 from schemas.config.training import EMA
 from trainer.setup.optimizers import averages_weights
+from trainer.sharded import local
 
 POWER = 2 / 3  # of the warm-up "power"
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -42,7 +43,8 @@ class MovingAverage:
         self.updates += 1
         for name, weight in trainable.items():
             average = self.averages[name]
-            average.lerp_(weight.detach().to(average.device, average.dtype), 1 - decay)
+            value = local(weight.detach())
+            local(average).lerp_(value.to(average.device, average.dtype), 1 - decay)
 
 
 def name_weights(optimizer: torch.optim.Optimizer, average: MovingAverage | None) -> str:
@@ -66,7 +68,7 @@ def inference_weights(
     if name == "trained":
         yield name
         return
-    kept = {name: weight.detach().to("cpu", copy=True) for name, weight in trainable.items()}
+    kept = {name: local(weight.detach()).to("cpu", copy=True) for name, weight in trainable.items()}
     try:
         if average is not None:
             _copy(average.averages, trainable)
@@ -82,4 +84,4 @@ def inference_weights(
 @torch.no_grad()
 def _copy(values: Mapping[str, torch.Tensor], trainable: Parameters) -> None:
     for name, weight in trainable.items():
-        weight.copy_(values[name])
+        local(weight).copy_(local(values[name]))

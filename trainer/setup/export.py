@@ -6,33 +6,66 @@ from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
-from peft import get_peft_model_state_dict
 from safetensors import safe_open
 
 from schemas.config.pipeline import Config
 from schemas.config.training import AdapterFormat
-from trainer.families.base import components
+from trainer.families.base import Experts, FamilyModule, components
 from trainer.setup import adapters
+from trainer.setup.attach import make_trainable
+from trainer.setup.load import model_shape
+from trainer.sharded import gather_all, is_sharded
 
 
 def export_weights(
-    model: Any, config: Config, folder: Path, notes: Mapping[str, str], formats: Sequence[AdapterFormat]
-) -> dict[str, dict[str, torch.Tensor]]:
+    model: Any,
+    family: FamilyModule,
+    config: Config,
+    folder: Path | None,
+    notes: Mapping[str, str],
+    formats: Sequence[AdapterFormat],
+) -> dict[str, dict[str, str]]:
     """Write an adapter in each format, with `notes` in its header, or transformer/ of a full-rank run, to `folder`.
-    Returns each file of weights, relative to `folder`, with the model's own tensors by their names in it."""
+    Returns each file of weights, relative to `folder`: its keys and the parameters that they hold.
+
+    folder: None on processes that only take part in gathering a sharded model."""
+    if is_sharded(model.parameters()):
+        model = gather_model(model, family, config, folder is not None)
+    if folder is None:
+        return {}
     if config.train.adapter.type != "full":
         adapters.save_lora(model, folder, config.model.family, notes, formats)
-        tensors: dict[str, torch.Tensor] = {}
+        names = {weight.data_ptr(): name for name, weight in model.named_parameters() if weight.requires_grad}
+        held: dict[str, str] = {}
         for part, expert in components(model).items():
             if adapters.list_adapted_modules(expert):
-                own = get_peft_model_state_dict(expert, adapter_name=adapters.ADAPTER_NAME, save_embedding_layers=False)
-                tensors |= {f"{part}.{name}": tensor for name, tensor in own.items()}
-        return {LORA_WEIGHT_NAME_SAFE: tensors} if "diffusers" in formats else {}
+                own = adapters.lora_state(expert)
+                held |= {f"{part}.{key}": names[tensor.data_ptr()] for key, tensor in own.items()}
+        return {LORA_WEIGHT_NAME_SAFE: held} if "diffusers" in formats else {}
     adapters.save_full(model, folder / "transformer")
-    written: dict[str, dict[str, torch.Tensor]] = {}
-    for part, expert in components(model).items():
-        state = expert.state_dict()
+    written: dict[str, dict[str, str]] = {}
+    for part in components(model):
+        prefix = f"experts.{part}." if isinstance(model, Experts) else ""
         for path in sorted((folder / part).glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                written[f"{part}/{path.name}"] = {key: state[key] for key in file.keys()}  # noqa: SIM118 (no mapping)
+                written[f"{part}/{path.name}"] = {key: prefix + key for key in file.keys()}  # noqa: SIM118 (no mapping)
     return written
+
+
+def gather_model(model: Any, family: FamilyModule, config: Config, keep: bool) -> Any:
+    """A model on the host with the whole weights that are saved, the others on the meta device; None where not kept.
+    Every process calls it."""
+    adapter, state = config.train.adapter, model.state_dict()
+    if adapter.type != "full":
+        state = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    state = gather_all(state, keep)
+    if not keep:
+        return None
+    with torch.device("meta"):
+        whole = family.untrained(model_shape(model))
+        make_trainable(whole, family, adapter.model_copy(update={"init": None, "init_weights": "default"}))
+    whole.load_state_dict(state, strict=False, assign=True)
+    for expert, saved in zip(components(model).values(), components(whole).values(), strict=True):
+        if hasattr(expert, "initial_lora"):  # of PiSSA and OLoRA
+            saved.initial_lora = expert.initial_lora
+    return whole

@@ -42,6 +42,11 @@ def empty_transformer(config: Config) -> Any:
     return Experts(parts) if len(parts) > 1 else next(iter(parts.values()))
 
 
+def model_shape(model: Any) -> dict[str, Any]:
+    """A transformer's config.json, without the entries that diffusers adds."""
+    return {key: value for key, value in model.config.items() if not key.startswith("_")}
+
+
 @contextmanager
 def explain_checkpoint_errors(config: Config) -> Iterator[None]:
     """RunError where diffusers or the family refuse the checkpoint, or peft a target, or the weights are damaged."""

@@ -43,9 +43,10 @@ def check_offload(offload: Offload, device: torch.device, ranks: int) -> None:
         )
 
 
-def loading_device(offload: Offload, device: torch.device) -> torch.device:
-    """Where the checkpoint is loaded to: the host for block offload, so that the device never holds all weights."""
-    return torch.device("cpu") if offload.blocks else device
+def loading_device(offload: Offload, sharded: bool, device: torch.device) -> torch.device:
+    """Where the checkpoint is loaded to: the host for block offload and for FSDP2, so that the device never holds all
+    weights."""
+    return torch.device("cpu") if offload.blocks or sharded else device
 
 
 def reduce_memory(model: Any, family: FamilyModule, settings: Train, device: torch.device) -> None:

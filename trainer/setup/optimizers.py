@@ -3,26 +3,31 @@
 import importlib
 import inspect
 import io
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from schemas.config.pipeline import Config
 from schemas.config.training import Optimizer
 from schemas.optimizers import DISTRIBUTIONS, OPTIMIZERS, find_optimizer
 from trainer.optimizer_state import collect
 from trainer.run_state import RunError, train_precision
+from trainer.sharded import gather
 
 TRIAL_SHAPE = (64, 64)  # the smallest that bitsandbytes keeps in 8 bits
+TRIAL_STEPS = 3
 
 
-def check_optimizer(config: Config, device: torch.device) -> None:
-    """Take a step on small parameters. RunError where the optimizer is not installed, can't be made as configured,
+def check_optimizer(config: Config, device: torch.device, sharded: bool = False) -> None:
+    """Take steps on small parameters. RunError where the optimizer is not installed, can't be made as configured,
     does not run on the device, or does not go with other settings; OptimizerStateError where a checkpoint can't hold
-    its state."""
+    its state. sharded: also take them on parameters of which each process has a part (FSDP2)."""
     settings, pure = config.train.optimizer, config.train.weight_precision == "bfloat16"
     found = find_class(settings.name)
     parameters = inspect.signature(found.__init__).parameters
@@ -37,21 +42,8 @@ def check_optimizer(config: Config, device: torch.device) -> None:
             "train.weight_precision is bfloat16 and the transformer computes in float32",
             "Set train.precision to bfloat16, or train.weight_precision to float32.",
         )
-    weights = {
-        f"{number}.weight": torch.nn.Parameter(
-            torch.ones(TRIAL_SHAPE, dtype=torch.bfloat16 if pure else None, device=device)
-        )
-        for number in range(len(settings.groups) + 1)
-    }
-    groups = [
-        {"params": [weight], **options}
-        for weight, options in zip(weights.values(), [*_options(settings), {}], strict=True)
-    ]
     try:
-        optimizer = _make(found, groups, settings)
-        for weight in weights.values():
-            weight.grad = torch.full_like(weight, 1e-3)
-        optimizer.step()
+        weights, optimizer = _try_steps(found, settings, torch.bfloat16 if pure else torch.float32, device)
     except (TypeError, ValueError, RuntimeError, ImportError, AttributeError, AssertionError, KeyError) as error:
         raise RunError(
             f"train.optimizer: {settings.name} does not work on {device.type} with these settings: "
@@ -59,10 +51,58 @@ def check_optimizer(config: Config, device: torch.device) -> None:
             "Correct train.optimizer and its arguments, or choose another train.optimizer.name.",
         ) from error
     collect(weights, optimizer)
+    if sharded:
+        check_sharded_steps(found, settings, weights, device)
     if config.train.ema is not None and averages_weights(optimizer):
         raise RunError(
             f"{settings.name} averages the weights itself, and train.ema would average them twice",
             "Leave train.ema out.",
+        )
+
+
+def _try_steps(
+    found: type[torch.optim.Optimizer],
+    settings: Optimizer,
+    dtype: torch.dtype,
+    device: torch.device,
+    place: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
+    """A parameter of each group after a few steps with different gradients. place: makes them sharded ones."""
+    values = torch.linspace(-1, 1, math.prod(TRIAL_SHAPE), device=device).reshape(TRIAL_SHAPE)
+    weights = {
+        f"{number}.weight": torch.nn.Parameter(place(values.to(dtype, copy=True)))
+        for number in range(len(settings.groups) + 1)
+    }
+    groups = [
+        {"params": [weight], **options}
+        for weight, options in zip(weights.values(), [*_options(settings), {}], strict=True)
+    ]
+    optimizer = _make(found, groups, settings)
+    for step in range(TRIAL_STEPS):
+        for weight in weights.values():
+            weight.grad = place((torch.cos(7 * values + step) * 1e-3).to(dtype))
+        optimizer.step()
+    return weights, optimizer
+
+
+def check_sharded_steps(
+    found: type[torch.optim.Optimizer],
+    settings: Optimizer,
+    whole: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """RunError where steps on sharded parameters end elsewhere than `whole`, those on plain ones."""
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    dtype, problem = next(iter(whole.values())).dtype, "its steps on sharded parameters differ from those on whole ones"
+    try:
+        weights, _ = _try_steps(found, settings, dtype, device, lambda it: distribute_tensor(it, mesh, [Shard(0)]))
+        same = all(torch.allclose(gather(weights[name]), value, rtol=1e-5) for name, value in whole.items())
+    except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, NotImplementedError) as error:
+        same, problem = False, str(error).partition("\n")[0] or type(error).__name__
+    if not same:
+        raise RunError(
+            f"train.optimizer: {settings.name} can't train sharded weights (train.parallel.strategy fsdp2): {problem}",
+            "Set train.optimizer.name to adamw or adamw-fused, or train.parallel.strategy to ddp.",
         )
 
 

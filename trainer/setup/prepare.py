@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,12 @@ from trainer.methods.selection import make_methods
 from trainer.setup.attach import make_trainable
 from trainer.setup.compile import check_compile, compile_blocks
 from trainer.setup.ema import MovingAverage
-from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, load_transformer
+from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, load_transformer, model_shape
 from trainer.setup.memory import check_offload, loading_device, reduce_memory
 from trainer.setup.optim import BadStepCounter
 from trainer.setup.optimizers import check_optimizer, make_optimizer
 from trainer.setup.quantize import check_setup, quantize_base
+from trainer.setup.shard import by_turns, shard_model, uses_sharding
 from trainer.setup.wrap import Denoiser, make_accelerator
 
 
@@ -92,38 +93,23 @@ def prepare_training(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     signature = run_state.resume_signature(config, data, schedule)
-    accelerator = make_accelerator(device)
+    accelerator = make_accelerator(device, settings.parallel)
     rank, ranks = accelerator.process_index, accelerator.num_processes
     assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
     check_offload(settings.offload, accelerator.device, ranks)
     check_compile(settings)
+    sharded = uses_sharding(settings.parallel, ranks)
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks)
     family, methods = module_of(config.model.family_spec), make_methods(settings.methods)
-    check_optimizer(config, accelerator.device)
+    check_optimizer(config, accelerator.device, sharded)
     check_setup(config, family, accelerator.device, ranks)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
-    place = f"on {accelerator.device}, computing in {run_state.train_precision(config)}"
-    with console.activity(f"loading the transformer of {config.model.source} {place}"):
-        model, autocast = load_transformer(config, family, loading_device(settings.offload, accelerator.device))
-    with explain_checkpoint_errors(config):
-        data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
-        signature["base weights"] = fingerprint_model(model)  # before it is quantised: the same for any base_precision
-        if settings.quantised:
-            with console.activity(f"quantising the base to {settings.base_precision}"):
-                said = quantize_base(model, family, settings.base_precision, settings.quantize_via, accelerator.device)
-            if accelerator.is_main_process:
-                console.log(said)
-        make_trainable(model, family, settings.adapter, settings.weight_precision)
-    shape = {key: value for key, value in model.config.items() if not key.startswith("_")}
-    signature["transformer"] = hash_json(json.loads(json.dumps(shape)))
-    if settings.compile == "blocks":
-        compile_blocks(family.blocks(model), settings.compile_backend, console.log)
-    reduce_memory(model, family, settings, accelerator.device)
-    own = {name: weights for name, method in methods.items() if (weights := method.modules()) is not None}
-    denoiser = Denoiser(model, family, config.model.task, autocast, own, settings.offload)
-    trainable = denoiser.trainable()
-    denoiser.methods.to(accelerator.device)
-    wrapped = accelerator.prepare(denoiser, device_placement=[not settings.offload.blocks])
+    with by_turns(accelerator, sharded):
+        denoiser = prepare_model(config, data, family, methods, accelerator, signature, console)
+    model, trainable = denoiser.model, denoiser.trainable()
+    wrapped = denoiser
+    if not sharded:
+        wrapped = accelerator.prepare(denoiser, device_placement=[not settings.offload.blocks])
     optimizer = make_optimizer(trainable, settings.optimizer)
     average = None if settings.ema is None else MovingAverage(trainable, settings.ema)
     bad_steps = BadStepCounter(settings.max_bad_steps)
@@ -145,3 +131,39 @@ def prepare_training(
     counts = (sum(each.numel() for each in weights) for weights in (trainable.values(), model.parameters()))
     run.log("training {:,} of {:,} parameters".format(*counts))
     return run
+
+
+def prepare_model(
+    config: Config,
+    data: TrainSet,
+    family: FamilyModule,
+    methods: Mapping[str, Method],
+    accelerator: Accelerator,
+    signature: dict[str, Any],
+    console: Console,
+) -> Denoiser:
+    """The transformer with what is trained, on the device or sharded over devices; completes the signature."""
+    settings, device = config.train, accelerator.device
+    sharded = uses_sharding(settings.parallel, accelerator.num_processes)
+    place = f"on {device}, computing in {run_state.train_precision(config)}"
+    with console.activity(f"loading the transformer of {config.model.source} {place}"):
+        model, autocast = load_transformer(config, family, loading_device(settings.offload, sharded, device))
+    with explain_checkpoint_errors(config):
+        data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
+        signature["base weights"] = fingerprint_model(model)  # before it is quantised: the same for any base_precision
+        if settings.quantised:
+            with console.activity(f"quantising the base to {settings.base_precision}"):
+                said = quantize_base(model, family, settings.base_precision, settings.quantize_via, device)
+            if accelerator.is_main_process:
+                console.log(said)
+        make_trainable(model, family, settings.adapter, settings.weight_precision)
+    signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
+    if settings.compile == "blocks":
+        compile_blocks(family.blocks(model), settings.compile_backend, console.log)
+    reduce_memory(model, family, settings, device)
+    own = {name: weights for name, method in methods.items() if (weights := method.modules()) is not None}
+    denoiser = Denoiser(model, family, config.model.task, autocast, own, settings.offload)
+    if sharded:
+        shard_model(model, family, own, settings.parallel, device)
+    denoiser.methods.to(device)
+    return denoiser

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from schemas.config.training import Offload
+from schemas.config.training import Offload, Parallel
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule
@@ -64,7 +64,7 @@ class Denoiser(torch.nn.Module):
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
-def make_accelerator(device: str) -> Accelerator:
+def make_accelerator(device: str, parallel: Parallel) -> Accelerator:
     """Accelerate on this device. Without the check it would silently use the CPU where there is no GPU."""
     if device.startswith("cuda"):
         index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
@@ -75,7 +75,9 @@ def make_accelerator(device: str) -> Accelerator:
             )
         if ":" in device:
             torch.cuda.set_device(device)
-    wait = InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)
+    # Shards on the host are gathered by gloo.
+    both = parallel.cpu_offload and device != "cpu" and torch.cuda.is_available()
+    wait = InitProcessGroupKwargs(backend="cuda:nccl,cpu:gloo" if both else None, timeout=PROCESS_TIMEOUT)
     # Without cpu=True, accelerate takes each of several CPU processes for the only one.
     return Accelerator(
         cpu=device == "cpu" or not torch.accelerator.is_available(), mixed_precision="no", kwargs_handlers=[wait]

@@ -1,0 +1,79 @@
+"""FSDP2: two processes that share a model train as one process that has it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from tests.trainer.runs import lines, on_two_ranks, train
+from trainer.setup import shard
+
+pytestmark = pytest.mark.slow
+
+
+def check_result(config, reference) -> None:
+    """The adapter or model is that of one process, as far as AdamW lets roundings of small gradients grow."""
+    found, expected = result(config), result(reference)
+    assert found.keys() == expected.keys()
+    differences = torch.cat([(found[name] - value).flatten().abs() for name, value in expected.items()])
+    assert differences.mean() < 5e-5, "two steps move a weight by about 2e-3"
+
+
+def result(config) -> dict[str, torch.Tensor]:
+    files = sorted(Path(config.output).glob("run/**/*.safetensors"))
+    own = [path for path in files if path.parent.name in ("adapter", "transformer") and "checkpoints" not in path.parts]
+    return {name: value for path in own for name, value in load_file(path).items()}
+
+
+FSDP = {"strategy": "fsdp2"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "settings"),
+    [
+        ("t2i", {"rank": 4, "dropout": 0.0}, {}),
+        ("sana", {"type": "full"}, {"ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2}),
+        ("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
+    ],
+)
+def test_two_processes_share_a_model(make_config, make_set, tmp_path, monkeypatch, kind, adapter, settings) -> None:
+    sharded = tmp_path / "sharded"
+
+    def shard_model(model, *parts, real=shard.shard_model):
+        real(model, *parts)
+        assert all(isinstance(weight, DTensor) for weight in model.parameters())
+        sharded.touch()
+
+    monkeypatch.setattr("trainer.setup.prepare.shard_model", shard_model)
+    parallel = FSDP | {key: settings.pop(key) for key in ("cpu_offload",) if key in settings}
+    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
+    common = {"steps": 2, "caption_dropout": 0.3, "adapter": adapter, "batch_size": 2, "validation": look, **settings}
+    common |= {"checkpoint_every": 2}
+    alone = make_config(kind, name="alone", accumulate=4, **common)
+    two = make_config(kind, name="two", accumulate=2, parallel=parallel, **common)
+    make_set(alone)
+    make_set(two)
+    train(alone)
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
+    assert on_two_ranks(path)["done"] == 2
+    assert sharded.exists()
+    assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
+    assert lines(two, "grad_norm") == pytest.approx(lines(alone, "grad_norm"), rel=1e-4)
+    assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-4)
+    check_result(two, alone)
+    if "precision" in settings:
+        return
+    longer = {**common, "steps": 4}
+    train(make_config(kind, name="alone", accumulate=4, **longer))
+    train(make_config(kind, name="two", accumulate=4, parallel=parallel, **longer))
+    assert lines(two) == pytest.approx(lines(alone), rel=1e-4), "one process goes on"
+    longer["steps"] = 6
+    train(make_config(kind, name="alone", accumulate=4, **longer))
+    again = make_config(kind, name="two", accumulate=2, parallel=parallel, **longer)
+    path.write_text(json.dumps(again.model_dump(mode="json", by_alias=True)))
+    assert on_two_ranks(path)["skipped"] == 4
+    assert lines(two) == pytest.approx(lines(alone), rel=1e-4), "and two again"

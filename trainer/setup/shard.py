@@ -1,0 +1,61 @@
+"""FSDP2: torch's `fully_shard` over the family's blocks, then over what else the transformer has.
+
+Every process has a part of each weight, of its gradient and of its optimizer state, and gathers a block's weights when
+it computes. Source: torch.distributed.fsdp.fully_shard. accelerate's own FSDP is not used: on CPUs it trains by
+DistributedDataParallel without a word.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from schemas.config.training import Parallel
+from trainer.families.base import FamilyModule, components
+
+
+def uses_sharding(settings: Parallel, ranks: int) -> bool:
+    """One process has nothing to share: it trains a plain model, and reads and writes the same checkpoints."""
+    return settings.strategy == "fsdp2" and ranks > 1
+
+
+@contextmanager
+def by_turns(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
+    """Run the body in one process of this machine after the other, so that its memory holds one whole model at a
+    time."""
+    if not wanted:
+        yield
+        return
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    turns = max(accelerator.gather(torch.tensor([here], device=accelerator.device)).tolist())
+    for _ in range(accelerator.local_process_index):
+        accelerator.wait_for_everyone()
+    yield
+    for _ in range(turns - accelerator.local_process_index):
+        accelerator.wait_for_everyone()
+
+
+def shard_model(
+    model: Any, family: FamilyModule, methods: Mapping[str, torch.nn.Module], settings: Parallel, device: torch.device
+) -> None:
+    """Shard the weights of a model on the host, block by block, onto the device, and those of methods.
+
+    Gradients are averaged in float32, as by DistributedDataParallel. Nothing is sent: each process keeps its part of
+    the weights that it has.
+    """
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+    options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in family.blocks(model):
+        fully_shard(block, reshard_after_forward=settings.reshard_after_forward, **options)
+    for part in (*components(model).values(), *methods.values()):
+        fully_shard(part, **options)
+    plain = [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]
+    assert not plain, f"not sharded: {plain[:5]}"
