@@ -3,9 +3,10 @@
 import errno
 import fcntl
 import json
+import math
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "r
 WANDB_ID = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
 SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
-TAIL_BYTES = 1 << 18  # of the metrics that status reads: several hundred steps
+TAIL_BYTES = 1 << 20  # of the metrics that status reads: about 1,500 steps
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -58,6 +59,12 @@ def smoothed_loss(losses: Sequence[float | None]) -> float | None:
     return fmean(finite) if finite else None
 
 
+def format_eval(line: Mapping[str, Any]) -> str:
+    """The eval loss of a line of metrics, and by sigma: "0.8123 (0.2: 1.101, 0.8: 0.7021)"."""
+    by_sigma = ", ".join(f"{sigma}: {loss:.4g}" for sigma, loss in line.get("eval_by_sigma", {}).items() if loss)
+    return f"{line['eval_loss'] or math.nan:.4g}" + (f" ({by_sigma})" if by_sigma else "")
+
+
 def is_running(folder: Path) -> bool | None:
     """Whether a trainer holds the lock of this run's folder; None on a file system without locks.
 
@@ -76,7 +83,8 @@ def is_running(folder: Path) -> bool | None:
 @dataclass(frozen=True)
 class RunProgress:
     """What a run has done, by its files. steps: those that the configuration asks for. state: "not started", "running",
-    "stopped", "finished", or "unknown" where there are no locks. checkpoint: step of the newest."""
+    "stopped", "finished", or "unknown" where there are no locks. checkpoint: step of the newest. eval_loss:
+    the last, by sigma, and its step."""
 
     run: str
     state: str
@@ -86,6 +94,7 @@ class RunProgress:
     samples_per_s: float | None
     seconds_left: float | None
     checkpoint: int | None
+    eval_loss: str = ""
 
     def row(self) -> dict[str, Any]:
         """Of a table."""
@@ -95,6 +104,7 @@ class RunProgress:
             "state": self.state,
             "step": f"{self.step} of {self.steps}",
             "loss": "" if self.loss is None else f"{self.loss:.4g}",
+            "eval_loss": self.eval_loss,
             "samples_per_second": "" if self.samples_per_s is None else f"{self.samples_per_s:.3g}",
             "left": str(left),
             "last_checkpoint": "none" if self.checkpoint is None else f"step {self.checkpoint}",
@@ -104,7 +114,8 @@ class RunProgress:
 def read_progress(config: Config) -> RunProgress:
     """That of the configuration's run. The time left is what the trainer last said, and is known of a running one."""
     folder, steps = Path(config.output) / config.train.run, config.train.steps
-    lines = [line for line in read_last_metrics(folder / METRICS_FILE) if "loss" in line]
+    metrics = read_last_metrics(folder / METRICS_FILE)
+    lines, evals = ([line for line in metrics if key in line] for key in ("loss", "eval_loss"))
     names = [path.name for path in (folder / CHECKPOINTS).glob("step-*")]
     saved = [int(name[5:]) for name in names if re.fullmatch("step-[0-9]{1,18}", name, re.ASCII)]
     step = max([lines[-1]["step"] if lines else 0, *saved])
@@ -120,8 +131,9 @@ def read_progress(config: Config) -> RunProgress:
     last = lines[-1] if lines else {}
     speed, left = last.get("samples_per_s"), last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]
+    shown = f"{format_eval(evals[-1])} at step {evals[-1]['step']}" if evals else ""
     return RunProgress(
-        config.train.run, state, step, steps, smoothed_loss(losses), speed, left, max(saved, default=None)
+        config.train.run, state, step, steps, smoothed_loss(losses), speed, left, max(saved, default=None), shown
     )
 
 

@@ -168,9 +168,26 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.ema.validate": (RUN, "train.ema={validate: true}"),
     "train.optimizer.betas": (RUN, "train.optimizer.betas=[0.8, 0.9]"),
     "train.optimizer.schedule": (RUN, "train.optimizer.schedule=cosine"),
-    "train.timestep_sampling": (RUN, "train.timestep_sampling=uniform"),
-    "train.loss_weighting": (RUN, "train.loss_weighting=cosmap"),
+    "train.timesteps.sampling": (MACHINE, "train.timesteps.sampling=uniform"),
+    "train.timesteps.mean": (RUN, "train.timesteps.mean=0.5"),
+    "train.timesteps.std": (RUN, "train.timesteps.std=0.5"),
+    "train.timesteps.mode_scale": (MACHINE, "train.timesteps={sampling: mode, mode_scale: 0.5}"),
+    "train.timesteps.alpha": (MACHINE, "train.timesteps={sampling: beta, alpha: 3}"),
+    "train.timesteps.beta": (REFUSED, "train.timesteps.beta=3"),  # sampling is logit_normal
+    "train.timesteps.values": (MACHINE, "train.timesteps={sampling: list, values: [0.5]}"),
+    "train.timesteps.auto_shift": (MACHINE, "train.timesteps.auto_shift=true"),  # not with train.shift
+    "train.timesteps.low_discrepancy": (RUN, "train.timesteps.low_discrepancy=true"),
+    "train.loss.type": (RUN, "train.loss.type=huber"),
+    "train.loss.huber_c": (RUN, "train.loss.huber_c=0.2"),
+    "train.loss.huber_schedule": (RUN, "train.loss.huber_schedule=snr"),
+    "train.loss.weighting": (RUN, "train.loss.weighting=min_snr"),
+    "train.loss.snr_gamma": (RUN, "train.loss.snr_gamma=3"),
     "train.methods.masked_loss.unmasked_weight": (REFUSED, "train.methods.masked_loss={}"),  # the set has no masks
+    "train.methods.masked_loss.unmasked_probability": (
+        REFUSED,
+        "train.methods.masked_loss={unmasked_probability: 0.5}",
+    ),
+    "train.methods.masked_loss.normalise_area": (REFUSED, "train.methods.masked_loss={normalise_area: true}"),
     "train.adapter.formats": (RUN, "train.adapter.formats=[diffusers, comfyui]"),
     "train.adapter.init": (REFUSED, "train.adapter.init=absent.safetensors"),
     # MACHINE: not with other options of an adapter.
@@ -202,7 +219,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.compile_backend": (RUN, "train.compile_backend=eager"),
     **{
         f"train.{name}": (RUN, f"train.{name}=7")
-        for name in ("checkpoint_every", "keep_checkpoints", "keep_every", "log_every")
+        for name in ("checkpoint_every", "gradient_noise_every", "keep_checkpoints", "keep_every", "log_every")
     },
     **{f"train.{name}": (RUN, f"train.{name}=3") for name in ("threads", "max_bad_steps", "adapter.rank")},
     **{f"train.{name}": (RUN, f"train.{name}=0.5") for name in ("caption_dropout", "adapter.alpha", "adapter.dropout")},

@@ -20,6 +20,7 @@ from schemas.catalogue import FAMILIES
 from schemas.family import Family
 from schemas.identity import derive_seed
 from trainer.batch import Batch, pad_text, stack
+from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
 
@@ -114,13 +115,14 @@ def draw_noise(identities: Sequence[str], shape_CTHW: Sequence[int]) -> tuple[to
 
 @dataclass(frozen=True)
 class BatchLoader:
-    """Reads the steps of one rank."""
+    """Reads the steps of one rank. low_discrepancy: of the choice of sigma, `spread_uniform`."""
 
     data: TrainSet
     schedule: BatchSchedule
     caption_dropout: float
     rank: int = 0
     world: int = 1
+    low_discrepancy: bool = False
 
     @property
     def family(self) -> Family:
@@ -143,7 +145,10 @@ class BatchLoader:
         identities = [f"{seed}/{step}/{int(position)}" for position in drawn.positions]
         draws = [f"{identity}/{it.id}" for identity, it in zip(identities, samples, strict=True)]
         batch = collate(samples, drawn.bucket, self.family, draws)
-        return MicroBatch(batch, *draw_noise(identities, batch.latents_BCTHW.shape[1:]), identities)
+        noise, uniform = draw_noise(identities, batch.latents_BCTHW.shape[1:])
+        if self.low_discrepancy:
+            uniform = spread_uniform(seed, step, drawn.positions, self.schedule.global_batch)
+        return MicroBatch(batch, noise, uniform, identities)
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by a thread."""

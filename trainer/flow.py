@@ -4,7 +4,13 @@ x_sigma = (1 - sigma) x0 + sigma noise; the model predicts the velocity noise - 
 shift above 1 moves the distribution of sigma towards noise, one below 1 towards data.
 """
 
+import math
+from collections.abc import Callable
+
 import torch
+
+BASE_TOKENS, MOST_TOKENS = 256, 4096  # of Flux: 256x256 and 1024x1024 pixels
+BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
 
 
 def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
@@ -12,6 +18,17 @@ def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
     if shift <= 0:
         raise ValueError(f"shift {shift}: must be more than 0; 1 changes nothing")
     return shift * u_B / (1 + (shift - 1) * u_B)
+
+
+def shift_by_tokens(tokens: int) -> float:
+    """The shift of an image of so many visual tokens: exp(mu), mu linear from 0.5 at 256 to 1.15 at 4096 tokens.
+
+    `calculate_shift` of diffusers' Flux pipeline, whose scheduler's exp(mu) / (exp(mu) + 1 / u - 1) is `shift_sigma` by
+    exp(mu). Of a video, the tokens of one frame; all frames' would give a shift of about 100 at 24,576 tokens. Outside
+    of 256..4096 tokens it is that of the nearest, 1.65 or 3.16, since the line was not made for them.
+    """
+    share = (min(max(tokens, BASE_TOKENS), MOST_TOKENS) - BASE_TOKENS) / (MOST_TOKENS - BASE_TOKENS)
+    return math.exp(BASE_LOG_SHIFT + share * (LARGEST_LOG_SHIFT - BASE_LOG_SHIFT))
 
 
 def interpolate(x0_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor, sigma_B: torch.Tensor) -> torch.Tensor:
@@ -29,17 +46,19 @@ def loss_per_sample(
     target_BCTHW: torch.Tensor,
     skip_frames: int = 0,
     weight_BTHW: torch.Tensor | None = None,
+    loss_of_error: Callable[[torch.Tensor], torch.Tensor] = torch.square,
 ) -> torch.Tensor:
-    """Mean squared error (B,) in float32, without the `skip_frames` leading latent frames that are given (i2v: 1).
+    """Mean loss (B,) in float32, without the `skip_frames` leading latent frames that are given (i2v: 1).
 
-    weight_BTHW: multiplies the squared errors before the mean; T is 1 where all frames share it.
+    weight_BTHW: multiplies the losses before the mean; T is 1 where all frames share it. loss_of_error: errors
+    (B, C, T, h, w) -> losses of the same shape.
     """
     assert prediction_BCTHW.shape == target_BCTHW.shape, (prediction_BCTHW.shape, target_BCTHW.shape)
     frames = target_BCTHW.shape[2]
     if frames <= skip_frames:
         raise ValueError(f"{frames} latent frame(s), of which {skip_frames} given: nothing to learn; use longer clips")
-    squared = (prediction_BCTHW[:, :, skip_frames:].float() - target_BCTHW[:, :, skip_frames:].float()).square()
+    losses = loss_of_error(prediction_BCTHW[:, :, skip_frames:].float() - target_BCTHW[:, :, skip_frames:].float())
     if weight_BTHW is not None:
         weight_BCTHW = weight_BTHW.float()[:, None]
-        squared = squared * (weight_BCTHW if weight_BCTHW.shape[2] == 1 else weight_BCTHW[:, :, skip_frames:])
-    return squared.flatten(1).mean(1)
+        losses = losses * (weight_BCTHW if weight_BCTHW.shape[2] == 1 else weight_BCTHW[:, :, skip_frames:])
+    return losses.flatten(1).mean(1)

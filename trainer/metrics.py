@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -81,14 +81,22 @@ def open_metrics_log(
         line = to_json_values(numbers)  # JSON has no NaN
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        scalars = {key: value for key, value in line.items() if isinstance(value, float)}
-        accelerator.log(scalars, step=numbers["step"])
+        accelerator.log(dict(find_scalars(line)), step=numbers["step"])
         show(numbers)
 
     try:
         yield record
     finally:
         accelerator.end_training()
+
+
+def find_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Name -> value of the numbers of a line, for trackers; of those by bucket or sigma as "loss_by_sigma/0.5-0.75"."""
+    for key, value in line.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}/{name}", part) for name, part in value.items() if isinstance(part, float))
+        elif isinstance(value, float):
+            yield key, value
 
 
 def mark_resumption(path: Path, first: int) -> None:

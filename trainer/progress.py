@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from cache.training_run import METRICS_FILE, SMOOTHED_STEPS, TENSORBOARD, smoothed_loss
+from cache.training_run import METRICS_FILE, SMOOTHED_STEPS, TENSORBOARD, format_eval, smoothed_loss
 from schemas.cli.console import Console
 from trainer.best_step import describe_best
 from trainer.metrics import RecordMetrics
@@ -29,7 +29,7 @@ def show_metrics(console: Console, first: int, steps: int, log_every: int) -> It
         def show(numbers: dict[str, Any]) -> None:
             done = numbers["step"]
             if "loss" not in numbers:
-                console.log(f"step {done}/{steps}  eval loss {numbers['eval_loss']:.4g}")
+                console.log(f"step {done}/{steps}  eval loss {format_eval(numbers)}")
                 return
             losses.append(numbers["loss"])
             waits.append((numbers["data_wait_s"], numbers["step_s"]))

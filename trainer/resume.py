@@ -30,8 +30,8 @@ SETTINGS = {
     "caption_dropout": "train.caption_dropout",
     "shift": "train.shift",
     "batch size": "train.batch_size",
-    "timestep_sampling": "train.timestep_sampling",
-    "loss_weighting": "train.loss_weighting",
+    "timesteps": "train.timesteps",
+    "loss": "train.loss",
     "methods": "train.methods",
     "adapter": "train.adapter",
     "optimizer": "train.optimizer.name",
@@ -132,6 +132,9 @@ def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
         check_object(state.get("terms"), "terms")
         checksums = check_object(state.get("files"), "files")
         check_count(state.get("bad total", 0), "bad total")
+        for number in check_list(state.get("gradient noise", []), "gradient noise"):
+            if not isinstance(number, float):
+                raise ValueError("gradient noise has a value that is no number")
         for number in check_list(state.get("bad steps", []), "bad steps"):
             check_count(number, "a bad step")
         for file, names in check_object(state.get("weights"), "weights").items():

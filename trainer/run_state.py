@@ -48,8 +48,8 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "global batch": schedule.global_batch,
         "caption_dropout": config.train.caption_dropout,
         "shift": train_shift(config),
-        "timestep_sampling": config.train.timestep_sampling,
-        "loss_weighting": config.train.loss_weighting,
+        "timesteps": config.train.timesteps.model_dump(mode="json"),
+        "loss": config.train.loss.model_dump(mode="json"),
         "methods": config.train.methods.model_dump(mode="json", exclude_none=True),
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
         "initial adapter": initial_adapter_checksum(config),
@@ -97,8 +97,9 @@ def data_signature(data: TrainSet) -> dict[str, Any]:
     return {"digest": digest.hexdigest(), "set": data.id, "samples": len(data), "captions": captions}
 
 
-def train_shift(config: Config) -> float:
-    return config.train.shift or config.model.flavour_spec.shift
+def train_shift(config: Config) -> float | None:
+    """That of sigma; None where it depends on the bucket."""
+    return None if config.train.timesteps.auto_shift else config.train.shift or config.model.flavour_spec.shift
 
 
 def train_precision(config: Config) -> str:

@@ -18,7 +18,7 @@ from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from schemas.config.training import AdapterFormat, Train
 from schemas.identity import derive_seed
-from trainer import checkpoint, flow, metrics, progress, resume, run_state, validation
+from trainer import checkpoint, flow, losses, metrics, progress, resume, run_state, validation
 from trainer.best_step import best_checkpoint
 from trainer.data import MicroBatch, StepBatches
 from trainer.failure_messages import explain_failures
@@ -30,7 +30,8 @@ from trainer.setup.export import export_weights
 from trainer.setup.optim import set_learning_rate
 from trainer.setup.prepare import TrainState, prepare_training, unwrap_at_end
 from trainer.sharded import gather, is_sharded
-from trainer.timesteps import LOSS_WEIGHTING, sample_sigma
+from trainer.step_metrics import StepLosses
+from trainer.timesteps import sample_sigma
 
 
 def train(
@@ -104,6 +105,7 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
         checkpoint.restore(found, run.trainable, run.optimizer, None if average is None else average.averages)
         if average is not None:
             average.updates = found.state["ema updates"]
+        run.gradient_noise.noise, run.gradient_noise.signal = (*found.state.get("gradient noise", []), 0.0, 0.0)[:2]
         run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
         run.log(f"going on from {found.path}, {found.step} steps done")
     if run.is_main:
@@ -136,26 +138,31 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     torch.manual_seed(derive_seed(f"{config.seed}/{step}/{run.accelerator.process_index}", "step"))
     rate = set_learning_rate(run.optimizer, config.optimizer, step, config.steps)
     run.denoiser.train()
-    total, share = torch.zeros((), device=run.accelerator.device), config.batch_size * config.accumulate
+    measured = StepLosses(data.buckets, config.batch_size, run.accelerator.device)
+    share = config.batch_size * config.accumulate
+    run.gradient_noise.begin(step)
     for number, micro_batch in enumerate(data.micro_batches, 1):
         synchronised = number == len(data.micro_batches)
         with nullcontext() if synchronised else run.accelerator.no_sync(run.denoiser):
-            total += backward(run, step, micro_batch, share)
-    value = float(run.accelerator.reduce(total, "mean"))
+            sigma_B, loss_B = backward(run, step, micro_batch, share)
+        measured.add(micro_batch.batch.bucket, sigma_B, loss_B)
+    found = measured.reduce(run.accelerator, run.gradient_noise)
     norm = float(gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm)))
-    taken = run.bad_steps.check(step, value, norm)
+    taken = run.bad_steps.check(step, found["loss"], norm)
     if taken:
+        found |= run.gradient_noise.update(norm)
         run.optimizer.step()
         if run.average is not None:
             run.average.update(run.trainable)
     run.optimizer.zero_grad(set_to_none=True)
-    numbers = {"loss": value, "grad_norm": norm, "lr": rate, "epoch": data.epoch, "buckets": data.buckets}
+    numbers = {**found, "grad_norm": norm, "lr": rate, "epoch": data.epoch, "buckets": data.buckets}
     return numbers if taken else {**numbers, "skipped": True}
 
 
-def backward(run: TrainState, number: int, micro_batch: MicroBatch, share: int) -> torch.Tensor:
-    """Forward and backward pass of one micro-batch of step `number`: the sum of its samples' losses over `share`."""
-    step = start_step(run, number, micro_batch)
+def backward(run: TrainState, number: int, micro_batch: MicroBatch, share: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward and backward pass of one micro-batch of step `number`, of its samples' losses over `share`; returns (B,)
+    sigma and (B,) losses."""
+    step, settings = start_step(run, number, micro_batch), run.config.train.loss
     methods = run.methods.values()
     for method in methods:
         method.prepare(step)
@@ -165,16 +172,20 @@ def backward(run: TrainState, number: int, micro_batch: MicroBatch, share: int) 
         step.prediction_BCTHW = run.denoiser(step.noisy_BCTHW, step.sigma_B, step.batch)
         weights = [weight for method in methods if (weight := method.loss_weight(step)) is not None]
         weight_BTHW = reduce(torch.mul, weights) if weights else None
-        loss_B = flow.loss_per_sample(step.prediction_BCTHW, step.target_BCTHW, run.skip_frames, weight_BTHW)
-        loss_B = loss_B * LOSS_WEIGHTING[run.config.train.loss_weighting](step.sigma_B)
-        loss = sum((added for method in methods if (added := method.loss(step)) is not None), loss_B).sum() / share
-        loss.backward()
-    return loss.detach()
+        cost = losses.error_function(settings, step.sigma_B)
+        loss_B = flow.loss_per_sample(step.prediction_BCTHW, step.target_BCTHW, run.skip_frames, weight_BTHW, cost)
+        loss_B = loss_B * losses.loss_weight(settings, step.sigma_B)
+        loss_B = sum((added for method in methods if (added := method.loss(step)) is not None), loss_B)
+        (loss_B.sum() / share).backward()
+    return step.sigma_B, loss_B.detach()
 
 
 def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodStep:
     """The micro-batch on the device, noised."""
-    config, device, shift = run.config, run.accelerator.device, run_state.train_shift(run.config)
+    config, device = run.config, run.accelerator.device
+    batch = micro_batch.batch.to(device, torch.float32)
+    grid = run.family.token_grid(run.model, batch)
+    shift = run_state.train_shift(config) or flow.shift_by_tokens(grid.rows * grid.columns)
     return MethodStep(
         number=number,
         steps=config.train.steps,
@@ -182,9 +193,9 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
         family=run.family,
         task=config.model.task,
         predict=run.accelerator.unwrap_model(run.denoiser).predict,
-        batch=micro_batch.batch.to(device, torch.float32),
+        batch=batch,
         noise_BCTHW=micro_batch.noise_BCTHW.to(device),
-        sigma_B=sample_sigma(micro_batch.uniform_B.to(device), config.train.timestep_sampling, shift),
+        sigma_B=sample_sigma(micro_batch.uniform_B, config.train.timesteps, shift).to(device),
         shift=shift,
         identities=micro_batch.identities,
     )
@@ -252,6 +263,7 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
     schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
     epoch = done * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
     extra: dict[str, Any] = {"epoch": epoch, "random": {"seed": schedule.seed, "step": done}}
+    extra |= {"gradient noise": [run.gradient_noise.noise, run.gradient_noise.signal]}
     extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total, "validation due": validation_due}
     averages = None
     if run.average is not None:
@@ -299,6 +311,10 @@ def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, 
     result["eval_loss"] = {"first": evals[0]["eval_loss"], "last": evals[-1]["eval_loss"]} if evals else {}
     if evals:
         result["eval_loss"]["on"] = evals[-1].get("eval_on", "training samples")
+        curves = [line.get("eval_by_sigma", {}) for line in (evals[0], evals[-1])]
+        result["eval_by_sigma"] = [
+            {"sigma": float(sigma), "first": curves[0].get(sigma), "last": loss} for sigma, loss in curves[1].items()
+        ]
     result["non_finite_steps"] = run.bad_steps.total
     result |= progress.describe_results(run.folder, run.config.train.trackers)
     result["weights"] = name_weights(run.optimizer, run.average)

@@ -20,6 +20,8 @@ class MaskedLoss(Method):
     }
 
     unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss where the mask is 0")
+    unmasked_probability: UnitFloat = Field(0.0, description="share of the samples that are trained without their mask")
+    normalise_area: bool = Field(False, description="divide each sample's loss by the mean of its factors")
 
 
 class Methods(Section):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from schemas.config.methods import Methods
+from schemas.config.objective import Loss, Timesteps
 from schemas.config.section import (
     MOST_STEPS,
     SIZE,
@@ -208,8 +209,8 @@ class Train(Section):
     compile: Literal["none", "blocks"] = Field("none", description="torch.compile of each block")
     compile_backend: str = Field("inductor", min_length=1, description="of torch.compile")
     shift: float | None = Field(None, gt=0, le=1000, description="of sigma; default: the flavour's")
-    timestep_sampling: Literal["logit_normal", "uniform"] = Field("logit_normal", description="of sigma, before shift")
-    loss_weighting: Literal["none", "cosmap"] = Field("none", description="of the loss by sigma")
+    timesteps: Timesteps = Timesteps()
+    loss: Loss = Loss()
     caption_dropout: float = Field(0.1, ge=0, le=1, description="share of samples given the null prompt")
     methods: Methods = Methods()
     adapter: Adapter = Adapter()
@@ -222,6 +223,9 @@ class Train(Section):
     log_every: Steps = Field(10, description="steps between lines, where progress is no bar; files have every step")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",), strict=False, description="beside metrics.jsonl"
+    )
+    gradient_noise_every: int = Field(
+        10, ge=0, le=MOST_STEPS, description="steps between measurements of the gradient noise scale; 0: never"
     )
     device: Device = "auto"
     threads: Processes | None = Field(None, description="CPU threads; default: torch's own")
@@ -248,6 +252,10 @@ class Train(Section):
 
     def _problems(self) -> Iterator[Problem]:
         name, adapter = self.base_precision, self.adapter
+        if self.shift is not None and self.timesteps.auto_shift:
+            yield ("shift",), "timesteps.auto_shift computes the shift; remove one of them"
+        if self.shift is not None and self.timesteps.sampling == "list":
+            yield ("shift",), "timesteps.sampling list is not shifted; remove it, or choose another sampling"
         if self.weight_precision == "bfloat16" and adapter.type != "full":
             yield ("weight_precision",), "is for train.adapter.type full; an adapter's own weights are float32"
         if adapter.type == "full" and name == "bf16":

@@ -31,6 +31,8 @@ def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
     folder = Path(config.output) / "run"
     assert read_progress(config).row()["state"] == "not started"
     write_steps(folder, 1, 120)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 100, "eval_loss": 0.55, "eval_by_sigma": {"0.2": 0.6, "0.8": 0.5}}\n')
     (folder / "checkpoints" / "step-000100").mkdir(parents=True)
     (folder / "checkpoints" / "step-000110.tmp").mkdir()
     (folder / ".lock").touch()
@@ -41,6 +43,7 @@ def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
             "state": "running",
             "step": "120 of 400",
             "loss": f"{fmean(step / 100 for step in range(71, 121)):.4g}",
+            "eval_loss": "0.55 (0.2: 0.6, 0.8: 0.5) at step 100",
             "samples_per_second": "2",
             "left": "0:14:00",
             "last_checkpoint": "step 100",

@@ -133,12 +133,15 @@ def test_ranks_share_the_micro_batches_of_a_step(make_config, make_set) -> None:
         return [part.batch.ids, part.batch.text_BLD.tolist(), part.noise_BCTHW.tolist(), part.uniform_B.tolist()]
 
     for step in range(3):
-        whole = feed(config, 2, 8, dropout=0.3).step(step)
-        ranks = [feed(config, 2, 8, dropout=0.3, rank=rank, world=2).step(step) for rank in (0, 1)]
+        drawing = {"dropout": 0.3, "low_discrepancy": step == 2}
+        whole = feed(config, 2, 8, **drawing).step(step)
+        ranks = [feed(config, 2, 8, **drawing, rank=rank, world=2).step(step) for rank in (0, 1)]
         assert [len(each.micro_batches) for each in ranks] == [2, 2]
         together = [part for parts in zip(*(each.micro_batches for each in ranks), strict=True) for part in parts]
         assert [flat(part) for part in together] == [flat(part) for part in whole.micro_batches]
         assert {each.buckets == whole.buckets for each in ranks} == {True} and sum(whole.buckets.values()) == 4
+    uniform = torch.cat([part.uniform_B for part in whole.micro_batches])
+    assert sorted((uniform * 8).long().tolist()) == list(range(8)), "one draw in each eighth of the last step"
 
 
 def test_draws_are_standard_and_differ_by_identity() -> None:

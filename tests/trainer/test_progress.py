@@ -99,6 +99,9 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
     assert code == OK and "loading the transformer" in said and "done, after 0:00:" in said
     assert "step 0: eval loss: 2/2 samples" in said and "step 2: validation: 2/2 denoising steps" in said
     details = report["details"]
+    [curve] = details["eval_by_sigma"]
+    assert (curve["sigma"], curve["last"]) == (0.5, details["eval_loss"]["last"])
+    assert f"eval loss {curve['first']:.4g} (0.5: {curve['first']:.4g})" in said
     assert details["best_step"].items() >= best_evaluation(read_metrics(folder / "metrics.jsonl"))._asdict().items()
     places = {"validation_latents": "validation", "numbers": "metrics.jsonl", "tensorboard": "tensorboard"}
     assert {key: details[key] for key in places} == {key: str(folder / name) for key, name in places.items()}

@@ -134,6 +134,11 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
     assert len(list(entered.iterdir())) == 3, "this process and both ranks"
     rows = metrics.read_metrics(Path(two.output) / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_loss" in row] == [0, 4]
+    for step, both in lines(alone, "loss_by_sigma").items():
+        assert lines(two, "loss_by_sigma")[step] == pytest.approx(both, rel=1e-5)
+        assert lines(two, "loss_by_bucket")[step] == pytest.approx(lines(alone, "loss_by_bucket")[step], rel=1e-5)
+    noise = lines(alone, "gradient_noise_scale")
+    assert noise and lines(two, "gradient_noise_scale") == pytest.approx(noise, rel=1e-2), "four micro-batches each"
     assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-4)
     shown = Path("run/validation/step-000004")
     for prompt in prompts:
@@ -293,6 +298,7 @@ def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
     assert [line["step"] for line in told if "eval_loss" in line] == [0, 2, 4, 6, 8, 9]
     shown = scalars(config)
     assert {"loss", "grad_norm", "lr", "eval_loss"} <= shown.keys()
+    assert {"eval_by_sigma/0.5", "loss_by_bucket/64x64"} <= shown.keys()
     for name in ("loss", "grad_norm", "lr", "eval_loss"):
         assert dict(shown[name]) == pytest.approx(lines(config, name), rel=1e-6), name
         assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
@@ -346,7 +352,7 @@ def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> 
     for change, said in (
         ({"seed": 5}, "train.seed: 0 in"),
         ({"accumulate": 2}, "global batch: 1 in the checkpoint, 2 now"),
-        ({"timestep_sampling": "uniform"}, 'train.timestep_sampling: "logit_normal" in'),
+        ({"timesteps": {"sampling": "uniform"}}, 'train.timesteps.sampling: "logit_normal" in'),
     ):
         with pytest.raises(ResumeError, match=said):
             train(make_config("t2i", steps=3, **change))

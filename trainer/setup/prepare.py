@@ -31,6 +31,7 @@ from trainer.setup.optimizers import check_optimizer, make_optimizer
 from trainer.setup.quantize import check_setup, quantize_base
 from trainer.setup.shard import by_turns, shard_model, uses_sharding
 from trainer.setup.wrap import Denoiser, make_accelerator
+from trainer.step_metrics import GradientNoise
 
 
 @dataclass
@@ -49,6 +50,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     average: MovingAverage | None
     bad_steps: BadStepCounter
+    gradient_noise: GradientNoise
     signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
 
     @property
@@ -99,7 +101,7 @@ def prepare_training(
     check_offload(settings.offload, accelerator.device, ranks)
     check_compile(settings)
     sharded = uses_sharding(settings.parallel, ranks)
-    loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks)
+    loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, settings.timesteps.low_discrepancy)
     family, methods = module_of(config.model.family_spec), make_methods(settings.methods)
     check_optimizer(config, accelerator.device, sharded)
     check_setup(config, family, accelerator.device, ranks)
@@ -113,6 +115,7 @@ def prepare_training(
     optimizer = make_optimizer(trainable, settings.optimizer)
     average = None if settings.ema is None else MovingAverage(trainable, settings.ema)
     bad_steps = BadStepCounter(settings.max_bad_steps)
+    measured = (trainable.values(), settings.batch_size, settings.accumulate, ranks, settings.gradient_noise_every)
     run = TrainState(
         config,
         console,
@@ -126,6 +129,7 @@ def prepare_training(
         optimizer,
         average,
         bad_steps,
+        GradientNoise(*measured),
         signature,
     )
     counts = (sum(each.numel() for each in weights) for weights in (trainable.values(), model.parameters()))

@@ -417,7 +417,7 @@ def test_a_file_url_is_a_path_like_any_other(write, tmp_path):
         ("write_batch_size=1", "unknown key; not needed: cache.unit_mib"),
         ("train.learning_rate=1e-4", "unknown key; here train.optimizer.lr"),
         ("instance_data_dir=x", "unknown key; it belongs to datasets.N; valid: root, "),
-        ("type=lora", "unknown key; it belongs to train.adapter"),
+        ("type=lora", "unknown key; it belongs to train.loss or train.adapter"),
     ],
 )
 def test_a_key_of_another_trainer_is_told_what_it_is_called_here(write, place, expected):

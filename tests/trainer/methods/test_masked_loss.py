@@ -26,7 +26,8 @@ def quiet() -> Console:
 def prepared(config) -> loop.TrainState:
     data = open_set(Store(config.root), "current", config.model.family, config.model.task)
     size = config.train.batch_size
-    return loop.prepare_training(config, data, BatchSchedule(data.spans, 0, size, size), quiet(), "cpu")
+    plan = BatchSchedule(data.spans, config.train.seed, size, size * config.train.accumulate)
+    return loop.prepare_training(config, data, plan, quiet(), "cpu")
 
 
 def masked(made, config, every: int = 1):
@@ -57,7 +58,7 @@ def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind
     [part] = run.loader.step(0).micro_batches
     mask = part.batch.extras["mask"]
     assert bool((mask == 1).flatten(1).all(1).any()) == (every == 2)
-    sigma = sample_sigma(part.uniform_B, "logit_normal", config.train.shift or config.model.flavour_spec.shift)
+    sigma = sample_sigma(part.uniform_B, config.train.timesteps, config.train.shift or config.model.flavour_spec.shift)
     x0, noise = part.batch.latents_BCTHW, part.noise_BCTHW
     with torch.no_grad():
         predicted = run.denoiser(flow.interpolate(x0, noise, sigma), sigma, part.batch)
@@ -66,12 +67,45 @@ def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind
 
 
 @pytest.mark.slow
+def test_the_area_is_normalised_and_a_share_is_unmasked(make_config, make_set, made) -> None:
+    """Each sample's loss is the weighted mean of its trained frames; of a sample without its mask, the plain mean. The
+    same for any division of the global batch."""
+    losses = []
+    for name, size, accumulate in (("whole", 4, 1), ("cut", 1, 4)):
+        methods = {"masked_loss": {"unmasked_weight": 0.1, "unmasked_probability": 0.5, "normalise_area": True}}
+        parts = {"batch_size": size, "accumulate": accumulate, "caption_dropout": 0.0, "seed": 1}
+        config = make_config("i2v", name=name, steps=1, methods=methods, **parts)
+        items, null, prompts = masked(made, config)
+        for item in items:
+            item.bucket, item.latent, item.condition = items[0].bucket, items[0].latent, items[0].condition
+            item.mask = items[0].mask ** 4
+        make_set(config, items, null, prompts)
+        run = prepared(config)
+        found = []
+        for part in run.loader.step(0).micro_batches:
+            sigma = sample_sigma(part.uniform_B, config.train.timesteps, config.model.flavour_spec.shift)
+            x0, noise, given = part.batch.latents_BCTHW, part.noise_BCTHW, run.skip_frames
+            step = loop.start_step(run, 0, part)
+            weight = (0.1 + 0.9 * part.batch.extras["mask"])[:, None]
+            everywhere = step.uniform("unmasked") < 0.5
+            weight[everywhere] = 1
+            with torch.no_grad():
+                predicted = run.denoiser(flow.interpolate(x0, noise, sigma), sigma, part.batch)
+            error = (predicted - (noise - x0)).square()
+            used = weight.expand_as(error)[:, :, given:]
+            found += ((used * error[:, :, given:]).flatten(1).sum(1) / used.flatten(1).sum(1)).tolist()
+            losses.append(everywhere)
+        assert first_loss(config) == pytest.approx(sum(found) / 4, rel=1e-5)
+    assert torch.equal(losses[0], torch.cat(losses[1:])) and 0 < int(losses[0].sum()) < 4
+
+
+@pytest.mark.slow
 def test_its_ends_are_the_plain_loss_and_none(make_config, make_set, made) -> None:
     found = {}
     for name, methods in {
         "plain": {},
         "all": {"masked_loss": {"unmasked_weight": 1.0}},
-        "none": {"masked_loss": {}},
+        "none": {"masked_loss": {"normalise_area": True}},  # an empty mask's loss stays 0
     }.items():
         config = make_config("t2i", name=name, steps=1, methods=methods)
         items, null, prompts = made.mixed_items(config)
