@@ -43,6 +43,8 @@ OPTIMIZERS: dict[str, tuple[float, float]] = {
     "bnb-lion8bit-paged": (1.05, 0),
     "prodigy": (16, 4),
 }
+#: the same of bfloat16 weights: the moments and what Kahan summation keeps are bfloat16
+KAHAN_OPTIMIZERS: dict[str, tuple[float, float]] = {"optimi-adamw": (6, 0), "optimi-lion": (4, 0)}
 #: of the Python process with torch, diffusers and peft, before a model is loaded
 LIBRARIES = 1 << 30
 
@@ -158,8 +160,9 @@ def estimate_memory(
     settings, family = config.train, module_of(config.model.family_spec)
     full = settings.adapter.type == "full"
     half = train_precision(config) == "bfloat16"
-    dtype = torch.bfloat16 if half and not full else torch.float32
-    autocast = torch.bfloat16 if half and full else None
+    masters = full and settings.weight_precision == "float32"
+    dtype = torch.bfloat16 if half and not masters else torch.float32
+    autocast = torch.bfloat16 if half and masters else None
     sparse = config.model.family_spec.sparse
     full_attention = {key: value for key, value in shape.items() if sparse is None or key != sparse.key}
     # Its values change no size.
@@ -167,7 +170,7 @@ def estimate_memory(
     with META:
         model = family.untrained(full_attention, dtype)
         saved = quantised_savings(model, family, settings.base_precision) if settings.quantised else 0
-        make_trainable(model, family, adapter)
+        make_trainable(model, family, adapter, settings.weight_precision)
     blocks = family.blocks(model)
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, blocks[:: settings.gradient_checkpointing_interval])
@@ -177,7 +180,8 @@ def estimate_memory(
     weights, trained = sum_bytes(model.parameters()), sum_bytes(model.parameters(), trained=True)
     count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     loaded = weights if full else weights - trained
-    state, working = (int(each * count) for each in OPTIMIZERS.get(settings.optimizer.name, OPTIMIZERS["adamw"]))
+    rows = OPTIMIZERS if masters or not full else OPTIMIZERS | KAHAN_OPTIMIZERS
+    state, working = (int(each * count) for each in rows.get(settings.optimizer.name, rows["adamw"]))
     frozen = [sum_bytes(block.parameters(), trained=False) for block in blocks]
     hosted = sum(frozen) - max(frozen) if settings.offload.blocks else 0
     working = 0 if settings.device == "cpu" else working

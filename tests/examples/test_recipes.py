@@ -1,0 +1,177 @@
+"""examples/recipes/: each is whole, is predicted to fit its card, and trains with its own settings on a tiny model."""
+
+import importlib
+import io
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from cache.compatibility import bucket_side_multiple
+from examples.tiny_shapes import SHAPES
+from schemas.cli.console import Console, Options
+from schemas.config.loading import load_config
+from schemas.config.pipeline import Config
+from schemas.geometry import Bucket
+from stages import run
+from stages.planning.crop_selection import bucket_sizes
+from tests.project import Project
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "recipes"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+#: recipe -> the card's GB, its published transformer, and the checkpoint that examples/tiny_models.py makes of it
+RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
+    "sana-lora-12gb": (12, SHAPES["true"]["sana"], "sana"),
+    "kandinsky-image-lora-16gb": (16, SHAPES["true"]["image"] | {"visual_cond": False}, "kandinsky5-image-t2i"),
+    "kandinsky-video-lite-lora-16gb": (16, SHAPES["true"]["video"], "kandinsky5-video-t2v"),
+    "kandinsky-video-lite-lora-24gb": (24, SHAPES["true"]["video"], "kandinsky5-video-t2v"),
+    "kandinsky-video-pro-lora-24gb": (24, SHAPES["pro"]["video"], "kandinsky5-video-t2v"),
+    "sana-full-24gb": (24, SHAPES["true"]["sana"], "sana"),
+}
+SANA_LAYERS = 20  # the default of its class
+RESERVED_GIB = 1.0  # of a card, for the CUDA context, kernels' own memory and fragments
+LONG = os.environ.get("TORTURE") == "long"
+
+
+def recipe(name: str) -> Config:
+    return load_config(FOLDER / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_whole(name: str) -> None:
+    """It stands in the README, names its card, and starts from its own folder."""
+    config, text = recipe(name), (FOLDER / f"{name}.yaml").read_text()
+    assert name in RECIPES and f"examples/recipes/{name}.yaml" in (ROOT / "README.md").read_text()
+    assert f"{RECIPES[name][0]} GB" in text and text.count(f"--config {name}.yaml") == 2
+    assert config.datasets and config.validation.prompts
+    assert Path(config.root).parent == Path(config.output).parent == FOLDER
+    assert all(Path(dataset.instance_data_dir).parent == FOLDER for dataset in config.datasets)
+    written = YAML(typ="safe", pure=True).load(text)
+    assert {"model", "datasets", "train", "validation"} <= written.keys()
+
+
+# --- it fits ---
+
+
+def largest_bucket(config: Config) -> str:
+    (dataset,) = config.datasets
+    sizes = bucket_sizes(config.model, dataset, bucket_side_multiple(config.model))
+    frames = dataset.video.num_frames or 1 if dataset.dataset_type == "video" else 1
+    return str(max((Bucket(*size, frames) for size in sizes), key=lambda bucket: bucket.width * bucket.height))
+
+
+def predict(config: Config, shape: dict[str, Any]) -> int:
+    from trainer.memory_estimate import estimate_memory
+
+    tokens = config.text.max_length or config.model.template.max_length
+    return estimate_memory(config, shape, [largest_bucket(config)], tokens).device
+
+
+def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
+    """The same from two transformers of fewer blocks: each further one takes as much as the one before."""
+    key = "num_layers" if config.model.family == "sana" else "num_visual_blocks"
+    depth = shape.get(key, SANA_LAYERS)
+    few, more = (predict(config, shape | {key: blocks}) for blocks in (4, 6))
+    return few + (more - few) / 2 * (depth - 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str) -> None:
+    config, (card_gb, shape, _) = recipe(name), RECIPES[name]
+    found = predict_by_depth(config, shape)
+    if LONG:
+        assert found == pytest.approx(predict(config, shape), rel=0.01)
+    assert found / 2**30 <= card_gb * 1e9 / 2**30 - RESERVED_GIB
+    text = re.sub(r"\n# ", " ", (FOLDER / f"{name}.yaml").read_text())
+    (said,) = re.findall(r"Predicted for training: (\d+) GiB", text)
+    assert math.isclose(found / 2**30, int(said), abs_tol=1)
+
+
+# --- it runs ---
+
+
+@pytest.fixture(scope="module")
+def libraries() -> None:
+    """Imported once, and not by each of the programs that are forked."""
+    for name in (
+        "stages.decode",
+        "stages.encoding.text.gemma",
+        "stages.encoding.text.kandinsky5",
+        "stages.encoding.vae.dc_ae",
+        "stages.encoding.vae.flux",
+        "stages.encoding.vae.hunyuan_video",
+        "trainer.families.kandinsky5",
+        "trainer.families.sana",
+        "trainer.train",
+        "tensorboard.summary",
+        "torch.utils.tensorboard",
+        "torchao.quantization",
+        "bitsandbytes",
+        "optimi",
+    ):
+        importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def wide_sana(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """A tiny Sana with sides in multiples of 64, which nf4-bnb needs, and the other parts of a checkpoint."""
+
+    def make(tiny: Path) -> Path:
+        from examples.tiny_models import make_model
+
+        folder = tmp_path_factory.mktemp("wide") / "sana"
+        shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("transformer"), symlinks=True)
+        sides = {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128}
+        make_model("sana", overrides=sides).save_pretrained(folder / "transformer")
+        return folder
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
+    name: str,
+    tmp_path: Path,
+    tiny: Callable[[str], Path],
+    libraries: None,
+    wide_sana: Any,
+    forked_programs: None,
+    capfd: Any,
+) -> None:
+    """A copy of the file, as a person would make it, beside the media. Only sizes are smaller; latents are float32, in
+    which a CPU is faster, and copying by streams is off, as it has none. Programs are forks of this process."""
+    path, kind = tmp_path / f"{name}.yaml", RECIPES[name][2]
+    shutil.copy(FOLDER / path.name, path)
+    (dataset,) = recipe(name).datasets
+    home, size, video = Project(tmp_path, {}), 128 if "pro" in name else 64, dataset.dataset_type == "video"
+    for number in range(2):
+        file = f"../{Path(dataset.instance_data_dir).name}/{number}"
+        home.video(f"{file}.mp4", 24, (size, size), 24) if video else home.image(f"{file}.png", (size, size))
+    model = wide_sana(tiny(kind)) if kind == "sana" else tiny(kind)
+    changed = {"model.path": str(model), "validation.steps": 1, "train.steps": 2, "latents.precision": "float32"}
+    changed |= {f"datasets.{dataset.id}.resolution": size, "validation.size": f"{size}x{size}" + "@5" * video}
+    changed |= {f"datasets.{dataset.id}.buckets": "computed"} if dataset.buckets == "family" else {}
+    if video:
+        changed |= {f"datasets.{dataset.id}.video.{key}": 5 for key in ("num_frames", "min_frames")}
+    if recipe(name).train.offload.streams:
+        changed["train.offload.streams"] = "false"
+    overrides = tuple(f"{key}={value}" for key, value in changed.items())
+    report = run.run(load_config(path, overrides), Options(path, overrides), Console(stderr=io.StringIO()))
+    said = capfd.readouterr().err
+    assert (report.done, report.remaining, report.set_aside) == (7, 0, []), said
+    own = recipe(name).train
+    train = YAML(typ="safe", pure=True).load(tmp_path / "output" / own.run / "config.yaml")["train"]
+    expected = own.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
+    assert train == expected | {"offload": expected["offload"] | {"streams": False}}
+    if own.quantised:
+        assert f"matrices of the base quantised ({own.base_precision})" in said
+    assert (tmp_path / "output" / own.run / "samples" / "contact-sheet.png").exists()
