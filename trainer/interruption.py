@@ -7,7 +7,7 @@ them late and some twice.
 import _thread
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,7 @@ class StopRequest:
         # One process that is still loading ends at once, as nothing is lost. Of several, none leaves others waiting.
         self._finishes_step = ranks > 1
         self._accelerator: Accelerator | None = None
+        self._moved: Callable[[], None] = lambda: None
 
     @property
     def reason(self) -> str:
@@ -80,10 +81,13 @@ class StopRequest:
                     sys.exit(INTERRUPTED)
                 raise TrainingInterrupted(config) from error
 
-    def finish_steps(self, accelerator: "Accelerator", models: Iterable["torch.nn.Module"]) -> None:
+    def finish_steps(
+        self, accelerator: "Accelerator", models: Iterable["torch.nn.Module"], moved: Callable[[], None] = lambda: None
+    ) -> None:
         """From now on a signal does not interrupt: `check` raises StopTraining, and a forward pass of a model in eval
-        mode StopValidation, as a validation of videos takes longer than the time that schedulers give after SIGTERM."""
-        self._finishes_step, self._accelerator = True, accelerator
+        mode StopValidation, as a validation of videos takes longer than the time that schedulers give after SIGTERM.
+        moved: called at each check."""
+        self._finishes_step, self._accelerator, self._moved = True, accelerator, moved
         for model in models:
             model.register_forward_pre_hook(lambda model, _: None if model.training else self.check(StopValidation))
 
@@ -104,6 +108,7 @@ class StopRequest:
 
     def check(self, stopped: type[StopTraining] = StopTraining) -> None:
         """Raise `stopped` on all ranks if any of them was asked to stop. Every rank calls it equally often."""
+        self._moved()
         asked, accelerator = self._received_at is not None, self._accelerator
         if accelerator is not None and accelerator.num_processes > 1:
             import torch

@@ -55,7 +55,7 @@ def train(
 def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, Any]:
     """Train a prepared run; returns details for the report."""
     stop = stop or StopRequest()
-    stop.finish_steps(run.accelerator, components(run.model).values())
+    stop.finish_steps(run.accelerator, components(run.model).values(), run.watch.note)
     config, found = run.config, resume_run(run)
     first = done = saved = found.step if found is not None else 0
     log_start(run)
@@ -63,12 +63,15 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
         progress.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
         metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show) as record,
         unwrap_at_end(run),
+        run.watch.watching(),
     ):
         try:
             if found is None or found.state.get("validation due"):
                 validate(run, record, first)
             clock = metrics.StepTimer(first, config.train.steps, run.loader.schedule.global_batch)
+            run.watch.note(f"reading step {first + 1}")
             for batches in clock.time_waits(run.loader.steps(first, config.train.steps)):
+                run.watch.note(f"step {batches.step + 1}")
                 stop.check()
                 numbers = train_step(run, batches)
                 done = batches.step + 1
@@ -77,6 +80,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
                     validate(run, record, done)
                 if is_checkpoint_due(config.train, done):
                     saved = save_checkpoint(run, done)
+                run.watch.note(f"reading step {done + 1}")
         except StopTraining as stopped:
             if done > saved:
                 save_checkpoint(run, done, validation_due=isinstance(stopped, StopValidation))
@@ -218,6 +222,7 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
 
     Every rank computes: those of a sharded model can't without each other, others take prompts of their own.
     """
+    run.watch.note(f"the validation of step {done}")
     ema = run.config.train.ema
     average = run.average if ema is not None and ema.validate_with else None
     with inference_weights(run.trainable, run.optimizer, average) as weights:
@@ -260,6 +265,7 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
 def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) -> int:
     """Write a checkpoint after `done` steps, which are returned, and remove older ones. validation_due: that of this
     step was broken off, and is done when the run goes on."""
+    run.watch.note(f"the checkpoint of step {done}")
     schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
     epoch = done * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
     extra: dict[str, Any] = {"epoch": epoch, "random": {"seed": schedule.seed, "step": done}}

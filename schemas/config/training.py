@@ -183,6 +183,8 @@ class Parallel(Section):
     cpu_offload: bool = Field(False, description="fsdp2: shards, gradients and optimizer states are on the host")
     reshard_after_forward: bool = Field(True, description="fsdp2: false keeps a pass' weights for its backward pass")
 
+    timeout: float = Field(1800, gt=0, le=1e7, description="seconds without progress after which a rank counts as lost")
+
     def _problems(self) -> Iterator[Problem]:
         for name in ("cpu_offload", "reshard_after_forward"):
             if self.strategy != "fsdp2" and getattr(self, name) != type(self).model_fields[name].default:

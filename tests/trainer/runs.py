@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -48,20 +48,23 @@ def trained_weights(config) -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(folder / file).items()}
 
 
-def on_two_ranks(path: Path, signalled: Callable[[list[int]], object] | None = None, code: int = OK) -> dict:
-    """The report of two ranks with the environment that torchrun gives them, which end with `code`;
+def on_ranks(
+    path: Path, codes: Sequence[int] = (OK, OK), signalled: Callable[[list[int]], object] | None = None
+) -> dict:
+    """The report of ranks with the environment that torchrun gives them, which end with these codes;
     tests/test_importpath.py has torchrun itself. signalled: called with their process ids."""
+    count = str(len(codes))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     output, children = path.with_name("printed"), []
     output.unlink(missing_ok=True)
-    for rank in ("0", "1"):
+    for rank in map(str, range(len(codes))):
         children.append(os.fork())
         if children[-1]:
             continue
         try:
-            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             use_one_thread()
             AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
@@ -74,13 +77,18 @@ def on_two_ranks(path: Path, signalled: Callable[[list[int]], object] | None = N
     try:
         if signalled is not None:
             signalled(children)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     except BaseException:
         for child in children:
             os.kill(child, signal.SIGKILL)
         raise
-    assert codes == [code, code]
-    return json.loads(output.read_text())
+    assert ended == [*codes]
+    printed = output.read_text()
+    return json.loads(printed) if printed else {}
+
+
+def on_two_ranks(path: Path, signalled: Callable[[list[int]], object] | None = None, code: int = OK) -> dict:
+    return on_ranks(path, (code, code), signalled)
 
 
 def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict, str]:

@@ -21,6 +21,7 @@ from trainer.data import BatchLoader
 from trainer.families.base import FamilyModule, module_of
 from trainer.methods.base import Method
 from trainer.methods.selection import make_methods
+from trainer.rank_watch import RankWatch
 from trainer.setup.attach import make_trainable
 from trainer.setup.compile import check_compile, compile_blocks
 from trainer.setup.ema import MovingAverage
@@ -52,6 +53,7 @@ class TrainState:
     bad_steps: BadStepCounter
     gradient_noise: GradientNoise
     signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
+    watch: RankWatch
 
     @property
     def folder(self) -> Path:
@@ -131,6 +133,7 @@ def prepare_training(
         bad_steps,
         GradientNoise(*measured),
         signature,
+        RankWatch(accelerator, console, settings.parallel.timeout),
     )
     counts = (sum(each.numel() for each in weights) for weights in (trainable.values(), model.parameters()))
     run.log("training {:,} of {:,} parameters".format(*counts))

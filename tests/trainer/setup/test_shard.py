@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from tests.trainer.runs import lines, on_two_ranks, train
+from schemas.errors import OK
+from tests.trainer.runs import lines, on_ranks, train
 from trainer.setup import shard
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,6 @@ FSDP = {"strategy": "fsdp2"}
     ("kind", "adapter", "settings"),
     [
         ("t2i", {"rank": 4, "dropout": 0.0}, {}),
-        ("sana", {"type": "full"}, {"ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2}),
         ("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
     ],
 )
@@ -59,21 +59,36 @@ def test_two_processes_share_a_model(make_config, make_set, tmp_path, monkeypatc
     train(alone)
     path = tmp_path / "pipeline.yaml"
     path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
-    assert on_two_ranks(path)["done"] == 2
+    assert on_ranks(path)["done"] == 2
     assert sharded.exists()
     assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
     assert lines(two, "grad_norm") == pytest.approx(lines(alone, "grad_norm"), rel=1e-4)
     assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-4)
     check_result(two, alone)
-    if "precision" in settings:
-        return
-    longer = {**common, "steps": 4}
-    train(make_config(kind, name="alone", accumulate=4, **longer))
-    train(make_config(kind, name="two", accumulate=4, parallel=parallel, **longer))
-    assert lines(two) == pytest.approx(lines(alone), rel=1e-4), "one process goes on"
-    longer["steps"] = 6
-    train(make_config(kind, name="alone", accumulate=4, **longer))
-    again = make_config(kind, name="two", accumulate=2, parallel=parallel, **longer)
-    path.write_text(json.dumps(again.model_dump(mode="json", by_alias=True)))
-    assert on_two_ranks(path)["skipped"] == 4
-    assert lines(two) == pytest.approx(lines(alone), rel=1e-4), "and two again"
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "settings"),
+    [
+        ("i2v", {"rank": 4}, {}),
+        ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2}),
+    ],
+    ids=["ddp", "fsdp2"],
+)
+def test_a_run_goes_on_with_another_number_of_processes(
+    make_config, make_set, tmp_path, kind, adapter, settings
+) -> None:
+    """4, 2, 1 and 4 again, with the samples and noise of one process."""
+    path = tmp_path / "pipeline.yaml"
+    common = {"adapter": adapter, "caption_dropout": 0.3, "checkpoint_every": 2, **settings}
+    alone = make_config(kind, name="alone", accumulate=4, steps=8, **common)
+    make_set(alone)
+    make_set(make_config(kind, name="elastic", **common))
+    train(alone)
+    for steps, ranks in ((2, 4), (4, 2), (6, 1), (8, 4)):
+        elastic = make_config(kind, name="elastic", accumulate=4 // ranks, steps=steps, **common)
+        path.write_text(json.dumps(elastic.model_dump(mode="json", by_alias=True)))
+        report = on_ranks(path, (OK,) * ranks)
+        assert (report["done"], report["skipped"]) == (2, steps - 2)
+    assert lines(elastic) == pytest.approx(lines(alone), rel=2e-4)
+    check_result(elastic, alone)

@@ -1,0 +1,78 @@
+"""A rank that dies, stops or hangs ends the run on the others, which name it."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from schemas.errors import INCOMPLETE
+from tests.conftest import LONG
+from tests.trainer.runs import lines, on_ranks
+from trainer.data import BatchLoader
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")]
+
+
+@pytest.fixture
+def run_ranks(make_config, make_set, tmp_path):
+    """run_ranks(timeout, codes, signals) -> what rank 0 reports. signals: rank -> signal that it gets after a step."""
+
+    def run(timeout: float, codes: tuple[int, int], signals: dict[int, int]) -> dict:
+        config = make_config("t2i", steps=100_000, parallel={"timeout": timeout})
+        make_set(config)
+        path = tmp_path / "pipeline.yaml"
+        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+
+        def send(children: list[int]) -> None:
+            deadline = time.monotonic() + 120
+            while signals and not lines(config) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for rank, number in signals.items():
+                os.kill(children[rank], number)
+                if number == signal.SIGSTOP:
+                    os.waitid(os.P_PID, children[1 - rank], os.WNOWAIT | os.WEXITED)
+                    os.kill(children[rank], signal.SIGKILL)
+
+        return on_ranks(path, codes, send)
+
+    return run
+
+
+def test_a_rank_that_is_killed(run_ranks) -> None:
+    report = run_ranks(600, (INCOMPLETE, -signal.SIGKILL), {1: signal.SIGKILL})
+    assert report["error"]["type"] == "RankLostError"
+    assert report["error"]["message"].startswith("rank 1 (process ") and "ended without a word" in str(report)
+
+
+def test_a_rank_that_fails(run_ranks, monkeypatch) -> None:
+    def step(self, number: int, real=BatchLoader.step):
+        if self.rank == 1 and number == 3:
+            raise FileNotFoundError("the disk has gone")
+        return real(self, number)
+
+    monkeypatch.setattr(BatchLoader, "step", step)
+    report = run_ranks(600, (INCOMPLETE, 1), {})
+    assert "rank 1 (process " in report["error"]["message"] and "the disk has gone" in report["error"]["message"]
+
+
+@pytest.mark.skipif(not LONG, reason="most of it is waiting; TORTURE=long")
+def test_a_rank_that_is_stopped(run_ranks) -> None:
+    report = run_ranks(10, (INCOMPLETE, -signal.SIGKILL), {1: signal.SIGSTOP})
+    assert "has not answered for 10 s" in report["error"]["message"] and "rank 1 (" in report["error"]["message"]
+
+
+def test_a_rank_that_hangs(run_ranks, monkeypatch) -> None:
+    """In a read that never returns; the other waits for it."""
+
+    def step(self, number: int, real=BatchLoader.step):
+        while self.rank == 1 and number == 3:
+            time.sleep(1)
+        return real(self, number)
+
+    monkeypatch.setattr(BatchLoader, "step", step)
+    report = run_ranks(10, (INCOMPLETE, INCOMPLETE), {})
+    message = report["error"]["message"]
+    assert "rank 1 (" in message and "rank 0" not in message
+    assert "has made no progress for 10 s (train.parallel.timeout) at reading step 4, in trainer/data.py" in message

@@ -1,0 +1,182 @@
+"""Ranks that die or hang: found by the others in bounded time, and named.
+
+Each rank has a thread that writes to a TCPStore, every second or so, how often its main thread has moved on and what it
+is doing. Rank 0 reads all of them, the others rank 0's. A rank that has written nothing, or not moved on, for
+train.parallel.timeout seconds ends the run on every rank; of several that wait, the one that is behind is named. A rank
+that fails writes why, so that the others can say more than that a connection was closed.
+
+torch's own means are not enough: a collective operation ends after its group's timeout without naming a rank, and
+torch.distributed.monitored_barrier, which does, works with gloo only.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed import DistError, TCPStore
+
+from schemas.cli.console import Console
+from schemas.errors import INCOMPLETE, LatentpressError
+
+ROOT = Path(__file__).resolve().parents[1]
+ANSWER_S = 15.0  # how long a rank that failed waits to learn which other one was the cause
+STORE_TIMEOUT = timedelta(seconds=30)
+HINT = "Start training again: it goes on from the last checkpoint."
+
+
+class RankLostError(LatentpressError):
+    """A rank ended or stopped answering."""
+
+
+class RankWatch:
+    """One rank's part. `note` is called by its main thread; without other ranks nothing else happens."""
+
+    def __init__(self, accelerator: Accelerator, console: Console, timeout: float) -> None:
+        self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
+        self._console, self._timeout = console, timeout
+        self._interval = min(1.0, timeout / 10)
+        self._main, self._ended = threading.get_ident(), threading.Event()
+        self._count, self._doing, self._moved = 0, "preparing", time.monotonic()
+        self._written = 0
+        #: rank -> its last record, and when that was first seen here
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
+        if self.ranks > 1:
+            self._store = self._open_store(accelerator)
+            self._write()
+            accelerator.wait_for_everyone()
+            self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+            self._thread.start()
+
+    def _open_store(self, accelerator: Accelerator) -> TCPStore:
+        host, main = os.environ["MASTER_ADDR"], self.rank == 0
+        port = torch.zeros(1, dtype=torch.int64, device=accelerator.device)
+        if main:
+            store = TCPStore(host, 0, None, True, STORE_TIMEOUT, wait_for_workers=False)
+            port += store.port
+        number = int(accelerator.reduce(port, "sum").item())
+        return store if main else TCPStore(host, number, None, False, STORE_TIMEOUT, wait_for_workers=False)
+
+    def note(self, doing: str | None = None) -> None:
+        """The main thread has moved on, to `doing` if that is given. All ranks call it equally often."""
+        self._count, self._moved = self._count + 1, time.monotonic()
+        self._doing = doing or self._doing
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The body trains. RankLostError in place of an error that another rank has caused."""
+        try:
+            yield
+        except BaseException as error:
+            if self.ranks > 1:
+                self._fail(error)
+            raise
+        finally:
+            self._ended.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Write why this rank fails; if a connection broke, find the rank that broke it and raise RankLostError."""
+        broken = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        reason = "lost the connection" if broken else f"{type(error).__name__}: {error}".partition("\n")[0]
+        with suppress(RuntimeError):
+            self._store.set(f"failed/{self.rank}", reason if not broken else "")
+        if broken and (found := self._find_cause()):
+            raise RankLostError(found, HINT) from error
+
+    def _find_cause(self) -> str | None:
+        """What happened to the rank that failed first, after some seconds at most."""
+        start, connected = time.monotonic(), set[int]()
+        while time.monotonic() - start < ANSWER_S:
+            try:
+                for rank in set(range(self.ranks)) - {self.rank}:
+                    reason = self._read(f"failed/{rank}")
+                    if reason:
+                        return f"{self._name(rank)} failed: {reason}"
+                    connected |= {rank} if reason is not None else set()
+                for rank in set(range(self.ranks)) - {self.rank} - connected:
+                    if self._silence(rank) > 5 * self._interval:
+                        return f"{self._name(rank)} ended without a word at {self._seen[rank][0]['doing']}"
+            except RuntimeError:  # its process has the store
+                return "rank 0 ended without a word"
+            time.sleep(self._interval / 4)
+        return None
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval):
+            try:
+                self._write()
+                message = self._read("ended") or self._find_problem()
+            except RuntimeError:
+                message = "rank 0, whose process has the store, can't be reached"
+            if message:
+                self._end(message)
+
+    def _end(self, message: str) -> None:
+        """End this process, as its main thread may wait for ever. Not after `watching`, as the others may end first."""
+        if self._ended.wait(2 * self._interval):
+            return
+        with suppress(RuntimeError):
+            self._store.set("ended", message)
+        if self.rank == 0:
+            self._console.print_error("train", RankLostError(message, HINT))
+            self._console.stdout.flush()
+        else:  # its console is silent
+            print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        os._exit(INCOMPLETE)
+
+    def _write(self) -> None:
+        frame, place = sys._current_frames().get(self._main), ""
+        while frame is not None and not place:
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+                place = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+            frame = frame.f_back
+        self._written += 1
+        record = {"number": self._written, "count": self._count, "doing": self._doing, "place": place}
+        record |= {"still": time.monotonic() - self._moved, "host": socket.gethostname(), "process": os.getpid()}
+        self._store.set(f"rank/{self.rank}", json.dumps(record))
+
+    def _read(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _silence(self, rank: int) -> float:
+        """Seconds since the last new record of a rank."""
+        record = json.loads(self._store.get(f"rank/{rank}"))
+        known = self._seen.get(rank)
+        if known is None or known[0]["number"] != record["number"]:
+            self._seen[rank] = record, time.monotonic()
+        return time.monotonic() - self._seen[rank][1]
+
+    def _name(self, rank: int) -> str:
+        record = self._seen[rank][0] if rank in self._seen else json.loads(self._store.get(f"rank/{rank}"))
+        return f"rank {rank} (process {record['process']} on {record['host']})"
+
+    def _find_problem(self) -> str | None:
+        """What is wrong with the ranks that this one looks at, if anything is."""
+        watched = range(self.ranks) if self.rank == 0 else [0, self.rank]
+        silent = [rank for rank in watched if self._silence(rank) > self._timeout]
+        if silent:
+            return "; ".join(
+                f"{self._name(rank)} has not answered for {self._timeout:g} s, last at {self._seen[rank][0]['doing']}"
+                for rank in silent
+            )
+        if self.rank or min(self._seen[rank][0]["still"] for rank in watched) < self._timeout:
+            return None
+        behind = min(self._seen[rank][0]["count"] for rank in watched)
+        hanging = [rank for rank in watched if self._seen[rank][0]["count"] == behind]
+        return "; ".join(
+            f"{self._name(rank)} has made no progress for {self._timeout:g} s (train.parallel.timeout) at "
+            f"{self._seen[rank][0]['doing']}, in {self._seen[rank][0]['place']}"
+            for rank in hanging
+        )
