@@ -30,6 +30,7 @@ from trainer.run_state import (
     result_folder,
     run_folder,
     train_precision,
+    train_shift,
 )
 
 MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a factor of one
@@ -122,7 +123,11 @@ def require_initial_adapter(config: Config) -> None:
 
 def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """Details of the run that need no model."""
-    buckets = [{"bucket": b.name, "samples": b.samples, "draws": b.draws, "fill": b.fill} for b in schedule.buckets]
+    buckets: list[dict[str, Any]] = []
+    for each in schedule.buckets:
+        buckets.append({"bucket": each.name, "samples": each.samples, "draws": each.draws, "fill": each.fill})
+        if config.train.timesteps.auto_shift:
+            buckets[-1]["shift"] = round(train_shift(config, each.name), 3)
     return {
         "run": str(run_folder(config)),
         "set": f"sets/{data.id}",

@@ -4,13 +4,9 @@ x_sigma = (1 - sigma) x0 + sigma noise; the model predicts the velocity noise - 
 shift above 1 moves the distribution of sigma towards noise, one below 1 towards data.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
-
-BASE_TOKENS, MOST_TOKENS = 256, 4096  # of Flux: 256x256 and 1024x1024 pixels
-BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
 
 
 def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
@@ -18,17 +14,6 @@ def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
     if shift <= 0:
         raise ValueError(f"shift {shift}: must be more than 0; 1 changes nothing")
     return shift * u_B / (1 + (shift - 1) * u_B)
-
-
-def shift_by_tokens(tokens: int) -> float:
-    """The shift of an image of so many visual tokens: exp(mu), mu linear from 0.5 at 256 to 1.15 at 4096 tokens.
-
-    `calculate_shift` of diffusers' Flux pipeline, whose scheduler's exp(mu) / (exp(mu) + 1 / u - 1) is `shift_sigma` by
-    exp(mu). Of a video, the tokens of one frame; all frames' would give a shift of about 100 at 24,576 tokens. Outside
-    of 256..4096 tokens it is that of the nearest, 1.65 or 3.16, since the line was not made for them.
-    """
-    share = (min(max(tokens, BASE_TOKENS), MOST_TOKENS) - BASE_TOKENS) / (MOST_TOKENS - BASE_TOKENS)
-    return math.exp(BASE_LOG_SHIFT + share * (LARGEST_LOG_SHIFT - BASE_LOG_SHIFT))
 
 
 def interpolate(x0_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor, sigma_B: torch.Tensor) -> torch.Tensor:

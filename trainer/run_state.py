@@ -1,6 +1,7 @@
 """A run's folder, resume signature and progress, computed from files, without torch."""
 
 import json
+import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from cache.training_run import RESULT_NOTE
 from cache.trainset import TrainSet
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
+from schemas.geometry import Bucket
 from trainer.adapter_header import FILE_NAMES, find_adapter
 from trainer.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
 
@@ -47,7 +49,7 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "batch size": schedule.batch_size,
         "global batch": schedule.global_batch,
         "caption_dropout": config.train.caption_dropout,
-        "shift": train_shift(config),
+        "shift": None if config.train.timesteps.auto_shift else fixed_shift(config),
         "timesteps": config.train.timesteps.model_dump(mode="json"),
         "loss": config.train.loss.model_dump(mode="json"),
         "methods": config.train.methods.model_dump(mode="json", exclude_none=True),
@@ -67,6 +69,8 @@ def initial_adapter_checksum(config: Config) -> str | None:
     return None if place is None else file_checksum(find_adapter(Path(place)))
 
 
+BASE_TOKENS, MOST_TOKENS = 256, 4096  # of Flux: 256x256 and 1024x1024 pixels
+BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
 HASH_ROWS = 1 << 18  # rows hashed at a time
 HASHED_STRINGS = ("sample_id", "bucket", "dataset")
 HASHED_NUMBERS = ("repeats", "weight", "regularisation")
@@ -97,9 +101,28 @@ def data_signature(data: TrainSet) -> dict[str, Any]:
     return {"digest": digest.hexdigest(), "set": data.id, "samples": len(data), "captions": captions}
 
 
-def train_shift(config: Config) -> float | None:
-    """That of sigma; None where it depends on the bucket."""
-    return None if config.train.timesteps.auto_shift else config.train.shift or config.model.flavour_spec.shift
+def fixed_shift(config: Config) -> float:
+    return config.train.shift or config.model.flavour_spec.shift
+
+
+def train_shift(config: Config, bucket: str) -> float:
+    """That of sigma for samples of a bucket ("WxH@F")."""
+    if not config.train.timesteps.auto_shift:
+        return fixed_shift(config)
+    size, token = Bucket.parse(bucket), config.model.family_spec.side_multiple  # pixels
+    return shift_by_tokens((size.width // token) * (size.height // token))
+
+
+def shift_by_tokens(tokens: int) -> float:
+    """The shift of an image of so many visual tokens: exp(mu), mu linear from 0.5 at 256 to 1.15 at 4096 tokens.
+
+    `calculate_shift` of diffusers' Flux pipeline, whose scheduler's exp(mu) / (exp(mu) + 1 / u - 1) is
+    `flow.shift_sigma` by exp(mu). Of a video, the tokens of one frame; all frames' would give a shift of about 100 at
+    24,576 tokens. Outside of 256..4096 tokens it is that of the nearest, 1.65 or 3.16, since the line was not made for
+    them.
+    """
+    share = (min(max(tokens, BASE_TOKENS), MOST_TOKENS) - BASE_TOKENS) / (MOST_TOKENS - BASE_TOKENS)
+    return math.exp(BASE_LOG_SHIFT + share * (LARGEST_LOG_SHIFT - BASE_LOG_SHIFT))
 
 
 def train_precision(config: Config) -> str:

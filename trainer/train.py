@@ -188,8 +188,7 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
     """The micro-batch on the device, noised."""
     config, device = run.config, run.accelerator.device
     batch = micro_batch.batch.to(device, torch.float32)
-    grid = run.family.token_grid(run.model, batch)
-    shift = run_state.train_shift(config) or flow.shift_by_tokens(grid.rows * grid.columns)
+    shift = run_state.train_shift(config, batch.bucket)
     return MethodStep(
         number=number,
         steps=config.train.steps,

@@ -460,13 +460,13 @@ def program(config, tmp_path: Path, capsys, *, dry_run: bool = False, **options)
 
 
 def test_dry_run_says_what_would_be_trained(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=40, batch_size=5)
+    config = make_config("t2i", steps=40, batch_size=5, timesteps={"auto_shift": True})
     make_set(config)
     code, report = program(config, tmp_path, capsys, dry_run=True)
     assert code == OK and report["remaining"] == 40 and report["details"]["samples"] == 12
     assert report["details"]["steps_per_epoch"] == 3
     buckets = {row["bucket"]: row for row in report["details"]["buckets"]}
-    assert buckets["64x64"] == {"bucket": "64x64", "samples": 8, "draws": 8, "fill": 2}
+    assert buckets["64x64"] == {"bucket": "64x64", "samples": 8, "draws": 8, "fill": 2, "shift": 1.649}
     assert not (Path(config.output) / "run").exists()
 
 

@@ -13,6 +13,7 @@ from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.catalogue import FAMILIES
+from schemas.geometry import Bucket
 from trainer.data import BatchLoader
 from trainer.families.base import module_of
 
@@ -87,6 +88,8 @@ def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(make_confi
     assert [number for number, _ in called] == [*range(len(blocks))]
     grid = family.token_grid(model, part.batch)
     assert called[-1][1][:-1].numel() == 2 * grid.frames * grid.rows * grid.columns
+    size, edge = Bucket.parse(part.batch.bucket), config.model.family_spec.side_multiple
+    assert (grid.rows, grid.columns) == (size.height // edge, size.width // edge), "side_multiple is a token's edge"
     assert grid.frames == part.batch.latents_BCTHW.shape[2] and grid.text_length == part.batch.text_BLD.shape[1]
     listed = {id(weight) for block in blocks for weight in block.parameters()}
     repeated = {id(weight) for name, weight in model.named_parameters() if "_blocks." in name}
