@@ -16,6 +16,7 @@ SMALL = {
     "buckets": [],
     "planning": ["--items", "2000"],
     "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
+    "ranks": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],
     "shard_write": ["--mib", "1", "--shards", "1", "--repeat", "1", "--captions", "2"],
     "tables": ["--rows", "1000", "--repeat", "1"],
@@ -68,6 +69,12 @@ def test_training_beside_a_bare_loop(measured) -> None:
     names = ["step, s", "step, processor s", "peak memory, MiB", "start, s", "start, processor s"]
     assert [row[0] for row in rows[1:]] == names
     assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:4])
+
+
+def test_training_in_two_processes(measured) -> None:
+    rows = [line.strip("| ").split(" | ") for line in measured("ranks").splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[1:]] == ["LoRA of rank 16", "full rank"]
+    assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:])
 
 
 def test_opening_tables(measured) -> None:

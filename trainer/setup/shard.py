@@ -6,6 +6,7 @@ DistributedDataParallel without a word.
 """
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,8 @@ def shard_model(
     Gradients are averaged in float32, as by DistributedDataParallel. Nothing is sent: each process keeps its part of
     the weights that it has.
     """
+    # It warns that the output is a view, which must not be changed in place: nothing does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}

@@ -1,0 +1,102 @@
+"""Training in two processes on this machine: DDP and FSDP2 beside two runs that know nothing of each other.
+
+    python -m benchmarks.ranks
+
+The Sana transformer of benchmarks/training.py (`--width`, `--layers`), float32, a CPU thread for each process, gloo.
+alone: two single runs at the same time, which share the processor as two ranks do; their samples per second are added.
+ddp, fsdp2: one run of two ranks. By turns; a run's rate is that of the median of its steps, the first two not counted.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing import get_context
+from operator import truediv
+from pathlib import Path
+
+from benchmarks.common import make_parser, measure_by_turns, print_header, print_row
+from benchmarks.training import UNCOUNTED, make_project
+from cache.training_run import METRICS_FILE, read_metrics
+
+ADAPTERS = {"LoRA of rank 16": [], "full rank": ["train.adapter.type=full", "train.optimizer.lr=1e-5"]}
+STRATEGIES = (None, "ddp", "fsdp2")  # None: two runs of one process
+PAIRS = (("ddp", "None"), ("fsdp2", "None"), ("fsdp2", "ddp"))
+RANKS = 2
+
+
+def train(path: Path, overrides: Sequence[str], environment: dict[str, str]) -> None:
+    """One rank, in a process of its own."""
+    from schemas.cli.console import Console, Options
+    from schemas.config.loading import load_config
+    from trainer.__main__ import run
+
+    os.environ |= {"OMP_NUM_THREADS": "1", **environment}
+    with open(os.devnull, "w") as silent:
+        run(load_config(path, overrides), Options(path), Console(stdout=silent, stderr=silent))
+
+
+def start_together(path: Path, arguments: Sequence[tuple[list[str], dict[str, str]]]) -> None:
+    context = get_context("fork")
+    processes = [context.Process(target=train, args=(path, *each)) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert not any(process.exitcode for process in processes), [process.exitcode for process in processes]
+
+
+def launch_variables() -> list[dict[str, str]]:
+    """What torchrun sets for each rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **place} for rank in range(RANKS)]
+
+
+def measure(folder: Path, adapter: Sequence[str], strategy: str | None, count: list[int]) -> float:
+    """Samples per second of two runs, or of a run of two ranks."""
+    count[0] += 1
+    names = [f"run{count[0]}-{number}" for number in range(1 if strategy else RANKS)]
+    given = [[f"train.run={name}", *adapter] for name in names]
+    if strategy:
+        both = [*given[0], f"train.parallel.strategy={strategy}"]
+        start_together(folder / "pipeline.yaml", [(both, variables) for variables in launch_variables()])
+    else:
+        start_together(folder / "pipeline.yaml", [(each, {}) for each in given])
+    return sum(samples_per_second(folder / "output" / name, RANKS if strategy else 1) for name in names)
+
+
+def samples_per_second(run: Path, batch: int) -> float:
+    steps = [line["step_s"] for line in read_metrics(run / METRICS_FILE) if "step_s" in line]
+    return batch / statistics.median(steps[UNCOUNTED:])
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeat=3)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--side", type=int, default=256, help="of the pictures, in pixels")
+    parser.add_argument("--steps", type=int, default=15)
+    options = parser.parse_args(namespace=argparse.Namespace(threads=1))
+    print_header("", "alone, samples/s", "ddp", "of alone", "fsdp2", "of alone", "of ddp")
+    with tempfile.TemporaryDirectory() as name:
+        folder, count = Path(name), [0]
+        make_project(folder, options)
+        from trainer import train as _  # noqa: F401 (the processes are forks of this one, with torch imported)
+
+        for adapter, overrides in ADAPTERS.items():
+            ways = {str(strategy): partial(measure, folder, overrides, strategy, count) for strategy in STRATEGIES}
+            found = measure_by_turns(ways, options.repeat)
+            alone, ddp, fsdp2 = (statistics.median(found[str(strategy)]) for strategy in STRATEGIES)
+            ratios = [statistics.median(map(truediv, found[a], found[b])) for a, b in PAIRS]
+            shares = [f"{ratio:.3f}" for ratio in ratios]
+            print_row(adapter, f"{alone:.3g}", f"{ddp:.3g}", shares[0], f"{fsdp2:.3g}", *shares[1:])
+
+
+if __name__ == "__main__":
+    main()
