@@ -23,7 +23,7 @@ from tests.project import Project
 from trainer.__main__ import run as train
 
 SOURCES = Path(__file__).resolve().parent.parent
-ITEMS = {"datasets": "clips", "prompts": "one", "groups": "0"}
+ITEMS = {"datasets": "clips", "prompts": "one", "groups": "0", "routes": "0"}
 
 
 class Kind(NamedTuple):
@@ -188,6 +188,20 @@ TABLE: dict[str, tuple[Kind, str]] = {
         "train.methods.masked_loss={unmasked_probability: 0.5}",
     ),
     "train.methods.masked_loss.normalise_area": (REFUSED, "train.methods.masked_loss={normalise_area: true}"),
+    **{
+        f"train.methods.tread.{name}": (RUN, "train.methods.tread={routes: [{" + route + "}]" + more + "}")
+        for name, route, more in (
+            ("routes.0.selection_ratio", "selection_ratio: 0.5, start_layer_idx: 0, end_layer_idx: 1", ""),
+            ("routes.0.start_layer_idx", "selection_ratio: 0, start_layer_idx: -1, end_layer_idx: 1", ""),
+            ("routes.0.end_layer_idx", "selection_ratio: 0, start_layer_idx: 0, end_layer_idx: -1", ""),
+            (
+                "drop_first_frame",
+                "selection_ratio: 0, start_layer_idx: 0, end_layer_idx: 0",
+                ", drop_first_frame: true",
+            ),
+            ("keep_masked", "selection_ratio: 0, start_layer_idx: 0, end_layer_idx: 0", ", keep_masked: false"),
+        )
+    },
     "train.adapter.formats": (RUN, "train.adapter.formats=[diffusers, comfyui]"),
     "train.adapter.init": (REFUSED, "train.adapter.init=absent.safetensors"),
     # MACHINE: not with other options of an adapter.

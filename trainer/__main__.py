@@ -75,6 +75,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
             lock_output(run_folder(config), console) if main else nullcontext(),
         ):
             compatibility.check_transformer(config.model)
+            check_layers(config, read_shape(config))
             if main:
                 require_trackers(config.train)
             with garbage_collection_paused():
@@ -115,6 +116,17 @@ def require_tensors(config: Config, data: TrainSet) -> None:
                 raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
 
 
+def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
+    """RunError where a method names blocks that a transformer with this config.json does not have."""
+    count = shape.get(config.model.family_spec.layers)
+    if not isinstance(count, int):
+        return
+    for name, method in config.train.methods.used.items():
+        for key, problem in method.layer_problems(count):
+            place = ".".join(map(str, ("train.methods", name, *key)))
+            raise RunError(f"{place}: {problem}", f"{config.model.source} has {count} blocks; correct {place}.")
+
+
 def require_initial_adapter(config: Config) -> None:
     """AdapterError where `train.adapter.init` can't be started from, as far as its header tells."""
     if adapter := read_initial(config.train.adapter):
@@ -146,13 +158,13 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
 def predict_memory(config: Config, schedule: BatchSchedule, ranks: int, console: Console) -> dict[str, Any]:
     """Details: the memory of a step of the largest bucket with texts of the greatest length, by part. Only the
     transformer's config.json is read; torch is imported, to compute with shapes."""
-    part = config.model.family_spec.components[0]
     try:
         compatibility.check_transformer(config.model)
-        shape = weights.read_component_config(config.model.source, config.model.revision, part)
+        shape = read_shape(config)
     except weights.WeightsError as error:  # such as a repository that can't be reached; training would end here
         console.warn(f"the memory is not predicted: {error}")
         return {}
+    check_layers(config, shape)
     with garbage_collection_paused():
         from trainer.memory_estimate import estimate_memory
         from trainer.setup.load import explain_checkpoint_errors
@@ -164,6 +176,12 @@ def predict_memory(config: Config, schedule: BatchSchedule, ranks: int, console:
     sizes = {name: value for name, value in vars(found).items() if isinstance(value, int)}
     rows = [{"part": name, "place": where.get(name, "device"), "mib": value >> 20} for name, value in sizes.items()]
     return {"memory_of_bucket": found.bucket, "memory": rows}
+
+
+def read_shape(config: Config) -> dict[str, Any]:
+    """config.json of the transformer."""
+    model = config.model
+    return weights.read_component_config(model.source, model.revision, model.family_spec.components[0])
 
 
 def log_warnings(

@@ -57,7 +57,9 @@ class Config(Section):
         used = [dataset for dataset in self.datasets if not dataset.disabled]
         masked = ", ".join(dataset.id for dataset in used if dataset.mask_data or dataset.mask_column)
         regularisation = ", ".join(dataset.id for dataset in used if dataset.is_regularisation_data)
-        if "masks" in topics and masked and self.train.methods.masked_loss is None:
+        methods = self.train.methods
+        keeps = methods.tread is not None and methods.tread.keep_masked
+        if "masks" in topics and masked and methods.masked_loss is None and not keeps:
             yield f"{masked}: masks are encoded, but training does not use them without train.methods.masked_loss"
         if "regularisation" in topics and regularisation:
             how = "training does not use is_regularisation_data yet and treats these samples like any others"
@@ -78,6 +80,13 @@ class Config(Section):
                 yield (key,), f"{value!r} is inside a package of the source code; choose another folder"
         yield from self._dataset_problems()
         yield from self._validation_problems()
+        if self.train.methods.tread and self.train.compile == "blocks" and self.model.family_spec.convolves:
+            name = self.model.family_spec.name
+            yield (
+                ("train", "compile"),
+                f"methods.tread puts the dropped tokens back for the convolution inside of a block of {name}, by hooks "
+                "that a compiled block does not have; set it to none, or tread to null",
+            )
 
     def _dataset_problems(self) -> Iterator[Problem]:
         ids, task, condition = [dataset.id for dataset in self.datasets], self.model.task, self.model.condition

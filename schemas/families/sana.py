@@ -57,6 +57,7 @@ FAMILIES = {
         transformer_config={"t2i": {"in_channels": 32}},
         autoencoder_config={"latent_channels": 32, "encoder_block_out_channels": 6},
         text_widths={"embeds": "caption_channels"},
+        convolves=True,
         pipelines={"t2i": "SanaPipeline"},
         latent_settings={"tiling": False},
         latent_precision="float32",

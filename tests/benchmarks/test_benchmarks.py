@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "discover": ["--images", "6", "--videos", "2", "--tree", "40", "--entries", "300", "--repeat", "1"],
     "buckets": [],
+    "methods": ["--blocks", "3", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
     "planning": ["--items", "2000"],
     "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
     "ranks": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
@@ -62,6 +63,12 @@ def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None
 
 def test_planning(measured) -> None:
     assert re.search(r"^\| 2,000 \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("planning"), re.MULTILINE)
+
+
+def test_what_methods_cost(measured) -> None:
+    rows = [line.strip("| ").split(" | ") for line in measured("methods").splitlines() if line.startswith("| ")][1:]
+    assert {row[0] for row in rows} == {"kandinsky5-video", "sana"} and rows[0][1] == "plain"
+    assert all(float(row[3]) > 0 for row in rows)
 
 
 def test_training_beside_a_bare_loop(measured) -> None:

@@ -4,24 +4,35 @@ Each module ends with an assignment of itself to a name of type `FamilyModule`, 
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from schemas.family import Family, Task
 from trainer.batch import Batch
+from trainer.families.tokens import KeptTokens
 
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The order of a transformer's tokens: frames x rows x columns of patches, and the longest text of the batch."""
+    """The order of a transformer's tokens: frames x rows x columns of patches, and the longest text of the batch.
+
+    square: above 1, a frame's tokens go square by square (rows of squares), each of so many rows and columns of tokens,
+    which stay together where tokens are dropped.
+    """
 
     frames: int
     rows: int
     columns: int
     text_length: int
+    square: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.rows * self.columns
 
 
 class FamilyModule(Protocol):
@@ -55,8 +66,17 @@ class FamilyModule(Protocol):
         """The transformer's repeated blocks, in the order in which they compute: what is offloaded, checkpointed,
         compiled or sharded one by one."""
 
+    def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
+        """Those of `blocks` whose first argument and output are the visual tokens (B, N, D), in the order of
+        `token_grid`; of Experts, `model` is one of them."""
+
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
         """That of the visual blocks."""
+
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+        """Hooks by which `blocks`, visual ones in a row, compute kept tokens (B, K, D) alone, which the first of them
+        gets as its first argument: what else belongs to a token is taken with it. A block may look at the tokens that
+        wait (`kept.restore`) where it computes neighbours."""
 
     def predict(
         self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task

@@ -4,17 +4,25 @@ Inputs equal those of the diffusers pipelines (pipelines/kandinsky5), where trai
 documents the functions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, TokenGrid
-from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install_processors, sparse_params
+from trainer.families.kandinsky5_attention import (
+    Kandinsky5Transformer3DModel,
+    install_processors,
+    sparse_edge,
+    sparse_params,
+    take_blocks,
+)
+from trainer.families.tokens import KeptTokens
 
 VIDEO = FAMILIES["kandinsky5-video"]
 LATENT_STRIDE = VIDEO.spatial_stride  # pixels of one latent, the same for images
@@ -60,11 +68,27 @@ def blocks(model: Any) -> list[torch.nn.Module]:
     return [*model.text_transformer_blocks, *model.visual_transformer_blocks]
 
 
+def visual_blocks(model: Any) -> list[torch.nn.Module]:
+    return [*model.visual_transformer_blocks]
+
+
 def token_grid(model: Any, batch: Batch) -> TokenGrid:
     frames, rows, columns = (
         size // patch for size, patch in zip(batch.latents_BCTHW.shape[2:], model.config.patch_size, strict=True)
     )
-    return TokenGrid(frames, rows, columns, batch.text_BLD.shape[1])
+    return TokenGrid(frames, rows, columns, batch.text_BLD.shape[1], sparse_edge(model))
+
+
+def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+    taken: dict[str, Any] = {}  # the same for all of them
+
+    def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        visual_BKD, text, time, rope_BN, sparse = inputs
+        if not taken:
+            taken["rope"], taken["sparse"] = kept.take(rope_BN), sparse and take_blocks(sparse, kept.positions_BK)
+        return visual_BKD, text, time, taken["rope"], taken["sparse"]
+
+    return [block.register_forward_pre_hook(take) for block in blocks]
 
 
 def compute_dtype(model: Any) -> torch.dtype:

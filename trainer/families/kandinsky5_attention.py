@@ -170,6 +170,18 @@ def sparse_params(model: Any, frames: int, height: int, width: int) -> SparsePar
     }
 
 
+def sparse_edge(model: Any) -> int:
+    """Rows and columns of the square of tokens that is one block; 1 without NABLA."""
+    return math.isqrt(BLOCK_TOKENS) if model.config.attention_type == "nabla" else 1
+
+
+def take_blocks(sparse: SparseParams, positions_BK: torch.Tensor) -> SparseParams:
+    """Of some of the tokens, whole blocks (B, K)."""
+    blocks_Bk = positions_BK[:, ::BLOCK_TOKENS] // BLOCK_TOKENS
+    near_NN = sparse["sta_mask"][0, 0]
+    return sparse | {"sta_mask": near_NN[blocks_Bk[:, :, None], blocks_Bk[:, None, :]][:, None]}
+
+
 def window_mask(
     blocks: tuple[int, int, int], window: tuple[int, int, int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:

@@ -1,16 +1,18 @@
 """Sana: the transformer, its inputs (equal to SanaPipeline's), and what LoRA adapts. See FamilyModule."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
+from torch.utils.hooks import RemovableHandle
 
 from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, TokenGrid
+from trainer.families.tokens import KeptTokens
 
 TASKS = tuple(FAMILIES["sana"].pipelines)
 
@@ -45,10 +47,34 @@ def blocks(model: Any) -> list[torch.nn.Module]:
     return [*model.transformer_blocks]
 
 
+def visual_blocks(model: Any) -> list[torch.nn.Module]:
+    return [*model.transformer_blocks]
+
+
 def token_grid(model: Any, batch: Batch) -> TokenGrid:
     _, _, frames, height, width = batch.latents_BCTHW.shape
     patch = model.config.patch_size
     return TokenGrid(frames, height // patch, width // patch, batch.text_BLD.shape[1])
+
+
+def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+    """Attention computes the kept tokens alone. The feed-forward's depthwise convolution, from which the transformer
+    knows positions, gets the whole grid, with the waiting tokens as they are; what follows it is of the kept ones."""
+
+    def whole_grid(norm: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        return (kept.restore(inputs[0]),)
+
+    def kept_pixels(conv: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        hidden_BCN = inputs[0].flatten(2)
+        places_BCK = kept.positions_BK[:, None].expand(-1, hidden_BCN.shape[1], -1)
+        return (hidden_BCN.gather(2, places_BCK)[..., None],)  # a column of K pixels
+
+    handles = []
+    block: Any
+    for block in blocks:
+        handles += [block.norm2.register_forward_pre_hook(whole_grid)]
+        handles += [block.ff.conv_point.register_forward_pre_hook(kept_pixels)]
+    return handles
 
 
 def compute_dtype(model: Any) -> torch.dtype:

@@ -34,6 +34,8 @@ class MethodStep:
     number: optimizer steps done before this one, of `steps`. model: the family's transformer. shift: of the schedule of
     sigma. identities: (B,) text that determines a sample's random numbers. noisy_BCTHW: the input. target_BCTHW: what
     the prediction is compared with. prediction_BCTHW: the predicted velocity, None until the forward pass is done.
+    kept_tokens: index in `visual_blocks` -> the positions (B, K) of the only tokens that this block computes, where a
+    method drops the others. A forward hook on such a block, registered with prepend=True, sees the K tokens.
     """
 
     number: int
@@ -50,15 +52,17 @@ class MethodStep:
     noisy_BCTHW: torch.Tensor = field(init=False)
     target_BCTHW: torch.Tensor = field(init=False)
     prediction_BCTHW: torch.Tensor | None = None
+    kept_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.noisy_BCTHW = flow.interpolate(self.batch.latents_BCTHW, self.noise_BCTHW, self.sigma_B)
         self.target_BCTHW = flow.velocity(self.batch.latents_BCTHW, self.noise_BCTHW)
 
-    def uniform(self, purpose: str) -> torch.Tensor:
-        """(B,) numbers in 0..1 on the CPU, the same for the same step, position and purpose on any number of ranks."""
+    def uniform(self, purpose: str, *shape: int) -> torch.Tensor:
+        """(B, *shape) numbers in 0..1 on the CPU, the same for the same step, position and purpose on any number of
+        ranks."""
         generators = [torch.Generator().manual_seed(derive_seed(identity, purpose)) for identity in self.identities]
-        return torch.stack([torch.rand((), generator=generator) for generator in generators])
+        return torch.stack([torch.rand(shape, generator=generator) for generator in generators])
 
 
 class Method:

@@ -1,16 +1,18 @@
 """The example family's transformers: two of Wan's, for much noise and for little, given two clean frames."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch.utils.hooks import RemovableHandle
 
 from cache.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import Experts, FamilyModule, TokenGrid, components
+from trainer.families.tokens import KeptTokens
 
 BOUNDARY = 0.8  # of sigma: of the six steps that the test trains, three are above it
 LORA_TARGETS = r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
@@ -40,9 +42,21 @@ def blocks(model: Any) -> list[torch.nn.Module]:
     return [block for expert in components(model).values() for block in expert.blocks]
 
 
+def visual_blocks(model: Any) -> list[torch.nn.Module]:
+    return [*model.blocks]
+
+
 def token_grid(model: Any, batch: Batch) -> TokenGrid:
     sizes = zip(batch.latents_BCTHW.shape[2:], model.config.patch_size, strict=True)
     return TokenGrid(*(size // patch for size, patch in sizes), batch.text_BLD.shape[1])
+
+
+def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+    def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        *others, rotary = inputs
+        return *others, tuple(kept.take(each) for each in rotary)
+
+    return [block.register_forward_pre_hook(take) for block in blocks]
 
 
 def sampling_dtype(model: Any) -> torch.dtype:

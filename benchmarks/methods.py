@@ -1,0 +1,133 @@
+"""What training methods cost and save: their forward and backward pass beside the plain one.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.methods
+
+A random Kandinsky 5 Video and a random Sana transformer of `--blocks` blocks, one sample of `--frames` x `--rows` x
+`--columns` tokens (Sana: one frame as long as all of them), a LoRA, gradient checkpointing, float32, on CPU threads. In
+every turn each way runs once; ratios are of the same turn.
+
+tread: the first and the last block compute all tokens, those between them drop a share.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.common import make_parser, measure_by_turns, print_header, print_row, time_call
+from examples.tiny_models import make_model
+from schemas.catalogue import FAMILIES
+from schemas.config.methods import Methods
+from schemas.config.training import Adapter, Train
+from schemas.family import Task
+from trainer import flow
+from trainer.batch import Batch
+from trainer.families.base import FamilyModule, module_of
+from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install_processors
+from trainer.methods.base import MethodStep
+from trainer.methods.selection import make_methods
+from trainer.setup.attach import make_trainable
+from trainer.setup.memory import reduce_memory
+
+SHARES = (0.25, 0.5, 0.75)
+TEXT_TOKENS, SHIFT = 64, 3.0
+FAMILY_TASKS: dict[str, Task] = {"kandinsky5-video": "t2v", "sana": "t2i"}
+#: Name of a way -> train.methods.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **{
+        f"tread, {share:.0%} dropped": {
+            "tread": {"routes": [{"selection_ratio": share, "start_layer_idx": 1, "end_layer_idx": -2}]}
+        }
+        for share in SHARES
+    },
+}
+
+
+def make_transformer(name: str, family: FamilyModule, options: argparse.Namespace) -> Any:
+    """With a LoRA and gradient checkpointing, as training has it."""
+    if name == "sana":
+        heads = {"num_attention_heads": 4 * options.heads, "num_cross_attention_heads": 4 * options.heads}
+        shape = heads | {"num_layers": options.blocks, "cross_attention_dim": 128 * options.heads}
+        model = make_model("sana", overrides=shape)
+    else:
+        size = {"model_dim": 64 * options.heads, "ff_dim": 256 * options.heads, "axes_dims": (16, 24, 24)}
+        stock = make_model("video", overrides=size | {"num_visual_blocks": options.blocks})
+        model = Kandinsky5Transformer3DModel.from_config(stock.config)
+        model.load_state_dict(stock.state_dict())
+        install_processors(model)
+    make_trainable(model, family, Adapter(), "float32")
+    reduce_memory(model, family, Train(), torch.device("cpu"))
+    return model.train()
+
+
+def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Namespace) -> MethodStep:
+    spec, generator = FAMILIES[name], torch.Generator().manual_seed(0)
+    grid = (options.frames, 2 * options.rows, 2 * options.columns)
+    if name == "sana":
+        grid = (1, options.frames * options.rows, options.columns)
+    size = (1, spec.latent_channels, *grid)
+    x0, noise = (torch.randn(size, generator=generator) for _ in range(2))
+    text = torch.randn(1, TEXT_TOKENS, model.config[spec.text_widths["embeds"]], generator=generator)
+    pooled = torch.randn(1, model.config["in_text_dim2"], generator=generator) if "pooled" in spec.text_widths else None
+    batch = Batch(x0, None, text, torch.ones(1, TEXT_TOKENS, dtype=torch.bool), pooled, ["0"], "made")
+    return MethodStep(
+        number=0,
+        steps=1,
+        model=model,
+        family=family,
+        task=FAMILY_TASKS[name],
+        predict=lambda *inputs, base=False: family.predict(model, *inputs, FAMILY_TASKS[name]),
+        batch=batch,
+        noise_BCTHW=noise,
+        sigma_B=torch.tensor([0.6]),
+        shift=SHIFT,
+        identities=["0"],
+    )
+
+
+def run_step(make: Callable[[], MethodStep], methods: dict[str, Any]) -> None:
+    """Forward and backward pass of one sample with at most one method."""
+    step, [*used] = make(), make_methods(Methods.model_validate(methods)).values()
+    for method in used:
+        with method.around(step):
+            backward(step, used)
+    if not used:
+        backward(step, used)
+
+
+def backward(step: MethodStep, methods: list[Any]) -> None:
+    step.prediction_BCTHW = step.family.predict(step.model, step.noisy_BCTHW, step.sigma_B, step.batch, step.task)
+    loss_B = flow.loss_per_sample(step.prediction_BCTHW, step.target_BCTHW)
+    sum((added for method in methods if (added := method.loss(step)) is not None), loss_B).sum().backward()
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeat=5)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=6, help="of 64 channels; of Sana four times as many of 32")
+    parser.add_argument("--frames", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=16, help="of tokens")
+    parser.add_argument("--columns", type=int, default=24, help="of tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print_header("transformer", "method", "step, processor s", "ratio to plain", "its range")
+    for name in FAMILY_TASKS:
+        family = module_of(FAMILIES[name])
+        model = make_transformer(name, family, options)
+        make = partial(make_step, name, family, model, options)
+        ways = {way: partial(time_call, partial(run_step, make, methods)) for way, methods in WAYS.items()}
+        found = measure_by_turns(ways, options.repeat, uncounted=1)
+        for way, times in found.items():
+            ratios = [one[1] / plain[1] for one, plain in zip(times, found["plain"], strict=True)]
+            seconds = statistics.median(spent for _, spent in times)
+            spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            print_row(name, way, f"{seconds:.2f}", f"{statistics.median(ratios):.2f}", spread)
+
+
+if __name__ == "__main__":
+    main()

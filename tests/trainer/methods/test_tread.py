@@ -1,0 +1,427 @@
+"""TREAD against blocks that are run by hand on gathered tokens, one sample at a time, with drops by the definition."""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from examples.tiny_models import build, make_model
+from schemas.config.pipeline import Config
+from schemas.errors import USAGE
+from schemas.identity import derive_seed
+from tests.trainer.conftest import KINDS
+from tests.trainer.runs import LOADS, lines, on_two_ranks, program, quiet, train
+from trainer import train as loop
+from trainer.batch import Batch
+from trainer.families import kandinsky5
+from trainer.families.kandinsky5_attention import install_processors
+
+LAYERS = 5
+ROUTES = [
+    {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 1},
+    {"selection_ratio": 0.3, "start_layer_idx": -2, "end_layer_idx": -1},
+]
+ROUTED = {0: 0, 1: 0, 3: 1, 4: 1}  # block -> its route
+BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "nabla": "256x256@13", "sana": "256x192"}
+NABLA = {"attention_type": "nabla", "attention_P": 0.2, "attention_wT": 3, "attention_wH": 1, "attention_wW": 1}
+NABLA |= {"attention_method": "topcdf", "attention_add_sta": True}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """kind -> a checkpoint with LAYERS blocks of visual tokens."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            _, _, name = KINDS["t2v" if kind == "nabla" else kind]
+            build(name, made[kind], only=["transformer", "scheduler"])
+            shutil.rmtree(made[kind] / "transformer")
+            part = {"t2i": "image", "i2i": "image", "sana": "sana"}.get(kind, "video")
+            more: dict[str, Any] = {"num_layers" if kind == "sana" else "num_visual_blocks": LAYERS}
+            more |= {"visual_cond": True} if kind == "i2i" else NABLA if kind == "nabla" else {}
+            make_model(part, overrides=more).save_pretrained(made[kind] / "transformer")
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture
+def start(make_config, make_set, made, deep) -> Callable[..., loop.TrainState]:
+    """start(kind, routes or None, masks=, tread=, **train options): a run of full rank, two samples a batch."""
+
+    def get(kind: str, routes: list | None, *, masks: bool = False, tread: dict | None = None, **settings: Any) -> Any:
+        methods = {} if routes is None else {"tread": {"routes": routes, **(tread or {})}}
+        settings = {"adapter": {"type": "full"}, "batch_size": 2, "caption_dropout": 0.0, **settings}
+        settings["optimizer"] = {"max_grad_norm": 1e12, "warmup": 0}
+        config = make_config("t2v" if kind == "nabla" else kind, methods=methods, **settings)
+        model = config.model.model_copy(update={"path": str(deep(kind))})
+        config = config.model_copy(update={"model": model})
+        if not Path(config.root).exists():
+            make_set(config, *samples(made, config, BUCKETS[kind], masks))
+        return prepare(config)
+
+    return get
+
+
+def samples(made, config: Config, bucket: str, masks: bool):
+    """Four of one bucket, with captions of unequal lengths; of two every other has a mask."""
+    rng, pooled, items = np.random.default_rng(3), config.model.family != "sana", []
+    for number in range(4):
+        x0 = made.latent(rng, config, bucket)
+        condition = {"i2v": x0[:, :1], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(config.model.task)
+        item = made.Item(bucket, x0, [made.caption(rng, 3 + number, pooled)], condition)
+        if masks and number % 2:
+            item.mask = np.zeros(x0.shape[1:], np.float32)
+            item.mask[-1, 1:-1, 1 : 1 + x0.shape[3] // 2] = 0.5
+        items.append(item)
+    return items, made.caption(rng, 2, pooled), []
+
+
+def prepare(config: Config) -> loop.TrainState:
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    size, share = config.train.batch_size, config.train.batch_size * config.train.accumulate
+    plan = BatchSchedule(data.spans, 0, size, share)
+    run = loop.prepare_training(config, data, plan, quiet(), "cpu")
+    if config.model.family != "sana":  # rounding to bfloat16 would make a last bit's difference 60,000 times larger
+        install_processors(run.model, float32_rotary=True)
+    return run
+
+
+def step_once(run: loop.TrainState) -> SimpleNamespace:
+    """loss, gradients, and the arguments of the forward passes of the first step."""
+    seen, gradients = [], {}
+    run.denoiser.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    run.optimizer.step = lambda: gradients.update({key: it.grad.clone() for key, it in run.trainable.items()})
+    return SimpleNamespace(loss=loop.train_step(run, run.loader.step(0))["loss"], gradients=gradients, seen=seen)
+
+
+# --- by hand ---
+
+
+def kept_by_hand(identity: str, route: int, groups: int, given: int, must: set[int], fewest: int) -> list[int]:
+    """The groups that are kept: the lowest draws are dropped, but those that must stay."""
+    ratio = ROUTES[route]["selection_ratio"]
+    generator = torch.Generator().manual_seed(derive_seed(identity, f"tread {route}"))
+    draws = torch.rand(groups, generator=generator).tolist()
+    free = sorted((draw, number) for number, draw in enumerate(draws) if number >= given and number not in must)
+    dropped = {number for _, number in free[: min(int(ratio * (groups - given)), fewest)]}
+    return [number for number in range(groups) if number not in dropped]
+
+
+def put_back(all_ND: torch.Tensor, kept: list[int], new_KD: torch.Tensor) -> torch.Tensor:
+    rows = list(all_ND)
+    for place, row in zip(kept, new_KD, strict=True):
+        rows[place] = row
+    return torch.stack(rows)
+
+
+def kandinsky_by_hand(model, arguments: dict, kept: list[list[int]]) -> torch.Tensor:
+    """The stock forward pass of one sample; kept: route -> tokens."""
+    visual = model.visual_embeddings(arguments["hidden_states"])
+    shape, sparse = visual.shape[:-1], arguments["sparse_params"]
+    time = model.time_embeddings(arguments["timestep"]) + model.pooled_text_embeddings(arguments["pooled_projections"])
+    text, rope = model.text_embeddings(arguments["encoder_hidden_states"]), model.text_rope_embeddings
+    rope = rope(arguments["text_rope_pos"])[None]
+    places = [(t, y, x) for t in range(shape[1]) for y in range(shape[2]) for x in range(shape[3])]
+    if sparse is not None:
+        places = sorted(places, key=lambda p: (p[0], p[1] // 8, p[2] // 8, p[1] % 8, p[2] % 8))
+    with model.text_mask.using(None):
+        for block in model.text_transformer_blocks:
+            text = block(text, time, rope)
+        ropes = model.visual_rope_embeddings(shape, arguments["visual_rope_pos"], arguments["scale_factor"])
+        x = torch.stack([visual[(0, *place)] for place in places])
+        rope = torch.stack([ropes[(0, *place)] for place in places])
+        whole = [*range(len(x))]
+        for number, block in enumerate(model.visual_transformer_blocks):
+            tokens = kept[ROUTED[number]] if number in ROUTED else whole
+            near = None
+            if sparse is not None:
+                near = [(t, y // 8, x // 8) for t, y, x in (places[token] for token in tokens[::64])]
+            new = block(x[tokens][None], text, time, rope[tokens][None], near)[0]
+            x = put_back(x, tokens, new)
+    grid = torch.stack([x[places.index(place)] for place in sorted(places)]).view(visual.shape)
+    return model.out_layer(grid, text, time).movedim(-1, 1)
+
+
+def nabla_by_hand(attn, hidden, sparse_params, rotary_emb) -> torch.Tensor:
+    """sparse_params: (frame, row, column) of each block; neighbours in time are always attended to."""
+    query, key, value = (
+        layer(hidden)[0].unflatten(-1, (attn.num_heads, -1)) for layer in (attn.to_query, attn.to_key, attn.to_value)
+    )
+    query, key = (
+        (rotary_emb[0] * norm(x).reshape(*x.shape[:-1], -1, 1, 2)).sum(-1).reshape(x.shape)
+        for norm, x in ((attn.query_norm, query), (attn.key_norm, key))
+    )
+    count, heads = len(sparse_params), []
+    for q, k, v in zip(query.unbind(1), key.unbind(1), value.unbind(1), strict=True):
+        means = (x.detach().unflatten(0, (count, 64)).mean(1) for x in (q, k))
+        weights = torch.einsum("id,jd->ij", *means).div(q.shape[-1] ** 0.5).softmax(-1)
+        chosen = torch.zeros(count, count, dtype=torch.bool)
+        for i, place in enumerate(sparse_params):
+            left_out = 0.0
+            for j in weights[i].argsort().tolist():
+                left_out += weights[i, j].item()
+                near = abs(place[0] - sparse_params[j][0]) <= 1 and place[1:] == sparse_params[j][1:]
+                chosen[i, j] = near or left_out >= 1 - NABLA["attention_P"]
+        assert chosen.float().mean() < 0.5, "sparse"
+        scores = (q @ k.T / q.shape[-1] ** 0.5).masked_fill(~torch.kron(chosen, torch.ones(64, 64)).bool(), -torch.inf)
+        heads.append(scores.softmax(-1) @ v)
+    return attn.out_layer(torch.stack(heads, 1).flatten(1))[None]
+
+
+def sana_by_hand(model, noisy_CHW, sigma, text_LD, kept: list[list[int]]) -> torch.Tensor:
+    """One sample. In a route the feed-forward sees the whole grid, the tokens that wait as they are."""
+    height, width = noisy_CHW.shape[1:]
+    x = model.patch_embed(noisy_CHW[None])[0]
+    time, embedded = model.time_embed(1000 * sigma[None] * model.config.timestep_scale, batch_size=1)
+    text = model.caption_norm(model.caption_projection(text_LD[None]))
+    for number, block in enumerate(model.transformer_blocks):
+        tokens = kept[ROUTED[number]] if number in ROUTED else [*range(len(x))]
+        shift, scale, gate, shift_ff, scale_ff, gate_ff = block.scale_shift_table + time.view(6, -1)
+        new = x[tokens]
+        new = new + gate * block.attn1((block.norm1(new) * (1 + scale) + shift)[None])[0]
+        new = new + block.attn2(new[None], encoder_hidden_states=text)[0]
+        grid = block.norm2(put_back(x, tokens, new)) * (1 + scale_ff) + shift_ff
+        forward = block.ff(grid.T.unflatten(1, (height, width))[None])[0].flatten(1).T
+        x = put_back(x, tokens, new + gate_ff * forward[tokens])
+    out = model.proj_out(model.norm_out(x[None], embedded, model.scale_shift_table))
+    return out[0].T.unflatten(1, (height, width))[:, None]
+
+
+class NablaByHand:
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None):
+        return nabla_by_hand(attn, hidden_states, sparse_params, rotary_emb)
+
+
+def alone(batch: Batch, number: int) -> Batch:
+    """One sample of a batch, its text without padding."""
+    condition, length = batch.condition_BCTHW, int(batch.text_mask_BL[number].sum())
+    return Batch(
+        batch.latents_BCTHW[[number]],
+        None if condition is None else condition[[number]],
+        batch.text_BLD[[number], :length],
+        batch.text_mask_BL[[number], :length],
+        None if batch.pooled_BD is None else batch.pooled_BD[[number]],
+        [batch.ids[number]],
+        batch.bucket,
+    )
+
+
+def masked_places(mask_THW: torch.Tensor, places: list[tuple[int, int, int]], side: int) -> set[int]:
+    """The places, each of side x side latents, that the mask touches."""
+    touched = [bool(mask_THW[t, y * side : (y + 1) * side, x * side : (x + 1) * side].max() > 0) for t, y, x in places]
+    return set() if all(touched) else {place for place, found in enumerate(touched) if found}
+
+
+def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Mean of the losses of the first step's samples."""
+    [part] = run.loader.step(0).micro_batches
+    batch, losses = part.batch, []
+    square, patch = 8 if kind == "nabla" else 1, 1 if kind == "sana" else 2
+    frames, rows, columns = (
+        size // divisor
+        for size, divisor in zip(batch.latents_BCTHW.shape[2:], (1, patch * square, patch * square), strict=True)
+    )
+    places = [(t, y, x) for t in range(frames) for y in range(rows) for x in range(columns)]
+    given = rows * columns if kind == "i2v" else 0
+    masks = batch.extras.get("mask", torch.zeros(len(batch), *batch.latents_BCTHW.shape[2:]))
+    must = [masked_places(mask, places, patch * square) for mask in masks]
+    fewest = min(len({*range(given, len(places))} - forced) for forced in must)
+    for number, identity in enumerate(part.identities):
+        kept = []
+        for route in range(len(ROUTES)):
+            groups = kept_by_hand(identity, route, len(places), given, must[number], fewest)
+            kept.append([group * square**2 + inside for group in groups for inside in range(square**2)])
+        single = alone(batch, number)
+        if kind == "sana":
+            predicted = sana_by_hand(run.model, noisy[number, :, 0], sigma[number], single.text_BLD[0], kept)
+        else:
+            task = run.config.model.task
+            arguments = kandinsky5.model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
+            predicted = kandinsky_by_hand(run.model, arguments, kept)
+        target = part.noise_BCTHW[[number]] - single.latents_BCTHW
+        losses.append((predicted.view_as(target) - target)[:, :, run.skip_frames :].square().mean())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "masks", "checkpointed"),
+    [("t2i", True, 1), ("i2i", False, 1), ("t2v", True, 0), ("i2v", True, 2), ("sana", True, 2), ("nabla", False, 1)],
+)
+def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:
+    """Loss and gradients of every weight; checkpointed: every how many blocks."""
+    options = {"gradient_checkpointing": checkpointed > 0, "gradient_checkpointing_interval": max(checkpointed, 1)}
+    run = start(kind, ROUTES, masks=masks, **options)
+    found = step_once(run)
+    [(noisy, sigma, batch)] = found.seen
+    if masks:
+        assert sorted(float(mask.min()) for mask in batch.extras["mask"]) == [0, 1], "one of the two has a mask"
+    for block in run.model.visual_transformer_blocks if kind == "nabla" else ():
+        block.self_attention.set_processor(NablaByHand())
+    loss = loss_by_hand(run, kind, noisy, sigma)
+    loss.backward()
+    record_property("loss by hand and difference", (loss.item(), found.loss - loss.item()))
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    for name, weight in run.trainable.items():
+        error = (found.gradients[name] - weight.grad).norm()
+        assert error <= 1e-4 * weight.grad.norm().clamp(min=1e-3), (name, error, weight.grad.norm())
+    plain = step_once(start(kind, None, masks=masks, name="plain"))
+    assert abs(plain.loss - found.loss) > 1e-4 * found.loss, "tokens were dropped"
+
+
+# --- what stays as it is ---
+
+
+def same_step(run: loop.TrainState, expected: SimpleNamespace, rel: float = 1e-5) -> None:
+    found = step_once(run)
+    assert found.loss == pytest.approx(expected.loss, rel=rel)
+    for name, gradient in expected.gradients.items():
+        error = (found.gradients[name] - gradient).norm()
+        assert error <= 10 * rel * gradient.norm().clamp(min=1e-3), (name, error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["i2v", "sana"])
+def test_a_share_that_drops_no_token_changes_no_bit(start, kind) -> None:
+    plain = step_once(start(kind, None, name="plain"))
+    for share in (0.0, 0.01):
+        found = step_once(start(kind, [ROUTES[0] | {"selection_ratio": share}]))
+        assert found.loss == plain.loss
+        assert all(torch.equal(found.gradients[name], each) for name, each in plain.gradients.items())
+
+
+@pytest.mark.slow
+def test_it_trains_the_same_with_less_memory_compiled_and_on_a_quantised_base(start) -> None:
+    common = {"adapter": {"rank": 2, "init_weights": "gaussian"}, "gradient_checkpointing": False}
+    whole = {"gradient_checkpointing": True}
+    options = [
+        {"offload": {"blocks": True}, **whole},
+        {"offload": {"activations": True}},
+        {"offload": {"activations": True}, **whole},
+    ]
+    for kind in ("t2i", "sana"):
+        lora = common | {"name": kind}
+        expected = step_once(start(kind, ROUTES, **lora))
+        for more in options:
+            same_step(start(kind, ROUTES, **lora | more), expected)
+        if kind == "t2i":  # Sana refuses it
+            same_step(start(kind, ROUTES, compile="blocks", compile_backend="eager", **lora), expected)
+        quantised, plain = (
+            step_once(start(kind, routes, base_precision="int8-quanto", **lora)).loss for routes in (ROUTES, None)
+        )
+        assert quantised == pytest.approx(expected.loss, rel=0.02) and quantised != plain
+
+
+@pytest.mark.slow
+def test_a_block_that_is_computed_again_gets_the_same_tokens(start) -> None:
+    run, ropes = start("t2i", ROUTES), []
+    for block in run.model.visual_transformer_blocks[3:]:
+        block.self_attention.register_forward_pre_hook(
+            lambda *given: ropes.append(given[2]["rotary_emb"]), with_kwargs=True
+        )
+    step_once(run)
+    assert len(ropes) == 4 and ropes[0].shape[1] == 24 - 7
+    assert all(torch.equal(rope, ropes[0]) for rope in ropes)
+
+
+def kept_in_steps(run: loop.TrainState, steps: int) -> list[torch.Tensor]:
+    """(B, K) of each micro-batch, of the first route."""
+    kept, around = [], run.methods["tread"].around
+
+    @contextmanager
+    def noting(step):
+        with around(step):
+            kept.append(step.kept_tokens[0])
+            yield
+
+    run.methods["tread"].around = noting
+    for step in range(steps):
+        loop.train_step(run, run.loader.step(step))
+    return kept
+
+
+@pytest.mark.slow
+def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
+    """It is the same for any accumulation; that of a given frame is a choice only where asked for."""
+    by_two = kept_in_steps(start("i2v", ROUTES, accumulate=2), 2)
+    by_four = kept_in_steps(start("i2v", ROUTES, batch_size=4), 2)
+    assert torch.equal(torch.cat(by_two), torch.cat(by_four)) and len(by_two) == 4
+    first = range(24)  # tokens of frame 0
+    assert len({tuple(kept) for part in by_two for kept in part.tolist()}) == 8
+    assert all({*first} <= {*kept} for part in by_two for kept in part.tolist())
+    dropping = kept_in_steps(start("i2v", ROUTES, tread={"drop_first_frame": True}), 1)[0]
+    assert dropping.shape == (2, 36) and not any({*first} <= {*kept} for kept in dropping.tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "parallel"), [("t2i", {"strategy": "ddp"}), ("sana", {"strategy": "fsdp2"})], ids=["ddp", "fsdp2"]
+)
+def test_two_ranks_train_as_one_and_eval_is_not_routed(start, tmp_path: Path, kind, parallel) -> None:
+    common = {"steps": 1, "validation": {"eval_samples": 2}}
+    configs = {
+        name: start(kind, routes, name=name, accumulate=accumulate, parallel=parallel, **common).config
+        for name, routes, accumulate in (("alone", ROUTES, 2), ("plain", None, 2), ("two", ROUTES, 1))
+    }
+    for name in ("alone", "plain"):
+        train(configs[name])
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(configs["two"].model_dump(mode="json", by_alias=True)))
+    on_two_ranks(path)
+    assert lines(configs["two"]) == pytest.approx(lines(configs["alone"]), rel=1e-5)
+    assert lines(configs["alone"])[1] != lines(configs["plain"])[1]
+    evals = {name: lines(config, "eval_loss")[0] for name, config in configs.items()}
+    assert evals["alone"] == evals["plain"], "before the first step"
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("routes", "words"),
+    [
+        ([{"selection_ratio": 1.0, "start_layer_idx": 0, "end_layer_idx": 1}], "less than 1"),
+        ([{"selection_ratio": 0.5, "start_layer_idx": 3, "end_layer_idx": 1}], "1 is before start_layer_idx"),
+        ([], "at least 1 item"),
+    ],
+)
+def test_what_is_wrong_in_any_transformer_is_refused_with_the_configuration(make_config, routes, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_config("t2i", methods={"tread": {"routes": routes}})
+
+
+def test_compiled_blocks_that_convolve_are_refused(make_config) -> None:
+    with pytest.raises(ValueError, match="for the convolution inside of a block of sana"):
+        make_config("sana", compile="blocks", methods={"tread": {"routes": ROUTES[:1]}})
+
+
+def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(
+    make_config, make_set, tmp_path: Path, capsys
+) -> None:
+    config = make_config("sana")
+    make_set(config)
+    for (start, end), more, words in (
+        ((1, 3), [], "routes.0.end_layer_idx: 3 is outside of the transformer's blocks, 0 to 2"),
+        ((-4, -1), [], "routes.0.start_layer_idx: -4 is outside of the transformer's blocks, 0 to 2"),
+        ((2, -2), [], "routes.0.end_layer_idx: block 1 is before the route's first block, 2"),
+        ((0, 1), [(-2, -1)], "routes.1.start_layer_idx: block 1 is part of the route before, or precedes it"),
+    ):
+        routes = [{"selection_ratio": 0.5, "start_layer_idx": a, "end_layer_idx": b} for a, b in [(start, end), *more]]
+        refused = make_config("sana", methods={"tread": {"routes": routes}})
+        for options in ({"dry_run": True}, {}):
+            code, _, said = program(refused, tmp_path, capsys, **options)
+            assert code == USAGE and f"train.methods.tread.{words}" in said and LOADS not in said
+            assert "has 3 blocks; correct" in said
