@@ -1,15 +1,19 @@
 """What fits which card: the memory that training needs, predicted for the published shapes on any machine.
 
-python -m benchmarks.memory_table             the table of docs/memory.md, on standard output
-python -m benchmarks.memory_table --write     into docs/memory.md
+python -m benchmarks.memory_table             the tables of docs/memory.md, on standard output
+python -m benchmarks.memory_table --write     into docs/memory.md; takes twenty minutes
 """
 
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import make_parser
-from examples.tiny_shapes import SHAPES
+from examples.tiny_shapes import KINDS, SHAPES
+from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
 from trainer.memory_estimate import MemoryEstimate, estimate_memory
 
@@ -20,54 +24,165 @@ CARDS_GB = (12, 16, 24, 48, 80)
 RESERVED_GIB = 1.0
 
 TRUE, PRO = SHAPES["true"], SHAPES["pro"]
-#: name -> (family, flavour, transformer's configuration, bucket, tokens of a long caption)
-MODELS: dict[str, tuple[str, str, dict[str, Any], str, int]] = {
-    "Sana 1.6B": ("sana", "sana-1.6b-1024px", TRUE["sana"], "1024x1024", 300),
-    "Image Lite": ("kandinsky5-image", "t2i-lite-sft", TRUE["image"] | {"visual_cond": False}, "1024x1024", 512),
-    "Video Lite, 61 frames": ("kandinsky5-video", "t2v-lite-sft-5s", TRUE["video"], "768x512@61", 512),
-    "Video Lite, 121 frames": ("kandinsky5-video", "t2v-lite-sft-5s", TRUE["video"], "768x512@121", 512),
-    "Video Pro, 61 frames": ("kandinsky5-video", "t2v-pro-sft-5s-hd", PRO["video"], "768x512@61", 512),
+IMAGE, NABLA = TRUE["image"], KINDS["kandinsky5-video-t2v-nabla"].transformer
+
+
+@dataclass(frozen=True)
+class Case:
+    """A flavour of a family, the transformer's configuration, the bucket and tokens of a long caption."""
+
+    family: str
+    flavour: str
+    shape: dict[str, Any]
+    bucket: str
+    tokens: int = 512
+
+
+def sana(flavour: str, bucket: str, **shape: Any) -> Case:
+    return Case("sana", flavour, TRUE["sana"] | shape, bucket, 300)
+
+
+def video(flavour: str, shape: dict[str, Any], bucket: str) -> Case:
+    """With sparse attention where the flavour has it."""
+    sparse = NABLA if FAMILIES["kandinsky5-video"].flavours[flavour].sparse else {}
+    return Case("kandinsky5-video", flavour, shape["video"] | sparse, bucket)
+
+
+SMALL_SANA = {
+    "num_layers": 28, "num_attention_heads": 36, "num_cross_attention_heads": 16, "cross_attention_head_dim": 72,
+    "cross_attention_dim": 1152,
+}  # fmt: skip
+CASES = {
+    "Sana 600M, 512x512": sana("sana-600m-512px", "512x512", **SMALL_SANA, sample_size=16),
+    "Sana 600M, 1024x1024": sana("sana-600m-1024px", "1024x1024", **SMALL_SANA),
+    "Sana 1.6B, 1024x1024": sana("sana-1.6b-1024px", "1024x1024"),
+    "Sana 1.6B 2K, 2048x2048": sana("sana-1600m-2kpx-bf16", "2048x2048", sample_size=64),
+    "Sana 1.5 4.8B, 1024x1024": sana(
+        "sana1.5-4.8b-1024px", "1024x1024", num_layers=60, qk_norm="rms_norm_across_heads"
+    ),
+    "Image Lite t2i, 1024x1024": Case("kandinsky5-image", "t2i-lite-sft", IMAGE | {"visual_cond": False}, "1024x1024"),
+    "Image Lite i2i, 1024x1024": Case(
+        "kandinsky5-image", "i2i-lite-sft", IMAGE | {"visual_cond": True}, "1024x1024", 1024
+    ),
+    "Video Lite t2v 5 s, 768x512, 61 frames": video("t2v-lite-sft-5s", TRUE, "768x512@61"),
+    "Video Lite t2v 5 s, 768x512, 121 frames": video("t2v-lite-sft-5s", TRUE, "768x512@121"),
+    "Video Lite t2v 10 s, 768x512, 241 frames": video("t2v-lite-sft-10s", TRUE, "768x512@241"),
+    "Video Lite i2v 5 s, 768x512, 121 frames": video("i2v-lite-5s", TRUE, "768x512@121"),
+    "Video Pro t2v 5 s, 768x512, 61 frames": video("t2v-pro-sft-5s-hd", PRO, "768x512@61"),
+    "Video Pro t2v 5 s, 768x512, 121 frames": video("t2v-pro-sft-5s-hd", PRO, "768x512@121"),
+    "Video Pro t2v 5 s HD, 1280x768, 121 frames": video("t2v-pro-sft-5s-hd", PRO, "1280x768@121"),
+    "Video Pro t2v 10 s HD, 1280x768, 241 frames": video("t2v-pro-sft-10s-hd", PRO, "1280x768@241"),
+    "Video Pro i2v 5 s, 1280x768, 121 frames": video("i2v-pro-sft-5s", PRO, "1280x768@121"),
 }
-LORA = {"type": "lora", "rank": 32}
-#: from the fastest to the one that needs least
-SETTINGS: dict[str, dict[str, Any]] = {
-    "LoRA, no checkpointing": {"adapter": LORA, "gradient_checkpointing": False},
-    "LoRA, interval 2": {"adapter": LORA, "gradient_checkpointing_interval": 2},
-    "LoRA": {"adapter": LORA},
-    "LoRA, block offload": {"adapter": LORA, "offload": {"blocks": True}},
-    "LoRA, block and activation offload": {"adapter": LORA, "offload": {"blocks": True, "activations": True}},
-    "full rank": {"adapter": {"type": "full"}},
+LORA = {"adapter": {"type": "lora", "rank": 32}}
+FULL = {"adapter": {"type": "full"}}
+PURE = {**FULL, "weight_precision": "bfloat16", "optimizer": {"name": "optimi-adamw"}}
+INT8, NF4 = {"base_precision": "int8-torchao"}, {"base_precision": "nf4-bnb"}
+BLOCKS, BOTH = {"offload": {"blocks": True}}, {"offload": {"blocks": True, "activations": True}}
+ACTIVATIONS = {"offload": {"activations": True}}
+#: What is trained -> settings by name, from the fastest to the one that needs least.
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "LoRA": {
+        "no checkpointing": {**LORA, "gradient_checkpointing": False},
+        "interval 2": {**LORA, "gradient_checkpointing_interval": 2},
+        "defaults": LORA,
+        "int8": {**LORA, **INT8},
+        "nf4": {**LORA, **NF4},
+        "block offload": {**LORA, **BLOCKS},
+        "nf4, activation offload": {**LORA, **NF4, **ACTIVATIONS},
+        "block and activation offload": {**LORA, **BOTH},
+    },
+    "full rank": {
+        "defaults": FULL,
+        "8-bit AdamW": {**FULL, "optimizer": {"name": "bnb-adamw8bit"}},
+        "bfloat16, Kahan": PURE,
+        "bfloat16, Kahan, Lion": {**PURE, "optimizer": {"name": "optimi-lion"}},
+        "the same, activation offload": {**PURE, "optimizer": {"name": "optimi-lion"}, **ACTIVATIONS},
+    },
 }
 
 
-def estimate(model: str, settings: str) -> MemoryEstimate:
-    family, flavour, shape, bucket, tokens = MODELS[model]
-    dataset = {"id": "none", "instance_data_dir": "none"} | ({"dataset_type": "video"} if "video" in family else {})
-    sections = {"model": {"family": family, "flavour": flavour, "precision": "bfloat16"}, "datasets": [dataset]}
-    config = Config.model_validate({"root": "none", "output": "none", "train": SETTINGS[settings], **sections})
-    return estimate_memory(config, shape, [bucket], tokens)
+def make_config(case: Case, train: dict[str, Any]) -> Config:
+    dataset: dict[str, Any] = {"id": "none", "instance_data_dir": "none"}
+    if "video" in case.family:
+        dataset["dataset_type"] = "video"
+    if case.flavour.startswith("i2i"):
+        dataset["conditioning_data"] = "none"
+    model = {"family": case.family, "flavour": case.flavour, "precision": "bfloat16"}
+    sections = {"root": "none", "output": "none", "model": model, "datasets": [dataset]}
+    return Config.model_validate({**sections, "train": {"device": "cuda", **train}})
 
 
-def format_row(model: str, settings: str) -> str:
-    """One line of the table: GiB of each part, and the smallest card."""
-    found = estimate(model, settings)
-    parts = (found.device, found.weights, found.gradients + found.optimizer, found.activations, found.host)
-    need = found.device / 2**30 + RESERVED_GIB
-    fits = next((f"{card} GB" for card in CARDS_GB if need <= card * 1e9 / 2**30), "none of these")
-    return " | ".join(["", model, settings, *(f"{part / 2**30:.1f}" for part in parts), fits, ""]).strip()
+@cache
+def estimate(name: str, kind: str, settings: str) -> MemoryEstimate:
+    case = CASES[name]
+    return estimate_memory(make_config(case, SETTINGS[kind][settings]), case.shape, [case.bucket], case.tokens)
+
+
+def fits(found: MemoryEstimate, card_gb: int) -> bool:
+    return found.device / 2**30 + RESERVED_GIB <= card_gb * 1e9 / 2**30
+
+
+def candidates(name: str, kind: str) -> list[str]:
+    """Settings from the fastest on, without those of which it is known by others that they fit no card."""
+    settings, largest = [*SETTINGS[kind]], CARDS_GB[-1]
+    if kind == "full rank" and not fits(estimate(name, kind, settings[-1]), largest):
+        return []
+    for needs_less in ("defaults", "interval 2"):
+        if needs_less in settings and not fits(estimate(name, kind, needs_less), largest):
+            return settings[settings.index(needs_less) + 1 :]
+    return settings
+
+
+def format_cards(name: str, kind: str) -> str:
+    """A line of the table of cards: the first settings that fit each, and their GiB on the device."""
+    cells: dict[int, str] = {}
+    for settings in candidates(name, kind):
+        for card in CARDS_GB:
+            if card not in cells and fits(found := estimate(name, kind, settings), card):
+                cells[card] = f"{settings} ({found.device / 2**30:.1f})"
+        if len(cells) == len(CARDS_GB):
+            break
+    return join([name, *(cells.get(card, "-") for card in CARDS_GB)])
+
+
+def format_parts(name: str) -> str:
+    """A line of the table of parts, in GiB, of a LoRA with the defaults."""
+    found = estimate(name, "LoRA", "defaults")
+    states = found.gradients + found.optimizer
+    parts = (found.device, found.weights, states, found.activations, found.host, found.checkpoint)
+    return join([name, *(f"{part / 2**30:.1f}" for part in parts)])
+
+
+def join(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def format_table(heads: Iterable[str], lines: Iterable[str]) -> Iterator[str]:
+    heads = [*heads]
+    yield join(heads)
+    yield "|---" * len(heads) + "|"
+    yield from lines
+    yield ""
+
+
+def format_tables() -> Iterator[str]:
+    for kind in SETTINGS:
+        heads = [f"{kind}: transformer, bucket", *(f"{card} GB" for card in CARDS_GB)]
+        yield from format_table(heads, (format_cards(name, kind) for name in CASES))
+    heads = ["LoRA, defaults", "device", "weights", "gradients, states", "activations", "host", "checkpoint"]
+    yield from format_table(heads, (format_parts(name) for name in CASES))
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--write", action="store_true", help="into docs/memory.md")
-    arguments = parser.parse_args()
-    heads = ["", "transformer, bucket", "settings", "device", "weights", "gradients, states", "activations", "host"]
-    lines = [" | ".join([*heads, "smallest card", ""]).strip(), "|---" * 8 + "|"]
-    lines += [format_row(model, settings) for model in MODELS for settings in SETTINGS]
-    table = "".join(f"{line}\n" for line in lines)
-    print(table)
+    arguments, lines = parser.parse_args(), list[str]()
+    for line in format_tables():
+        print(line, flush=True)
+        lines.append(f"{line}\n")
     if arguments.write:
-        DOCUMENT.write_text(MARKS.sub(lambda found: f"{found[1]}{table}{found[2]}", DOCUMENT.read_text()))
+        DOCUMENT.write_text(MARKS.sub(lambda found: f"{found[1]}{''.join(lines)}{found[2]}", DOCUMENT.read_text()))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         if options.dry_run:
             report.skipped = min(state["step"], config.train.steps) if state else 0
             report.remaining = config.train.steps - report.skipped
-            report.details |= predict_memory(config, schedule, world, console)
+            report.details |= predict_memory(config, schedule, world, options.device or config.train.device, console)
             return report
         if is_finished(config, state):
             report.skipped = config.train.steps
@@ -155,9 +155,13 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
     }
 
 
-def predict_memory(config: Config, schedule: BatchSchedule, ranks: int, console: Console) -> dict[str, Any]:
-    """Details: the memory of a step of the largest bucket with texts of the greatest length, by part. Only the
-    transformer's config.json is read; torch is imported, to compute with shapes."""
+def predict_memory(
+    config: Config, schedule: BatchSchedule, ranks: int, device: str, console: Console
+) -> dict[str, Any]:
+    """Details: the memory of a step of the largest bucket with texts of the greatest length, by part; a warning where
+    it is more than the card has. Only the transformer's config.json is read; torch is imported, to compute with shapes.
+    """
+    config = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
     try:
         compatibility.check_transformer(config.model)
         shape = read_shape(config)
@@ -166,13 +170,24 @@ def predict_memory(config: Config, schedule: BatchSchedule, ranks: int, console:
         return {}
     check_layers(config, shape)
     with garbage_collection_paused():
-        from trainer.memory_estimate import estimate_memory
+        from trainer.memory_advice import explain_fit, find_card
+        from trainer.memory_estimate import MemoryEstimate, estimate_memory
         from trainer.setup.load import explain_checkpoint_errors
 
     length = config.text.max_length or config.model.template.max_length
+
+    def predict(config: Config) -> MemoryEstimate:
+        return estimate_memory(config, shape, [bucket.name for bucket in schedule.buckets], length, ranks)
+
     with explain_checkpoint_errors(config):
-        found = estimate_memory(config, shape, [bucket.name for bucket in schedule.buckets], length, ranks)
-    where = {"host": "host, at its peak", "checkpoint": "disk, one checkpoint"}
+        found = predict(config)
+    if ranks > 1 and config.train.parallel.strategy == "fsdp2":
+        console.warn(
+            "the memory is predicted for whole models: fsdp2 divides weights, gradients and states by processes"
+        )
+    elif (card := find_card(device)) and (warning := explain_fit(config, ranks, card, found, predict)):
+        console.warn(warning)
+    where = {"host": "host, at its peak", "offloaded": "host, while training", "checkpoint": "disk, one checkpoint"}
     sizes = {name: value for name, value in vars(found).items() if isinstance(value, int)}
     rows = [{"part": name, "place": where.get(name, "device"), "mib": value >> 20} for name, value in sizes.items()]
     return {"memory_of_bucket": found.bucket, "memory": rows}

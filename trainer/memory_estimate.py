@@ -2,152 +2,85 @@
 
 The transformer is built on torch's meta device, where tensors have shapes and no bytes; adapters are attached, and one
 step is computed there by the code that trains. Counted are the bytes of all tensors that are alive at once. Not
-counted: memory inside kernels (cuBLAS, cuDNN), the CUDA context (0.3 to 0.6 GB) and the allocator's fragments.
-Attention counts as a kernel that stores no scores, and NABLA's as full attention.
+counted: memory inside kernels (cuBLAS, cuDNN), the CUDA context (0.3 to 0.6 GB), the allocator's fragments, and what
+methods compute. Attention counts as a kernel that stores no scores; NABLA's choice of blocks is in it.
 """
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class under no other name
 
 from schemas.config.pipeline import Config
-from schemas.config.training import Offload
+from schemas.config.training import Offload, Train
 from schemas.geometry import Bucket
 from trainer import flow
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, module_of
+from trainer.memory_meter import META, KernelMode, MemoryMeter, SavedOnHost, quantise_shapes
+from trainer.memory_optimizer import OptimizerMemory, measure_optimizer
+from trainer.methods.selection import make_methods
 from trainer.run_state import train_precision
+from trainer.setup.adapters import MUTATING_INITS
 from trainer.setup.attach import make_trainable
 from trainer.setup.memory import checkpoint_blocks
-from trainer.setup.quantize import quantised_savings
 from trainer.setup.wrap import Denoiser
 
-META = torch.device("meta")
-#: optimizer -> bytes of its state for each trained parameter, and of what a step on a GPU, which takes all parameters
-#: at once, needs besides. One without a row counts as AdamW, whose state is two float32 moments.
-OPTIMIZERS: dict[str, tuple[float, float]] = {
-    "adamw": (8, 4),
-    "adamw-fused": (8, 0),
-    "optimi-lion": (4, 4),
-    "bnb-adamw8bit": (2.05, 0),  # and a scale for each block of 256
-    "bnb-adamw8bit-paged": (2.05, 0),
-    "bnb-lion8bit": (1.05, 0),
-    "bnb-lion8bit-paged": (1.05, 0),
-    "prodigy": (16, 4),
-}
-#: the same of bfloat16 weights: the moments and what Kahan summation keeps are bfloat16
-KAHAN_OPTIMIZERS: dict[str, tuple[float, float]] = {"optimi-adamw": (6, 0), "optimi-lion": (4, 0)}
 #: of the Python process with torch, diffusers and peft, before a model is loaded
 LIBRARIES = 1 << 30
+#: of the files that diffusers writes a model in; one at a time is copied to the host
+MODEL_FILE = 10_000_000_000
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes. Device: `weights` (frozen and trained), `gradients`, `optimizer` (its state) and `activations` (all else
-    at the moment of the largest sum), whose sum is `device`. `host`: at its peak, while loading or training.
-    `checkpoint`: one checkpoint folder. `bucket`: the largest."""
+    """Bytes. Device: `weights` (frozen and trained), `gradients`, `optimizer` (its state), `average` (EMA) and
+    `activations` (all else at the moment of the largest sum), whose sum is `device`. `offloaded`: what waits on the
+    host while training: blocks, activations, EMA. `host`: at its peak, while loading, training or saving; on a CPU
+    the device's are in it. `checkpoint`: one checkpoint folder. `bucket`: the largest."""
 
     device: int
     weights: int
     gradients: int
     optimizer: int
+    average: int
     activations: int
+    offloaded: int
     host: int
     checkpoint: int
     bucket: str
 
 
-class MemoryMeter(TorchDispatchMode):
-    """Bytes of the storages that are alive, and their maximum."""
+@dataclass(frozen=True)
+class Trained:
+    """What is trained: numbers of each dtype, and of the largest parameter."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.live = self.peak = 0
+    numbers: Mapping[torch.dtype, int]
+    largest: int
+    states: Mapping[torch.dtype, OptimizerMemory]
 
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)  # torch keeps one Python object for as long as the storage is alive
-        if key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self.drop, key)
+    @property
+    def bytes(self) -> int:
+        return sum(count * dtype.itemsize for dtype, count in self.numbers.items())
 
-    def drop(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
+    @property
+    def state(self) -> int:
+        return int(sum(count * self.states[dtype].state for dtype, count in self.numbers.items()))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        return out
+    @property
+    def working(self) -> int:
+        """Of the optimizer's step, beside weights, gradients and state."""
+        return int(sum(count * self.states[dtype].working for dtype, count in self.numbers.items())) + int(
+            max(self.largest * each.working_one for each in self.states.values())
+        )
 
-
-class KernelMode(TorchFunctionMode):
-    """What a device's own kernels do and meta tensors do not: attention that stores no scores, and autocast."""
-
-    CAST = (torch.nn.functional.linear, torch.nn.functional.conv2d, torch.matmul, torch.bmm)
-
-    def __init__(self, autocast: torch.dtype | None) -> None:
-        super().__init__()
-        self.autocast = autocast
-        self.casts: dict[torch.Tensor, torch.Tensor] = {}  # as autocast keeps those of weights until the pass ends
-        self.entered = False
-
-    def __enter__(self) -> "KernelMode":
-        self.entered = True
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.entered = False
-        self.casts.clear()
-        super().__exit__(*error)
-
-    def follow(self, block: torch.nn.Module) -> None:
-        """Have the mode on too where the backward pass, which runs without it, computes a block again."""
-        compute = block.forward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if self.entered else KernelMode(self.autocast):
-                return compute(*args, **kwargs)
-
-        block.__dict__["forward"] = run
-
-    def cast(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
-            return value
-        if not isinstance(value, torch.nn.Parameter):
-            return value.to(self.autocast)
-        if value not in self.casts:
-            self.casts[value] = value.to(self.autocast)
-        return self.casts[value]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        attention = func is torch.nn.functional.scaled_dot_product_attention
-        if self.autocast and (attention or func in self.CAST):
-            args, kwargs = [self.cast(it) for it in args], {key: self.cast(it) for key, it in kwargs.items()}
-        if attention:
-            return attend(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, scale: Any = None, **__: Any) -> Any:
-    """Attention by the kernel whose memory is that of all flash kernels: the output and a number for each row."""
-    if attn_mask is not None:
-        attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device=META)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(query, key, value, 0.0, False, attn_mask=attn_mask, scale=scale)[0]
+    @property
+    def averages(self) -> bool:
+        return any(each.averages for each in self.states.values())
 
 
 def estimate_memory(
@@ -155,44 +88,77 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The prediction for a transformer whose config.json has `shape`, for the largest bucket.
 
-    text_length: tokens of the longest text. ranks: processes that share the work. ValueError where no adapter fits.
+    text_length: tokens of the longest text. ranks: processes that share the work. ValueError where no adapter fits,
+    RunError where the optimizer is not installed. Any train.device but cpu counts as a GPU.
     """
     settings, family = config.train, module_of(config.model.family_spec)
-    full = settings.adapter.type == "full"
+    masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
     half = train_precision(config) == "bfloat16"
-    masters = full and settings.weight_precision == "float32"
     dtype = torch.bfloat16 if half and not masters else torch.float32
-    autocast = torch.bfloat16 if half and masters else None
-    sparse = config.model.family_spec.sparse
-    full_attention = {key: value for key, value in shape.items() if sparse is None or key != sparse.key}
     # Its values change no size.
     adapter = settings.adapter.model_copy(update={"init": None, "init_weights": "default"})
     with META:
-        model = family.untrained(full_attention, dtype)
-        saved = quantised_savings(model, family, settings.base_precision) if settings.quantised else 0
+        model = family.untrained(shape, dtype)
+        loaded = sum_bytes(model.parameters())
+        if settings.quantised:
+            quantise_shapes(model, family, settings.base_precision)
         make_trainable(model, family, adapter, settings.weight_precision)
-    blocks = family.blocks(model)
-    if settings.gradient_checkpointing:
-        checkpoint_blocks(model, blocks[:: settings.gradient_checkpointing_interval])
-    kernels = KernelMode(autocast)
-    for block in blocks:
+        modules = [module for method in make_methods(settings.methods).values() if (module := method.modules())]
+    added = [weight for module in modules for weight in module.parameters()]
+    kernels = KernelMode(torch.bfloat16 if half and masters else None)
+    for block in family.blocks(model):
         kernels.follow(block)
-    weights, trained = sum_bytes(model.parameters()), sum_bytes(model.parameters(), trained=True)
-    count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    loaded = weights if full else weights - trained
-    rows = OPTIMIZERS if masters or not full else OPTIMIZERS | KAHAN_OPTIMIZERS
-    state, working = (int(each * count) for each in rows.get(settings.optimizer.name, rows["adamw"]))
-    frozen = [sum_bytes(block.parameters(), trained=False) for block in blocks]
-    hosted = sum(frozen) - max(frozen) if settings.offload.blocks else 0
-    working = 0 if settings.device == "cpu" else working
+    weights = sum_bytes(model.parameters())
+    own = [weight for weight in model.parameters() if weight.requires_grad]
+    trained = find_trained([*own, *added], settings)
+    hosted = hosted_weights(family.blocks(model), settings)
     bucket = max(buckets, key=lambda name: prod(latent_shape(config, name)))
+    if settings.gradient_checkpointing:
+        checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
     moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
-    gradients = trained * (2 if ranks > 1 else 1)  # DistributedDataParallel has a copy of them
-    activations = max(peak - weights - trained, working)
-    weights -= hosted + saved
-    device = weights + gradients + state + activations
-    host = LIBRARIES + max(loaded, hosted + moved)
-    return MemoryEstimate(device, weights, gradients, state, activations, host, trained + state, bucket)
+    activations = max(peak - weights - sum_bytes(own), trained.working)
+    gradients = trained.bytes * (2 if ranks > 1 else 1)  # DistributedDataParallel has a copy of them
+    average = 4 * sum(trained.numbers.values()) if settings.ema else 0
+    near = average if settings.ema and settings.ema.device == "auto" else 0
+    device = (weights + sum_bytes(added) - hosted, gradients, trained.state, near, activations)
+    offloaded = hosted + moved + average - near
+    exported, kept = exported_bytes(model, config, sum_bytes(own)), trained.state + average
+    # While a moving average is exported, the host has a copy of the weights that are trained.
+    copied = trained.bytes if trained.averages or settings.ema else 0
+    if settings.device == "cpu":
+        working = max(gradients + activations, copied)
+        host = max(loaded, sum(device) - gradients - activations + offloaded + working)
+    else:
+        host = max(loaded, offloaded + max(copied + min(exported, MODEL_FILE), kept))
+    # Weights that are not in the export bit for bit are in the checkpoint, too.
+    other = copied or settings.adapter.init_weights in MUTATING_INITS
+    checkpoint = exported + kept + (trained.bytes if other else sum_bytes(added))
+    return MemoryEstimate(sum(device), *device, offloaded, LIBRARIES + host, checkpoint, bucket)
+
+
+def find_trained(weights: Iterable[torch.nn.Parameter], settings: Train) -> Trained:
+    numbers, largest = dict[torch.dtype, int](), 0
+    for weight in weights:
+        numbers[weight.dtype] = numbers.get(weight.dtype, 0) + weight.numel()
+        largest = max(largest, weight.numel())
+    states = {dtype: measure_optimizer(settings.optimizer, dtype, settings.device == "cpu") for dtype in numbers}
+    return Trained(numbers, largest, states)
+
+
+def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> int:
+    """Bytes of the frozen weights that block offload keeps on the host: all but those of one block."""
+    frozen = [sum_bytes(each for each in block.parameters() if not each.requires_grad) for block in blocks]
+    return sum(frozen) - max(frozen) if settings.offload.blocks else 0
+
+
+def exported_bytes(model: Any, config: Config, trained: int) -> int:
+    """Of an adapter's files in a checkpoint, or of the transformer's. trained: bytes of the model's trained weights."""
+    adapter = config.train.adapter
+    if adapter.type == "full":
+        return sum_bytes(model.parameters())
+    files = len({"diffusers", *adapter.formats}) + (adapter.type == "lokr")  # LyCORIS' file
+    # With PiSSA and OLoRA the file has the difference of two.
+    return trained * files * (2 if adapter.init_weights in MUTATING_INITS else 1)
 
 
 def latent_shape(config: Config, bucket: str) -> tuple[int, ...]:
@@ -201,15 +167,15 @@ def latent_shape(config: Config, bucket: str) -> tuple[int, ...]:
     return Bucket.parse(bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
 
 
-def sum_bytes(weights: Iterator[torch.nn.Parameter], trained: bool | None = None) -> int:
-    return sum(each.numel() * each.element_size() for each in weights if trained in (None, each.requires_grad))
+def sum_bytes(weights: Iterable[torch.nn.Parameter]) -> int:
+    return sum(each.untyped_storage().nbytes() for each in weights)
 
 
 def step_memory(
     model: Any, family: FamilyModule, config: Config, bucket: str, text_length: int, kernels: KernelMode
 ) -> tuple[int, int]:
-    """(bytes that went to the host, bytes on the device at most, weights included) of the forward and backward passes
-    of one step."""
+    """(bytes of activations on the host at most, bytes on the device at most, weights included) of the forward and
+    backward passes of one step."""
     settings, offload = config.train, config.train.offload
     denoiser = Denoiser(model, family, config.model.task, None, {}, Offload(blocks=offload.blocks))
     meter, moved = MemoryMeter(), SavedOnHost()
@@ -229,22 +195,7 @@ def step_memory(
                 loss = flow.loss_per_sample(predicted, target, family.clean_frames(config.model.task)).sum()
             loss.backward()
     model.zero_grad(set_to_none=True)
-    return moved.bytes, meter.peak
-
-
-class SavedOnHost:
-    """Hooks for saved tensors that count what `save_on_host` would move, and give back tensors of the same layout."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def pack(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        self.bytes += tensor.numel() * tensor.element_size()
-        return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
-
-    def unpack(self, packed: tuple[Any, ...]) -> torch.Tensor:
-        size, stride, dtype, device = packed
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return moved.peak, meter.peak
 
 
 def make_batch(config: Config, model: Any, bucket: str, text_length: int) -> Batch:

@@ -69,16 +69,11 @@ def can_quantize(part: torch.nn.Linear, name: str) -> bool:
     return name != "nf4-bnb" or part.in_features % NF4_COLUMN_MULTIPLE == 0
 
 
-def quantised_savings(model: Any, family: FamilyModule, name: str) -> int:
-    """Bytes by which quantising makes the model's weights smaller: each weight has 8 or 4 bits, and scales come on top,
-    in the weights' dtype for a row, in float32 for 64 weights of nf4-bnb."""
-    saved = 0.0
-    for part in base_matrices(model, family).values():
-        if can_quantize(part, name):
-            size, count = part.weight.element_size(), part.weight.numel()
-            stored = count * 0.5625 if name == "nf4-bnb" else count + part.out_features * size
-            saved += count * size - stored
-    return int(saved)
+def packed_bytes(part: torch.nn.Linear, name: str) -> int:
+    """Of a quantised weight: each number has 8 or 4 bits, and scales come on top, in the weight's dtype for a row, in
+    float32 for 64 numbers of nf4-bnb."""
+    count = part.weight.numel()
+    return int(count * 0.5625) if name == "nf4-bnb" else count + part.out_features * part.weight.element_size()
 
 
 def quantize_base(model: Any, family: FamilyModule, name: str, via: str, device: torch.device) -> str:

@@ -1,0 +1,175 @@
+"""Tensors without bytes that take what tensors of a device would take, and a meter of the memory they stand for."""
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class under no other name
+
+from trainer.families.base import FamilyModule
+from trainer.setup.quantize import base_matrices, can_quantize, packed_bytes
+
+META = torch.device("meta")
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Bytes of the storages that are alive, and their maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.live = self.peak = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)  # torch keeps one Python object for as long as the storage is alive
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.drop, key)
+
+    def drop(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return out
+
+
+class KernelMode(TorchFunctionMode):
+    """What a device's own kernels do and meta tensors do not: attention that stores no scores, and autocast."""
+
+    CAST = (torch.nn.functional.linear, torch.nn.functional.conv2d, torch.matmul, torch.bmm)
+
+    def __init__(self, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.autocast = autocast
+        self.casts: dict[torch.Tensor, torch.Tensor] = {}  # as autocast keeps those of weights until the pass ends
+        self.entered = False
+
+    def __enter__(self) -> "KernelMode":
+        self.entered = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered = False
+        self.casts.clear()
+        super().__exit__(*error)
+
+    def follow(self, block: torch.nn.Module) -> None:
+        """Have the mode on too where the backward pass, which runs without it, computes a block again."""
+        compute = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if self.entered else KernelMode(self.autocast):
+                return compute(*args, **kwargs)
+
+        block.__dict__["forward"] = run
+
+    def cast(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            return value
+        if not isinstance(value, torch.nn.Parameter):
+            return value.to(self.autocast)
+        if value not in self.casts:
+            self.casts[value] = value.to(self.autocast)
+        return self.casts[value]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        attention = func is torch.nn.functional.scaled_dot_product_attention
+        if self.autocast and (attention or func in self.CAST):
+            args, kwargs = [self.cast(it) for it in args], {key: self.cast(it) for key, it in kwargs.items()}
+        if attention:
+            return attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, scale: Any = None, **__: Any) -> Any:
+    """Attention by the kernel whose memory is that of all flash kernels: the output and a number for each row."""
+    if attn_mask is not None:
+        attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device=META)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, 0.0, False, attn_mask=attn_mask, scale=scale)[0]
+
+
+class SavedOnHost:
+    """Hooks for saved tensors that give back tensors of the same layout, and count the bytes that `save_on_host` would
+    hold at most."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+
+    def pack(self, tensor: torch.Tensor) -> "SavedTensor":
+        saved = SavedTensor(tensor)
+        self.live += saved.bytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(saved, self.drop, saved.bytes)
+        return saved
+
+    def drop(self, size: int) -> None:
+        self.live -= size
+
+    def unpack(self, saved: "SavedTensor") -> torch.Tensor:
+        return torch.empty_strided(saved.size, saved.stride, dtype=saved.dtype, device=saved.device)
+
+
+class SavedTensor:
+    """All of a tensor but its values."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+        self.bytes = tensor.numel() * tensor.element_size()
+
+
+class QuantisedLinear(torch.nn.Linear):
+    """A linear layer on the meta device whose weight has the storage of a quantised one, and whose passes make the
+    tensors that the library `name` makes (optimum-quanto 0.2, torchao 0.18, bitsandbytes 0.50)."""
+
+    def __init__(self, part: torch.nn.Linear, name: str) -> None:
+        super().__init__(part.in_features, part.out_features, part.bias is not None, META, part.weight.dtype)
+        self.name, self.bias = name, part.bias
+        packed = torch.empty(packed_bytes(part, name) // 2, dtype=torch.bfloat16, device=META)
+        # Any dtype and shape: what looks at them, such as DoRA, sees those of the matrix.
+        whole = torch.empty(0, dtype=part.weight.dtype, device=META).set_(packed.untyped_storage())
+        self.weight = torch.nn.Parameter(whole.as_strided(part.weight.shape, (0, 1)), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.name.endswith("torchao"):  # a product like any other: autograd keeps the whole matrix
+            matrix = torch.empty(self.weight.shape, dtype=x.dtype, device=x.device)
+            scale = torch.empty(self.out_features, dtype=x.dtype, device=x.device)
+            out = torch.mm(x.reshape(-1, x.shape[-1]), matrix.t()) * scale
+            out = out.reshape(*x.shape[:-1], self.out_features)
+        else:
+            out = DequantisedProduct.apply(x, self.weight.shape, self.name == "int8-quanto")
+        return out if self.bias is None else out + self.bias
+
+
+class DequantisedProduct(torch.autograd.Function):
+    """x times the transposed matrix, which is made in each pass; `keep` keeps the input for the backward pass, as
+    optimum-quanto does without need."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, keep: bool) -> torch.Tensor:
+        ctx.shape = shape
+        ctx.save_for_backward(*([x] if keep else []))
+        matrix = torch.empty(shape, dtype=x.dtype, device=x.device)
+        return torch.matmul(x, matrix.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        matrix = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device)
+        return torch.matmul(grad, matrix), None, None
+
+
+def quantise_shapes(model: Any, family: FamilyModule, name: str) -> None:
+    """What `quantize_base` does, to a model on the meta device."""
+    for path, part in base_matrices(model, family).items():
+        if can_quantize(part, name):
+            model.set_submodule(path, QuantisedLinear(part, name))
