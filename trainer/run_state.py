@@ -69,7 +69,7 @@ def initial_adapter_checksum(config: Config) -> str | None:
     return None if place is None else file_checksum(find_adapter(Path(place)))
 
 
-BASE_TOKENS, MOST_TOKENS = 256, 4096  # of Flux: 256x256 and 1024x1024 pixels
+BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels
 BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
 HASH_ROWS = 1 << 18  # rows hashed at a time
 HASHED_STRINGS = ("sample_id", "bucket", "dataset")
@@ -116,7 +116,7 @@ def train_shift(config: Config, bucket: str) -> float:
 def shift_by_tokens(tokens: int) -> float:
     """The shift of an image of so many visual tokens: exp(mu), mu linear from 0.5 at 256 to 1.15 at 4096 tokens.
 
-    `calculate_shift` of diffusers' Flux pipeline, whose scheduler's exp(mu) / (exp(mu) + 1 / u - 1) is
+    `calculate_shift` of diffusers' pipelines, whose scheduler's exp(mu) / (exp(mu) + 1 / u - 1) is
     `flow.shift_sigma` by exp(mu). Of a video, the tokens of one frame; all frames' would give a shift of about 100 at
     24,576 tokens. Outside of 256..4096 tokens it is that of the nearest, 1.65 or 3.16, since the line was not made for
     them.

@@ -33,7 +33,7 @@ class Timesteps(Section):
     alpha: Shape = Field(2.0, description="of beta; above 1 fewer near data")
     beta: Shape = Field(2.0, description="of beta; above 1 fewer near noise")
     values: tuple[UnitFloat, ...] = Field((), strict=False, description="of list: sigmas, equally often")
-    auto_shift: bool = Field(False, description="a shift of each bucket by the tokens of one frame, as Flux has it")
+    auto_shift: bool = Field(False, description="a shift of each bucket by the tokens of one frame")
     low_discrepancy: bool = Field(False, description="spread the draws evenly, over a global batch and over steps")
 
     def _problems(self) -> Iterator[Problem]:

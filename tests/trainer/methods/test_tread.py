@@ -33,6 +33,7 @@ ROUTES = [
 ]
 ROUTED = {0: 0, 1: 0, 3: 1, 4: 1}  # block -> its route
 BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "nabla": "256x256@13", "sana": "256x192"}
+OUTSIDE = 0.25  # factor of the loss outside of masks
 NABLA = {"attention_type": "nabla", "attention_P": 0.2, "attention_wT": 3, "attention_wH": 1, "attention_wW": 1}
 NABLA |= {"attention_method": "topcdf", "attention_add_sta": True}
 
@@ -63,6 +64,7 @@ def start(make_config, make_set, made, deep) -> Callable[..., loop.TrainState]:
 
     def get(kind: str, routes: list | None, *, masks: bool = False, tread: dict | None = None, **settings: Any) -> Any:
         methods = {} if routes is None else {"tread": {"routes": routes, **(tread or {})}}
+        methods |= {"masked_loss": {"unmasked_weight": OUTSIDE}} if masks else {}
         settings = {"adapter": {"type": "full"}, "batch_size": 2, "caption_dropout": 0.0, **settings}
         settings["optimizer"] = {"max_grad_norm": 1e12, "warmup": 0}
         config = make_config("t2v" if kind == "nabla" else kind, methods=methods, **settings)
@@ -252,7 +254,8 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
             arguments = kandinsky5.model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
             predicted = kandinsky_by_hand(run.model, arguments, kept)
         target = part.noise_BCTHW[[number]] - single.latents_BCTHW
-        losses.append((predicted.view_as(target) - target)[:, :, run.skip_frames :].square().mean())
+        weight = OUTSIDE + (1 - OUTSIDE) * masks[number] if "mask" in batch.extras else torch.ones(())
+        losses.append((weight * (predicted.view_as(target) - target).square())[:, :, run.skip_frames :].mean())
     return torch.stack(losses).mean()
 
 
@@ -262,7 +265,7 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
     [("t2i", True, 1), ("i2i", False, 1), ("t2v", True, 0), ("i2v", True, 2), ("sana", True, 2), ("nabla", False, 1)],
 )
 def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:
-    """Loss and gradients of every weight; checkpointed: every how many blocks."""
+    """Loss and gradients of every weight; masks: with a masked loss; checkpointed: every how many blocks."""
     options = {"gradient_checkpointing": checkpointed > 0, "gradient_checkpointing_interval": max(checkpointed, 1)}
     run = start(kind, ROUTES, masks=masks, **options)
     found = step_once(run)
