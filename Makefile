@@ -10,16 +10,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLAVOUR ?=
 PYTEST_ARGS ?=
+# Without a virtual environment a Python that has torch already, such as that of a rented machine.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+ONLY ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-fast torture lint demo clean
+.PHONY: help venv test test-fast torture lint gpu demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real media with tiny models; no FLAVOUR: all five"
 	@echo "make test                 the whole test suite (PYTEST_ARGS=... are added)"
 	@echo "make test-fast            the same without the tests marked slow, for every change on the way"
 	@echo "make torture              kills, full disks, damage and hostile files in their long form (some tens of minutes)"
+	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
 	@echo "make lint                 ruff, mypy and the import contracts"
 	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
 	@echo "make clean                remove caches and what the demo made; $(VENV) stays"
@@ -47,6 +51,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(FLAVOUR)

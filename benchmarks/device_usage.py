@@ -1,4 +1,4 @@
-"""How much of a device a call uses: arithmetic, idle time, memory. No program; latents.py and text.py use it."""
+"""How much of a device a call uses: arithmetic, idle time, memory. No program; latents.py, text.py and gpu/ use it."""
 
 import statistics
 from collections.abc import Callable
@@ -69,12 +69,16 @@ def measure_usage(work: Callable[[], Any], device: torch.device, seconds: float 
 
 
 def kernel_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds in which at least one kernel ran."""
+    """Seconds in which at least one kernel or copy ran."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         time_call(work, device)
-    ran = [event.time_range for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    ran = [
+        event.time_range
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
     return covered_length([(span.start, span.end) for span in ran]) / 1e6
 
 

@@ -39,6 +39,7 @@ MID_QWEN = {
     },
 }  # fmt: skip
 CLIP_COMPONENTS = ("text_encoder_2", "tokenizer", "tokenizer_2")
+COMPONENTS = ("text_encoder", *CLIP_COMPONENTS)
 
 
 def make_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
@@ -46,7 +47,7 @@ def make_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
     from examples import tiny_models
 
     if options.true_size:
-        only, how = ("text_encoder", *CLIP_COMPONENTS), {"dtype": options.precision, "device": options.device}
+        only, how = COMPONENTS, {"dtype": options.precision, "device": options.device}
         return tiny_models.build(options.kind, folder, size="true", only=only, **how)
     tiny_models.build(options.kind, folder, only=CLIP_COMPONENTS)
     tiny_models.make_model("qwen", overrides=MID_QWEN).save_pretrained(folder / "text_encoder")

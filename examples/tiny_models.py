@@ -15,6 +15,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,25 @@ def make_untrained(part: str, size: str = "tiny", **overrides: Any) -> Any:
     return model_type(**config) if config_class is None else model_type(getattr(classes, config_class)(**config))
 
 
-def _randomise(model: Any, seed: int) -> None:
-    """Draw every weight again: matrices keep the scale of their input, biases are small, norms keep their values.
+def weight_scale(name: str, shape: Sequence[int]) -> float | None:
+    """Deviation of a random weight: a matrix keeps the scale of its input, a bias is small. None: a norm's weight.
 
     The classes' own initialisation sets Kandinsky's modulations to zero (then no block has an effect and the output
     ignores the text) and makes the text encoders' matrices so small that tokens hardly influence each other.
     """
+    if len(shape) >= 2:
+        scale = (shape[0] / prod(shape)) ** 0.5
+        return scale * (0.5 if "modulation" in name or name.startswith(("out_layer", "proj_out")) else 1.0)
+    return 0.1 if name.endswith("bias") else None
+
+
+def _randomise(model: Any, seed: int) -> None:
+    """Draw every weight again; norms keep their values."""
     import torch
 
     for name, parameter in sorted(model.named_parameters()):
-        if parameter.ndim >= 2:
-            scale = (parameter.shape[0] / parameter.numel()) ** 0.5
-            scale *= 0.5 if "modulation" in name or name.startswith(("out_layer", "proj_out")) else 1.0
-        elif name.endswith("bias"):
-            scale = 0.1
-        else:
+        scale = weight_scale(name, parameter.shape)
+        if scale is None:
             continue
         drawn_by = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
         with torch.no_grad():

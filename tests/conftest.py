@@ -52,6 +52,17 @@ def pytest_collection(session: pytest.Session) -> None:
     gc.disable()  # as garbage_collection_paused does for programs
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped without a CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} finds no CUDA device"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # nor are the modules' objects examined later, nor copied by forks
     gc.enable()

@@ -33,7 +33,7 @@ def train(config) -> dict:
     plan = BatchSchedule(
         data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
     )
-    return loop.train(config, data, plan, quiet(), "cpu")
+    return loop.train(config, data, plan, quiet(), config.train.device)
 
 
 def lines(config, key: str = "loss") -> dict[int, float]:

@@ -191,6 +191,7 @@ def window_mask(
     return (distances_NN3 <= torch.tensor([size // 2 for size in window], device=device)).all(-1)
 
 
+@torch.compiler.disable  # in compiled blocks too, flex attention is compiled alone, with options of its own
 def nabla_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: SparseParams) -> torch.Tensor:
     """Attention (B, L, heads, D) over the blocks that `nablaT_v2` chooses; L in the order of blocks.
 
@@ -205,17 +206,26 @@ def nabla_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     elif query.device.type == "meta":  # memory is predicted, and what is left out changes no size
         out = F.scaled_dot_product_attention(query, key, value)
     else:
-        dense = blocks.to_dense().bool().repeat_interleave(BLOCK_TOKENS, -2).repeat_interleave(BLOCK_TOKENS, -1)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=dense)
+        out = dense_attention(query, key, value, blocks)
     return out.transpose(1, 2)
+
+
+def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Any) -> torch.Tensor:
+    """Attention (B, heads, L, D) over the chosen blocks, a flex attention BlockMask, by a mask of every pair (L, L)."""
+    dense = blocks.to_dense().bool().repeat_interleave(BLOCK_TOKENS, -2).repeat_interleave(BLOCK_TOKENS, -1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=dense)
 
 
 @functools.cache
 def compiled_flex(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor]:
-    """Compiled flex attention, after a check that it really leaves blocks out on this device."""
+    """Compiled flex attention, after a check that it really leaves blocks out on this device.
+
+    max_autotune, because the kernels that inductor takes otherwise divide queries or keys by 128, and refuse blocks of
+    64: on Ampere those of the forward pass, on Hopper those of both (torch 2.11 to 2.13, flex_attention.py).
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    flex = torch.compile(flex_attention)
+    flex = torch.compile(flex_attention, options={"max_autotune": True})
     check_block_mask_used(flex, device, dtype, head_dim)
     return flex
 

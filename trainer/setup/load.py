@@ -1,6 +1,6 @@
 """Loading the transformer: the only part of a checkpoint that training reads."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,19 +16,21 @@ from trainer.families.base import Experts, FamilyModule
 from trainer.run_state import RunError, train_precision
 
 
-def load_transformer(config: Config, family: FamilyModule, device: torch.device) -> tuple[Any, torch.dtype | None]:
+def load_transformer(
+    config: Config, family: FamilyModule, device: torch.device, load: Callable[..., Any] | None = None
+) -> tuple[Any, torch.dtype | None]:
     """The transformer on the device, and the dtype of autocast, None without it. RunError where it can't be trained.
 
     Full-rank weights stay float32 and compute under autocast, as steps of 1e-5 vanish in bfloat16 weights, unless the
     optimizer sums what they lose (train.weight_precision). A base that is going to be quantised is on the CPU:
-    `quantize_base` moves it.
+    `quantize_base` moves it. load: in place of the family's function of this name, with the same parameters.
     """
     half, settings = train_precision(config) == "bfloat16", config.train
     masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
     dtype = torch.bfloat16 if half and not masters else torch.float32
     with explain_checkpoint_errors(config):
         where = torch.device("cpu") if settings.quantised else device
-        model = family.load(config.model.source, config.model.revision, dtype, where)
+        model = (load or family.load)(config.model.source, config.model.revision, dtype, where)
     return model, torch.bfloat16 if half and masters else None
 
 

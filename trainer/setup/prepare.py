@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,9 +90,15 @@ def unwrap_at_end(run: TrainState) -> Iterator[None]:
 
 
 def prepare_training(
-    config: Config, data: TrainSet, schedule: BatchSchedule, console: Console, device: str
+    config: Config,
+    data: TrainSet,
+    schedule: BatchSchedule,
+    console: Console,
+    device: str,
+    load: Callable[..., Any] | None = None,
 ) -> TrainState:
-    """Load the transformer, add what is trained, and move both to the device."""
+    """Load the transformer, add what is trained, and move both to the device. load: in place of the family's; the
+    benchmarks draw random weights."""
     settings = config.train
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -109,7 +115,7 @@ def prepare_training(
     check_setup(config, family, accelerator.device, ranks)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     with by_turns(accelerator, sharded):
-        denoiser = prepare_model(config, data, family, methods, accelerator, signature, console)
+        denoiser = prepare_model(config, data, family, methods, accelerator, signature, console, load)
     model, trainable = denoiser.model, denoiser.trainable()
     wrapped = denoiser
     if not sharded:
@@ -148,13 +154,14 @@ def prepare_model(
     accelerator: Accelerator,
     signature: dict[str, Any],
     console: Console,
+    load: Callable[..., Any] | None = None,
 ) -> Denoiser:
     """The transformer with what is trained, on the device or sharded over devices; completes the signature."""
     settings, device = config.train, accelerator.device
     sharded = uses_sharding(settings.parallel, accelerator.num_processes)
     place = f"on {device}, computing in {run_state.train_precision(config)}"
     with console.activity(f"loading the transformer of {config.model.source} {place}"):
-        model, autocast = load_transformer(config, family, loading_device(settings.offload, sharded, device))
+        model, autocast = load_transformer(config, family, loading_device(settings.offload, sharded, device), load)
     with explain_checkpoint_errors(config):
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
         signature["base weights"] = fingerprint_model(model)  # before it is quantised: the same for any base_precision

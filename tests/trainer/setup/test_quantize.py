@@ -55,25 +55,28 @@ def wide(tmp_path_factory, tiny):
     return get
 
 
-def adapted(kind: str, folder: Path, name: str | None, dtype: torch.dtype, via: str = "cpu", **adapter):
+def adapted(
+    kind: str, folder: Path, name: str | None, dtype: torch.dtype, via: str = "cpu", device: str = "cpu", **adapter
+):
     """The model with an adapter that has moved away from its start."""
     family, _ = KINDS[kind]
     model = family.load(str(folder), dtype=dtype)
     if name:
-        quantize_base(model, family, name, via, torch.device("cpu"))
+        quantize_base(model, family, name, via, torch.device(device))
     torch.manual_seed(0)
     make_trainable(model, family, Adapter(rank=4, **adapter))
     torch.manual_seed(1)
     for parameter in adapters.trainable_parameters(model).values():
-        parameter.data += 0.02 * torch.randn(parameter.shape)
-    return model
+        parameter.data += 0.02 * torch.randn(parameter.shape).to(parameter.device)
+    return model.to(device)
 
 
 def step(kind: str, model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, prediction and the adapter's gradient of a fixed batch."""
     family, task = KINDS[kind]
-    batch = make_batch(kind)
-    predicted = family.predict(model, batch.latents_BCTHW, torch.tensor([0.3, 0.8]), batch, task).float()
+    device = next(model.parameters()).device
+    batch, sigma_B = make_batch(kind).to(device, torch.float32), torch.tensor([0.3, 0.8], device=device)
+    predicted = family.predict(model, batch.latents_BCTHW, sigma_B, batch, task).float()
     loss = (predicted - batch.latents_BCTHW).square().mean()
     loss.backward()
     gradient = torch.cat([weight.grad.flatten() for weight in adapters.trainable_parameters(model).values()])
@@ -106,6 +109,27 @@ def test_forward_and_backward_stay_within_the_error_of_the_format(wide, kind, na
         checkpointed = adapted(kind, wide(kind), name, torch.float32, **adapter).train()
         checkpointed.enable_gradient_checkpointing()
         assert errors(step(kind, checkpointed), wanted) == pytest.approx(found, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", list(WIDE))
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_card_too(wide, make_config, kind, name):
+    """In bfloat16, quantised on the card, whose kernels are others."""
+    family, _ = KINDS[kind]
+    try:
+        config = make_config("sana" if kind == "sana" else "t2i", base_precision=name)
+        check_setup(config, family, torch.device("cuda"), 1)
+    except RunError as error:  # fp8 on older cards; sides of the tiny checkpoints
+        if "multiples of 64" not in str(error):
+            pytest.skip(str(error))
+    on_card = {"via": "device", "device": "cuda"}
+    wanted = step(kind, adapted(kind, wide(kind), None, torch.float32, **on_card))
+    rounding = errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **on_card)), wanted)
+    found = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **on_card)), wanted)
+    assert found[1] > 1e-4, "it is quantised"
+    for value, base, bound in zip(found, rounding, BOUNDS[name], strict=True):
+        assert value <= bound + 2 * base
 
 
 @pytest.mark.parametrize("name", NAMES)

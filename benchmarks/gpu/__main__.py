@@ -1,0 +1,127 @@
+"""What only a card can show, in 10 minutes: the tests marked gpu, and every benchmark that needs a card.
+
+    make gpu [ONLY=part,part]
+    python -m benchmarks.gpu [--only PART,PART] [--minutes 10] [--results FOLDER]
+    python -m benchmarks.gpu --tiny --device cpu --results FOLDER       the same code without a card
+
+Each part runs in a process of its own that is ended after its limit; what a part printed before it failed is kept, with
+the reason. Results are written to benchmarks/results/gpu-<card>.md after each part, where they replace that part's
+section alone. A part for which too little time is left is not begun, and its section says so if it has no other.
+Random weights are drawn on the card: nothing is downloaded, and little is written to the disk.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.gpu import results
+from benchmarks.gpu.parts import CARD, PARTS, Part, PartOptions
+from benchmarks.gpu.processes import Outcome, PartProcess
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+#: Module -> package: what the parts import at once.
+NEEDED = {
+    "accelerate": "accelerate", "diffusers": "diffusers", "ftfy": "ftfy", "peft": "peft", "pyarrow": "pyarrow",
+    "pydantic": "pydantic", "rich": "rich", "ruamel.yaml": "ruamel.yaml", "safetensors": "safetensors",
+    "torch": "torch", "transformers": "transformers", "typer": "typer", "xxhash": "xxhash",
+}  # fmt: skip
+
+
+def missing_packages() -> list[str]:
+    def is_there(module: str) -> bool:
+        return find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None
+
+    return [package for module, package in NEEDED.items() if not is_there(module)]
+
+
+def write_section(part: Part, facts: Mapping[str, str], outcome: Outcome) -> str:
+    lines = [f"## {part.title}", "", f"{date.today()}, {facts['versions']}; {outcome.seconds:.0f} s.", ""]
+    if outcome.printed.strip():
+        lines += [outcome.printed.strip(), ""]
+    if outcome.problem:
+        lines += [f"**Not whole**: {outcome.problem}", ""]
+    return "\n".join(lines)
+
+
+def write_head(facts: Mapping[str, str]) -> str:
+    return "\n".join(
+        [
+            f"# {facts['card']}",
+            "",
+            "Written by `make gpu` (`python -m benchmarks.gpu --help`). Weights are random, of the published shapes.",
+            "",
+            facts["details"],
+            "",
+            "Of a step: peak GiB is `torch.cuda.max_memory_allocated`, reserved what torch's allocator took, predicted "
+            "what `latentpress train --dry-run` says. Of the peak: arithmetic of the forward and the backward pass, "
+            "without what is computed again, in relation to a product of large bfloat16 matrices. Idle: share of the "
+            "time in which no kernel and no copy ran.",
+        ]
+    )
+
+
+def run_parts(parts: Mapping[str, Part], options: PartOptions, folder: Path, card: Part = CARD) -> int:
+    """Run them one after the other within `options.seconds`; the exit status: 0 where all ended well."""
+    deadline = time.monotonic() + options.seconds
+
+    def with_limit(part: Part, left: float, **more: float) -> PartOptions:
+        return PartOptions(options.device, options.tiny, min(part.limit, left), **more)
+
+    waiting = PartProcess(card)
+    outcome = waiting.run(with_limit(card, options.seconds))
+    if outcome.problem is not None:
+        print(f"{card.title}: {outcome.problem}", file=sys.stderr)
+        return 2
+    facts = json.loads(outcome.printed.splitlines()[-1])
+    path, failed, names = folder / results.file_name(facts["card"]), [], [*parts]
+    head, sections = write_head(facts), results.read_sections(path)
+    following: PartProcess | None = None
+    try:
+        for number, name in enumerate(names):
+            part, left = parts[name], deadline - time.monotonic()
+            process = following or PartProcess(part)
+            following = PartProcess(parts[names[number + 1]]) if number + 1 < len(names) else None
+            if left < min(part.least, part.limit):
+                process.end()
+                outcome = Outcome("", 0.0, f"not begun, as {max(0.0, left):.0f} s were left; `make gpu ONLY={name}`")
+                sections.setdefault(name, write_section(part, facts, outcome))
+            else:
+                print(f"{name}: {part.title} ...", file=sys.stderr, flush=True)
+                outcome = process.run(with_limit(part, left, peak_flops=facts["peak_flops"]))
+                sections[name] = write_section(part, facts, outcome)
+            failed += [name] if outcome.problem else []
+            print(f"{name}: {outcome.problem or 'done'} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
+            results.write_sections(path, head, sections, [*PARTS])
+    finally:
+        if following is not None:
+            following.end()
+    print(path)
+    return 1 if failed else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help=f"parts, with commas between them: {', '.join(PARTS)}")
+    parser.add_argument("--minutes", type=float, default=10.0, help="in all")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a folder")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, which say nothing of speed")
+    chosen = parser.parse_args(arguments)
+    names = [name.strip() for name in chosen.only.split(",") if name.strip()] or [*PARTS]
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"no part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    if chosen.device == "cpu" and not chosen.tiny:
+        parser.error("--device cpu takes hours without --tiny")
+    if missing := missing_packages():
+        parser.error(f"{sys.executable} has no {', '.join(missing)}; install them, or choose another by GPU_PYTHON=...")
+    options = PartOptions(chosen.device, chosen.tiny, 60 * chosen.minutes)
+    return run_parts({name: PARTS[name] for name in names}, options, chosen.results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

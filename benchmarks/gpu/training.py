@@ -1,0 +1,250 @@
+"""Training steps of a transformer with random weights, by the trainer's own code, with each of several settings.
+
+The training set is written to a temporary folder: a few samples of the true shapes, which the trainer reads as ever.
+"""
+
+import gc
+import io
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import device_usage as devices
+from benchmarks.common import print_header, print_row
+from benchmarks.gpu.parts import PartOptions
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from examples.random_transformer import make_transformer
+from examples.tiny_sets import Item, latent, write_set
+from schemas.cli.console import Console
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from trainer.families.base import module_of
+from trainer.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.setup.prepare import TrainState, prepare_training
+from trainer.train import train_step
+
+GIB = 2**30
+TIMED_STEPS, TIMED_SECONDS = 5, 6.0  # at most, beyond two steps
+COMPILING_SECONDS = 50  # of a first step with compiled blocks, on a machine that never compiled them
+PREDICTORS = 3  # processes; a prediction takes some seconds of a CPU
+COLUMNS = ("settings", "peak GiB", "reserved", "predicted", "predicted / peak", "s/step", "of the peak", "idle")
+
+
+@dataclass(frozen=True)
+class Model:
+    """shape: the transformer's config.json. bucket, tokens: of the samples and their texts."""
+
+    family: str
+    flavour: str
+    shape: Mapping[str, Any]
+    bucket: str
+    tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """settings: of the section `train`. bucket: another than the model's."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    bucket: str | None = None
+
+
+def make_tiny(case: Case) -> Case:
+    """Compiled without a compiler."""
+    return replace(case, settings={**case.settings, "compile_backend": "eager"}) if "compile" in case.settings else case
+
+
+def make_config(model: Model, case: Case, folder: Path, device: str) -> Config:
+    """A run of the case, whose weights are nowhere: `model.path` has a config.json alone."""
+    dataset = {"id": "made", "instance_data_dir": "none"}
+    dataset |= {"dataset_type": "video"} if "@" in model.bucket else {}
+    train = {"device": device, "steps": 1000, "caption_dropout": 0.0, "optimizer": {"warmup": 1}, **case.settings}
+    settings = {"root": str(folder / "work"), "output": str(folder / "output"), "datasets": [dataset], "train": train}
+    source = {"family": model.family, "flavour": model.flavour, "path": str(folder / "model"), "precision": "bfloat16"}
+    return Config.model_validate({**settings, "model": source})
+
+
+def make_set(model: Model, config: Config, bucket: str) -> None:
+    """A training set of four samples with texts of equal length, so that a graph is compiled once."""
+    rng, spec = np.random.default_rng(0), config.model.family_spec
+    widths = {name: model.shape.get(key) for name, key in spec.text_widths.items()}
+    if None in widths.values():  # a key that the class's default has
+        with torch.device("meta"):
+            built = module_of(spec).untrained(model.shape)
+        widths = {name: built.config[key] for name, key in spec.text_widths.items()}
+
+    def text() -> dict[str, np.ndarray]:
+        shapes = {"embeds": (model.tokens, widths["embeds"]), "pooled": (widths.get("pooled"),)}
+        return {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in widths}
+
+    items = [Item(bucket, latent(rng, config, bucket), [text()]) for _ in range(4)]
+    write_set(Path(config.root), config, items, text(), dtype="bfloat16")
+
+
+def write_shape(model: Model, folder: Path) -> None:
+    (folder / "model" / "transformer").mkdir(parents=True, exist_ok=True)
+    (folder / "model" / "transformer" / "config.json").write_text(json.dumps(dict(model.shape)))
+
+
+def prepare(model: Model, case: Case, folder: Path, device: str) -> TrainState:
+    """The trainer's own way, with weights drawn on the device in place of loaded ones."""
+    config, bucket = make_config(model, case, folder, device), case.bucket or model.bucket
+    write_shape(model, folder)
+    make_set(model, config, bucket)
+    family = module_of(config.model.family_spec)
+
+    def load(source: str, revision: str | None, dtype: torch.dtype, where: torch.device) -> Any:
+        return make_transformer(family, model.shape, dtype, where, drawn_on=device)
+
+    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
+    size, settings = config.train.batch_size, config.train
+    plan = BatchSchedule(data.spans, 0, size, size * settings.accumulate)
+    return prepare_training(config, data, plan, Console(stderr=io.StringIO()), device, load)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """seconds: of a step, the median. peak, reserved: bytes; idle: share of a step. None without CUDA."""
+
+    seconds: float
+    peak: int | None = None
+    reserved: int | None = None
+    idle: float | None = None
+
+
+def measure_steps(run: TrainState, seconds: float = TIMED_SECONDS, warm: int = 1) -> Measured:
+    """Steps of a prepared run, after `warm` that are not counted, in which memory is allocated and blocks are
+    compiled."""
+    device = run.accelerator.device
+    with closing(run.loader.steps(0, 1000)) as batches:  # read ahead
+        step = lambda: train_step(run, next(batches))  # noqa: E731
+        for _ in range(warm):
+            step()
+        if device.type != "cuda":
+            return Measured(devices.time_call(step, device))
+        torch.cuda.reset_peak_memory_stats(device)
+        times: list[float] = []
+        while len(times) < 2 or (len(times) < TIMED_STEPS and sum(times) < seconds):
+            times.append(devices.time_call(step, device))
+        median = statistics.median(times)
+        peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        idle = 1 - min(1.0, devices.kernel_seconds(step, device) / median)
+        return Measured(median, peak, reserved, idle)
+
+
+def count_operations(run: TrainState) -> int:
+    """Of a sample's forward and backward pass, without what checkpointing computes again. The backward pass has of each
+    matrix product one for the inputs, and in full-rank training one for the weights; of attention 2.5 times as much."""
+    micro_batch = run.loader.step(0).micro_batches[0]
+    batch = micro_batch.batch.to(run.accelerator.device, torch.float32)
+    sigma_B = torch.full((len(batch),), 0.5, device=run.accelerator.device)
+    denoiser = run.accelerator.unwrap_model(run.denoiser).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        denoiser(batch.latents_BCTHW, sigma_B, batch)
+    passes = 3 if run.config.train.adapter.type == "full" else 2
+    counts = counter.get_flop_counts()["Global"]
+    factors = {operator: 3.5 if "attention" in str(operator) else passes for operator in counts}
+    return int(sum(factors[operator] * count for operator, count in counts.items())) // len(batch)
+
+
+def predict(model: Model, case: Case) -> MemoryEstimate:
+    """In a process without a card."""
+    config = make_config(model, case, Path("none"), "auto")
+    return estimate_memory(config, model.shape, [case.bucket or model.bucket], model.tokens)
+
+
+def start_predicting(
+    stack: ExitStack, model: Model, cases: Sequence[Case], tiny: bool
+) -> dict[str, Callable[[float], MemoryEstimate]]:
+    """Case -> what waits for its prediction, for some seconds at most. They are computed while the card works."""
+    if tiny:
+        return {case.name: lambda seconds, case=case: predict(model, case) for case in cases}  # type: ignore[misc]
+    pool = stack.enter_context(
+        multiprocessing.get_context("spawn").Pool(PREDICTORS, os.nice, (10,))
+    )  # ended with the stack
+    return {case.name: pool.apply_async(predict, (model, case)).get for case in cases}
+
+
+def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> None:
+    """Print a row for each case; one that fails has its reason there, and the others are measured. SystemExit at the
+    end where one failed that is no lack of memory or of a library."""
+    cases = [make_tiny(case) for case in cases] if options.tiny else cases
+    deadline, longest, operations, failed = time.monotonic() + options.seconds, 0.0, None, []
+    print(f"{model.bucket}, texts of {model.tokens} tokens, bfloat16.\n")
+    print_header(*COLUMNS)
+    with ExitStack() as stack:
+        predictions = start_predicting(stack, model, cases, options.tiny)
+        for case in cases:
+            start, name = time.monotonic(), case.name + (f", {case.bucket}" if case.bucket else "")
+            left, compiled = deadline - start, case.settings.get("compile", "none") != "none"
+            if left < 1.3 * longest + (COMPILING_SECONDS if compiled and not options.tiny else 0):
+                print_row(name, f"not begun: {left:.0f} s were left", *[""] * (len(COLUMNS) - 2))
+                continue
+            measured, found, problem = None, None, ""
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    run = prepare(model, case, Path(folder), options.device)
+                    if operations is None and not (run.config.train.quantised or compiled or case.bucket):
+                        operations = count_operations(run)
+                    measured = measure_steps(run, warm=2 if compiled else 1)
+                except (torch.OutOfMemoryError, LatentpressError) as error:
+                    problem = describe(error)
+                except Exception as error:  # whatever a case does, the others are measured
+                    problem, failed = describe(error), [*failed, name]
+            run = None
+            forget_models()
+            with suppress(multiprocessing.TimeoutError):
+                found = predictions[case.name](max(1.0, min(20.0, deadline - time.monotonic() - 5)))
+            samples = case.settings.get("batch_size", 1)
+            rate = None if case.bucket or operations is None else samples * operations / options.peak_flops
+            print_row(name, *format_cells(measured, found, rate, problem))
+            longest = longest if compiled else max(longest, time.monotonic() - start)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def describe(error: BaseException) -> str:
+    """In words that are short enough for a table."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = str(error).replace("|", "/").strip().splitlines() or [""]
+    if isinstance(error, LatentpressError):  # the second line is the next step
+        return lines[0][:250]
+    return f"{type(error).__name__}: {' '.join(' '.join(lines).split())[:250]}"
+
+
+def forget_models() -> None:
+    """Free what a case had on the device, and what was compiled for it."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def format_cells(
+    measured: Measured | None, predicted: MemoryEstimate | None, least_seconds: float | None, problem: str
+) -> list[str]:
+    """All columns but the first. least_seconds: of the operations at the card's peak."""
+    guess = "" if predicted is None else f"{predicted.device / GIB:.1f}"
+    if measured is None:
+        return [problem, "", guess, "", "", "", ""]
+    peak, reserved = ("" if size is None else f"{size / GIB:.1f}" for size in (measured.peak, measured.reserved))
+    ratio = "" if predicted is None or measured.peak is None else f"{predicted.device / measured.peak:.2f}"
+    share = "" if least_seconds is None else f"{least_seconds / measured.seconds:.0%}"
+    idle = "" if measured.idle is None else f"{measured.idle:.0%}"
+    return [peak, reserved, guess, ratio, f"{measured.seconds:.3g}", share, idle]

@@ -1,0 +1,184 @@
+"""`make gpu` without a card: parts that end in every way, and each part's own code on tiny shapes."""
+
+import json
+import os
+import re
+import subprocess
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmarks import device_usage
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import marked_tests, pro, results, sana, training, video_lite
+from benchmarks.gpu.parts import CARD, PARTS, Part, PartOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = PartOptions("cpu", tiny=True, seconds=300, peak_flops=1e10)
+
+
+def part(function: str, limit: float = 30, least: float = 0) -> Part:
+    return Part(f"The part {function}", f"tests.benchmarks.gpu_parts:{function}", limit, least)
+
+
+def section(path: Path, name: str) -> str:
+    return results.read_sections(path)[name]
+
+
+def test_each_part_ends_alone_and_replaces_its_own_section(tmp_path: Path) -> None:
+    options, card = PartOptions(seconds=120), part("card")
+    parts = {
+        "hangs": part("hangs", limit=1.5),
+        "fails": part("fails"),
+        "crashes": part("crashes"),
+        "fine": part("fine"),
+    }
+    assert program.run_parts(parts, options, tmp_path, card) == 1
+    path = tmp_path / "gpu-a-card-80gb.md"
+    assert path.read_text().startswith("# A Card 80GB\n") and "80 GiB." in path.read_text()
+    assert "| fine | cuda | False | 5e+14 |" in section(path, "fine") and "Not whole" not in section(path, "fine")
+    assert "| before it failed | 1 |" in section(path, "fails")
+    assert "ended by exit status 1" in section(path, "fails") and "a kernel is not there" in section(path, "fails")
+    assert "ended by signal SIGSEGV" in section(path, "crashes")
+    assert "ended after its limit of 2 s" in section(path, "hangs")
+    started = re.search(r"^\d+$", section(path, "hangs"), re.MULTILINE)
+    assert started and is_gone(int(started[0])), "what the part started ended with it"
+    before = path.read_text()
+    assert program.run_parts({"fails": part("fine"), "new": part("fine")}, options, tmp_path, card) == 0
+    after = results.read_sections(path)
+    assert "| fine |" in after["fails"] and "| fine |" in after["new"] and "Not whole" not in after["fails"]
+    assert after["crashes"] == section_of(before, "crashes") and [*after] == [
+        "hangs",
+        "fails",
+        "crashes",
+        "fine",
+        "new",
+    ]
+
+
+def section_of(text: str, name: str) -> str:
+    found = results.MARK.split(text)
+    return found[found.index(name) + 1]
+
+
+def is_gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_what_no_time_is_left_for_is_said_and_keeps_its_figures(tmp_path: Path) -> None:
+    options, card = PartOptions(seconds=60), part("card")
+    late = {"late": part("fine", limit=2000, least=1000)}
+    assert program.run_parts(late, options, tmp_path, card) == 1
+    path = tmp_path / "gpu-a-card-80gb.md"
+    assert re.search(r"not begun, as \d+ s were left; `make gpu ONLY=late`", section(path, "late"))
+    assert program.run_parts({"late": part("fine")}, options, tmp_path, card) == 0
+    measured = section(path, "late")
+    assert program.run_parts(late, options, tmp_path, card) == 1
+    assert section(path, "late") == measured
+
+
+def test_without_a_card_it_says_so(tmp_path: Path, capsys) -> None:
+    assert program.run_parts({}, PartOptions(seconds=30), tmp_path, part("no_card")) == 2
+    assert "torch 9 finds no CUDA device" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+    for words, said in (
+        (["--only", "tets"], "no part tets; choose from tests, video-lite"),
+        (["--device", "cpu"], "takes hours without --tiny"),
+    ):
+        with pytest.raises(SystemExit):
+            program.main(words)
+        assert said in capsys.readouterr().err
+
+
+def test_make_takes_the_environment_that_is_there(tmp_path: Path) -> None:
+    """In a folder without a virtual environment, a Python from outside."""
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    run = lambda: subprocess.run(  # noqa: E731
+        ["make", "-n", "gpu", "ONLY=nabla,vae", "PYTHON=/usr/bin/its-python"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+    ).stdout.strip()
+    assert run() == "/usr/bin/its-python -m benchmarks.gpu --only nabla,vae"
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    assert run() == ".venv/bin/python -m benchmarks.gpu --only nabla,vae"
+
+
+def test_every_part_is_there_and_the_tests_are_found() -> None:
+    for name in (*PARTS.values(), CARD):
+        assert (ROOT / f"{name.module.replace('.', '/')}.py").is_file()
+    names = {path.relative_to(ROOT / "tests").as_posix() for path in marked_tests.marked_files()}
+    assert {"trainer/gpu/test_runs.py", "trainer/setup/test_quantize.py"} <= names
+
+
+def rows(printed: str) -> list[list[str]]:
+    lines = [line for line in printed.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.slow
+def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
+    """One case of each sort; all are valid configurations."""
+    for name in ("video-lite", "image-lite", "sana", "pro"):
+        module = import_module(PARTS[name].module)
+        for tiny in (False, True):
+            for case in module.CASES:
+                assert training.make_config(module.model(tiny), case, tmp_path, "cuda").train.device == "cuda"
+    chosen = [case for case in video_lite.CASES if case.name in ("LoRA", "compiled blocks", "base nf4-bnb")]
+    broken = training.Case("refused", {"offload": {"blocks": True, "streams": True}})
+    monkeypatch.setattr(video_lite, "CASES", [*chosen, broken])
+    video_lite.run(TINY)
+    heads, *found = rows(capsys.readouterr().out)
+    assert heads == list(training.COLUMNS) and [row[0] for row in found] == [case.name for case in video_lite.CASES]
+    assert all(float(row[5]) > 0 and row[6].endswith("%") for row in found[:-1]), found
+    assert "cpu has no streams to copy on" in found[-1][1] and found[-1][3]
+    monkeypatch.setattr(pro, "CASES", [case for case in pro.CASES if "61" in str(case.bucket)])
+    pro.run(TINY)
+    assert rows(capsys.readouterr().out)[1][0] == "block and activation offload, 128x128@9"
+
+
+@pytest.mark.slow
+def test_a_case_that_fails_leaves_the_others(capsys, monkeypatch) -> None:
+    """And one for which no time is left says so."""
+    step, calls = training.train_step, []
+
+    def failing(run, batches):
+        calls.append(run)
+        if len(calls) == 1:
+            raise RuntimeError("CUDA error: an illegal | access")
+        return step(run, batches)
+
+    monkeypatch.setattr(training, "train_step", failing)
+    cases = [training.Case(str(number), sana.full("adamw-fused")) for number in range(2)]
+    with pytest.raises(SystemExit, match="failed: 0"):
+        training.measure_cases(TINY, sana.model(tiny=True), cases)
+    _, first, second = rows(capsys.readouterr().out)
+    assert first[1] == "RuntimeError: CUDA error: an illegal / access" and float(second[5]) > 0
+    monkeypatch.setattr(training, "train_step", step)
+    training.measure_cases(PartOptions("cpu", True, 0.5), sana.model(tiny=True), cases)
+    assert rows(capsys.readouterr().out)[2][1].startswith("not begun: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nabla", "vae", "text"])
+def test_other_parts_on_tiny_shapes(capsys, name) -> None:
+    import_module(PARTS[name].module).run(TINY)
+    assert len(rows(capsys.readouterr().out)) >= 2
+
+
+@pytest.mark.slow
+def test_the_card_describes_itself(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(device_usage.MATRIX_SIDE, "cpu", 32)
+    import_module(CARD.module).run(TINY)
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert facts["card"] == "CPU" and facts["peak_flops"] > 0 and "bfloat16" in facts["details"]
+    if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit, match="finds no CUDA device; install"):
+            import_module(CARD.module).run(PartOptions())

@@ -1,0 +1,13 @@
+"""The device of these tests: a CPU, where the same code runs as far as it can, and a CUDA device."""
+
+from collections.abc import Iterator
+
+import pytest
+from accelerate.test_utils.testing import AccelerateTestCase
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    AccelerateTestCase("run").tearDown()  # forgets the device of other tests
+    yield request.param
+    AccelerateTestCase("run").tearDown()
