@@ -88,9 +88,9 @@ def main() -> None:
     for name in names:
         folder = relative_path(out / name)
         result = "model" if FLAVOURS[name].adapter == "full" else "adapter"
-        print(f"  {name}: shards        {folder}/work/text/, {folder}/work/latents/")
-        print(f"  {name}: {result.ljust(12)}  {folder}/output/demo/{result}/")
-        print(f"  {name}: samples       {folder}/output/demo/samples/contact-sheet.png")
+        print(f"  {f'{name}: shards':20}{folder}/work/text/, {folder}/work/latents/")
+        print(f"  {f'{name}: {result}':20}{folder}/output/demo/{result}/")
+        print(f"  {f'{name}: samples':20}{folder}/output/demo/samples/contact-sheet.png")
 
 
 def log(message: str) -> None:

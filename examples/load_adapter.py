@@ -24,6 +24,7 @@ from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
+from trainer.run_state import result_folder
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except LatentpressError as error:
         sys.exit(f"error: {error}")
     for config in configs:
+        if not result_folder(config).is_dir():
+            sys.exit(f"error: {result_folder(config)} is not there; train it first: latentpress train")
         if arguments.prompt is None:
             check_output_changes(config)
         else:
@@ -88,16 +91,16 @@ def base_pipeline(config: Config, **components: Any) -> Any:
 
 def load_trained(pipeline: Any, config: Config) -> None:
     """Load the trained weights into the pipeline."""
-    run = Path(config.output) / config.train.run
+    result = result_folder(config)
     if config.train.adapter.type == "full":
         base = pipeline.transformer
-        trained = type(base).from_pretrained(run / "model" / "transformer", use_safetensors=True, dtype=base.dtype)
+        trained = type(base).from_pretrained(result, use_safetensors=True, dtype=base.dtype)
         pipeline.register_modules(transformer=trained)
     elif config.train.adapter.type == "lokr":  # load_lora_weights takes LoRA only
         name = "pytorch_lora_weights.safetensors"
-        pipeline.transformer.load_lora_adapter(run / "adapter", prefix="transformer", weight_name=name)
+        pipeline.transformer.load_lora_adapter(result, prefix="transformer", weight_name=name)
     else:
-        pipeline.load_lora_weights(run / "adapter")
+        pipeline.load_lora_weights(result)
 
 
 def generate(config: Config, arguments: argparse.Namespace) -> None:

@@ -242,6 +242,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     from transformers.utils import logging
 
+    from schemas.cli.library_messages import silence_libraries
+
+    silence_libraries()
+
     logging.disable_progress_bar()
     options = {name: getattr(args, name) for name in ("seed", "size", "dtype", "device", "only")}
     for kind in KINDS if args.all else (args.kind,):

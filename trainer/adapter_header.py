@@ -57,6 +57,10 @@ _OTHER_KINDS = {
     "lora_unet_": "a LoRA with kohya's keys (lora_unet_...)",
     "text_encoder": "an adapter of a text encoder",
 }
+_ADVICE = {
+    "a LoKr": " For ComfyUI, add comfyui to train.adapter.formats and start train again; docs/training.md says how to "
+    "merge a LoKr."
+}
 WHOLE_COPY = "Copy it again from where it was made, or name another file."
 
 
@@ -194,9 +198,11 @@ def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
     said = next(((kind, key) for key in keys for part, kind in _OTHER_KINDS.items() if part in key), None)
     foreign = [key for key in keys if not _KEY.fullmatch(key)]
     kind, shown = said or ("no LoRA of a transformer", ", ".join(foreign[:3]))
+    more = _ADVICE.get(kind, "")
     return AdapterError(
         f"{path} is {kind}: it holds {printable(shown) or 'no tensors'}",
-        "Only LoRA files with diffusers' or ComfyUI's keys are read: <module path>.lora_A.weight and .lora_B.weight.",
+        "Only LoRA files with diffusers' or ComfyUI's keys are read: <module path>.lora_A.weight and .lora_B.weight."
+        + more,
     )
 
 
@@ -264,7 +270,10 @@ def read_initial(settings: Adapter) -> AdapterFile | None:
     """The adapter of `train.adapter.init`. AdapterError where its rank or alpha are not those of the configuration."""
     if settings.init is None:
         return None
-    adapter = read_adapter(Path(settings.init))
+    try:
+        adapter = read_adapter(Path(settings.init))
+    except AdapterError as error:
+        raise AdapterError(f"train.adapter.init: {error.message}", error.next_step) from error
     wanted = settings.rank, float(settings.rank if settings.alpha is None else settings.alpha)
     if len(adapter.ranks) > 1 or len(adapter.alphas) > 1:
         raise AdapterError(

@@ -59,7 +59,9 @@ def run(
         Path | None,
         typer.Option("--to", metavar="PATH", help="A file or folder, with --merge a new one.  [default: as --from]"),
     ] = None,
-    scale: Annotated[float, typer.Option("--scale", min=-100, max=100, help="Multiplies the strength.")] = 1.0,
+    scale: Annotated[
+        float, typer.Option("--scale", metavar="FACTOR", min=-100, max=100, help="Multiplies the strength.")
+    ] = 1.0,
 ) -> Report:
     check_options(options, form, merge, whole, to, scale)
     adapter = read_adapter(find_source(config) if source is None else source)
@@ -153,7 +155,7 @@ def merge_adapter(
     model, parts = config.model, sorted({name.partition(".")[0] for name in adapter.layers})
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
-    report.details |= {"model": model.source, "checkpoint": whole}
+    report.details |= {"model": model.source, "whole_checkpoint": whole}
     if report.dry_run and local_folder(model.source) is None:
         console.warn(f"{model.source} is not on this machine: whether the adapter fits is seen when it is merged")
         return [to]

@@ -56,7 +56,10 @@ PROGRESS_INTERVAL_S = 5.0  # between lines of progress where there is no termina
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: True of every program: files appear whole or not at all.
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
-EXIT_CODES = "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage."
+EXIT_CODES = (
+    "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage; "
+    "130 interrupted."
+)
 
 silence_libraries()
 
@@ -167,7 +170,7 @@ class Console:
         """Show what is being done, on a terminal with a moving bar, and when it is done how long it took."""
         begin = self._clock()
         if self._on_terminal:
-            with self._add_bar(None, description):
+            with self._add_bar(None, description, transient=True):
                 yield
         else:
             self.log(description)
@@ -176,10 +179,20 @@ class Console:
         self.log(f"{description}: done, after {took}" if self._on_terminal else f"done, after {took}")
 
     @contextmanager
-    def _add_bar(self, total: float | None, description: str) -> Iterator[Callable[..., None]]:
-        """A bar at the bottom of the terminal, below those that are there; gives rich's `update` of it."""
+    def _add_bar(self, total: float | None, description: str, transient: bool = False) -> Iterator[Callable[..., None]]:
+        """A bar at the bottom of the terminal, below those that are there; gives rich's `update` of it. transient: the
+        bar disappears at its end, as one below others always does."""
         from rich import progress
+        from rich.constrain import Constrain
         from rich.table import Column
+
+        terminal = self._rich
+
+        class NarrowBars(progress.Progress):
+            """Leaves room for the terminal's "^C" beside a full line; a further line would not be erased."""
+
+            def get_renderable(self) -> Constrain:
+                return Constrain(super().get_renderable(), terminal.width - 4)
 
         if self._bars is not None:
             task = self._bars.add_task(_escape_lines(description), total=total, state="")
@@ -191,7 +204,7 @@ class Console:
             return
         state = progress.TextColumn("{task.fields[state]}", table_column=Column(overflow="fold"))
         columns = (progress.TextColumn("{task.description}"), progress.BarColumn(20), state)
-        with progress.Progress(*columns, console=self._rich) as bars:
+        with NarrowBars(*columns, console=self._rich, transient=transient) as bars:
             self._bars = bars
             try:
                 yield partial(bars.update, bars.add_task(_escape_lines(description), total=total, state=""))

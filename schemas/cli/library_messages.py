@@ -11,6 +11,9 @@ NOISE = {
     "torch.utils._pytree": "<enum ",
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }
+#: torch says that float32 norms of bfloat16 weights have no fused kernel; bitsandbytes that nothing is paged on a CPU,
+#: as docs/optimizers.md does.
+IGNORED_WARNINGS = ("Mismatch dtype between input and weight", "Paged optimizers are not supported on CPU")
 
 
 def silence_libraries() -> None:
@@ -18,5 +21,5 @@ def silence_libraries() -> None:
         logging.getLogger(name).addFilter(
             lambda record, start=start: not record.getMessage().startswith(start)  # type: ignore[misc]
         )
-    # torch says that float32 norms of bfloat16 weights have no fused kernel.
-    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
+    for start in IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", start, UserWarning)

@@ -102,6 +102,8 @@ def _format_detail(key: str, value: Any) -> list[str]:
         return [f"  {name}:", *(f"    {line}" for line in format_table(value))]
     if isinstance(value, list | tuple):
         value = ", ".join(str(item) for item in value)
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
     return [f"  {name}: {value:g}" if isinstance(value, float) else f"  {name}: {value}"]
 
 
@@ -111,7 +113,8 @@ def _format_items(title: str, items: Sequence[Mapping[str, Any]], full: str = ""
     lines = [f"{title}:"]
     for item in items[:MAX_LISTED]:
         what = item.get("path") or item.get("item") or "?"
-        why = ": ".join(str(item[key]) for key in ("reason", "message") if item.get(key))
+        message = str(item.get("message") or "").removeprefix(f"{what}: ")  # which it has where it stands alone
+        why = ": ".join(str(text) for text in (item.get("reason"), message) if text)
         lines.append(escape_unprintable(f"  {what}  {why}".rstrip()))
     if more := max(0, len(items) - MAX_LISTED) + unlisted:
         lines.append(f"  ... and {more} more")

@@ -111,7 +111,7 @@ _PYTHON_TYPES: dict[str, Any] = {"bool_type": bool, "float_type": (int, float), 
 
 def _suggest(value: Any, choices: list[str]) -> str:
     close = get_close_matches(str(value), choices, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _format_value(value: Any) -> str:

@@ -131,7 +131,7 @@ class Optimizer(Section):
     def _problems(self) -> Iterator[Problem]:
         if self.name not in OPTIMIZERS and not DOTTED_PATH.fullmatch(self.name):
             close = get_close_matches(self.name, OPTIMIZERS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
             valid = f"valid: {', '.join(OPTIMIZERS)}, or the dotted path of a class, for example optimi.StableAdamW"
             yield ("name",), f"{self.name!r} is not valid{hint}; {valid}"
         for key in sorted({"params", "lr"} & self.arguments.keys()):

@@ -23,6 +23,7 @@ SMALL = {
     "tables": ["--rows", "1000", "--repeat", "1"],
     "training": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
     "vae_memory": ["--autoencoder", "flux"],
+    "waiting": [],
 }
 
 
@@ -55,6 +56,14 @@ def test_discovery_beside_the_least_that_could_be_done(measured) -> None:
     assert second[0] == "| second scan of 40 unchanged files"
     assert added[:3] == ["| files read after adding 10", "10", "10"]
     assert [row[:2] for row in memory] == [["| 300", "first"], ["| 300", "second"]]
+
+
+def test_ranks_wait_less_than_in_random_order_or_than_repeating_takes(measured) -> None:
+    table = measured("waiting").strip()
+    assert table in (ROOT / "docs/training.md").read_text()
+    for row in (line.split(" | ")[-3:] for line in table.splitlines()[2:]):
+        waiting, shuffled, repeated = (float(cell.rstrip(" %|")) for cell in row)
+        assert waiting <= min(shuffled, repeated) and waiting < 25
 
 
 def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None:

@@ -106,7 +106,7 @@ def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(expor
     it()
     comfyui = it.adapter.with_name("comfyui_lora.safetensors")
     code, report = it(source=comfyui, merge=True, whole=True, to=it.folder / "whole", scale=2.0)
-    assert code == OK and report["details"]["checkpoint"] is True
+    assert code == OK and report["details"]["whole_checkpoint"] is True
     pipe = diffusers.SanaPipeline.from_pretrained(it.folder / "whole", use_safetensors=True)
     assert not type(pipe.transformer).__module__.startswith("trainer") and pipe.vae is not None
     twice = trained("sana", it.checkpoint, rank=4, alpha=5.0)

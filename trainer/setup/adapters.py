@@ -21,12 +21,13 @@ from trainer.setup.lycoris import save_lokr
 
 ADAPTER_NAME = "default"
 MUTATING_INITS = ("pissa", "olora")
+WHOLE_PATHS = "Correct the regular expression, which must match whole paths, as '.*to_query' does."
 Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no type annotations
 
 
 def choose_targets(model: Model, patterns: Sequence[str]) -> list[str]:
     """Full paths of the modules that LoRA can wrap (linear layers, convolutions without groups) and that a regular
-    expression matches whole. ValueError for a pattern without matches."""
+    expression matches whole. AdapterError for a pattern without matches."""
     wrappable = [
         name
         for name, module in model.named_modules()
@@ -34,9 +35,10 @@ def choose_targets(model: Model, patterns: Sequence[str]) -> list[str]:
     ]
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in wrappable):
-            raise ValueError(
+            raise AdapterError(
                 f"train.adapter.targets: {pattern!r} matches no module that LoRA can wrap; such modules are "
-                f"{', '.join(wrappable[:8])}, ... ({len(wrappable)} in all)"
+                f"{', '.join(wrappable[:8])}, ... ({len(wrappable)} in all)",
+                WHOLE_PATHS,
             )
     return [name for name in wrappable if any(re.fullmatch(pattern, name) for pattern in patterns)]
 
@@ -50,15 +52,16 @@ def choose_scales(
 ) -> dict[str, tuple[int, float]]:
     """Target -> its rank and alpha: those of the first pattern that matches its path whole, else `rank` and `alpha`.
 
-    alpha: default each module's own rank. ValueError for a pattern that matches no target.
+    alpha: default each module's own rank. AdapterError for a pattern that matches no target.
     """
     ranks, alphas = rank_pattern or {}, alpha_pattern or {}
     for option, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         for pattern in patterns:
             if not any(re.fullmatch(pattern, target) for target in targets):
-                raise ValueError(
+                raise AdapterError(
                     f"train.adapter.{option}: {pattern!r} matches no target whole; targets are "
-                    f"{', '.join(targets[:4])}, ... ({len(targets)} in all)"
+                    f"{', '.join(targets[:4])}, ... ({len(targets)} in all)",
+                    WHOLE_PATHS,
                 )
     scales = {}
     for target in targets:

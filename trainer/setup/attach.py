@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from schemas.config.training import Adapter
-from trainer.adapter_header import read_initial
+from trainer.adapter_header import AdapterError, read_initial
 from trainer.families.base import FamilyModule
 from trainer.setup import adapters, lokr
 
 
 def make_trainable(model: Any, family: FamilyModule, adapter: Adapter, weight_precision: str = "float32") -> None:
-    """Add an adapter, or unfreeze weights. ValueError where a target or pattern matches nothing, AdapterError where the
-    initial adapter does not fit.
+    """Add an adapter, or unfreeze weights. AdapterError where a target or pattern matches nothing, or the initial
+    adapter does not fit.
 
     weight_precision: of full rank; float32 weights are computed with under autocast.
     """
@@ -44,7 +44,7 @@ def make_trainable(model: Any, family: FamilyModule, adapter: Adapter, weight_pr
 
 def unfreeze(model: Any, targets: Sequence[str] | None) -> None:
     """Train the parameters that a pattern matches whole, by their own path or that of a module around them; None: all.
-    ValueError for a pattern without matches."""
+    AdapterError for a pattern without matches."""
     model.requires_grad_(targets is None)
     for pattern in targets or ():
         modules = [part for path, part in model.named_modules() if path and re.fullmatch(pattern, path)]
@@ -53,7 +53,8 @@ def unfreeze(model: Any, targets: Sequence[str] | None) -> None:
             part.requires_grad_(True)
         if not own and not any([*part.parameters()] for part in modules):
             examples = [path for path, _ in model.named_children()]
-            raise ValueError(
+            raise AdapterError(
                 f"train.adapter.targets: {pattern!r} matches no module with weights and no weight whole; the model's "
-                f"modules begin with {', '.join(examples)}"
+                f"modules begin with {', '.join(examples)}",
+                adapters.WHOLE_PATHS,
             )

@@ -9,6 +9,8 @@ import torch
 from schemas.config.training import Train
 from trainer.run_state import RunError
 
+MOST_GRAPHS = 64  # of a class of blocks: shapes of pictures and text, with and without gradient
+
 
 def check_compile(settings: Train) -> None:
     """RunError for a backend that this torch does not have. Called before a model is loaded."""
@@ -36,8 +38,11 @@ def compile_blocks(blocks: Sequence[torch.nn.Module], backend: str, log: Callabl
         nonlocal graphs
         graphs += 1
         nodes = sum(node.op in ("call_function", "call_method", "call_module") for node in graph.graph.nodes)
-        log(f"torch.compile: graph {graphs} of the blocks ({nodes} operations); another shape may need another")
+        remark = "; another shape may need another" if graphs == 1 else ""
+        log(f"torch.compile: graph {graphs} of the blocks ({nodes} operations){remark}")
         return compile_graph(graph, inputs, **options)
 
+    # By default a class of blocks has 8, and computes further shapes without a graph.
+    torch.compiler.config.recompile_limit = max(MOST_GRAPHS, torch.compiler.config.recompile_limit)
     for block in blocks:
         block.__dict__["forward"] = torch.compile(block.forward, backend=count)

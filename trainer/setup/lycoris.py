@@ -2,8 +2,7 @@
 
 LYCORIS_NAME      lycoris_<module path with underscores>.<tensor>, as the LyCORIS library names what it trains
 comfyui           diffusion_model.<module path>.<tensor>, which ComfyUI maps for every model whose modules have these
-                  names. It maps "lycoris_" for some models only, and none of this catalogue's is among them
-                  (comfy/lora.py, model_lora_keys_unet)
+                  names; it maps "lycoris_" only for models of which it says so (comfy/lora.py, model_lora_keys_unet)
 
 Both readers add alpha / rank (w1 kron w2), take the rank from the factors, and ignore alpha where both are whole.
 """

@@ -29,7 +29,7 @@ from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, loa
 from trainer.setup.memory import check_offload, loading_device, reduce_memory
 from trainer.setup.optim import BadStepCounter
 from trainer.setup.optimizers import check_optimizer, make_optimizer
-from trainer.setup.quantize import check_setup, quantize_base
+from trainer.setup.quantize import check_setup, count_numbers, quantize_base
 from trainer.setup.shard import by_turns, shard_model, uses_sharding
 from trainer.setup.wrap import Denoiser, make_accelerator
 from trainer.step_metrics import GradientNoise
@@ -141,7 +141,7 @@ def prepare_training(
         signature,
         RankWatch(accelerator, console, settings.parallel.timeout),
     )
-    counts = (sum(each.numel() for each in weights) for weights in (trainable.values(), model.parameters()))
+    counts = count_numbers(trainable.values()), count_numbers(model.parameters())
     run.log("training {:,} of {:,} parameters".format(*counts))
     return run
 

@@ -7,6 +7,7 @@ used: the one of bitsandbytes refuses to run without a GPU, and the one of quant
 """
 
 import ctypes
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -15,16 +16,20 @@ import torch
 from schemas.config.pipeline import Config
 from trainer.families.base import FamilyModule
 from trainer.run_state import RunError
-from trainer.setup.adapters import choose_targets, is_convolution
+from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
+from trainer.setup.attach import unfreeze
 from trainer.setup.load import empty_transformer, explain_checkpoint_errors
 
+MIB = 1 << 20
 NF4_COLUMN_MULTIPLE = 64  # numbers that share a scale; a matrix of other rows would share some between two rows
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 
 
 def check_setup(config: Config, family: FamilyModule, device: torch.device, ranks: int) -> None:
-    """RunError, before weights are loaded, for a base_precision or init_weights that model or device can't have."""
-    name, init = config.train.base_precision, config.train.adapter.init_weights
+    """RunError, before weights are loaded, for a base_precision or init_weights that model or device can't have;
+    AdapterError for targets and patterns that match nothing."""
+    name, adapter = config.train.base_precision, config.train.adapter
+    init, patterns = adapter.init_weights, adapter.targets or adapter.rank_pattern or adapter.alpha_pattern
     if name == "fp8-torchao" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         have = ".".join(map(str, torch.cuda.get_device_capability(device)))
         raise RunError(
@@ -38,11 +43,14 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device, rank
             "can't broadcast torchao's tensors",
             "Set train.base_precision to int8-quanto or nf4-bnb, or start one process.",
         )
-    if not config.train.quantised and init not in ("orthogonal", "pissa", "olora"):
+    if not config.train.quantised and init not in ("orthogonal", "pissa", "olora") and not patterns:
         return
     with explain_checkpoint_errors(config):
         model = empty_transformer(config)
-        targets = choose_targets(model, config.train.adapter.targets or [family.LORA_TARGETS])
+        if adapter.type == "full":
+            return unfreeze(model, adapter.targets)
+        targets = choose_targets(model, adapter.targets or [family.LORA_TARGETS])
+        choose_scales(targets, adapter.rank, adapter.alpha, adapter.rank_pattern, adapter.alpha_pattern)
     if config.train.quantised and not any(can_quantize(part, name) for part in base_matrices(model, family).values()):
         shapes = sorted({f"{part.out_features}x{part.in_features}" for part in base_matrices(model, family).values()})
         raise RunError(
@@ -93,7 +101,7 @@ def quantize_base(model: Any, family: FamilyModule, name: str, via: str, device:
     model.to(device)
     left = len(can) - len(paths)
     kept = f"; {left} keep their dtype, as their sides are no multiples of {NF4_COLUMN_MULTIPLE}" if left else ""
-    sizes = f"{before / 1e9:.3g} GB are {after / 1e9:.3g} GB"
+    sizes = f"{before / MIB:,.1f} MiB before, {after / MIB:,.1f} MiB now"
     return f"{len(paths)} matrices of the base quantised ({name}): {sizes}{kept}"
 
 
@@ -101,6 +109,12 @@ def return_freed_memory() -> None:
     """To the system: glibc keeps freed blocks below 32 MiB, and the host would hold 2.4 times the model."""
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def count_numbers(weights: Iterable[torch.Tensor]) -> int:
+    """Of weights that may be quantised: bitsandbytes packs two numbers of 4 bits into one."""
+    states = ((weight, getattr(weight, "quant_state", None)) for weight in weights)
+    return sum(weight.numel() if state is None else state.shape.numel() for weight, state in states)
 
 
 def stored_bytes(weight: torch.Tensor) -> int:

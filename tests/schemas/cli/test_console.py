@@ -144,7 +144,7 @@ def test_errors_of_the_configuration_end_with_2(here):
     (here / "pipeline.yaml").write_text(YAML + "trian: 1\n")
     result = call(lambda config, options, console: Report("probe"))
     assert (result.exit_code, result.stdout) == (USAGE, "")
-    assert "pipeline.yaml:4: trian: unknown key; did you mean 'train'?" in result.stderr
+    assert "pipeline.yaml:4: trian: unknown key (did you mean 'train'?)" in result.stderr
     document = json.loads(call(lambda config, options, console: Report("probe"), "--json").stdout)
     assert document["exit_code"] == USAGE
     assert document["error"]["type"] == "ConfigError"
@@ -221,7 +221,9 @@ def test_standard_output_has_one_json_document_and_nothing_else(here):
 
 
 def test_the_summary_lists_what_needs_attention():
-    aside = [{"item": str(i), "path": f"p{i}.png", "reason": "truncated", "message": "it ends"} for i in range(25)]
+    aside = [
+        {"item": str(i), "path": f"p{i}.png", "reason": "truncated", "message": f"p{i}.png: it ends"} for i in range(25)
+    ]
     report = Report("probe", 2, 1, set_aside=aside, rejects="work/rejects/probe", next_steps=["latentpress index"])
     report.details = {
         "bytes_written": 1.5,

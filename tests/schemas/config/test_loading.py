@@ -185,8 +185,8 @@ def test_the_json_schema_knows_families_flavours_and_every_key():
         (
             "lr: 1e-4",
             "schedule: cosin",
-            "11: train.optimizer.schedule: the text 'cosin' is not valid; "
-            "did you mean 'cosine'?; valid: constant, linear, cosine, polynomial",
+            "11: train.optimizer.schedule: the text 'cosin' is not valid "
+            "(did you mean 'cosine'?); valid: constant, linear, cosine, polynomial",
         ),
         (
             "lr: 1e-4",
@@ -196,7 +196,7 @@ def test_the_json_schema_knows_families_flavours_and_every_key():
         (
             "lr: 1e-4",
             "warm_up: 1",
-            f"11: train.optimizer.warm_up: unknown key; did you mean 'warmup'?; valid: {OPTIMIZER_KEYS}",
+            f"11: train.optimizer.warm_up: unknown key (did you mean 'warmup'?); valid: {OPTIMIZER_KEYS}",
         ),
         (
             "  optimizer:\n    lr: 1e-4",
@@ -319,8 +319,8 @@ def test_overrides_by_key_index_and_id(write):
         ("root.x=1", "--set root.x: root is the value 'work' and has no keys below it"),
         ("datasets.photos=1", "--set datasets.photos: expected a section, got 1; valid keys: id, "),
         ("model={flavour: x}", "--set model: model.family: this key is required and missing"),
-        ("trian.lr=1", "--set trian.lr: unknown key; did you mean 'train'?; valid: root, "),
-        ("train.stesp=1", "--set train.stesp: unknown key; did you mean 'steps'?; valid: run, "),
+        ("trian.lr=1", "--set trian.lr: unknown key (did you mean 'train'?); valid: root, "),
+        ("train.stesp=1", "--set train.stesp: unknown key (did you mean 'steps'?); valid: run, "),
         ("text.batch=1", "--set text.batch: unknown key; valid: max_length, batch_tokens, precision"),
         (
             "train.optimizer.betas.0=1",

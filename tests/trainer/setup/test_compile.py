@@ -10,6 +10,7 @@ from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import Console
 from trainer import train as loop
+from trainer.setup.compile import compile_blocks
 
 
 @pytest.mark.slow
@@ -34,3 +35,15 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(make_co
         assert graphs == ([] if name == "plain" else expected), "two blocks of images, one of text; three of Sana"
         found.append((numbers["loss"], numbers["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_more_shapes_than_torch_compiles_by_default_have_graphs_too() -> None:
+    said: list[str] = []
+    torch.compiler.reset()
+    block = torch.nn.Tanh()
+    compile_blocks([block], "eager", said.append)
+    for dimensions in range(1, 12):
+        x = torch.ones([2] * dimensions)
+        assert torch.equal(block(x), x.tanh())
+    assert len(said) == 11 and "another shape may need another" in said[0]

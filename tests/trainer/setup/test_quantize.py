@@ -22,7 +22,15 @@ from trainer.run_state import RunError
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
 from trainer.setup.load import load_transformer
-from trainer.setup.quantize import QUANTISERS, base_matrices, check_setup, packed_bytes, quantize_base, stored_bytes
+from trainer.setup.quantize import (
+    QUANTISERS,
+    base_matrices,
+    check_setup,
+    count_numbers,
+    packed_bytes,
+    quantize_base,
+    stored_bytes,
+)
 
 # Sides in multiples of 64, which nf4-bnb needs.
 WIDE = {
@@ -142,6 +150,7 @@ def test_only_attention_and_feed_forward_are_quantised_and_the_place_makes_no_di
     measured = sum(stored_bytes(model.get_submodule(path).weight) for path in matrices)
     assert sum(packed_bytes(part, name) for part in matrices.values()) == pytest.approx(measured, rel=0.03)
     assert said.startswith(f"{len(matrices)} matrices of the base quantised ({name})")
+    assert count_numbers(model.parameters()) == sum(weight.numel() for weight in plain.parameters())
     kept = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
     changed = {path for path, part in kept.items() if type(model.get_submodule(path).weight) is not type(part.weight)}
     assert changed == set(matrices)
@@ -208,6 +217,9 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
     assert "multiples of 64, and they are 96x96" in refused(config)
     pissa = make_config("sana", adapter={"init_weights": "pissa"})
     assert "pissa is for linear layers, and 6 of the targets are convolutions" in refused(pissa)
+    for adapter in ({"targets": ["foo"]}, {"targets": ["foo"], "type": "full"}, {"rank_pattern": {"foo": 2}}):
+        assert "'foo' matches no" in (found := refused(make_config("sana", adapter=adapter)))
+        assert found.endswith("Correct the regular expression, which must match whole paths, as '.*to_query' does.")
     monkeypatch.setitem(run_state.QUANTISATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
     assert "needs a_library_that_is_not_there" in refused(make_config("sana", base_precision="int8-torchao"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
