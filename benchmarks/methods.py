@@ -6,12 +6,14 @@ A random Kandinsky 5 Video and a random Sana transformer of `--blocks` blocks, o
 `--columns` tokens (Sana: one frame as long as all of them), a LoRA, gradient checkpointing, float32, on CPU threads. In
 every turn each way runs once; ratios are of the same turn.
 
-tread: the first and the last block compute all tokens, those between them drop a share.
+tread: the first and the last block compute all tokens, those between them drop a share. crepa: of the second block,
+with features on the tokens' grid, as wide as those of the vision model.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +29,7 @@ from trainer import flow
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, module_of
 from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install_processors
-from trainer.methods.base import MethodStep
+from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import make_methods
 from trainer.setup.attach import make_trainable
 from trainer.setup.memory import reduce_memory
@@ -44,7 +46,10 @@ WAYS: dict[str, dict[str, Any]] = {
         }
         for share in SHARES
     },
+    "crepa, dinov2_vits14": {"crepa": {"block_index": 1}},
+    "crepa, dinov2_vitg14": {"crepa": {"block_index": 1}},
 }
+WIDTHS = {"crepa, dinov2_vits14": 384, "crepa, dinov2_vitg14": 1536}  # of the vision models' tokens
 
 
 def make_transformer(name: str, family: FamilyModule, options: argparse.Namespace) -> Any:
@@ -64,7 +69,8 @@ def make_transformer(name: str, family: FamilyModule, options: argparse.Namespac
     return model.train()
 
 
-def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Namespace) -> MethodStep:
+def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Namespace, width: int) -> MethodStep:
+    """width: of the vision features."""
     spec, generator = FAMILIES[name], torch.Generator().manual_seed(0)
     grid = (options.frames, 2 * options.rows, 2 * options.columns)
     if name == "sana":
@@ -74,6 +80,9 @@ def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Nam
     text = torch.randn(1, TEXT_TOKENS, model.config[spec.text_widths["embeds"]], generator=generator)
     pooled = torch.randn(1, model.config["in_text_dim2"], generator=generator) if "pooled" in spec.text_widths else None
     batch = Batch(x0, None, text, torch.ones(1, TEXT_TOKENS, dtype=torch.bool), pooled, ["0"], "made")
+    grid = family.token_grid(model, batch)
+    vision = torch.randn(1, grid.frames, grid.rows, grid.columns, width, generator=generator)
+    batch = replace(batch, extras={"vision": vision})
     return MethodStep(
         number=0,
         steps=1,
@@ -89,9 +98,16 @@ def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Nam
     )
 
 
-def run_step(make: Callable[[], MethodStep], methods: dict[str, Any]) -> None:
+def make_used(family: FamilyModule, model: Any, settings: dict[str, Any], width: int) -> list[Method]:
+    methods = [*make_methods(Methods.model_validate(settings)).values()]
+    for method in methods:
+        method.setup(model, family, {"vision": (width,)})
+    return methods
+
+
+def run_step(make: Callable[[], MethodStep], used: list[Method]) -> None:
     """Forward and backward pass of one sample with at most one method."""
-    step, [*used] = make(), make_methods(Methods.model_validate(methods)).values()
+    step = make()
     for method in used:
         with method.around(step):
             backward(step, used)
@@ -119,8 +135,11 @@ def main() -> None:
     for name in FAMILY_TASKS:
         family = module_of(FAMILIES[name])
         model = make_transformer(name, family, options)
-        make = partial(make_step, name, family, model, options)
-        ways = {way: partial(time_call, partial(run_step, make, methods)) for way, methods in WAYS.items()}
+        ways = {}
+        for way, settings in WAYS.items():
+            width = WIDTHS.get(way, 1)
+            make = partial(make_step, name, family, model, options, width)
+            ways[way] = partial(time_call, partial(run_step, make, make_used(family, model, settings, width)))
         found = measure_by_turns(ways, options.repeat, uncounted=1)
         for way, times in found.items():
             ratios = [one[1] / plain[1] for one, plain in zip(times, found["plain"], strict=True)]

@@ -36,6 +36,7 @@ class Item:
     role: str = "train"
     regularisation: bool = False
     mask: np.ndarray | None = None  # (T, h, w)
+    vision: np.ndarray | None = None  # (T, rows, columns, C)
 
     @property
     def place(self) -> tuple:
@@ -104,6 +105,7 @@ def write_set(
     for row, item in zip(latents, items, strict=True):
         row |= {} if item.condition is None else {"condition": item.condition}
         row |= {} if item.mask is None else {"mask": item.mask}
+        row |= {} if item.vision is None else {"vision": item.vision}
     latents += [{"latent": prompt.condition} for prompt in prompts if prompt.condition is not None]
     places = out.shard("latents", [(f"{ids}-sample{i}", row) for i, row in enumerate(latents)])
     index, first = [], 1

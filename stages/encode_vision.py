@@ -8,7 +8,7 @@ from schemas.cli.console import make_app
 from stages.encoding.stage_registry import VISION as STAGE
 
 run = STAGE.run
-ABOUT = "Encode images and clips with DINOv2, for CREPA, which training does not use yet."
+ABOUT = "Encode images and clips with DINOv2, for CREPA (train.methods.crepa)."
 app = make_app("encode-vision", ABOUT, run, extra="encode")
 
 if __name__ == "__main__":

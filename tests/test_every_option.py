@@ -202,6 +202,26 @@ TABLE: dict[str, tuple[Kind, str]] = {
             ("keep_masked", "selection_ratio: 0, start_layer_idx: 0, end_layer_idx: 0", ", keep_masked: false"),
         )
     },
+    **{
+        f"train.methods.crepa.{name}": (RUN, f"train.methods.crepa={{block_index: 1{more}}}")
+        for name, more in {
+            "block_index": "",
+            "weight": ", weight: 1",
+            "adjacent_distance": ", adjacent_distance: 2",
+            "adjacent_tau": ", adjacent_tau: 2",
+            "cumulative_neighbors": ", cumulative_neighbors: true",
+            "normalize_by_frames": ", normalize_by_frames: false",
+            "schedule": ", schedule: cosine",
+            "warmup": ", warmup: 3",
+            "decay_steps": ", decay_steps: 9, schedule: linear",
+            "weight_end": ", weight_end: 0.1",
+            "power": ", power: 2",
+            "cutoff_step": ", cutoff_step: 5",
+            "similarity_threshold": ", similarity_threshold: 0.9",
+            "similarity_ema_decay": ", similarity_ema_decay: 0.5",
+            "threshold_mode": ", threshold_mode: recoverable",
+        }.items()
+    },
     "train.adapter.formats": (RUN, "train.adapter.formats=[diffusers, comfyui]"),
     "train.adapter.init": (REFUSED, "train.adapter.init=absent.safetensors"),
     # MACHINE: not with other options of an adapter.

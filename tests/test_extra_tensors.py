@@ -22,6 +22,7 @@ from stages.encoding.text.worker import TextWorker
 from stages.encoding.vae.worker import LatentsWorker
 from trainer.batch import Batch
 from trainer.data import BatchLoader, to_tensor
+from trainer.run_state import data_signature
 
 STAGES = (discover, bucket, encode_text, encode_latents, index)
 
@@ -143,7 +144,9 @@ def test_vision_features_reach_the_batch(project: Callable, tiny: Callable, tmp_
     assert (report.done, home.rejects(report)) == (4, {"4.png": "changed"})
     readers = [open_reader(Store(home.root), f"vision/{name}") for name in home.shards("vision")]
     stored = {row.id: row.tensors["vision"] for shard in readers for row in map(shard.read, range(len(shard)))}
+    digests = set()
     for data in sets(home, tmp_path / "elsewhere"):
+        digests.add((data_signature(data)["digest"], data_signature(data, {"vision"})["digest"]))
         assert data.id == report.details["set"].removeprefix("sets/") and data.meta["format_version"] == 4
         for batch in batches(data):
             wanted = torch.stack([to_tensor(stored[name]).float() for name in batch.ids])
@@ -152,3 +155,8 @@ def test_vision_features_reach_the_batch(project: Callable, tiny: Callable, tmp_
     assert [f"sets/{id}" for id in chosen] == [report.details["set"], plain.details["set"]]
     with pytest.raises(SetNotFound, match=r"vision\.size is 84 in the set and 98 in the configuration"):
         open_configured_set(home.config("vision.size=98"), pytest.fail)
+    for program in (encode_vision, index):
+        home.run(program.run, "vision.size=98")
+    other = open_configured_set(home.config("vision.size=98"), pytest.fail)
+    ((alone, used),) = digests
+    assert alone == data_signature(other)["digest"] and used != data_signature(other, {"vision"})["digest"]

@@ -11,9 +11,14 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+
+from cache.training_run import read_metrics
+from stages import bucket, discover, encode_latents, encode_text, encode_vision, index
+from tests.project import SETTINGS, Project
 
 pytestmark = pytest.mark.slow
 
@@ -140,14 +145,53 @@ for family, folder in ((kandinsky5, sys.argv[1]), (sana, sys.argv[2])):
     load_scheduler(folder)
 """
 
+ALIGNED = """
+import os, sys
+from pathlib import Path
+from schemas.cli.console import Console, Options
+from schemas.config.loading import load_config
+from trainer.__main__ import run
+quiet = open(os.devnull, "w")
+for path in map(Path, sys.argv[1:]):
+    assert run(load_config(path), Options(path), Console(stdout=quiet, stderr=quiet)).exit_code == 0, path
+"""
+
 
 @pytest.fixture(scope="module")
-def loaded_by(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+def aligned(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Project]:
+    """Clips and pictures from their files to a training set with vision features, to be trained with CREPA."""
+    homes = []
+    for kind in ("kandinsky5-video-t2v", "sana"):
+        dataset: dict[str, Any] = {"id": "made", "instance_data_dir": "media", "resolution": 64, "allow_upscale": True}
+        if kind != "sana":
+            dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}
+        settings = {
+            "root": "work",
+            "model": {**SETTINGS[kind], "path": str(tiny(kind)), "precision": "float32"},
+            "datasets": [dataset],
+            "vision": {"model": str(tiny("dinov2")), "size": 42},
+            "train": {"steps": 2, "device": "cpu", "threads": 1, "methods": {"crepa": {"block_index": 1}}},
+            "validation": {"eval_samples": 1, "eval_sigmas": [0.5]},
+        }
+        home = Project(tmp_path_factory.mktemp(kind), settings)
+        for name in ("one", "two"):
+            home.image(f"{name}.png", (64, 64), seed=len(homes)) if kind == "sana" else home.video(f"{name}.mp4", 12)
+        for program in (discover, bucket, encode_text, encode_latents, encode_vision, index):
+            assert home.run(program.run).exit_code == 0
+        homes.append(home)
+    return homes
+
+
+@pytest.fixture(scope="module")
+def loaded_by(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, aligned: list[Project]
+) -> dict[str, set[str]]:
     """code -> the modules of a process after it."""
     folders = str(tiny("kandinsky5-image-t2i")), str(tiny("sana")), str(tmp_path_factory.mktemp("adapters"))
-    printed = run_code(FORKS, json.dumps([[TEXT_AND_VISION], [LATENTS], [TRAINER, *folders]]))
+    projects = [str(home.folder / "pipeline.yaml") for home in aligned]
+    printed = run_code(FORKS, json.dumps([[TEXT_AND_VISION], [LATENTS], [TRAINER, *folders], [ALIGNED, *projects]]))
     found = [set(json.loads(line)) for line in printed if line.startswith("[")]
-    return dict(zip((TEXT_AND_VISION, LATENTS, TRAINER), found, strict=True))
+    return dict(zip((TEXT_AND_VISION, LATENTS, TRAINER, ALIGNED), found, strict=True))
 
 
 def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transformer(loaded_by) -> None:
@@ -183,6 +227,20 @@ def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(loaded_by
     assert within(modules, *unwanted) == set()
     assert {name for name in modules if "autoencoder" in name} == set()
     assert missing("train", modules) == set()
+
+
+def test_a_run_with_crepa_loads_no_vision_model_and_no_autoencoder(loaded_by, aligned: list[Project]) -> None:
+    modules = loaded_by[ALIGNED]
+    assert {"trainer.methods.crepa", "diffusers.models.transformers.transformer_kandinsky"} <= modules
+    models = within(modules, "transformers.models") - {"transformers.models"}
+    assert {name.split(".")[2] for name in models} - ALLOWED == set()
+    assert within(modules, "stages", "av", "diffusers.pipelines", "torchvision") == set()
+    assert {name for name in modules if "autoencoder" in name or "dinov2" in name} == set()
+    for home in aligned:
+        rows = read_metrics(home.folder / "output/run/metrics.jsonl")
+        steps = [row for row in rows if "loss" in row]
+        assert len(steps) == 2 and {row["crepa_weight"] for row in steps} == {0.5}
+        assert [row["crepa_loss"] for row in steps] == pytest.approx([-row["crepa_similarity"] / 2 for row in steps])
 
 
 def test_the_trainer_has_no_pandas_unless_it_asks_for_it() -> None:

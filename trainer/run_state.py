@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class RunError(LatentpressError):
 def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
     return {
-        "data": data_signature(data),
+        "data": data_signature(data, {name for method in config.train.methods.used.values() for name in method.needs}),
         "family": config.model.family,
         "task": config.model.task,
         "seed": schedule.seed,
@@ -76,13 +76,15 @@ HASHED_STRINGS = ("sample_id", "bucket", "dataset")
 HASHED_NUMBERS = ("repeats", "weight", "regularisation")
 
 
-def data_signature(data: TrainSet) -> dict[str, Any]:
-    """digest: a hash of the rows that are trained on, in order, and of their caches' fingerprints. Validation prompts,
-    held-out samples and locations of shards have no part in it."""
+def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any]:
+    """digest: a hash of the rows that are trained on, in order, and of the fingerprints of their latents, texts and
+    those further kinds of shards that `needs` names. Validation prompts, held-out samples and locations of shards have
+    no part in it."""
     index, texts = data.tables["index"].slice(0, len(data)), data.tables["texts"].column("text_id")
     null, captions = data.meta["null_text"], 0
     fingerprints = source_fingerprints(data)
-    digest = xxhash.xxh3_128(canonical_json({kind: fingerprints.get(kind) for kind in ("latents", "text")}))
+    kinds = {"latents", "text", *(fingerprints.keys() & set(needs))}
+    digest = xxhash.xxh3_128(canonical_json({kind: fingerprints.get(kind) for kind in kinds}))
     for start in range(0, len(data), HASH_ROWS):
         rows = index.slice(start, HASH_ROWS)
         numbers, own = pc.list_flatten(rows.column("texts")), rows.column("null_text")

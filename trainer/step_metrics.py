@@ -4,6 +4,7 @@ Everything is summed over the ranks in one call and read back once, so measuring
 """
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +22,19 @@ class StepLosses:
         self._quarters = torch.arange(len(QUARTERS), device=device)
         self._by_bucket = torch.zeros(len(buckets), device=device)
         self._by_quarter = torch.zeros(2, len(QUARTERS), device=device)  # sums of losses, and numbers of samples
+        self._logged: dict[str, torch.Tensor] = {}  # sums
 
-    def add(self, bucket: str, sigma_B: torch.Tensor, loss_B: torch.Tensor) -> None:
-        """Of one micro-batch. A loss that is not finite stays in its own quarter and bucket."""
+    def add(
+        self,
+        bucket: str,
+        sigma_B: torch.Tensor,
+        loss_B: torch.Tensor,
+        logged: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Of one micro-batch. A loss that is not finite stays in its own quarter and bucket. logged: (B,) numbers of
+        methods."""
+        for name, value_B in logged.items():
+            self._logged[name] = self._logged.get(name, 0.0) + value_B.sum().float()
         self._by_bucket[list(self._samples).index(bucket)] += loss_B.sum()
         quarter_B = (sigma_B * len(QUARTERS)).long().clamp(0, len(QUARTERS) - 1)
         belongs_BQ = quarter_B[:, None] == self._quarters
@@ -31,15 +42,20 @@ class StepLosses:
         self._by_quarter[1] += belongs_BQ.sum(0)
 
     def reduce(self, accelerator: Accelerator, noise: "GradientNoise") -> dict[str, Any]:
-        """The metrics "loss", the mean over the global batch, "loss_by_bucket" and "loss_by_sigma": means over its
-        samples, of quarters that it has. `noise` is given the sum of the ranks' squares."""
-        measured = torch.cat([self._by_bucket, self._by_quarter.flatten(), noise.take_squares(self._by_bucket.device)])
-        *sums, squares = accelerator.reduce(measured, "sum").tolist()
-        noise.small_squares = squares
+        """The metrics "loss", the mean over the global batch, those that methods logged, "loss_by_bucket" and
+        "loss_by_sigma": means over its samples, of quarters that it has. `noise` is given the sum of the ranks'
+        squares."""
+        logged = [value[None] for value in self._logged.values()]
+        squares = noise.take_squares(self._by_bucket.device)
+        measured = torch.cat([self._by_bucket, self._by_quarter.flatten(), squares, *logged])
+        sums = accelerator.reduce(measured, "sum").tolist()
         losses, rest = sums[: len(self._samples)], sums[len(self._samples) :]
-        quarters = zip(QUARTERS, rest[: len(QUARTERS)], rest[len(QUARTERS) :], strict=True)
+        noise.small_squares, *others = rest[2 * len(QUARTERS) :]
+        total = sum(self._samples.values())
+        quarters = zip(QUARTERS, rest[: len(QUARTERS)], rest[len(QUARTERS) : 2 * len(QUARTERS)], strict=True)
         return {
-            "loss": sum(losses) / sum(self._samples.values()),
+            "loss": sum(losses) / total,
+            **{name: value / total for name, value in zip(self._logged, others, strict=True)},
             "loss_by_bucket": {
                 bucket: loss / count for (bucket, count), loss in zip(self._samples.items(), losses, strict=True)
             },

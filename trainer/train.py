@@ -110,6 +110,8 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
         if average is not None:
             average.updates = found.state["ema updates"]
         run.gradient_noise.noise, run.gradient_noise.signal = (*found.state.get("gradient noise", []), 0.0, 0.0)[:2]
+        for name, method in run.methods.items():
+            method.load_state(found.state.get("methods", {}).get(name, method.state()))
         run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
         run.log(f"going on from {found.path}, {found.step} steps done")
     if run.is_main:
@@ -148,8 +150,8 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     for number, micro_batch in enumerate(data.micro_batches, 1):
         synchronised = number == len(data.micro_batches)
         with nullcontext() if synchronised else run.accelerator.no_sync(run.denoiser):
-            sigma_B, loss_B = backward(run, step, micro_batch, share)
-        measured.add(micro_batch.batch.bucket, sigma_B, loss_B)
+            sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
+        measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
     found = measured.reduce(run.accelerator, run.gradient_noise)
     norm = float(gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm)))
     taken = run.bad_steps.check(step, found["loss"], norm)
@@ -159,13 +161,17 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
         if run.average is not None:
             run.average.update(run.trainable)
     run.optimizer.zero_grad(set_to_none=True)
+    for method in run.methods.values():
+        method.finish_step(found)
     numbers = {**found, "grad_norm": norm, "lr": rate, "epoch": data.epoch, "buckets": data.buckets}
     return numbers if taken else {**numbers, "skipped": True}
 
 
-def backward(run: TrainState, number: int, micro_batch: MicroBatch, share: int) -> tuple[torch.Tensor, torch.Tensor]:
+def backward(
+    run: TrainState, number: int, micro_batch: MicroBatch, share: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Forward and backward pass of one micro-batch of step `number`, of its samples' losses over `share`; returns (B,)
-    sigma and (B,) losses."""
+    sigma, (B,) losses and what methods logged, (B,) each."""
     step, settings = start_step(run, number, micro_batch), run.config.train.loss
     methods = run.methods.values()
     for method in methods:
@@ -175,13 +181,13 @@ def backward(run: TrainState, number: int, micro_batch: MicroBatch, share: int) 
             stack.enter_context(method.around(step))
         step.prediction_BCTHW = run.denoiser(step.noisy_BCTHW, step.sigma_B, step.batch)
         weights = [weight for method in methods if (weight := method.loss_weight(step)) is not None]
-        weight_BTHW = reduce(torch.mul, weights) if weights else None
-        cost = losses.error_function(settings, step.sigma_B)
-        loss_B = flow.loss_per_sample(step.prediction_BCTHW, step.target_BCTHW, run.skip_frames, weight_BTHW, cost)
+        step.weight_BTHW = reduce(torch.mul, weights) if weights else None
+        weigh = (run.skip_frames, step.weight_BTHW, losses.error_function(settings, step.sigma_B))
+        loss_B = flow.loss_per_sample(step.prediction_BCTHW, step.target_BCTHW, *weigh)
         loss_B = loss_B * losses.loss_weight(settings, step.sigma_B)
         loss_B = sum((added for method in methods if (added := method.loss(step)) is not None), loss_B)
         (loss_B.sum() / share).backward()
-    return step.sigma_B, loss_B.detach()
+    return step.sigma_B, loss_B.detach(), step.logged
 
 
 def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodStep:
@@ -273,6 +279,8 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
     averages = None
     if run.average is not None:
         averages, extra["ema updates"] = run.average.averages, run.average.updates
+    if states := {name: method.state() for name, method in run.methods.items()}:
+        extra["methods"] = states
     formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
     write = lambda to: export(run, done, to, formats)  # noqa: E731
     state = (run.trainable, run.optimizer, run.signature, extra, averages)

@@ -1,11 +1,11 @@
 """train.methods: what is added to the plain flow-matching loss, a section for each method."""
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from schemas.config.section import Problem, Section, UnitFloat
+from schemas.config.section import MOST_STEPS, Problem, Section, Steps, UnitFloat
 
 MOST_LAYERS = 10_000
 
@@ -73,11 +73,53 @@ class Tread(Method):
             free = max(free, found.stop)
 
 
+class CREPA(Method):
+    """Cross-frame representation alignment; of images, and with adjacent_distance 0, REPA."""
+
+    needs: ClassVar[Mapping[str, str]] = {
+        "vision": "Set vision.model, for example to dinov2_vits14, and run `latentpress run`: it encodes the features."
+    }
+
+    block_index: int = Field(8, ge=0, le=MOST_LAYERS, description="of the visual block whose output is aligned, from 0")
+    weight: float = Field(0.5, gt=0, le=1e6, description="lambda, of the loss")
+    adjacent_distance: int = Field(1, ge=0, le=65_535, description="latent frames to the neighbours; 0: none")
+    adjacent_tau: float = Field(1.0, gt=0, le=1e6, description="temperature: neighbours count exp(-distance / tau)")
+    cumulative_neighbors: bool = Field(False, description="all neighbours up to that distance, not only those at it")
+    normalize_by_frames: bool = Field(True, description="the mean over frames; false: their sum")
+    schedule: Literal["constant", "linear", "cosine", "polynomial"] = Field("constant", description="of the weight")
+    warmup: int = Field(0, ge=0, le=MOST_STEPS, description="steps of linear warm-up of the weight")
+    decay_steps: Steps | None = Field(None, description="after the warm-up; default: to the last step")
+    weight_end: float = Field(0.0, ge=0, le=1e6, description="where linear, cosine and polynomial end")
+    power: float = Field(1.0, gt=0, le=100, description="of the polynomial schedule")
+    cutoff_step: Steps | None = Field(None, description="steps after which nothing is aligned any more")
+    similarity_threshold: float | None = Field(
+        None, gt=0, le=1000, description="of the moving average of crepa_similarity, from which nothing is aligned"
+    )
+    similarity_ema_decay: float = Field(0.99, ge=0, lt=1, description="of that moving average, for each step")
+    threshold_mode: Literal["permanent", "recoverable"] = Field(
+        "permanent", description="recoverable: aligned again when the average falls below the threshold"
+    )
+
+    def layer_problems(self, layers: int) -> Iterator[Problem]:
+        if self.block_index >= layers:
+            yield ("block_index",), f"{self.block_index} is outside of the transformer's blocks, 0 to {layers - 1}"
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.weight_end > self.weight:
+            yield ("weight_end",), f"{self.weight_end:g} is above train.methods.crepa.weight ({self.weight:g})"
+        if self.schedule == "constant" and self.decay_steps is not None:
+            yield (
+                ("decay_steps",),
+                "schedule is constant; set it to linear, cosine or polynomial, or remove this",
+            )
+
+
 class Methods(Section):
     """What is added to the plain flow-matching loss; a method that is named is used."""
 
     masked_loss: MaskedLoss | None = None
     tread: Tread | None = None
+    crepa: CREPA | None = None
 
     @property
     def used(self) -> dict[str, Method]:

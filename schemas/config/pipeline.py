@@ -64,8 +64,8 @@ class Config(Section):
         if "regularisation" in topics and regularisation:
             how = "training does not use is_regularisation_data yet and treats these samples like any others"
             yield f"{regularisation}: {how}"
-        if "vision" in topics and self.vision.model:
-            how = "features are encoded, but training does not use them yet (no CREPA)"
+        if "vision" in topics and self.vision.model and self.train.methods.crepa is None:
+            how = "features are encoded, but training does not use them without train.methods.crepa"
             yield f"vision.model {self.vision.model}: {how}"
 
     def _problems(self) -> Iterator[Problem]:

@@ -272,9 +272,10 @@ def test_where_one_frame_does_not_fit_the_message_names_the_option(make, monkeyp
     assert "vision.size" in caught.value.next_step
 
 
-def test_it_says_that_training_does_not_use_features_yet(make) -> None:
+def test_it_says_that_training_does_not_use_features_unless_it_does(make) -> None:
     home = make("sana")
     home.image("a.png")
     prepare(home)
-    home.run(encode_vision.run, dry_run=True)
-    assert "features are encoded, but training does not use them yet (no CREPA)" in " ".join(home.said.split())
+    for change, told in (((), True), (("train.methods.crepa={}",), False)):
+        home.run(encode_vision.run, *change, dry_run=True)
+        assert ("not use them without train.methods.crepa" in " ".join(home.said.split())) == told

@@ -34,6 +34,13 @@ class TokenGrid:
     def tokens(self) -> int:
         return self.frames * self.rows * self.columns
 
+    def flatten(self, values_BTHWD: torch.Tensor) -> torch.Tensor:
+        """(B, N, D), in the order of the tokens, of values on the grid."""
+        if self.square > 1:
+            squares = values_BTHWD.unflatten(3, (-1, self.square)).unflatten(2, (-1, self.square))
+            values_BTHWD = squares.transpose(3, 4)  # B T H/s W/s s s D
+        return values_BTHWD.flatten(1, -2)
+
 
 class FamilyModule(Protocol):
     """A module of `trainer/families/`, named by `Family.transformer`.
@@ -72,6 +79,9 @@ class FamilyModule(Protocol):
 
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
         """That of the visual blocks."""
+
+    def hidden_size(self, model: Any) -> int:
+        """D of the visual tokens."""
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         """Hooks by which `blocks`, visual ones in a row, compute kept tokens (B, K, D) alone, which the first of them

@@ -79,6 +79,10 @@ def token_grid(model: Any, batch: Batch) -> TokenGrid:
     return TokenGrid(frames, rows, columns, batch.text_BLD.shape[1], sparse_edge(model))
 
 
+def hidden_size(model: Any) -> int:
+    return model.config.model_dim
+
+
 def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
     taken: dict[str, Any] = {}  # the same for all of them
 

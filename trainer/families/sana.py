@@ -57,6 +57,10 @@ def token_grid(model: Any, batch: Batch) -> TokenGrid:
     return TokenGrid(frames, height // patch, width // patch, batch.text_BLD.shape[1])
 
 
+def hidden_size(model: Any) -> int:
+    return model.config.num_attention_heads * model.config.attention_head_dim
+
+
 def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
     """Attention computes the kept tokens alone. The feed-forward's depthwise convolution, from which the transformer
     knows positions, gets the whole grid, with the waiting tokens as they are; what follows it is of the kept ones."""

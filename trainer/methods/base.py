@@ -4,18 +4,25 @@ A method is a file of this folder, a section of the configuration under train.me
 needs of a sample, and a row of METHODS in `trainer/methods/selection.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from schemas.errors import USAGE, LatentpressError
 from schemas.family import Task
 from schemas.identity import derive_seed
 from trainer import flow
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule
+from trainer.families.base import FamilyModule, TokenGrid
+
+
+class MethodError(LatentpressError):
+    """A method that can't be used with this transformer or set."""
+
+    exit_code = USAGE
 
 
 class Predict(Protocol):
@@ -34,6 +41,7 @@ class MethodStep:
     number: optimizer steps done before this one, of `steps`. model: the family's transformer. shift: of the schedule of
     sigma. identities: (B,) text that determines a sample's random numbers. noisy_BCTHW: the input. target_BCTHW: what
     the prediction is compared with. prediction_BCTHW: the predicted velocity, None until the forward pass is done.
+    weight_BTHW: the product of the methods' factors of the squared errors, known to `Method.loss`. logged: see `log`.
     kept_tokens: index in `visual_blocks` -> the positions (B, K) of the only tokens that this block computes, where a
     method drops the others. A forward hook on such a block, registered with prepend=True, sees the K tokens.
     """
@@ -52,11 +60,22 @@ class MethodStep:
     noisy_BCTHW: torch.Tensor = field(init=False)
     target_BCTHW: torch.Tensor = field(init=False)
     prediction_BCTHW: torch.Tensor | None = None
+    weight_BTHW: torch.Tensor | None = None
     kept_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
+    logged: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.noisy_BCTHW = flow.interpolate(self.batch.latents_BCTHW, self.noise_BCTHW, self.sigma_B)
         self.target_BCTHW = flow.velocity(self.batch.latents_BCTHW, self.noise_BCTHW)
+
+    @property
+    def grid(self) -> TokenGrid:
+        return self.family.token_grid(self.model, self.batch)
+
+    def log(self, name: str, value_B: torch.Tensor) -> None:
+        """A number of each sample, whose mean over the global batch becomes a metric of the optimizer step. All
+        micro-batches of a step, on all ranks, log the same names in the same order."""
+        self.logged[name] = value_B.detach()
 
     def uniform(self, purpose: str, *shape: int) -> torch.Tensor:
         """(B, *shape) numbers in 0..1 on the CPU, the same for the same step, position and purpose on any number of
@@ -67,6 +86,13 @@ class MethodStep:
 
 class Method:
     """Does nothing; a method overrides what it needs. The tensors that it needs are named by its section."""
+
+    def setup(self, model: Any, family: FamilyModule, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Called once, before weights are loaded: MethodError where the method can't be used.
+
+        model: the transformer on the meta device, without weights. shapes: those of one sample's tensors, by name.
+        torch is seeded for what is drawn here.
+        """
 
     def modules(self) -> torch.nn.Module | None:
         """The method's own weights. They are trained, saved in checkpoints and wrapped with the transformer."""
@@ -86,5 +112,17 @@ class Method:
         return None
 
     def loss(self, step: MethodStep) -> torch.Tensor | None:
-        """(B,) added to the flow-matching loss. Called after the forward pass."""
+        """(B,) added to the flow-matching loss. Called after the forward pass. A method with modules always returns a
+        loss that depends on all of their weights, if only times 0: DistributedDataParallel waits for each gradient."""
         return None
+
+    def finish_step(self, numbers: Mapping[str, float]) -> None:
+        """Called after the backward passes of an optimizer step with the means of what was logged, the same on all
+        ranks."""
+
+    def state(self) -> dict[str, Any]:
+        """What checkpoints keep of the method beside its weights: JSON."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""

@@ -1,13 +1,13 @@
 """The learning rate as a function of the step, and the handling of non-finite steps."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from schemas.config.training import Optimizer
 from schemas.errors import LatentpressError
+from trainer.schedules import scheduled_value
 
 BAD_STEP_WINDOW = 100  # steps over which skipped ones are counted
 
@@ -16,23 +16,10 @@ class DivergedError(LatentpressError):
     """Too many steps had a non-finite loss or gradient."""
 
 
-# Each maps the share of the way from warm-up to the end (0..1) and the power to the height above lr_end (1..0).
-SCHEDULES: dict[str, Callable[[float, float], float]] = {
-    "constant": lambda done, power: 1.0,
-    "linear": lambda done, power: 1.0 - done,
-    "cosine": lambda done, power: 0.5 * (1.0 + math.cos(math.pi * done)),
-    "polynomial": lambda done, power: (1.0 - done) ** power,
-}
-
-
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up, of which step 0 has the first part already, then the
-    schedule from lr to lr_end, `cycles` times."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    done = (step - config.warmup) / max(1, steps - config.warmup)
-    done = min(1.0, config.cycles * done % 1.0 if done < 1.0 else 1.0)
-    return config.lr_end + (config.lr - config.lr_end) * SCHEDULES[config.schedule](done, config.power)
+    """The rate of step `step` (from 0) of `steps`: warm-up, then the schedule from lr to lr_end, `cycles` times."""
+    first, last, options = config.lr, config.lr_end, config.model_dump(include={"warmup", "power", "cycles"})
+    return scheduled_value(config.schedule, first, last, step, steps, **options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: Optimizer, step: int, steps: int) -> float:

@@ -27,6 +27,7 @@ from trainer.setup.compile import check_compile, compile_blocks
 from trainer.setup.ema import MovingAverage
 from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, load_transformer, model_shape
 from trainer.setup.memory import check_offload, loading_device, reduce_memory
+from trainer.setup.methods import set_up_methods
 from trainer.setup.optim import BadStepCounter
 from trainer.setup.optimizers import check_optimizer, make_optimizer
 from trainer.setup.quantize import check_setup, count_numbers, quantize_base
@@ -110,9 +111,11 @@ def prepare_training(
     check_compile(settings)
     sharded = uses_sharding(settings.parallel, ranks)
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, settings.timesteps.low_discrepancy)
-    family, methods = module_of(config.model.family_spec), make_methods(settings.methods)
+    family = module_of(config.model.family_spec)
     check_optimizer(config, accelerator.device, sharded)
     check_setup(config, family, accelerator.device, ranks)
+    methods = make_methods(settings.methods)
+    set_up_methods(methods, config, family, data)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     with by_turns(accelerator, sharded):
         denoiser = prepare_model(config, data, family, methods, accelerator, signature, console, load)

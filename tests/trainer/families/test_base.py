@@ -91,6 +91,8 @@ def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(make_confi
     size, edge = Bucket.parse(part.batch.bucket), config.model.family_spec.side_multiple
     assert (grid.rows, grid.columns) == (size.height // edge, size.width // edge), "side_multiple is a token's edge"
     assert grid.frames == part.batch.latents_BCTHW.shape[2] and grid.text_length == part.batch.text_BLD.shape[1]
+    visual = family.visual_blocks(model)
+    assert [block for block in blocks if block in visual] == visual and called[-1][1][-1] == family.hidden_size(model)
     listed = {id(weight) for block in blocks for weight in block.parameters()}
     repeated = {id(weight) for name, weight in model.named_parameters() if "_blocks." in name}
     assert listed == repeated

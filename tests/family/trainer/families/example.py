@@ -51,6 +51,10 @@ def token_grid(model: Any, batch: Batch) -> TokenGrid:
     return TokenGrid(*(size // patch for size, patch in sizes), batch.text_BLD.shape[1])
 
 
+def hidden_size(model: Any) -> int:
+    return model.config.num_attention_heads * model.config.attention_head_dim
+
+
 def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
     def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         *others, rotary = inputs

@@ -1,0 +1,360 @@
+"""CREPA against its formula, computed token by token, and what does not change it: how blocks are computed, where a run
+is cut and how many processes share it."""
+
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from schemas.config.methods import CREPA
+from schemas.errors import USAGE
+from tests.trainer.runs import LOADS, lines, on_two_ranks, program, quiet, train, trained_weights
+from trainer import train as loop
+from trainer.batch import Batch
+from trainer.families.base import TokenGrid
+from trainer.methods.crepa import CREPAMethod, add_neighbours
+
+WIDTH = 12  # of the features
+
+
+def with_features(made, config, coarse: int = 1, masks: bool = False) -> tuple:
+    """Items of random features: on the grid of tokens, or with `coarse` times fewer columns and rows."""
+    items, null, prompts = made.mixed_items(config, 8)
+    rng, patch = np.random.default_rng(1), 1 if config.model.family == "sana" else 2
+    for item in items:
+        _, frames, rows, columns = item.latent.shape
+        grid = (frames, max(1, rows // patch // coarse), max(1, columns // patch // coarse))
+        item.vision = rng.normal(size=(*grid, WIDTH)).astype(np.float32)
+        item.mask = rng.random(item.latent.shape[1:], dtype=np.float32) if masks else None
+    return items, null, prompts
+
+
+def prepared(config) -> loop.TrainState:
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    size = config.train.batch_size
+    return loop.prepare_training(config, data, BatchSchedule(data.spans, 0, size, size), quiet(), "cpu")
+
+
+def move_adapter(run: loop.TrainState) -> None:
+    """Away from its start, where half of the gradients are 0."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in run.trainable.values():
+            weight.add_(torch.randn(weight.shape, generator=draw), alpha=0.05)
+
+
+def gradients(run: loop.TrainState) -> dict[str, torch.Tensor]:
+    return {name: weight.grad.clone() for name, weight in run.trainable.items() if weight.grad is not None}
+
+
+# --- by hand ---
+
+
+def enlarge(grid_RCD: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Bilinear between the centres of cells, each axis for itself; beyond the outer centres the outer value."""
+    for axis, fine in ((0, rows), (1, columns)):
+        coarse = grid_RCD.shape[axis]
+        lines = grid_RCD.movedim(axis, 0)
+        places = [min(max((n + 0.5) * coarse / fine - 0.5, 0), coarse - 1) for n in range(fine)]
+        low = [math.floor(place) for place in places]
+        mixed = [
+            (1 - place + at) * lines[at] + (place - at) * lines[min(at + 1, coarse - 1)]
+            for place, at in zip(places, low, strict=True)
+        ]
+        grid_RCD = torch.stack(mixed).movedim(0, axis)
+    return grid_RCD
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a @ b) / (a @ a).sqrt() / (b @ b).sqrt()
+
+
+def loss_by_hand(
+    hidden_BND: torch.Tensor, places_BN: torch.Tensor, grid: TokenGrid, batch: Batch, projector: Any, options: CREPA
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each sample, with the similarity of each, which no mask weighs. places_BN: of the tokens, row by row."""
+    (norm, linear), mask = projector, batch.extras.get("mask")
+    losses, similarities = [], []
+    for sample, (hidden_ND, features) in enumerate(zip(hidden_BND, batch.extras["vision"], strict=True)):
+        wanted = [enlarge(frame, grid.rows, grid.columns) for frame in features]
+        neighbours = {
+            f: [(f, 1.0)]
+            + [
+                (f + sign * d, math.exp(-d / options.adjacent_tau))
+                for d in range(1, options.adjacent_distance + 1)
+                if options.cumulative_neighbors or d == options.adjacent_distance
+                for sign in (-1, 1)
+                if 0 <= f + sign * d < grid.frames
+            ]
+            for f in range(grid.frames)
+        }
+        found, factors = [], []
+        for h, place in zip(hidden_ND, places_BN[sample].tolist(), strict=True):
+            f, r, c = (int(n) for n in np.unravel_index(place, (grid.frames, grid.rows, grid.columns)))
+            h = (h - h.mean()) / (h.var(correction=0) + 1e-5).sqrt() * norm.weight + norm.bias
+            h = linear.weight @ h + linear.bias
+            found.append(sum(share * cosine(h, wanted[k][r, c]) for k, share in neighbours[f]))
+            if mask is not None:
+                high, wide = mask.shape[-2] // grid.rows, mask.shape[-1] // grid.columns
+                factors.append(mask[sample, f, r * high : (r + 1) * high, c * wide : (c + 1) * wide].mean())
+        similarity = torch.stack(found)
+        weighed = similarity if mask is None else similarity * torch.stack(factors)
+        losses.append(-options.weight * weighed.mean() * (1 if options.normalize_by_frames else grid.frames))
+        similarities.append(similarity.mean())
+    return torch.stack(losses), torch.stack(similarities)
+
+
+CASES = {
+    "t2v": ("t2v", {}, 1),
+    "neighbours": ("t2v", {"adjacent_distance": 2, "adjacent_tau": 0.5, "cumulative_neighbors": True}, 2),
+    "sum": ("t2v", {"adjacent_distance": 3, "adjacent_tau": 2.0, "normalize_by_frames": False, "weight": 2.0}, 2),
+    "repa": ("i2v", {"adjacent_distance": 0}, 1),
+    "masked": ("i2v", {}, 1),
+    "i2i": ("i2i", {}, 2),
+    "sana": ("sana", {}, 2),
+    "tread": ("i2v", {}, 2),
+    "tread of sana": ("sana", {}, 1),
+}
+ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made, monkeypatch, case) -> None:
+    kind, options, coarse = CASES[case]
+    index = 1 if kind == "sana" else 0
+    methods: dict[str, Any] = {"crepa": {"block_index": index, **options}}
+    if case == "masked":
+        methods["masked_loss"] = {"unmasked_weight": 0.0}
+    if case.startswith("tread"):  # it ends with the tapped block
+        methods["tread"] = {"routes": [{**ROUTE, "end_layer_idx": index}]}
+    config = make_config(kind, batch_size=2, methods=methods, adapter={"rank": 2})
+    if kind in ("t2v", "i2v"):  # four latent frames
+        mixed = made.mixed_items
+        monkeypatch.setattr(made, "mixed_items", lambda *given: longer(made, config, mixed(*given)))
+    make_set(config, *with_features(made, config, coarse, case == "masked"))
+    run = prepared(config)
+    move_adapter(run)
+    step = loop.start_step(run, 0, run.loader.step(0).micro_batches[0])
+    method, seen = run.methods["crepa"], []
+    run.family.visual_blocks(run.model)[index].register_forward_hook(lambda _, inputs, output: seen.append(output))
+    with ExitStack() as stack:
+        for each in run.methods.values():
+            stack.enter_context(each.around(step))
+        run.denoiser(step.noisy_BCTHW, step.sigma_B, step.batch)
+        step.weight_BTHW = step.batch.extras.get("mask")
+        found = method.loss(step)
+        grid, (hidden, *_) = step.grid, seen
+        assert step.batch.extras["vision"].shape[2] == max(1, grid.rows // coarse)
+        everywhere = torch.arange(grid.tokens).expand(len(step.batch), -1)
+        places = step.kept_tokens.get(index, everywhere)
+        assert (places.shape == everywhere.shape) == (not case.startswith("tread"))
+        wanted, similar = loss_by_hand(hidden, places, grid, step.batch, method.modules(), config.train.methods.crepa)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(step.logged["crepa_similarity"], similar.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(step.logged["crepa_loss"], found.detach())
+        weights = [*run.trainable.values()]
+        ours = torch.autograd.grad(found.sum(), weights, retain_graph=True, allow_unused=True)
+        theirs = torch.autograd.grad(wanted.sum(), weights, allow_unused=True)
+    reached = 0
+    for name, one, other in zip(run.trainable, ours, theirs, strict=True):
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert (one - other).norm() <= 1e-4 * other.norm().clamp(min=1e-3), name
+            reached += bool(other.norm() > 0)
+    assert reached >= 6, "the adapters of the tapped block, and the projection"
+
+
+def longer(made, config, given: tuple) -> tuple:
+    """Clips of 13 frames in place of 5."""
+    items, null, prompts = given
+    rng = np.random.default_rng(2)
+    for item in items:
+        item.bucket = f"{item.bucket.partition('@')[0]}@13"
+        item.latent = made.latent(rng, config, item.bucket)
+        item.condition = None if item.condition is None else item.latent[:, :1]
+    return items, null, prompts
+
+
+def test_neighbours_outside_of_the_clip_have_no_term() -> None:
+    values = torch.arange(3.0).view(1, 3, 1, 1, 1)
+    near, far = math.exp(-1 / 2), math.exp(-2 / 2)
+    assert add_neighbours(values, range(1, 2), 2.0).flatten().tolist() == pytest.approx([near, 1 + 2 * near, 2 + near])
+    both = [near + 2 * far, 1 + 2 * near, 2 + near]
+    assert add_neighbours(values, range(1, 5), 2.0).flatten().tolist() == pytest.approx(both)
+    assert torch.equal(add_neighbours(values, range(3, 4), 2.0), values)
+    assert torch.equal(add_neighbours(values, range(1, 1), 2.0), values)
+
+
+# --- how blocks are computed ---
+
+WAYS: dict[str, dict[str, Any]] = {
+    "checkpointing": {},
+    "half": {"gradient_checkpointing_interval": 2},
+    "offload": {"offload": {"blocks": True, "activations": True}},
+    "quantised": {"base_precision": "int8-quanto"},
+    "compiled": {"compile": "blocks", "compile_backend": "eager"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ways"), [("t2v", [*WAYS]), ("sana", ["checkpointing"])])
+def test_gradients_reach_the_block_however_it_is_computed(make_config, make_set, made, kind, ways) -> None:
+    """And nothing of the step is kept after it."""
+    found = {}
+    for name, options in {"plain": {"gradient_checkpointing": False}, **{way: WAYS[way] for way in ways}}.items():
+        methods = {"crepa": {"block_index": 1, "weight": 3.0}}
+        config = make_config(kind, name=name, batch_size=2, methods=methods, adapter={"rank": 2}, **options)
+        make_set(config, *with_features(made, config))
+        run = prepared(config)
+        move_adapter(run)
+        _, loss_B, logged = loop.backward(run, 0, run.loader.step(0).micro_batches[0], 2)
+        found[name] = ({"loss": loss_B, **logged}, gradients(run))
+        assert not any(block._forward_hooks for block in run.family.blocks(run.model)), name
+        assert not [value for value in vars(run.methods["crepa"]).values() if isinstance(value, torch.Tensor)]
+    numbers, wanted = found.pop("plain")
+    if "quantised" in found:
+        _, grads = found.pop("quantised")
+        everything, others = (torch.cat([each[name].flatten() for name in wanted]) for each in (wanted, grads))
+        assert torch.cosine_similarity(everything, others, 0) > 0.95
+    assert numbers["crepa_loss"].abs().min() > 0
+    for name, (others, grads) in found.items():
+        assert others.keys() == numbers.keys() and grads.keys() == wanted.keys()
+        for key, value in numbers.items():
+            torch.testing.assert_close(others[key], value, rtol=1e-5, atol=1e-6)
+        for key, grad in wanted.items():
+            assert (grad - grads[key]).norm() <= 1e-4 * grad.norm().clamp(min=1e-3), (name, key)
+
+
+# --- schedule and cut-offs ---
+
+
+def weights(options: dict[str, Any], steps: int) -> list[float]:
+    method = CREPAMethod(CREPA(**options))
+    return [method.weight(number, steps) for number in range(steps)]
+
+
+def test_the_weight_follows_its_schedule() -> None:
+    assert weights({}, 3) == [0.5] * 3
+    assert weights({"weight": 1.0, "warmup": 2}, 4) == [0.5, 1, 1, 1]
+    assert weights({"weight": 1.0, "warmup": 1, "schedule": "linear"}, 5) == [1, 1, 0.75, 0.5, 0.25]
+    decayed = {"weight": 1.0, "weight_end": 0.5, "decay_steps": 2}
+    assert weights({**decayed, "schedule": "linear", "warmup": 1}, 5) == [1, 1, 0.75, 0.5, 0.5]
+    assert weights({**decayed, "schedule": "cosine"}, 4) == pytest.approx([1, 0.75, 0.5, 0.5])
+    assert weights({**decayed, "schedule": "polynomial", "power": 2}, 4) == [1, 0.625, 0.5, 0.5]
+    assert weights({"cutoff_step": 2}, 4) == [0.5, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize("mode", ["permanent", "recoverable"])
+def test_a_similarity_ends_it_and_may_start_it_again(mode: str) -> None:
+    """The average: 0.5, 0.7, then 0.5 again."""
+    options = {"similarity_threshold": 0.6, "similarity_ema_decay": 0.5, "threshold_mode": mode}
+    method, seen = CREPAMethod(CREPA(**options)), []
+    for number, similarity in enumerate((0.5, math.nan, 0.9, 0.3, 0.3)):
+        seen.append((method.weight(number, 9), method.measures(number, 9)))
+        method.finish_step({"loss": 1.0, "crepa_similarity": similarity} if seen[-1][1] else {"loss": 1.0})
+        again = CREPAMethod(CREPA(**options))
+        again.load_state(json.loads(json.dumps(method.state())))
+        assert again.weight(number + 1, 9) == method.weight(number + 1, 9)
+    after = (0.0, False) if mode == "permanent" else (0.5, True)
+    assert seen == [(0.5, True)] * 3 + [(0.0, mode == "recoverable"), after]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"weight_end": 2.0}, "weight_end"),
+        ({"decay_steps": 5}, "schedule is constant"),
+        ({"schedule": "step"}, "schedule"),
+        ({"weight": 0.0}, "weight"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        CREPA(**options)
+
+
+# --- runs ---
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> None:
+    """With the average that ends it, which a checkpoint keeps, and a rate of its own for the projection."""
+    groups = [{"match": r"methods\.crepa\..*", "lr": 0.01}]
+    methods = {"crepa": {"block_index": 0, "similarity_threshold": 0.02, "similarity_ema_decay": 0.5}}
+    options = {"methods": methods, "adapter": {"rank": 2}, "optimizer": {"lr": 2e-3, "warmup": 0, "groups": groups}}
+    found = []
+    for name, ends in (("whole", [8]), ("cut", [3, 5, 8])):
+        for steps in ends:
+            config = make_config("t2i", name=name, batch_size=2, steps=steps, checkpoint_every=1, **options)
+            if steps == ends[0]:
+                make_set(config, *with_features(made, config))
+            train(config)
+        found.append((lines(config), lines(config, "crepa_weight"), lines(config, "crepa_similarity"), config))
+    assert found[0][:3] == found[1][:3]
+    assert found[0][1][1] == 0.5 and found[0][1][8] == 0, "it ended between"
+    assert len(found[0][2]) == sum(weight > 0 for weight in found[0][1].values())
+    whole, cut = (trained_weights(each[3]) for each in found)
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert {name for name in whole if "crepa" in name} == {
+        f"methods.crepa.{name}" for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")
+    }
+    adapter = load_file(Path(config.output) / "run/adapter/pytorch_lora_weights.safetensors")
+    assert adapter and not [name for name in adapter if "crepa" in name or "methods" in name]
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_losses_of_one(make_config, make_set, made, tmp_path) -> None:
+    """With micro-batches that are not synchronised, checkpointing, and a step after the cut-off; by
+    DistributedDataParallel and FSDP2."""
+    methods, found = {"crepa": {"block_index": 1, "cutoff_step": 2}}, []
+    for name, accumulate, strategy in (("alone", 4, "ddp"), ("ddp", 2, "ddp"), ("fsdp2", 2, "fsdp2")):
+        settings = {"methods": methods, "adapter": {"rank": 2}, "parallel": {"strategy": strategy}}
+        config = make_config("t2v", name=name, steps=3, batch_size=2, accumulate=accumulate, **settings)
+        make_set(config, *with_features(made, config))
+        if name == "alone":
+            train(config)
+        else:
+            path = tmp_path / "pipeline.yaml"
+            path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+            assert on_two_ranks(path)["done"] == 3
+        names = ("loss", "crepa_loss", "crepa_similarity", "crepa_weight", "grad_norm")
+        found.append([lines(config, name) for name in names])
+        if name != "fsdp2":
+            found[-1].append(trained_weights(config))
+    (*alone, weights), (*shared, others), sharded = found
+    assert [len(numbers) for numbers in alone] == [3, 2, 2, 3, 3]
+    for one, two, three in zip(alone, shared, sharded, strict=True):
+        assert one.keys() == two.keys() == three.keys()
+        assert [*two.values()] == pytest.approx([*one.values()], rel=1e-5, abs=1e-6)
+        assert [*three.values()] == pytest.approx([*one.values()], rel=1e-4, abs=1e-6)
+    for name, weight in weights.items():
+        assert (weight - others[name]).norm() <= 1e-4 * weight.norm().clamp(min=1e-3), name
+
+
+# --- refused ---
+
+
+def test_what_can_not_be_aligned_is_refused_before_a_model_is_loaded(
+    make_config, make_set, made, tmp_path, capsys
+) -> None:
+    config = make_config("t2i", methods={"crepa": {"block_index": 0}})
+    make_set(config)
+    code, _, said = program(config, tmp_path, capsys)
+    said = " ".join(said.split())
+    assert code == USAGE and "train.methods.crepa needs vision, which no sample of set set1 has" in said
+    assert "vision.model" in said and "latentpress run" in said
+    config = make_config("t2i", name="deep", methods={"crepa": {}})
+    make_set(config, *with_features(made, config))
+    code, _, said = program(config, tmp_path, capsys)
+    assert code == USAGE and LOADS not in said
+    assert "train.methods.crepa.block_index: 8 is outside of the transformer's blocks, 0 to 1" in " ".join(said.split())

@@ -1,0 +1,188 @@
+"""CREPA: the hidden states of one transformer block are aligned with vision features of the frame and its neighbours.
+
+Hwang et al. 2025, "Cross-Frame Representation Alignment for Fine-Tuning Video Diffusion Models", arXiv 2506.09229. What
+is added to a sample's loss is
+
+    -weight * mean over frames f and their tokens of [cos(p(h_f), y_f) + sum over k = f - d, f + d of
+                                                      exp(-d / tau) * cos(p(h_f), y_k)]
+
+with h the block's output, p a LayerNorm and a Linear that are trained and thrown away, y DINOv2's patch tokens, d the
+distance and tau a temperature. Neighbours outside of the clip have no term. A clip of one frame, or an image, has no
+neighbours: that is REPA (Yu et al. 2024, arXiv 2410.06940).
+
+encode-vision has computed y from the frames themselves, so nothing is decoded here and no vision model is loaded. y is
+enlarged to the transformer's tokens (bilinear), and never shifted: both grids divide the same frame evenly. Text tokens
+have no term. i2v's clean first frame has, as in SimpleTuner. Where another method weighs the squared errors
+(`masked_loss`), the same factors weigh the tokens' similarities. Of tokens that another method drops in the block
+(`tread`), none has a term.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.hooks import RemovableHandle
+
+from schemas.config.methods import CREPA
+from trainer.families.base import FamilyModule, components
+from trainer.methods.base import Method, MethodError, MethodStep
+from trainer.schedules import scheduled_value
+
+
+class CREPAMethod(Method):
+    """similarity: the moving average of the bracket above. ended: whether it has reached the threshold for good."""
+
+    def __init__(self, settings: CREPA) -> None:
+        self.settings = settings
+        self.similarity: float | None = None
+        self.ended = False
+        self._projection: torch.nn.Module | None = None
+        self._width = 0  # of the hidden states
+        self._hidden_BLD: torch.Tensor | None = None
+        self._hook: RemovableHandle | None = None
+
+    def setup(self, model: Any, family: FamilyModule, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        if len(components(model)) > 1:
+            raise MethodError(
+                "train.methods.crepa taps one transformer, and this checkpoint has several",
+                "Remove train.methods.crepa.",
+            )
+        self._width = family.hidden_size(model)
+        linear = torch.nn.Linear(self._width, shapes["vision"][-1])
+        parts = {"norm": torch.nn.LayerNorm(self._width), "linear": linear}
+        self._projection = torch.nn.Sequential(OrderedDict(parts))
+
+    def modules(self) -> torch.nn.Module | None:
+        return self._projection
+
+    def weight(self, number: int, steps: int) -> float:
+        """Of step `number` (from 0) of `steps`, by schedule and cut-offs."""
+        settings = self.settings
+        if self.ended or (settings.cutoff_step is not None and number >= settings.cutoff_step):
+            return 0.0
+        if self.similarity is not None and self.similarity >= (settings.similarity_threshold or math.inf):
+            return 0.0
+        last = steps if settings.decay_steps is None else settings.warmup + settings.decay_steps
+        ends, options = (settings.weight, settings.weight_end), settings.model_dump(include={"warmup", "power"})
+        return scheduled_value(settings.schedule, *ends, number, last, **options)
+
+    def measures(self, number: int, steps: int) -> bool:
+        """Whether the similarity is computed in this step: it is trained on, or may fall below the threshold again."""
+        past = self.settings.cutoff_step is not None and number >= self.settings.cutoff_step
+        recovers = self.settings.threshold_mode == "recoverable" and self.settings.similarity_threshold is not None
+        return self.weight(number, steps) > 0 or (recovers and not past)
+
+    @contextmanager
+    def around(self, step: MethodStep) -> Iterator[None]:
+        if not self.measures(step.number, step.steps):
+            yield
+            return
+        block = step.family.visual_blocks(step.model)[self.settings.block_index]
+        self._hook = block.register_forward_hook(self._keep, prepend=True)
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _keep(self, block: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Keep what the block computes. With gradient checkpointing this is the tensor that the next block reads, too,
+        so gradients reach it; `loss` removes the hook before the block is computed again."""
+        if torch.is_grad_enabled():
+            self._hidden_BLD = output
+
+    def _release(self) -> torch.Tensor | None:
+        """What was kept, once."""
+        if self._hook is not None:
+            self._hook.remove()
+        hidden_BLD, self._hidden_BLD, self._hook = self._hidden_BLD, None, None
+        return hidden_BLD
+
+    def loss(self, step: MethodStep) -> torch.Tensor:
+        weight, hidden_BLD = self.weight(step.number, step.steps), self._release()
+        assert self._projection is not None
+        step.log("crepa_weight", torch.full_like(step.sigma_B, weight))
+        if not self.measures(step.number, step.steps):
+            return self.nothing(step)
+        assert hidden_BLD is not None, "the block was not called"
+        with nullcontext() if weight else torch.no_grad():
+            projected_BLC = F.normalize(self._projection(hidden_BLD.float()), dim=-1)
+            targets_BLC = self.take(step, self.targets(step))
+            similarity_BL = (projected_BLC * targets_BLC).sum(-1)
+        step.log("crepa_similarity", similarity_BL.detach().mean(1))
+        if not weight:
+            return self.nothing(step)
+        if step.weight_BTHW is not None:
+            similarity_BL = similarity_BL * self.take(step, token_factors(step))[..., 0]
+        frames = 1 if self.settings.normalize_by_frames else step.grid.frames
+        loss_B = -weight * frames * similarity_BL.mean(1)
+        step.log("crepa_loss", loss_B.detach())
+        return loss_B
+
+    def nothing(self, step: MethodStep) -> torch.Tensor:
+        """(B,) zeros that depend on every weight of the projection."""
+        assert self._projection is not None
+        return 0.0 * self._projection(step.sigma_B.new_zeros(len(step.batch), self._width)).mean(-1)
+
+    def targets(self, step: MethodStep) -> torch.Tensor:
+        """(B, T, rows, columns, C): what a token's projection is multiplied with, the weighted sum of the unit vectors
+        of its place in its own frame and the neighbours."""
+        features_BTHWC, grid = step.batch.extras["vision"].float(), step.grid
+        if features_BTHWC.ndim != 5 or features_BTHWC.shape[1] != grid.frames:
+            raise MethodError(
+                f"the vision features of {step.batch.ids[0]} are of shape {tuple(features_BTHWC.shape[1:])}, and its "
+                f"latents have {grid.frames} frames",
+                "Run `latentpress encode-vision` and `latentpress index`.",
+            )
+        frames_NCHW = features_BTHWC.flatten(0, 1).movedim(-1, 1)
+        size = (grid.rows, grid.columns)
+        if frames_NCHW.shape[2:] != size:
+            frames_NCHW = F.interpolate(frames_NCHW, size, mode="bilinear", align_corners=False)
+        unit_BTHWC = F.normalize(frames_NCHW, dim=1).movedim(1, -1).unflatten(0, features_BTHWC.shape[:2])
+        return add_neighbours(unit_BTHWC, self.distances, self.settings.adjacent_tau)
+
+    def take(self, step: MethodStep, values_BTHWD: torch.Tensor) -> torch.Tensor:
+        """(B, L, D): values on the token grid, of the tokens that the block computes, in their order."""
+        values_BLD, positions_BK = step.grid.flatten(values_BTHWD), step.kept_tokens.get(self.settings.block_index)
+        return values_BLD if positions_BK is None else values_BLD.take_along_dim(positions_BK[..., None], 1)
+
+    @property
+    def distances(self) -> range:
+        last = self.settings.adjacent_distance
+        return range(1 if self.settings.cumulative_neighbors else max(1, last), last + 1)
+
+    def finish_step(self, logged: Mapping[str, float]) -> None:
+        similarity, settings = logged.get("crepa_similarity"), self.settings
+        if settings.similarity_threshold is None or similarity is None or not math.isfinite(similarity):
+            return
+        decay = settings.similarity_ema_decay if self.similarity is not None else 0.0
+        self.similarity = decay * (self.similarity or 0.0) + (1 - decay) * similarity
+        if settings.threshold_mode == "permanent" and self.similarity >= settings.similarity_threshold:
+            self.ended = True
+
+    def state(self) -> dict[str, Any]:
+        return {"similarity": self.similarity, "ended": self.ended}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.similarity, self.ended = state["similarity"], state["ended"]
+
+
+def add_neighbours(values_BTHWC: torch.Tensor, distances: range, tau: float) -> torch.Tensor:
+    """Each frame and, times exp(-d / tau), those d before and after it, for each of `distances`."""
+    summed = values_BTHWC.clone()
+    for d in distances:
+        factor = math.exp(-d / tau)
+        summed[:, :-d] += factor * values_BTHWC[:, d:]
+        summed[:, d:] += factor * values_BTHWC[:, :-d]
+    return summed
+
+
+def token_factors(step: MethodStep) -> torch.Tensor:
+    """(B, T, rows, columns, 1): the mean factor of the squared errors that each token predicts."""
+    grid, weight_BTHW = step.grid, step.weight_BTHW
+    assert weight_BTHW is not None
+    pooled_BTHW = F.adaptive_avg_pool2d(weight_BTHW.float(), (grid.rows, grid.columns))
+    return pooled_BTHW.expand(-1, grid.frames, -1, -1)[..., None]

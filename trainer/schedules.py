@@ -1,0 +1,32 @@
+"""How a number changes over the steps of a run: linear warm-up, then a schedule."""
+
+import math
+from collections.abc import Callable
+
+# Each maps the share of the way from warm-up to the end (0..1) and the power to the height above the last value (1..0).
+SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "constant": lambda done, power: 1.0,
+    "linear": lambda done, power: 1.0 - done,
+    "cosine": lambda done, power: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "polynomial": lambda done, power: (1.0 - done) ** power,
+}
+
+
+def scheduled_value(
+    schedule: str,
+    first: float,
+    last: float,
+    step: int,
+    steps: int,
+    *,
+    warmup: int = 0,
+    power: float = 1,
+    cycles: int = 1,
+) -> float:
+    """The value of step `step` (from 0) of `steps`: linear warm-up, of which step 0 has the first part already, then
+    the schedule from `first` to `last`, `cycles` times."""
+    if step < warmup:
+        return first * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    done = min(1.0, cycles * done % 1.0 if done < 1.0 else 1.0)
+    return last + (first - last) * SCHEDULES[schedule](done, power)
