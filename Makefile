@@ -13,6 +13,8 @@ PYTEST_ARGS ?=
 # Without a virtual environment a Python that has torch already, such as that of a rented machine.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 ONLY ?=
+MINUTES ?=
+RESULTS ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -53,7 +55,8 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 gpu:
-	$(GPU_PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(RESULTS),--results $(RESULTS))
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(FLAVOUR)

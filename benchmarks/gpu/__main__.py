@@ -1,7 +1,7 @@
 """What only a card can show, in 10 minutes: the tests marked gpu, and every benchmark that needs a card.
 
-    make gpu [ONLY=part,part]
-    python -m benchmarks.gpu [--only PART,PART] [--minutes 10] [--results FOLDER]
+    make gpu [ONLY=part,part] [MINUTES=9.5] [RESULTS=FOLDER]
+    python -m benchmarks.gpu [--only PART,PART] [--minutes 9.5] [--results FOLDER]
     python -m benchmarks.gpu --tiny --device cpu --results FOLDER       the same code without a card
 
 Each part runs in a process of its own that is ended after its limit; what a part printed before it failed is kept, with
@@ -107,7 +107,7 @@ def run_parts(parts: Mapping[str, Part], options: PartOptions, folder: Path, car
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help=f"parts, with commas between them: {', '.join(PARTS)}")
-    parser.add_argument("--minutes", type=float, default=10.0, help="in all")
+    parser.add_argument("--minutes", type=float, default=9.5, help="in all; no part runs longer")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a folder")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, which say nothing of speed")

@@ -96,16 +96,18 @@ def test_without_a_card_it_says_so(tmp_path: Path, capsys) -> None:
 def test_make_takes_the_environment_that_is_there(tmp_path: Path) -> None:
     """In a folder without a virtual environment, a Python from outside."""
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
-    run = lambda: subprocess.run(  # noqa: E731
-        ["make", "-n", "gpu", "ONLY=nabla,vae", "PYTHON=/usr/bin/its-python"],
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-    ).stdout.strip()
-    assert run() == "/usr/bin/its-python -m benchmarks.gpu --only nabla,vae"
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "-n", "gpu", "ONLY=nabla,vae", "MINUTES=5", "PYTHON=/usr/bin/its-python"]
+
+    def words_of_make() -> list[str]:
+        said = subprocess.run(command, cwd=tmp_path, env=ours, text=True, capture_output=True, check=True).stdout
+        return said.replace("\\\n", "").split()
+
+    words = ["-m", "benchmarks.gpu", "--only", "nabla,vae", "--minutes", "5"]
+    assert words_of_make() == ["/usr/bin/its-python", *words]
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").touch()
-    assert run() == ".venv/bin/python -m benchmarks.gpu --only nabla,vae"
+    assert words_of_make() == [".venv/bin/python", *words]
 
 
 def test_every_part_is_there_and_the_tests_are_found() -> None:
