@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from schemas.config.pipeline import Config
-from schemas.config.training import Train
+from schemas.config.training import Parallel, Train
 from trainer.memory_estimate import MemoryEstimate
 
 #: of a card, for the CUDA context, kernels' own memory and fragments
@@ -66,6 +66,8 @@ def list_changes(
     }
     if ranks == 1:
         changes["train.offload.blocks true"] = {"offload": {"activations": True, "blocks": True}}
+    else:
+        changes["train.parallel.strategy fsdp2"] = {"parallel": Parallel(strategy="fsdp2").model_dump()}
     for change, values in changes.items():
         if all(getattr(settings, key) == value for key, value in values.items()):
             continue

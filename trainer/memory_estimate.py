@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from schemas.config.pipeline import Config
-from schemas.config.training import Offload, Train
+from schemas.config.training import Offload, Parallel, Train
 from schemas.geometry import Bucket
 from trainer import flow
 from trainer.batch import Batch
@@ -28,8 +28,10 @@ from trainer.run_state import train_precision
 from trainer.setup.adapters import MUTATING_INITS
 from trainer.setup.attach import make_trainable
 from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.shard import uses_sharding
 from trainer.setup.wrap import Denoiser
 
+Parts = tuple[int, int, int, int]
 #: of the Python process with torch, diffusers and peft, before a model is loaded
 LIBRARIES = 1 << 30
 #: of the files that diffusers writes a model in; one at a time is copied to the host
@@ -117,11 +119,16 @@ def estimate_memory(
         checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
     moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
     activations = max(peak - weights - sum_bytes(own), trained.working)
-    gradients = trained.bytes * (2 if ranks > 1 else 1)  # DistributedDataParallel has a copy of them
+    sharded = uses_sharding(settings.parallel, ranks)
+    gradients = trained.bytes * (2 if ranks > 1 and not sharded else 1)  # DistributedDataParallel has a copy of them
     average = 4 * sum(trained.numbers.values()) if settings.ema else 0
     near = average if settings.ema and settings.ema.device == "auto" else 0
-    device = (weights + sum_bytes(added) - hosted, gradients, trained.state, near, activations)
-    offloaded = hosted + moved + average - near
+    parts, offloaded = (weights + sum_bytes(added) - hosted, gradients, trained.state, near), hosted + moved
+    offloaded += average - near
+    if sharded:
+        parts, shards = share_parts(parts, family.blocks(model), settings.parallel, ranks)
+        offloaded += shards
+    device = (*parts, activations)
     exported, kept = exported_bytes(model, config, sum_bytes(own)), trained.state + average
     # While a moving average is exported, the host has a copy of the weights that are trained.
     copied = trained.bytes if trained.averages or settings.ema else 0
@@ -134,6 +141,20 @@ def estimate_memory(
     other = copied or settings.adapter.init_weights in MUTATING_INITS
     checkpoint = exported + kept + (trained.bytes if other else sum_bytes(added))
     return MemoryEstimate(sum(device), *device, offloaded, LIBRARIES + host, checkpoint, bucket)
+
+
+def share_parts(parts: Parts, blocks: Sequence[torch.nn.Module], settings: Parallel, ranks: int) -> tuple[Parts, int]:
+    """(weights, gradients, state, average) on each device, and the bytes on the host, where ranks share the model.
+
+    Beside its shards a rank has the weights that are gathered: of two blocks, as the next one's come while one
+    computes, and all that is outside of the blocks, until the backward pass ends."""
+    sizes = [sum_bytes(block.parameters()) for block in blocks]
+    kept = sum(sizes) if not settings.reshard_after_forward else sum(sorted(sizes)[-2:])
+    gathered = parts[0] - sum(sizes) + kept
+    weights, gradients, state, average = (-(-part // ranks) for part in parts)
+    if settings.cpu_offload:
+        return (gathered, 0, 0, 0), weights + gradients + state + average
+    return (gathered + weights, gradients, state, average), 0
 
 
 def find_trained(weights: Iterable[torch.nn.Parameter], settings: Train) -> Trained:

@@ -115,6 +115,27 @@ def test_offload_takes_from_the_device_what_it_adds_to_the_host(make_config) -> 
 
 
 @pytest.mark.slow
+def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
+    """Of four: a quarter of everything, and two gathered blocks of four with what is outside of the blocks."""
+    plain, shared, hosted, kept = (
+        estimate_memory(make_config("t2i", **FULL, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks)
+        for parallel, ranks in (
+            ({}, 1),
+            ({"strategy": "fsdp2"}, 4),
+            ({"strategy": "fsdp2", "cpu_offload": True}, 4),
+            ({"strategy": "fsdp2", "reshard_after_forward": False}, 4),
+        )
+    )
+    assert shared.optimizer == pytest.approx(plain.optimizer / 4, abs=4)
+    assert shared.gradients == pytest.approx(plain.gradients / 4, abs=4)
+    gathered = shared.weights - plain.weights / 4
+    assert 0.5 * plain.weights < gathered < 0.9 * plain.weights
+    assert kept.weights == pytest.approx(plain.weights * 1.25, abs=4)
+    assert hosted.weights == pytest.approx(gathered, abs=4) and hosted.gradients == hosted.optimizer == 0
+    assert hosted.offloaded == pytest.approx((plain.weights + plain.gradients + plain.optimizer) / 4, abs=4)
+
+
+@pytest.mark.slow
 def test_a_transformer_made_from_shapes_has_the_dtypes_of_a_loaded_one(make_config, checkpoints) -> None:
     for kind in ("t2i", "sana"):
         family = module_of(make_config(kind).model.family_spec)
