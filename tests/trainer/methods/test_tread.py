@@ -411,6 +411,13 @@ def test_compiled_blocks_that_convolve_are_refused(make_config) -> None:
         make_config("sana", compile="blocks", methods={"tread": {"routes": ROUTES[:1]}})
 
 
+def test_masks_that_keep_tokens_are_used(make_config) -> None:
+    for keep, said in ((True, 0), (False, 1)):
+        config = make_config("t2i", methods={"tread": {"routes": ROUTES, "keep_masked": keep}})
+        masked = config.datasets[0].model_copy(update={"mask_data": "masks"})
+        assert len([*config.model_copy(update={"datasets": (masked,)}).unused_features("masks")]) == said
+
+
 def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(
     make_config, make_set, tmp_path: Path, capsys
 ) -> None:
