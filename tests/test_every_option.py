@@ -187,6 +187,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
         REFUSED,
         "train.methods.masked_loss={unmasked_probability: 0.5}",
     ),
+    "train.methods.masked_loss.prior_weight": (REFUSED, "train.methods.masked_loss={prior_weight: 1}"),
     "train.methods.masked_loss.normalise_area": (REFUSED, "train.methods.masked_loss={normalise_area: true}"),
     **{
         f"train.methods.tread.{name}": (RUN, "train.methods.tread={routes: [{" + route + "}]" + more + "}")

@@ -28,6 +28,9 @@ class MaskedLoss(Method):
     unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss where the mask is 0")
     unmasked_probability: UnitFloat = Field(0.0, description="share of the samples that are trained without their mask")
     normalise_area: bool = Field(False, description="divide each sample's loss by the mean of its factors")
+    prior_weight: float = Field(
+        0.0, ge=0, le=1000, description="of the squared difference from the model without adapter where the mask is 0"
+    )
 
 
 class Route(Section):

@@ -74,6 +74,7 @@ HINTS = {
     "loss_type": "here train.loss.type: mse (its l2), huber, smooth_l1",
     "min_snr_gamma": "here train.loss.snr_gamma, with weighting: min_snr",
     "loss_weighting": "here train.loss.weighting",
+    "masked_prior_preservation_weight": "here train.methods.masked_loss.prior_weight",
     "normalize_masked_area_loss": "here train.methods.masked_loss.normalise_area",
     "masked_loss_probability": "here train.methods.masked_loss.unmasked_probability, which is 1 minus it",
     "caption_dropout_probability": "here train.caption_dropout",

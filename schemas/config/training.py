@@ -300,6 +300,14 @@ class Train(Section):
                 f"{name} could not hold the rest; set it to no_change or bf16, or init_weights to default, gaussian or "
                 "orthogonal",
             )
+        masked = self.methods.masked_loss
+        if masked and masked.prior_weight and (adapter.type == "full" or adapter.init_weights in ("pissa", "olora")):
+            cause = "adapter.type: full" if adapter.type == "full" else f"adapter.init_weights: {adapter.init_weights}"
+            yield (
+                ("methods", "masked_loss", "prior_weight"),
+                f"with {cause} there is no prediction without the adapter to compare with, as base weights change; set "
+                "it to 0",
+            )
 
 
 class Prompt(Section):

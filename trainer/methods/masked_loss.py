@@ -8,11 +8,17 @@ are trained everywhere.
 unmasked_probability: a share of the samples, drawn at each step, is trained everywhere (OneTrainer's option;
 SimpleTuner's masked_loss_probability is 1 minus it). normalise_area: w is divided by its mean over the trained frames
 (OneTrainer's normalize_masked_area_loss), so that a sample's loss is the mean over its mask however small that is.
+prior_weight: (1 - mask) times the squared difference from the prediction without adapter, its mean times this, is added
+(OneTrainer's masked_prior_preservation_weight).
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from schemas.config.methods import MaskedLoss
+from trainer.flow import loss_per_sample
 from trainer.methods.base import Method, MethodStep
 
 LEAST_AREA = 1e-6  # an empty mask's loss stays 0
@@ -21,16 +27,37 @@ LEAST_AREA = 1e-6  # an empty mask's loss stays 0
 class MaskedLossMethod(Method):
     def __init__(self, settings: MaskedLoss) -> None:
         self.settings = settings
+        self._base_BCTHW: torch.Tensor | None = None
+
+    def mask(self, step: MethodStep) -> torch.Tensor | None:
+        """(B, T, h, w), 1 everywhere of samples that are trained everywhere in this step."""
+        mask_BTHW = step.batch.extras.get("mask")
+        if mask_BTHW is None or not self.settings.unmasked_probability:
+            return mask_BTHW
+        everywhere_B = step.uniform("unmasked").to(mask_BTHW.device) < self.settings.unmasked_probability
+        return torch.where(everywhere_B[:, None, None, None], 1.0, mask_BTHW)
+
+    @contextmanager
+    def around(self, step: MethodStep) -> Iterator[None]:
+        """Here, and not in `prepare`, the input is final; as the first of METHODS before the others' hooks are set."""
+        self._base_BCTHW = None
+        if self.settings.prior_weight:  # without masks, too: ranks that share a model take as many forward passes
+            self._base_BCTHW = step.predict(step.noisy_BCTHW, step.sigma_B, step.batch, base=True)
+        yield
 
     def loss_weight(self, step: MethodStep) -> torch.Tensor | None:
-        mask_BTHW, outside = step.batch.extras.get("mask"), self.settings.unmasked_weight
+        mask_BTHW, outside = self.mask(step), self.settings.unmasked_weight
         if mask_BTHW is None:
             return None
         weight_BTHW = outside + (1 - outside) * mask_BTHW
-        if self.settings.unmasked_probability:
-            everywhere_B = step.uniform("unmasked") < self.settings.unmasked_probability
-            weight_BTHW = torch.where(everywhere_B.to(mask_BTHW.device)[:, None, None, None], 1.0, weight_BTHW)
         if self.settings.normalise_area:
             given = 0 if weight_BTHW.shape[1] == 1 else step.family.clean_frames(step.task)
             weight_BTHW = weight_BTHW / weight_BTHW[:, given:].mean((1, 2, 3), keepdim=True).clamp(min=LEAST_AREA)
         return weight_BTHW
+
+    def loss(self, step: MethodStep) -> torch.Tensor | None:
+        mask_BTHW, base_BCTHW, given = self.mask(step), self._base_BCTHW, step.family.clean_frames(step.task)
+        if mask_BTHW is None or base_BCTHW is None:
+            return None
+        assert step.prediction_BCTHW is not None
+        return self.settings.prior_weight * loss_per_sample(step.prediction_BCTHW, base_BCTHW, given, 1 - mask_BTHW)

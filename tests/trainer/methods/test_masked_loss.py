@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
@@ -69,11 +70,12 @@ def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind
 @pytest.mark.slow
 def test_the_area_is_normalised_and_a_share_is_unmasked(make_config, make_set, made) -> None:
     """Each sample's loss is the weighted mean of its trained frames; of a sample without its mask, the plain mean. The
-    same for any division of the global batch."""
+    same for any division of the global batch. With a Huber loss and weights of the noise levels."""
     losses = []
     for name, size, accumulate in (("whole", 4, 1), ("cut", 1, 4)):
         methods = {"masked_loss": {"unmasked_weight": 0.1, "unmasked_probability": 0.5, "normalise_area": True}}
-        parts = {"batch_size": size, "accumulate": accumulate, "caption_dropout": 0.0, "seed": 1}
+        parts = {"batch_size": size, "accumulate": accumulate, "caption_dropout": 0.5, "seed": 1}
+        parts |= {"loss": {"type": "huber", "huber_c": 0.5, "weighting": "cosmap"}}
         config = make_config("i2v", name=name, steps=1, methods=methods, **parts)
         items, null, prompts = masked(made, config)
         for item in items:
@@ -91,12 +93,46 @@ def test_the_area_is_normalised_and_a_share_is_unmasked(make_config, make_set, m
             weight[everywhere] = 1
             with torch.no_grad():
                 predicted = run.denoiser(flow.interpolate(x0, noise, sigma), sigma, part.batch)
-            error = (predicted - (noise - x0)).square()
+            error = 2 * 0.5 * (((predicted - (noise - x0)).square() + 0.25).sqrt() - 0.5)
+            error = error * (2 / (torch.pi * (1 - 2 * sigma + 2 * sigma**2))).view(-1, 1, 1, 1, 1)
             used = weight.expand_as(error)[:, :, given:]
             found += ((used * error[:, :, given:]).flatten(1).sum(1) / used.flatten(1).sum(1)).tolist()
             losses.append(everywhere)
         assert first_loss(config) == pytest.approx(sum(found) / 4, rel=1e-5)
     assert torch.equal(losses[0], torch.cat(losses[1:])) and 0 < int(losses[0].sum()) < 4
+
+
+@pytest.mark.slow
+def test_the_prior_is_the_prediction_without_adapter_outside_of_the_mask(make_config, make_set, made) -> None:
+    """Also of a sample that is trained everywhere in this step, which has no outside, and of one without a mask."""
+    methods = {"masked_loss": {"prior_weight": 3.0, "unmasked_probability": 0.3}}
+    config = make_config("i2v", steps=1, batch_size=6, methods=methods, seed=2, adapter={"rank": 2})
+    make_set(config, *masked(made, config, every=2))
+    run = prepared(config)
+    for seed, parameter in enumerate(run.trainable.values()):
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+    [part] = run.loader.step(0).micro_batches
+    step = loop.start_step(run, 0, part)
+    base, given = run.family.load(config.model.path).eval(), run.skip_frames
+    inputs = step.noisy_BCTHW, step.sigma_B, part.batch, config.model.task
+    with torch.no_grad():
+        predicted, reference = (run.family.predict(model, *inputs) for model in (run.model, base))
+    mask = part.batch.extras["mask"][:, None].clone()
+    everywhere = step.uniform("unmasked") < 0.3
+    whole = (mask == 1).flatten(1).all(1)
+    assert 0 < int(everywhere.sum()) < 6 and 0 < int(whole.sum()) < 6
+    mask[everywhere] = 1
+    terms = mask * (predicted - step.target_BCTHW).square() + 3 * (1 - mask) * (predicted - reference).square()
+    _, found, _ = loop.backward(run, 0, part, 1)
+    torch.testing.assert_close(found, terms[:, :, given:].flatten(1).mean(1), rtol=1e-4, atol=0)
+    assert float((predicted - reference).abs().max()) > 1e-3
+
+
+def test_a_prior_needs_an_adapter_that_can_be_switched_off(make_config) -> None:
+    methods = {"masked_loss": {"prior_weight": 1.0}}
+    for adapter, word in (({"type": "full"}, "adapter.type: full"), ({"init_weights": "pissa"}, "pissa")):
+        with pytest.raises(ValidationError, match=rf"{word}.*set it to 0"):
+            make_config("t2i", methods=methods, adapter=adapter)
 
 
 @pytest.mark.slow
