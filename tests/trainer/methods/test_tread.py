@@ -25,6 +25,7 @@ from trainer import train as loop
 from trainer.batch import Batch
 from trainer.families import kandinsky5
 from trainer.families.kandinsky5_attention import install_processors
+from trainer.methods.base import Method, MethodStep
 
 LAYERS = 5
 ROUTES = [
@@ -338,6 +339,24 @@ def test_a_block_that_is_computed_again_gets_the_same_tokens(start) -> None:
     step_once(run)
     assert len(ropes) == 4 and ropes[0].shape[1] == 24 - 7
     assert all(torch.equal(rope, ropes[0]) for rope in ropes)
+
+
+class Peek(Method):
+    """Predicts before the step, as a rollout or the target of regularisation data does."""
+
+    def prepare(self, step: MethodStep) -> None:
+        self.seen = step.predict(step.noisy_BCTHW, step.sigma_B, step.batch)
+
+
+@pytest.mark.slow
+def test_what_other_methods_predict_before_the_step_is_of_all_tokens(start) -> None:
+    seen = []
+    for name, routes in (("routed", ROUTES), ("plain", None)):
+        run = start("t2i", routes, name=name)
+        run.methods["peek"] = Peek()
+        found = step_once(run)
+        seen.append((run.methods["peek"].seen, found.loss))
+    assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] != seen[1][1]
 
 
 def kept_in_steps(run: loop.TrainState, steps: int) -> list[torch.Tensor]:
