@@ -181,11 +181,7 @@ def predict_memory(
 
     with explain_checkpoint_errors(config):
         found = predict(config)
-    if ranks > 1 and config.train.parallel.strategy == "fsdp2":
-        console.warn(
-            "the memory is predicted for whole models: fsdp2 divides weights, gradients and states by processes"
-        )
-    elif (card := find_card(device)) and (warning := explain_fit(config, ranks, card, found, predict)):
+    if (card := find_card(device)) and (warning := explain_fit(config, ranks, card, found, predict)):
         console.warn(warning)
     where = {"host": "host, at its peak", "offloaded": "host, while training", "checkpoint": "disk, one checkpoint"}
     sizes = {name: value for name, value in vars(found).items() if isinstance(value, int)}

@@ -21,7 +21,8 @@ def prepare_process() -> None:
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
     assert libc.mallopt(M_TRIM_THRESHOLD, 1 << 16) == 1
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[os.getpid() % len(processors)]})
 
 
 def read_status(name: str) -> int:

@@ -35,7 +35,7 @@ MIDDLE = {
     "sana": SHAPES["tiny"]["sana"]
     | {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128, "num_layers": 3},
 }
-SIZES = {"t2i": ("256x256", "256x320"), "sana": ("512x768", "512x640")}
+SIZES = {"t2i": ("256x256", "256x320"), "sana": ("512x640", "512x512")}
 FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
 #: On a CPU: device and offloaded are one there.
 GRID = {
@@ -54,8 +54,8 @@ GRID = {
         {**FULL, "precision": "bfloat16", "weight_precision": "bfloat16", "optimizer": {"name": "optimi-adamw"}},
     ],
     "sana": [
-        {"batch_size": 2, "methods": {"masked_loss": {}}},
         {"batch_size": 2, "gradient_checkpointing_interval": 2, "accumulate": 2},
+        {"batch_size": 2, "methods": {"masked_loss": {}}},
         {"base_precision": "int8-torchao", "adapter": {"rank": 64}, "optimizer": {"name": "optimi-lion"}},
         {"batch_size": 2, "offload": {"activations": True}, **ALL},
         {**FULL, **ALL, "optimizer": {"name": "bnb-adamw8bit"}},
