@@ -248,6 +248,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.parallel.timeout": (MACHINE, "train.parallel.timeout=60"),
     "train.parallel.reshard_after_forward": (MACHINE, "train.parallel={strategy: fsdp2, reshard_after_forward: false}"),
     "train.offload.blocks": (MACHINE, "train.offload.blocks=true"),
+    "train.offload.blocks_per_group": (MACHINE, "train.offload={blocks: true, blocks_per_group: 2}"),
     "train.offload.streams": (MACHINE, "train.offload={blocks: true, streams: true}"),
     "train.offload.activations": (MACHINE, "train.offload.activations=true"),
     "train.offload.to": (REFUSED, "train.offload.to=disk"),

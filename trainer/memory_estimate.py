@@ -28,6 +28,7 @@ from trainer.run_state import train_precision
 from trainer.setup.adapters import MUTATING_INITS
 from trainer.setup.attach import make_trainable
 from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.offload import largest_groups
 from trainer.setup.shard import uses_sharding
 from trainer.setup.wrap import Denoiser
 
@@ -113,7 +114,7 @@ def estimate_memory(
     weights = sum_bytes(model.parameters())
     own = [weight for weight in model.parameters() if weight.requires_grad]
     trained = find_trained([*own, *added], settings)
-    hosted = hosted_weights(family.blocks(model), settings)
+    hosted, copies = hosted_weights(family.blocks(model), settings)
     bucket = max(buckets, key=lambda name: prod(latent_shape(config, name)))
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
@@ -123,8 +124,8 @@ def estimate_memory(
     gradients = trained.bytes * (2 if ranks > 1 and not sharded else 1)  # DistributedDataParallel has a copy of them
     average = 4 * sum(trained.numbers.values()) if settings.ema else 0
     near = average if settings.ema and settings.ema.device == "auto" else 0
-    parts, offloaded = (weights + sum_bytes(added) - hosted, gradients, trained.state, near), hosted + moved
-    offloaded += average - near
+    parts: Parts = (weights + sum_bytes(added) - hosted + copies, gradients, trained.state, near)
+    offloaded = hosted + moved + average - near
     if sharded:
         parts, shards = share_parts(parts, family.blocks(model), settings.parallel, ranks)
         offloaded += shards
@@ -166,10 +167,14 @@ def find_trained(weights: Iterable[torch.nn.Parameter], settings: Train) -> Trai
     return Trained(numbers, largest, states)
 
 
-def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> int:
-    """Bytes of the frozen weights that block offload keeps on the host: all but those of one block."""
+def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> tuple[int, int]:
+    """Bytes of the frozen weights that block offload keeps on the host, and of the copies that the device has at most:
+    those of a group, or of two."""
+    offload = settings.offload
+    if not offload.blocks:
+        return 0, 0
     frozen = [sum_bytes(each for each in block.parameters() if not each.requires_grad) for block in blocks]
-    return sum(frozen) - max(frozen) if settings.offload.blocks else 0
+    return sum(frozen), largest_groups(frozen, offload.blocks_per_group, offload.streams)
 
 
 def exported_bytes(model: Any, config: Config, trained: int) -> int:

@@ -155,6 +155,7 @@ class EMA(Section):
 
 class Offload(Section):
     blocks: bool = Field(False, description="the blocks' frozen weights stay on the host, but the computing block's")
+    blocks_per_group: Count = Field(1, description="blocks that come to the device together")
     streams: bool = Field(False, description="copy blocks from pinned memory on a stream of their own (CUDA, XPU)")
     activations: bool = Field(False, description="what the backward pass needs waits on the host")
     to: Literal["host", "disk"] = "host"
@@ -170,9 +171,11 @@ class Offload(Section):
         return to
 
     @model_validator(mode="after")
-    def _streams_copy_blocks(self) -> "Offload":
+    def _check_blocks(self) -> "Offload":
         if self.streams and not self.blocks:
             raise ValueError("streams copy blocks: set blocks to true, or streams to false")
+        if self.blocks_per_group != 1 and not self.blocks:
+            raise ValueError("blocks_per_group: is of block offload; set blocks to true, or remove it")
         return self
 
 
@@ -271,22 +274,6 @@ class Train(Section):
                 f"{name} does not go with adapter.type: full, as quantised weights have no gradient; set adapter.type "
                 "to lora (LoRA) or lokr (LoKr), or base_precision to no_change",
             )
-        if self.quantised and self.offload.blocks:
-            yield (
-                ("offload", "blocks"),
-                f"the scales of base_precision: {name} would stay behind when a block moves; set it to false, or "
-                "base_precision to no_change or bf16",
-            )
-        if self.parallel.strategy == "fsdp2" and self.quantised:
-            yield (
-                ("base_precision",),
-                f"{name} does not go with parallel.strategy fsdp2, which can't divide quantised weights; set it to "
-                "no_change or bf16, or strategy to ddp, where each process has the whole quantised base",
-            )
-        if self.parallel.strategy == "fsdp2" and self.offload.blocks:
-            yield ("offload", "blocks"), "does not go with parallel.strategy fsdp2; use parallel.cpu_offload"
-        if self.parallel.strategy == "fsdp2" and self.compile != "none":
-            yield ("compile",), "does not go with parallel.strategy fsdp2; set it to none"
         if name == "int8-quanto" and adapter.dora:
             yield (
                 ("base_precision",),

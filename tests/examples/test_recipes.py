@@ -78,8 +78,8 @@ def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
     """The same from two transformers of fewer blocks: each further one takes as much as the one before."""
     key = "num_layers" if config.model.family == "sana" else "num_visual_blocks"
     depth = shape.get(key, SANA_LAYERS)
-    few, more = (predict(config, shape | {key: blocks}) for blocks in (4, 6))
-    return few + (more - few) / 2 * (depth - 4)
+    few, more = (predict(config, shape | {key: blocks}) for blocks in (3, 5))
+    return few + (more - few) / 2 * (depth - 3)
 
 
 @pytest.mark.slow

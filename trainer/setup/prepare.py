@@ -170,7 +170,8 @@ def prepare_model(
         signature["base weights"] = fingerprint_model(model)  # before it is quantised: the same for any base_precision
         if settings.quantised:
             with console.activity(f"quantising the base to {settings.base_precision}"):
-                said = quantize_base(model, family, settings.base_precision, settings.quantize_via, device)
+                home = loading_device(settings.offload, False, device)
+                said = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
             if accelerator.is_main_process:
                 console.log(said)
         make_trainable(model, family, settings.adapter, settings.weight_precision)

@@ -84,21 +84,24 @@ def packed_bytes(part: torch.nn.Linear, name: str) -> int:
     return int(count * 0.5625) if name == "nf4-bnb" else count + part.out_features * part.weight.element_size()
 
 
-def quantize_base(model: Any, family: FamilyModule, name: str, via: str, device: torch.device) -> str:
-    """Quantise the base in place and move it to the device; returns a remark for the log.
+def quantize_base(
+    model: Any, family: FamilyModule, name: str, via: str, device: torch.device, place: torch.device | None = None
+) -> str:
+    """Quantise the base in place and move it to `place`, by default the device; returns a remark for the log.
 
     model: on the CPU. via: "cpu", or "device" where each matrix is quantised after it was moved there, which is faster.
     """
+    place = place or device
     can = {path: can_quantize(part, name) for path, part in base_matrices(model, family).items()}
     paths, before, after = [path for path in can if can[path]], 0, 0  # paths: no reference keeps a matrix to the end
     for path in paths:
         part = model.get_submodule(path)
         before += part.weight.numel() * part.weight.element_size()
-        part = QUANTISERS[name](part.to(device) if via == "device" else part).to(device)
+        part = QUANTISERS[name](part.to(device) if via == "device" else part).to(place)
         model.set_submodule(path, part)
         after += stored_bytes(part.weight)
         return_freed_memory()
-    model.to(device)
+    model.to(place)
     left = len(can) - len(paths)
     kept = f"; {left} keep their dtype, as their sides are no multiples of {NF4_COLUMN_MULTIPLE}" if left else ""
     sizes = f"{before / MIB:,.1f} MiB before, {after / MIB:,.1f} MiB now"

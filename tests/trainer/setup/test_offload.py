@@ -1,0 +1,181 @@
+"""Block offload: which weights are where, whatever holds them, and that not one number changes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.tiny_models import make_model
+from tests.trainer.pipelines import KINDS, make_batch
+from tests.trainer.runs import lines, train
+from tests.trainer.setup.test_quantize import NAMES, adapted, step
+from trainer.setup import memory
+from trainer.setup.adapters import trainable_parameters
+from trainer.setup.offload import BlockGroup, GroupScheduler, copy_weight, largest_groups, offload_blocks
+
+CPU = torch.device("cpu")
+KIND = "kandinsky5-image-t2i"
+ADAPTERS = {"lora": {"type": "lora"}, "dora": {"type": "lora", "dora": True}, "lokr": {"type": "lokr"}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One block of text and four of images, whose sides nf4-bnb can quantise."""
+    folder = tmp_path_factory.mktemp("deep")
+    shape = {"model_dim": 128, "visual_cond": False, "num_visual_blocks": 4}
+    make_model("image", overrides=shape).save_pretrained(folder / "transformer")
+    return folder
+
+
+@pytest.fixture
+def make(checkpoint: Path) -> Callable[..., Any]:
+    """make(base_precision, adapter): a transformer in training, whose blocks are checkpointed."""
+
+    def get(name: str | None = None, adapter: str = "lora") -> Any:
+        model = adapted(KIND, checkpoint, name, torch.float32, **ADAPTERS[adapter]).train()
+        memory.checkpoint_blocks(model, blocks_of(model))
+        return model
+
+    return get
+
+
+def blocks_of(model: Any) -> list[torch.nn.Module]:
+    return KINDS[KIND][0].blocks(model)
+
+
+def parts(weight: torch.nn.Parameter) -> list[torch.Tensor]:
+    """The plain tensors that a weight is made of."""
+    if hasattr(weight, "__tensor_flatten__"):
+        return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+    state = getattr(weight, "quant_state", None)
+    return [weight.data] if state is None else [weight.data, state.absmax, state.code]
+
+
+def frozen(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Of the blocks."""
+    kept = {id(weight) for block in blocks_of(model) for weight in block.parameters() if not weight.requires_grad}
+    return {name: weight for name, weight in model.named_parameters() if id(weight) in kept}
+
+
+def settle(model: Any, blocks_per_group: int, prefetch: bool = False) -> GroupScheduler:
+    scheduler = offload_blocks([model], blocks_of(model), CPU, blocks_per_group)
+    scheduler.prefetch = prefetch  # as streams do, which a CPU has none of: here copying is done at once
+    return scheduler
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_loss_prediction_and_gradients_are_those_without_offload(make, name) -> None:
+    for adapter in ADAPTERS:
+        if adapter == "dora" and name == "int8-quanto":
+            continue
+        expected = step(KIND, make(name, adapter))
+        for blocks_per_group in (1, 2, 5) if adapter == "lora" else (2,):
+            model = make(name, adapter)
+            scheduler = settle(model, blocks_per_group, prefetch=blocks_per_group == 2)
+            for one, other in zip(step(KIND, model), expected, strict=True):
+                assert torch.equal(one, other), (adapter, blocks_per_group)
+            assert len(scheduler.groups) == {1: 5, 2: 3, 5: 1}[blocks_per_group]
+
+
+@pytest.mark.slow
+def test_a_run_on_a_quantised_base_goes_as_without_offload(make_config, make_set) -> None:
+    losses = []
+    for offload in ({}, {"blocks": True, "blocks_per_group": 2}):
+        config = make_config("t2i", name=str(len(offload)), steps=2, base_precision="int8-torchao", offload=offload)
+        make_set(config)
+        train(config)
+        losses.append(lines(config))
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make, prefetch) -> None:
+    model = make()
+    home, trained = frozen(model), trainable_parameters(model)
+    names = dict(model.named_parameters()).keys()
+    scheduler = settle(model, 2, prefetch)
+    seen: list[list[bool]] = []
+    blocks = blocks_of(model)
+    numbers = {id(weight): number for number, block in enumerate(blocks) for weight in block.parameters()}
+    group_of = {name: numbers[id(weight)] // 2 for name, weight in home.items()}
+
+    def look(block: torch.nn.Module, *_: object) -> None:
+        seen.append([group.there for group in scheduler.groups])
+        copied = {name for name, weight in model.named_parameters() if name in home and weight is not home[name]}
+        assert copied == {name for name in home if scheduler.groups[group_of[name]].there}
+        assert all(dict(model.named_parameters())[name] is weight for name, weight in trained.items())
+
+    for block in blocks:
+        # The hook of a part of the block: it is called after the block's weights have come.
+        next(part for part in block.children() if not [*part.children()]).register_forward_pre_hook(look)
+    step(KIND, model)
+    there = ["".join(str(number) for number, here in enumerate(row) if here) for row in seen]
+    changes = [now for now, before in zip(there, ["", *there], strict=False) if now != before]
+    assert changes == (["01", "12", "2", "01", "0"] if prefetch else ["0", "1", "2", "1", "0"])
+    at_home(model, home, names)
+    with torch.no_grad():
+        batch = make_batch(KIND)
+        KINDS[KIND][0].predict(model.eval(), batch.latents_BCTHW, torch.tensor([0.3, 0.8]), batch, "t2i")
+    at_home(model, home, names)
+
+
+def at_home(model: Any, home: dict[str, torch.nn.Parameter], names: Any) -> None:
+    """Every frozen weight is the host's, under its name."""
+    found = dict(model.named_parameters())
+    assert found.keys() == names and all(found[name] is weight for name, weight in home.items())
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_keeps_its_own(make, name) -> None:
+    """To torch's meta device, so that a part that stays behind shows."""
+    model = make(name)
+    host = {key: [part.clone() for part in parts(weight)] for key, weight in frozen(model).items()}
+    group = BlockGroup(blocks_of(model), torch.device("meta"), None)
+    kinds = {type(weight) for weight in frozen(model).values()}
+    group.bring()
+    moved = dict(model.named_parameters())
+    for key, before in host.items():
+        here = parts(moved[key])
+        assert [part.device.type for part in here] == ["meta"] * len(before), key
+        assert moved[key].device.type == "meta" and not moved[key].requires_grad
+        assert [(part.shape, part.dtype) for part in here] == [(part.shape, part.dtype) for part in before]
+    assert {type(moved[key]) for key in host} == kinds
+    assert all(weight.device.type == "cpu" for weight in trainable_parameters(model).values())
+    group.leave()
+    for key, weight in frozen(model).items():
+        assert all(torch.equal(one, other) for one, other in zip(parts(weight), host[key], strict=True)), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_only_the_copies_are_computed_with(make, name) -> None:
+    """The host's weights are spoilt while the copies are there: on a GPU they could not be read."""
+    expected = step(KIND, make(name))
+    model = make(name)
+    scheduler = settle(model, 5)
+    scheduler.enter(0)
+    for weight in scheduler.groups[0].weights:
+        for part in parts(weight.weight):
+            part.fill_(127 if part.dtype in (torch.int8, torch.uint8) else float("nan"))
+    for one, other in zip(step(KIND, model), expected, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(step(KIND, model)[1], expected[1]), "the weights were read there"
+
+
+def test_the_device_holds_one_group_or_two_neighbours() -> None:
+    sizes = [1, 2, 3, 4, 5]
+    assert [largest_groups(sizes, count, False) for count in (1, 2, 3, 9)] == [5, 7, 9, 15]
+    assert [largest_groups(sizes, count, True) for count in (1, 2, 3)] == [9, 12, 15]
+
+
+def test_a_copy_outlives_its_group(make) -> None:
+    """What the backward pass keeps of bitsandbytes' weights is no copy that torch's checkpointing knows of."""
+    weight = next(weight for weight in frozen(make("nf4-bnb")).values() if hasattr(weight, "quant_state"))
+    moved = copy_weight(weight, torch.device("meta"))
+    again = copy_weight(weight, CPU)
+    assert moved.quant_state.absmax.is_meta and not again.quant_state.absmax.is_meta
+    assert not weight.quant_state.absmax.is_meta
