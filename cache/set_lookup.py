@@ -96,8 +96,8 @@ def newest_set(store: Store, family: str, task: str) -> str:
             if name.startswith("current-") and not CONFIG_POINTER_PATTERN.fullmatch(f"sets/{name}")
         )
         raise SetNotFound(
-            f"no training set for {family} {task} under {store.path('sets')}; there are sets for: "
-            f"{', '.join(others) or 'none'}",
+            f"no training set for {family} {task} under {store.path('sets')}"
+            + (f"; there are sets for {', '.join(others)}" if others else ""),
             "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
         )
     return read_pointer(store, rel)

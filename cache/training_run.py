@@ -84,7 +84,7 @@ def is_running(folder: Path) -> bool | None:
 class RunProgress:
     """What a run has done, by its files. steps: those that the configuration asks for. state: "not started", "running",
     "stopped", "finished", or "unknown" where there are no locks. checkpoint: step of the newest. eval_loss:
-    the last, by sigma, and its step."""
+    the last and its step."""
 
     run: str
     state: str
@@ -131,7 +131,7 @@ def read_progress(config: Config) -> RunProgress:
     last = lines[-1] if lines else {}
     speed, left = last.get("samples_per_s"), last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]
-    shown = f"{format_eval(evals[-1])} at step {evals[-1]['step']}" if evals else ""
+    shown = f"{evals[-1]['eval_loss'] or math.nan:.4g} at step {evals[-1]['step']}" if evals else ""
     return RunProgress(
         config.train.run, state, step, steps, smoothed_loss(losses), speed, left, max(saved, default=None), shown
     )

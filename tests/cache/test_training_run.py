@@ -43,7 +43,7 @@ def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
             "state": "running",
             "step": "120 of 400",
             "loss": f"{fmean(step / 100 for step in range(71, 121)):.4g}",
-            "eval_loss": "0.55 (0.2: 0.6, 0.8: 0.5) at step 100",
+            "eval_loss": "0.55 at step 100",
             "samples_per_second": "2",
             "left": "0:14:00",
             "last_checkpoint": "step 100",
