@@ -77,10 +77,13 @@ def heading(key: str) -> str:
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Aligned lines, one per row, under the headings of the first row; numbers are right-aligned."""
+    """Aligned lines, one per row, under the headings of the first row; numbers are right-aligned, fractions have
+    six digits."""
     columns = []
     for key in rows[0]:
-        cells = [heading(key), *(escape_unprintable(str(row.get(key, ""))) for row in rows)]
+        values = [row.get(key, "") for row in rows]
+        shown = [float(f"{it:.6g}") if isinstance(it, float) and abs(it) < 1e5 else it for it in values]
+        cells = [heading(key), *(escape_unprintable(str(value)) for value in shown)]
         is_number = all(isinstance(row.get(key, 0), int | float) for row in rows)
         width = max(map(len, cells))
         columns.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])

@@ -227,15 +227,15 @@ def test_the_summary_lists_what_needs_attention():
     report = Report("probe", 2, 1, set_aside=aside, rejects="work/rejects/probe", next_steps=["latentpress index"])
     report.details = {
         "bytes_written": 1.5,
-        "stages": [{"stage": "index", "done": 7}, {"stage": "a", "done": 10}],
+        "stages": [{"stage": "index", "done": 7.1234567}, {"stage": "a", "done": 10.0}],
     }
     lines = report.summary().splitlines()
     assert lines[:5] == [
         "probe: 2 done, 1 skipped, 25 set aside",
         "  bytes written: 1.5",
         "  stages:",
-        "    stage  done",
-        "    index     7",
+        "    stage     done",
+        "    index  7.12346",
     ]
     assert lines[6:9] == ["Set aside:", "  p0.png  truncated: it ends", "  p1.png  truncated: it ends"]
     assert lines[-4:] == [
