@@ -8,6 +8,8 @@ every turn each way runs once; ratios are of the same turn.
 
 tread: the first and the last block compute all tokens, those between them drop a share. crepa: of the second block,
 with features on the tokens' grid, as wide as those of the vision model.
+tread: the first and the last block compute all tokens, those between them drop a share. rollout: of one Euler step.
+regularisation data: the sample is some.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from benchmarks.common import make_parser, measure_by_turns, print_header, print
 from examples.tiny_models import make_model
 from schemas.catalogue import FAMILIES
 from schemas.config.methods import Methods
-from schemas.config.training import Adapter, Train
+from schemas.config.training import Adapter, Offload, Train
 from schemas.family import Task
 from trainer import flow
 from trainer.batch import Batch
@@ -33,6 +35,7 @@ from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import make_methods
 from trainer.setup.attach import make_trainable
 from trainer.setup.memory import reduce_memory
+from trainer.setup.wrap import Denoiser
 
 SHARES = (0.25, 0.5, 0.75)
 TEXT_TOKENS, SHIFT = 64, 3.0
@@ -48,6 +51,8 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "crepa, dinov2_vits14": {"crepa": {"block_index": 1}},
     "crepa, dinov2_vitg14": {"crepa": {"block_index": 1}},
+    "rollout": {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1}},
+    "regularisation data": {"regularisation": {}},
 }
 WIDTHS = {"crepa, dinov2_vits14": 384, "crepa, dinov2_vitg14": 1536}  # of the vision models' tokens
 
@@ -82,14 +87,15 @@ def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Nam
     batch = Batch(x0, None, text, torch.ones(1, TEXT_TOKENS, dtype=torch.bool), pooled, ["0"], "made")
     grid = family.token_grid(model, batch)
     vision = torch.randn(1, grid.frames, grid.rows, grid.columns, width, generator=generator)
-    batch = replace(batch, extras={"vision": vision})
+    batch = replace(batch, extras={"vision": vision, "regularisation": torch.tensor([True])})
     return MethodStep(
         number=0,
         steps=1,
         model=model,
         family=family,
         task=FAMILY_TASKS[name],
-        predict=lambda *inputs, base=False: family.predict(model, *inputs, FAMILY_TASKS[name]),
+        predict=Denoiser(model, family, FAMILY_TASKS[name], None, {}, Offload()).predict,
+        most_passes=int,
         batch=batch,
         noise_BCTHW=noise,
         sigma_B=torch.tensor([0.6]),
@@ -99,7 +105,7 @@ def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Nam
 
 
 def make_used(family: FamilyModule, model: Any, settings: dict[str, Any], width: int) -> list[Method]:
-    methods = [*make_methods(Methods.model_validate(settings)).values()]
+    methods = [*make_methods(Methods.model_validate(settings).used).values()]
     for method in methods:
         method.setup(model, family, {"vision": (width,)})
     return methods
@@ -109,6 +115,7 @@ def run_step(make: Callable[[], MethodStep], used: list[Method]) -> None:
     """Forward and backward pass of one sample with at most one method."""
     step = make()
     for method in used:
+        method.prepare(step)
         with method.around(step):
             backward(step, used)
     if not used:

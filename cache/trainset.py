@@ -171,7 +171,10 @@ class TrainSet:
         return Sample(parts[SAMPLE].id, tensors, parts[text].tensors, regularisation)
 
     def has_tensor(self, name: str) -> bool:
-        """Whether samples to train on have it. The first of each span is read, as those of a dataset have the same."""
+        """Whether samples to train on have it. The first of each span is read, as those of a dataset have the same.
+        "regularisation", a mark, counts as a tensor of the samples that have it."""
+        if name == "regularisation":
+            return self.regularisation > 0
         rows = (self.part_rows(span.start, (SAMPLE, *self.kinds)) for span in self.spans)
         return any(name in part.tensors for parts in rows for part in parts.values())
 

@@ -223,6 +223,16 @@ TABLE: dict[str, tuple[Kind, str]] = {
             "threshold_mode": ", threshold_mode: recoverable",
         }.items()
     },
+    "train.methods.regularisation.target": (REFUSED, "train.methods.regularisation={}"),  # nor regularisation data
+    "train.methods.regularisation.weight": (REFUSED, "train.methods.regularisation={weight: 2}"),
+    **{
+        f"train.methods.scheduled_sampling.{option}": (RUN, f"train.methods.scheduled_sampling={{{option}: {value}}}")
+        for option, value in (
+            *dict.fromkeys(("probability", "prob_start", "correction"), 0.1).items(),
+            *dict.fromkeys(("start_step", "ramp_steps", "max_step_offset", "schedule_steps"), 7).items(),
+            *(("ramp_shape", "cosine"), ("strategy", "biased_late")),
+        )
+    },
     "train.adapter.formats": (RUN, "train.adapter.formats=[diffusers, comfyui]"),
     "train.adapter.init": (REFUSED, "train.adapter.init=absent.safetensors"),
     # MACHINE: not with other options of an adapter.

@@ -25,12 +25,14 @@ from trainer.progress import describe_results
 from trainer.run_state import (
     RunError,
     check_base_precision,
+    check_methods,
     find_resume_state,
     is_finished,
     result_folder,
     run_folder,
     train_precision,
     train_shift,
+    used_methods,
 )
 
 MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a factor of one
@@ -52,7 +54,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         compatibility.check_task(config.model)
         data = open_configured_set(config, console.warn)
         global_batch = config.train.batch_size * config.train.accumulate * world
-        require_tensors(config, data)
+        check_methods(config, data)
         require_initial_adapter(config)
         check_base_precision(config)
         schedule = BatchSchedule(data.spans, config.train.seed, config.train.batch_size, global_batch)
@@ -108,14 +110,6 @@ def read_launch_variable(name: str, alone: int) -> int:
     return int(text)
 
 
-def require_tensors(config: Config, data: TrainSet) -> None:
-    """RunError where the samples lack a tensor that a method needs."""
-    for name, method in config.train.methods.used.items():
-        for tensor, advice in method.needs.items():
-            if not data.has_tensor(tensor):
-                raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
-
-
 def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
     """RunError where a method names blocks that a transformer with this config.json does not have."""
     count = shape.get(config.model.family_spec.layers)
@@ -150,6 +144,7 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
         "steps": config.train.steps,
         "epochs": round(config.train.steps / schedule.steps_per_epoch, 3),
         "adapter": config.train.adapter.type,
+        "methods": ", ".join(used_methods(config, data)) or "none",
         "precision": train_precision(config),
         "base_precision": config.train.base_precision,
     }

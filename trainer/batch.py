@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
-ABSENT = {"mask": 1.0}
+ABSENT = {"mask": 1.0, "regularisation": False}
 
 
 @dataclass
@@ -16,7 +16,8 @@ class Batch:
 
     latents_BCTHW: images have T = 1. condition_BCTHW: the first frames encoded alone (i2v), or the source image (i2i).
     text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
-    (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>".
+    (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>"; "regularisation" (B,),
+    bool, where some sample of the batch is regularisation data.
     """
 
     latents_BCTHW: torch.Tensor
@@ -39,6 +40,12 @@ class Batch:
 
         moved: dict[str, Any] = {name: move(it) for name, it in vars(self).items() if isinstance(it, torch.Tensor)}
         return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
+
+    def select(self, rows: torch.Tensor) -> "Batch":
+        """The samples at these positions (R,), on the batch's device, with as many text tokens."""
+        chosen: dict[str, Any] = {name: it[rows] for name, it in vars(self).items() if isinstance(it, torch.Tensor)}
+        extras = {name: value[rows] for name, value in self.extras.items()}
+        return replace(self, **chosen, ids=[self.ids[row] for row in rows.tolist()], extras=extras)
 
 
 def stack(ids: Sequence[str], samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

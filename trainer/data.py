@@ -91,6 +91,8 @@ def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Seque
     columns = []
     for sample, draw in zip(samples, draws, strict=True):
         tensors = {name: to_tensor(array) for name, array in sample.tensors.items()}
+        if sample.regularisation:
+            tensors["regularisation"] = torch.tensor(True)
         for name, identity in (("latent", draw), ("condition", f"{draw}/condition")):
             if name in tensors:
                 tensors[name] = sample_latents(tensors[name], family, identity)

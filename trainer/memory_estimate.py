@@ -106,7 +106,7 @@ def estimate_memory(
         if settings.quantised:
             quantise_shapes(model, family, settings.base_precision)
         make_trainable(model, family, adapter, settings.weight_precision)
-        modules = [module for method in make_methods(settings.methods).values() if (module := method.modules())]
+        modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]
     added = [weight for module in modules for weight in module.parameters()]
     kernels = KernelMode(torch.bfloat16 if half and masters else None)
     for block in family.blocks(model):

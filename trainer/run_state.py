@@ -19,6 +19,7 @@ from cache.schedule import BatchSchedule
 from cache.shard import canonical_json
 from cache.training_run import RESULT_NOTE
 from cache.trainset import TrainSet
+from schemas.config.methods import Method, Regularisation
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from schemas.geometry import Bucket
@@ -52,7 +53,10 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "shift": None if config.train.timesteps.auto_shift else fixed_shift(config),
         "timesteps": config.train.timesteps.model_dump(mode="json"),
         "loss": config.train.loss.model_dump(mode="json"),
-        "methods": config.train.methods.model_dump(mode="json", exclude_none=True),
+        "methods": {
+            name: section.model_dump(mode="json", exclude_none=True)
+            for name, section in used_methods(config, data).items()
+        },
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
         "initial adapter": initial_adapter_checksum(config),
         "optimizer": config.train.optimizer.name,
@@ -61,6 +65,23 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         # Whether weights that are not quantised are float32 or bfloat16 may change, as train.precision may.
         "base_precision": config.train.base_precision if config.train.quantised else "no_change",
     }
+
+
+def used_methods(config: Config, data: TrainSet) -> dict[str, Method]:
+    """The sections of train.methods in force: those configured, and that of regularisation data where there is some."""
+    used = config.train.methods.used
+    return {"regularisation": Regularisation(), **used} if data.regularisation else used
+
+
+def check_methods(config: Config, data: TrainSet) -> None:
+    """RunError where a method lacks its data or does not go with other settings."""
+    for name, method in used_methods(config, data).items():
+        for tensor, advice in method.needs.items():
+            if not data.has_tensor(tensor):
+                raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
+        for reason in method.find_conflicts(config.train):
+            what, _, step = reason.partition("; ")
+            raise RunError(f"train.methods.{name}: {what}", f"{step[:1].upper()}{step[1:]}.")
 
 
 def initial_adapter_checksum(config: Config) -> str | None:

@@ -123,10 +123,6 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
 def log_start(run: TrainState) -> None:
     """What a person should know before the first step."""
     data, settings = run.loader.data, run.config.validation
-    if data.regularisation and run.is_main:
-        run.console.warn(
-            f"{data.regularisation} samples are regularisation data; this release trains on them as on any other"
-        )
     if settings.eval_samples and settings.eval_sigmas:
         rows, source = data.choose_eval_rows(settings.eval_samples)
         run.log(f"eval loss on {len(rows)} {source}")
@@ -201,7 +197,8 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
         model=run.model,
         family=run.family,
         task=config.model.task,
-        predict=run.accelerator.unwrap_model(run.denoiser).predict,
+        predict=run.predict,
+        most_passes=run.most_passes,
         batch=batch,
         noise_BCTHW=micro_batch.noise_BCTHW.to(device),
         sigma_B=sample_sigma(micro_batch.uniform_B, config.train.timesteps, shift).to(device),

@@ -104,7 +104,7 @@ class Dataset(Section):
     where: str | None = Field(None, description="filter on extra columns: score > 5 and licence in ('cc0', 'cc-by')")
     repeats: int = Field(0, ge=0, le=1_000_000, description="extra passes in an epoch: 0 = once")
     weight: float = Field(1.0, gt=0, le=1e6, description="draws in an epoch, times this; 0.5: every other epoch")
-    is_regularisation_data: bool = Field(False, description="regularisation data, which training does not use yet")
+    is_regularisation_data: bool = Field(False, description="these samples keep the model as it was")
     eval: bool = Field(False, description="held out: the whole dataset is for evaluation")
     eval_fraction: UnitFloat = Field(0.0, description="share held out for evaluation, chosen by content")
 

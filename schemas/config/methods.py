@@ -1,11 +1,11 @@
 """train.methods: what is added to the plain flow-matching loss, a section for each method."""
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from schemas.config.section import MOST_STEPS, Problem, Section, Steps, UnitFloat
+from schemas.config.section import MOST_STEPS, Count, Problem, Section, Steps, UnitFloat
 
 MOST_LAYERS = 10_000
 
@@ -17,6 +17,10 @@ class Method(Section):
 
     def layer_problems(self, layers: int) -> Iterator[Problem]:
         """What does not fit a transformer with so many blocks of visual tokens."""
+        yield from ()
+
+    def find_conflicts(self, train: Any) -> Iterator[str]:
+        """Why it does not go with other settings of `train` (a Train section)."""
         yield from ()
 
 
@@ -117,12 +121,55 @@ class CREPA(Method):
             )
 
 
+class ScheduledSampling(Method):
+    probability: UnitFloat = Field(0.5, description="share of samples that are rolled out, after the ramp")
+    prob_start: UnitFloat = Field(0.0, description="the same before the ramp")
+    start_step: int = Field(0, ge=0, le=MOST_STEPS, description="step at which the ramp begins")
+    ramp_steps: int = Field(0, ge=0, le=MOST_STEPS, description="of the ramp; 0: probability from start_step on")
+    ramp_shape: Literal["linear", "cosine"] = "linear"
+    max_step_offset: Count = Field(5, description="Euler steps of the longest rollout; each sample draws 1 to this")
+    strategy: Literal["uniform", "biased_early", "biased_late"] = Field(
+        "uniform", description="of the draw; early: short rollouts are more frequent, late: long ones"
+    )
+    schedule_steps: Count = Field(50, description="steps from noise to data, of which a rollout is a part")
+    correction: UnitFloat = Field(1.0, description="share of the rollout's error that the target takes back")
+
+
+class Regularisation(Method):
+    needs: ClassVar[Mapping[str, str]] = {
+        "regularisation": "Set is_regularisation_data of a dataset, and run `latentpress run`."
+    }
+
+    target: Literal["base", "data"] = Field("base", description="the prediction without adapter, or the sample itself")
+    weight: float = Field(
+        1.0, ge=0, le=1000, description="factor of these samples' loss: DreamBooth's prior_loss_weight"
+    )
+
+    def find_conflicts(self, train: Any) -> Iterator[str]:
+        adapter, instead = train.adapter, "set train.methods.regularisation.target to data"
+        if self.target == "data":
+            return
+        if adapter.type == "full":
+            yield (
+                "target base is the prediction of the model without its adapter, and train.adapter.type full changes "
+                f"the model itself; train a lora or lokr, or {instead}"
+            )
+        if adapter.init_weights in ("pissa", "olora"):
+            yield (
+                "target base is the prediction of the model without its adapter, and train.adapter.init_weights "
+                f"{adapter.init_weights} has moved a part of the base weights into the adapter; choose another, or "
+                f"{instead}"
+            )
+
+
 class Methods(Section):
     """What is added to the plain flow-matching loss; a method that is named is used."""
 
     masked_loss: MaskedLoss | None = None
     tread: Tread | None = None
     crepa: CREPA | None = None
+    scheduled_sampling: ScheduledSampling | None = None
+    regularisation: Regularisation | None = Field(None, description="used where the set has regularisation data")
 
     @property
     def used(self) -> dict[str, Method]:

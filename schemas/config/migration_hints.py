@@ -77,6 +77,21 @@ HINTS = {
     "masked_prior_preservation_weight": "here train.methods.masked_loss.prior_weight",
     "normalize_masked_area_loss": "here train.methods.masked_loss.normalise_area",
     "masked_loss_probability": "here train.methods.masked_loss.unmasked_probability, which is 1 minus it",
+    "scheduled_sampling_prob_end": "here train.methods.scheduled_sampling.probability",
+    **{
+        f"scheduled_sampling_{name}": f"here train.methods.scheduled_sampling.{name}"
+        for name in (
+            "probability",
+            "prob_start",
+            "start_step",
+            "ramp_steps",
+            "ramp_shape",
+            "max_step_offset",
+            "strategy",
+        )
+    },
+    "scheduled_sampling_sampler": "not needed: rollouts take Euler steps",
+    "prior_loss_weight": "here train.methods.regularisation.weight, with target: data",
     "caption_dropout_probability": "here train.caption_dropout",
     "validation_prompt": "here validation.prompts, a list with name and prompt",
     "validation_steps": "here validation.every",

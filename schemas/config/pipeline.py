@@ -18,7 +18,7 @@ from schemas.geometry import workable_step
 VALIDATION = "validation"  # the dataset of the images of validation prompts
 PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("schemas", "cache", "stages", "trainer"))
 
-Topic = Literal["masks", "regularisation", "vision"]
+Topic = Literal["masks", "vision"]
 
 
 class Config(Section):
@@ -56,14 +56,10 @@ class Config(Section):
         """A sentence for each of `topics` that is configured and prepared, but that training does not use."""
         used = [dataset for dataset in self.datasets if not dataset.disabled]
         masked = ", ".join(dataset.id for dataset in used if dataset.mask_data or dataset.mask_column)
-        regularisation = ", ".join(dataset.id for dataset in used if dataset.is_regularisation_data)
         methods = self.train.methods
         keeps = methods.tread is not None and methods.tread.keep_masked
         if "masks" in topics and masked and methods.masked_loss is None and not keeps:
             yield f"{masked}: masks are encoded, but training does not use them without train.methods.masked_loss"
-        if "regularisation" in topics and regularisation:
-            how = "training does not use is_regularisation_data yet and treats these samples like any others"
-            yield f"{regularisation}: {how}"
         if "vision" in topics and self.vision.model and self.train.methods.crepa is None:
             how = "features are encoded, but training does not use them without train.methods.crepa"
             yield f"vision.model {self.vision.model}: {how}"

@@ -261,6 +261,8 @@ class Train(Section):
             yield ("shift",), "timesteps.auto_shift computes the shift; remove one of them"
         if self.shift is not None and self.timesteps.sampling == "list":
             yield ("shift",), "timesteps.sampling list is not shifted; remove it, or choose another sampling"
+        for method, section in self.methods.used.items():
+            yield from ((("methods", method), reason) for reason in section.find_conflicts(self))
         if self.weight_precision == "bfloat16" and adapter.type != "full":
             yield ("weight_precision",), "is for train.adapter.type full; an adapter's own weights are float32"
         if adapter.type == "full" and name == "bf16":

@@ -136,7 +136,7 @@ class EncodingStage:
             "units": f"{len(state.units)}, {len(state.units) - len(todo)} done before, {len(remaining)} in this run",
             "to_encode_mib": round(sum(self.estimate_bytes(config, unit) for unit in remaining) / 2**20, 2),
         }
-        topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks", "regularisation"), "vision": ("vision",)}
+        topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks",), "vision": ("vision",)}
         for message in config.unused_features(*topics.get(self.kind, ())):
             console.warn(message)
         if options.dry_run:

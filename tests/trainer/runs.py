@@ -30,10 +30,26 @@ def quiet() -> Console:
 
 def train(config) -> dict:
     data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    plan = BatchSchedule(
-        data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
-    )
-    return loop.train(config, data, plan, quiet(), config.train.device)
+    return loop.train(config, data, plan_batches(config, data), quiet(), config.train.device)
+
+
+def plan_batches(config, data) -> BatchSchedule:
+    """Of one process."""
+    settings = config.train
+    return BatchSchedule(data.spans, settings.seed, settings.batch_size, settings.batch_size * settings.accumulate)
+
+
+def prepared(config) -> loop.TrainState:
+    """A run of one process, its model loaded."""
+    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
+    return loop.prepare_training(config, data, plan_batches(config, data), quiet(), config.train.device)
+
+
+def move_adapter(run: loop.TrainState) -> None:
+    """Give the trained weights values as if they had been trained, always the same."""
+    for seed, parameter in enumerate(run.trainable.values()):
+        generator = torch.Generator().manual_seed(seed)
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
 def lines(config, key: str = "loss") -> dict[int, float]:

@@ -249,13 +249,12 @@ def test_looking_leaves_dropout_off(make_config, make_set) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [0, 3])
 def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, make_set, made, held_out) -> None:
-    """And the run says so; regularisation data is spoken of once."""
+    """And the run says so."""
     look = {"eval_samples": 5, "eval_sigmas": [0.5]}
     config = make_config("t2i", validation=look, steps=2)
     items, null, _ = made.mixed_items(config)
     for item in items[:held_out]:
         item.role = "eval"
-    items[-1].regularisation = items[-2].regularisation = True
     make_set(config, items, null, [])
     data = open_set(Store(config.root), "current", config.model.family, config.model.task)
     heard = io.StringIO()
@@ -263,7 +262,6 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     where = "held-out samples" if held_out else "training samples"
     assert result["eval_loss"]["on"] == where and set(lines(config, "eval_on").values()) == {where}
     assert f"eval loss on {held_out or 5} {where}" in heard.getvalue()
-    assert heard.getvalue().count("2 samples are regularisation data; this release trains on them") == 1
     rows = data.eval_rows if held_out else range(12)
     read: list[int] = []
     data.sample = lambda row, real=data.sample: (read.append(row), real(row))[1]  # type: ignore[method-assign]

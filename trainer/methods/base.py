@@ -4,7 +4,7 @@ A method is a file of this folder, a section of the configuration under train.me
 needs of a sample, and a row of METHODS in `trainer/methods/selection.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,7 +26,8 @@ class MethodError(LatentpressError):
 
 
 class Predict(Protocol):
-    """A forward pass without gradient and dropout, apart from DistributedDataParallel."""
+    """A forward pass without gradient and dropout, apart from DistributedDataParallel. Every rank takes as many (see
+    `MethodStep.most_passes`)."""
 
     def __call__(
         self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, base: bool = False
@@ -38,12 +39,14 @@ class Predict(Protocol):
 class MethodStep:
     """One forward and backward pass, as methods see it. `prepare` may replace its input and target.
 
-    number: optimizer steps done before this one, of `steps`. model: the family's transformer. shift: of the schedule of
-    sigma. identities: (B,) text that determines a sample's random numbers. noisy_BCTHW: the input. target_BCTHW: what
-    the prediction is compared with. prediction_BCTHW: the predicted velocity, None until the forward pass is done.
-    weight_BTHW: the product of the methods' factors of the squared errors, known to `Method.loss`. logged: see `log`.
-    kept_tokens: index in `visual_blocks` -> the positions (B, K) of the only tokens that this block computes, where a
-    method drops the others. A forward hook on such a block, registered with prepend=True, sees the K tokens.
+    number: optimizer steps done before this one, of `steps`. model: the family's transformer. most_passes: of a number
+    of forward passes the largest of all ranks where they share one model, and each has to take as many; else the number
+    itself. Every rank calls it. shift: of the schedule of sigma. identities: (B,) text that determines a sample's
+    random numbers. noisy_BCTHW: the input. target_BCTHW: what the prediction is compared with. prediction_BCTHW: the
+    predicted velocity, None until the forward pass is done. weight_BTHW: the product of the methods' factors of the
+    squared errors, known to `Method.loss`. logged: see `log`. kept_tokens: index in `visual_blocks` -> the positions
+    (B, K) of the only tokens that this block computes, where a method drops the others. A forward hook on such a block,
+    registered with prepend=True, sees the K tokens.
     """
 
     number: int
@@ -52,6 +55,7 @@ class MethodStep:
     family: FamilyModule
     task: Task
     predict: Predict
+    most_passes: Callable[[int], int]
     batch: Batch
     noise_BCTHW: torch.Tensor
     sigma_B: torch.Tensor

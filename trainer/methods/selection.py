@@ -1,22 +1,27 @@
 """The methods of a configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from schemas.config.methods import Methods
+from schemas.config.methods import Method as Section
 from trainer.methods.base import Method
 from trainer.methods.crepa import CREPAMethod
 from trainer.methods.masked_loss import MaskedLossMethod
+from trainer.methods.regularisation import RegularisationMethod
+from trainer.methods.scheduled_sampling import ScheduledSamplingMethod
 from trainer.methods.tread import TreadMethod
 
 #: Key of train.methods -> what makes the method from its section.
+#: In the order in which `prepare` is called: regularisation asks the base model about the input that is trained on.
 METHODS: dict[str, Callable[[Any], Method]] = {
     "masked_loss": MaskedLossMethod,
     "tread": TreadMethod,
     "crepa": CREPAMethod,
+    "scheduled_sampling": ScheduledSamplingMethod,
+    "regularisation": RegularisationMethod,
 }
 
 
-def make_methods(settings: Methods) -> dict[str, Method]:
-    """Name -> method of each that is configured."""
-    return {name: METHODS[name](section) for name, section in settings.used.items()}
+def make_methods(sections: Mapping[str, Section]) -> dict[str, Method]:
+    """Name -> method of each section of train.methods, in the order of METHODS."""
+    return {name: make(sections[name]) for name, make in METHODS.items() if name in sections}

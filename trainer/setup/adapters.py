@@ -164,11 +164,17 @@ def trainable_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
 
 @contextmanager
 def adapter_off(model: Model) -> Iterator[None]:
-    """The model without its LoRA or LoKr."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    """The model without its LoRA or LoKr. Its weights keep `requires_grad`, which peft takes from them: `fully_shard`
+    looks at it once, in the first forward pass."""
+    layers, trained = (
+        [module for module in model.modules() if isinstance(module, BaseTunerLayer)],
+        trainable_parameters(model),
+    )
     assert layers, "the model has no adapter to switch off"
     for layer in layers:
         layer.enable_adapters(False)
+    for parameter in trained.values():
+        parameter.requires_grad_(True)
     try:
         yield
     finally:

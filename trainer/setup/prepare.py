@@ -19,7 +19,7 @@ from schemas.identity import derive_seed, hash_json
 from trainer import run_state
 from trainer.data import BatchLoader
 from trainer.families.base import FamilyModule, module_of
-from trainer.methods.base import Method
+from trainer.methods.base import Method, Predict
 from trainer.methods.selection import make_methods
 from trainer.rank_watch import RankWatch
 from trainer.setup.attach import make_trainable
@@ -33,6 +33,7 @@ from trainer.setup.optimizers import check_optimizer, make_optimizer
 from trainer.setup.quantize import check_setup, count_numbers, quantize_base
 from trainer.setup.shard import by_turns, shard_model, uses_sharding
 from trainer.setup.wrap import Denoiser, make_accelerator
+from trainer.sharded import is_sharded
 from trainer.step_metrics import GradientNoise
 
 
@@ -48,6 +49,7 @@ class TrainState:
     methods: dict[str, Method]
     model: Any  # the family's transformer, a diffusers ModelMixin
     denoiser: torch.nn.Module  # a Denoiser, wrapped for several processes
+    predict: Predict  # of the denoiser that is not wrapped
     trainable: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     average: MovingAverage | None
@@ -68,6 +70,13 @@ class TrainState:
     @property
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
+
+    def most_passes(self, count: int) -> int:
+        """The largest `count` of all ranks where these share one model; else `count`."""
+        if not is_sharded(self.trainable.values()):
+            return count
+        counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
+        return int(counts.max())
 
     def log(self, message: str) -> None:
         if self.is_main:
@@ -114,7 +123,7 @@ def prepare_training(
     family = module_of(config.model.family_spec)
     check_optimizer(config, accelerator.device, sharded)
     check_setup(config, family, accelerator.device, ranks)
-    methods = make_methods(settings.methods)
+    methods = make_methods(run_state.used_methods(config, data))
     set_up_methods(methods, config, family, data)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     with by_turns(accelerator, sharded):
@@ -136,6 +145,7 @@ def prepare_training(
         methods,
         model,
         wrapped,
+        denoiser.predict,
         trainable,
         optimizer,
         average,

@@ -11,7 +11,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from schemas.config.training import Offload, Parallel
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule
+from trainer.families.base import FamilyModule, components
 from trainer.run_state import RunError
 from trainer.setup.adapters import adapter_off
 from trainer.setup.memory import around_forward
@@ -48,14 +48,19 @@ class Denoiser(torch.nn.Module):
     def predict(
         self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, base: bool = False
     ) -> torch.Tensor:
-        """`methods.base.Predict`."""
-        training = self.training
-        self.eval()
+        """`methods.base.Predict`, called in training.
+
+        All is in eval mode but the transformers themselves, by which StopRequest tells a step from validation.
+        """
+        parts = [part for expert in components(self.model).values() for part in expert.children()]
+        for part in parts:
+            part.eval()
         try:
             with adapter_off(self.model) if base else nullcontext():
                 return self(noisy_BCTHW, sigma_B, batch)
         finally:
-            self.train(training)
+            for part in parts:
+                part.train()
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Name -> parameter that gradients reach: those of the model by its own names, those of methods as

@@ -1,0 +1,202 @@
+"""Regularisation data against the base model, loaded a second time without an adapter."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.cli.console import Options, run_program
+from schemas.errors import OK, USAGE
+from tests.trainer.methods.test_crepa import with_features
+from tests.trainer.runs import lines, move_adapter, on_two_ranks, prepared, train, trained_weights
+from trainer import train as loop
+from trainer.__main__ import run as program_run
+
+ROLLOUT = {"scheduled_sampling": {"probability": 0.6, "max_step_offset": 2, "schedule_steps": 10}}
+ROUTE = {"tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 1}]}}
+
+
+def marked(made, config, every: int = 2):
+    """Items of which each `every`-th is regularisation data, with masks where those are used."""
+    items, null, prompts = made.mixed_items(config)
+    for number, item in enumerate(items if config.train.methods.masked_loss else ()):
+        item.mask = np.random.default_rng(number).random(item.latent.shape[1:], dtype=np.float32)
+    for item in items[::every]:
+        item.regularisation = True
+    return items, null, prompts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "adapter", "options"),
+    [
+        ("t2i", {}, {}),
+        ("t2i", {"type": "lokr"}, {"target": "data", "weight": 3.0}),
+        ("i2v", {"dora": True}, {"weight": 0.25}),
+        ("sana", {"type": "lokr"}, {}),
+    ],
+)
+def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, made, kind, adapter, options) -> None:
+    """In a batch with other samples, at the same noise, sigma and text, which may be the null prompt."""
+    masked = kind == "t2i"
+    methods = {"regularisation": options} if options else {}
+    methods |= {"masked_loss": {"unmasked_weight": 0.5}} if masked else {}
+    adapter = {"rank": 2, **adapter}
+    config = make_config(kind, steps=1, batch_size=6, caption_dropout=0.4, adapter=adapter, methods=methods)
+    make_set(config, *marked(made, config))
+    run = prepared(config)
+    move_adapter(run)
+    [part] = run.loader.step(0).micro_batches
+    step, losses = loop.start_step(run, 0, part), []
+    base, task = run.family.load(config.model.path).eval(), config.model.task
+    marks = part.batch.extras["regularisation"].tolist()
+    assert {*marks} == {True, False}
+    for row, mark in enumerate(marks):
+        one = torch.tensor([row])
+        given = step.noisy_BCTHW[one], step.sigma_B[one], part.batch.select(one), task
+        with torch.no_grad():
+            predicted, reference = (run.family.predict(model, *given) for model in (run.model, base))
+        target = part.noise_BCTHW[one] - part.batch.latents_BCTHW[one]
+        target = reference if mark and options.get("target") != "data" else target
+        squared = (predicted - target)[:, :, run.skip_frames :].square()
+        weight = 0.5 + 0.5 * part.batch.extras["mask"][one, None] if masked else 1.0
+        losses.append((weight * squared).mean().item() * (options.get("weight", 1.0) if mark else 1.0))
+    before = [parameter.clone() for parameter in run.trainable.values()]
+    assert loop.train_step(run, run.loader.step(0))["loss"] == pytest.approx(sum(losses) / 6, rel=1e-4)
+    assert not all(torch.equal(*pair) for pair in zip(before, run.trainable.values(), strict=True)), "it is trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("t2i", {"base_precision": "nf4-bnb"}),
+        ("sana", {"base_precision": "int8-quanto", "adapter": {"type": "lokr"}}),
+        ("t2i", {"precision": "bfloat16", "adapter": {"init_weights": "gaussian", "dropout": 0.5}}),
+    ],
+)
+def test_a_new_adapter_agrees_with_its_base(make_config, make_set, made, kind, settings) -> None:
+    """Also with a quantised one: with nothing else to learn, the loss is 0 and stays so."""
+    config = make_config(kind, steps=2, batch_size=2, **settings)
+    make_set(config, *marked(made, config, every=1))
+    train(config)
+    assert lines(config).keys() == {1, 2} and max(lines(config).values()) < 1e-10
+
+
+@pytest.mark.slow
+def test_the_base_model_computes_all_tokens(make_config, make_set, made) -> None:
+    """Routed, the new adapter's model is not its base."""
+    config = make_config("t2i", steps=1, methods=ROUTE)
+    make_set(config, *marked(made, config, every=1))
+    train(config)
+    assert lines(config)[1] > 1e-4
+
+
+@pytest.mark.slow
+def test_with_nabla_a_rollout_and_the_base_model_are_sparse_too(make_config, make_set, made, tmp_path) -> None:
+    config = make_config("t2v", steps=1, batch_size=2, methods=ROLLOUT)
+    shutil.copytree(config.model.path, tmp_path / "nabla")
+    shape = json.loads((tmp_path / "nabla/transformer/config.json").read_text())
+    shape |= {"attention_type": "nabla", "attention_P": 0.2, "attention_wT": 3, "attention_wH": 1, "attention_wW": 1}
+    shape |= {"attention_method": "topcdf", "attention_add_sta": True}
+    (tmp_path / "nabla/transformer/config.json").write_text(json.dumps(shape))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "nabla")})})
+    rng, bucket = np.random.default_rng(0), "128x128@5"
+    items = [made.Item(bucket, made.latent(rng, config, bucket), [made.caption(rng, 4)]) for _ in range(2)]
+    for item in items:
+        item.regularisation = True
+    make_set(config, items, made.caption(rng, 2), [])
+    run = prepared(config)
+    assert loop.train_step(run, run.loader.step(0))["loss"] < 1e-10
+    move_adapter(run)
+    assert loop.train_step(run, run.loader.step(1))["loss"] > 1e-4
+
+
+@pytest.mark.slow
+def test_with_a_rollout_it_trains_alike_however_memory_is_saved(make_config, make_set, made) -> None:
+    found = {}
+    for name, options in {
+        "plain": {"gradient_checkpointing": False},
+        "checkpointing": {},
+        "offload": {"offload": {"blocks": True, "activations": True}},
+        "compile": {"compile": "blocks", "compile_backend": "eager"},
+    }.items():
+        torch.compiler.reset()
+        methods = {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1, "schedule_steps": 10}}
+        config = make_config("t2i", name=name, steps=1, adapter={"rank": 2}, methods=methods, **options)
+        make_set(config, *marked(made, config, every=1))
+        run = prepared(config)
+        move_adapter(run)
+        numbers = loop.train_step(run, run.loader.step(0))
+        found[name] = numbers["loss"], numbers["grad_norm"]
+    for name, values in found.items():
+        assert values == pytest.approx(found["plain"], rel=1e-4) and values[0] > 1e-3, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_whole_one(
+    make_config, make_set, made, tmp_path, strategy
+) -> None:
+    common = {
+        "batch_size": 2,
+        "caption_dropout": 0.3,
+        "adapter": {"rank": 2},
+        "methods": ROLLOUT | ROUTE | {"crepa": {"block_index": 1}, "masked_loss": {"unmasked_weight": 0.5}},
+        "checkpoint_every": 1,
+    }
+    alone = make_config("t2i", name="alone", accumulate=4, steps=2, **common)
+    two = make_config("t2i", name="two", accumulate=2, steps=2, parallel={"strategy": strategy}, **common)
+    cut = make_config("t2i", name="cut", accumulate=4, steps=1, **common)
+    items, *others = with_features(made, alone, masks=True)
+    items[0].regularisation = items[5].regularisation = True
+    for config in (alone, two, cut):
+        make_set(config, items, *others)
+    train(alone)
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
+    assert on_two_ranks(path)["done"] == 2
+    assert lines(two) == pytest.approx(lines(alone), rel=1e-4)
+    if strategy == "fsdp2":
+        return
+    train(cut)
+    whole = make_config("t2i", name="cut", accumulate=4, steps=2, **common)
+    assert train(whole)["skipped"] == 1
+    assert lines(whole) == lines(alone)
+    for name, value in trained_weights(alone).items():
+        assert torch.equal(value, trained_weights(whole)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("every", "settings", "said"),
+    [
+        (2, {"adapter": {"type": "full"}}, "train.adapter.type full changes the model itself"),
+        (2, {"adapter": {"type": "full", "targets": [".*to_query"]}}, "train.adapter.type full changes"),
+        (2, {"adapter": {"init_weights": "olora"}}, "olora has moved a part of the base weights into the adapter"),
+        (99, {"methods": {"regularisation": {}}}, "needs regularisation, which no sample of set set1 has"),
+    ],
+)
+def test_what_has_no_base_is_refused_before_a_model_is_loaded(
+    make_config, make_set, made, tmp_path, capsys, monkeypatch, every, settings, said
+) -> None:
+    monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
+    path = tmp_path / "pipeline.yaml"
+    items, null, prompts = marked(made, make_config("t2i"), every)
+    items[0].regularisation = every < 99
+    config = make_config("t2i", **settings)
+    make_set(config, items, null, prompts)
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    assert run_program("train", program_run, Options(path)) == USAGE
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "train.methods.regularisation" in printed and said in printed
+    if every < 99:
+        assert "set train.methods.regularisation.target to data" in printed
+        allowed = make_config("t2i", **settings, methods={"regularisation": {"target": "data"}})
+        path.write_text(json.dumps(allowed.model_dump(mode="json", by_alias=True)))
+        assert run_program("train", program_run, Options(path, dry_run=True, json=True)) == OK
+        assert json.loads(capsys.readouterr().out)["details"]["methods"] == "regularisation"
+    assert not (Path(config.output) / "run" / "checkpoints").exists()

@@ -1,0 +1,32 @@
+"""Regularisation data: samples that keep the model as it was.
+
+`base`: their target is the prediction of the model without its adapter, at the same noisy input, sigma and text; what
+the sample shows has no part in it but to make the input. `data`: their target is noise - x0, as of any sample, and the
+weight is the `prior_loss_weight` of DreamBooth (Ruiz et al. 2023, arXiv 2208.12242).
+"""
+
+import torch
+
+from schemas.config.methods import Regularisation
+from trainer.methods.base import Method, MethodStep
+
+
+class RegularisationMethod(Method):
+    def __init__(self, settings: Regularisation) -> None:
+        self.settings = settings
+
+    def prepare(self, step: MethodStep) -> None:
+        marked_B = step.batch.extras.get("regularisation", torch.zeros_like(step.sigma_B, dtype=torch.bool))
+        if self.settings.target == "data" or not step.most_passes(int(marked_B.any())):
+            return
+        rows = marked_B.nonzero()[:, 0]
+        asked = rows if len(rows) else rows.new_zeros(1)  # another rank has samples to ask about
+        base = step.predict(step.noisy_BCTHW[asked], step.sigma_B[asked], step.batch.select(asked), base=True)
+        step.target_BCTHW = step.target_BCTHW.index_copy(0, rows, base[: len(rows)])
+
+    def loss_weight(self, step: MethodStep) -> torch.Tensor | None:
+        marked_B = step.batch.extras.get("regularisation")
+        if marked_B is None or self.settings.weight == 1:
+            return None
+        weight_B = torch.where(marked_B, self.settings.weight, 1.0)
+        return weight_B.view(-1, 1, 1, 1).expand(-1, 1, *step.batch.latents_BCTHW.shape[-2:])
