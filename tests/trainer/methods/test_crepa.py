@@ -147,6 +147,9 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
     step = loop.start_step(run, 0, run.loader.step(0).micro_batches[0])
     method, seen = run.methods["crepa"], []
     run.family.visual_blocks(run.model)[index].register_forward_hook(lambda _, inputs, output: seen.append(output))
+    for each in run.methods.values():
+        each.prepare(step)
+    seen.clear()
     with ExitStack() as stack:
         for each in run.methods.values():
             stack.enter_context(each.around(step))
@@ -207,13 +210,15 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ways"), [("t2v", [*WAYS]), ("sana", ["checkpointing"])])
-def test_gradients_reach_the_block_however_it_is_computed(make_config, make_set, made, kind, ways) -> None:
+@pytest.mark.parametrize(
+    ("kind", "adapter", "ways"), [("t2v", {"rank": 2}, [*WAYS]), ("sana", {"type": "full"}, ["checkpointing"])]
+)
+def test_gradients_reach_the_block_however_it_is_computed(make_config, make_set, made, kind, adapter, ways) -> None:
     """And nothing of the step is kept after it."""
     found = {}
     for name, options in {"plain": {"gradient_checkpointing": False}, **{way: WAYS[way] for way in ways}}.items():
         methods = {"crepa": {"block_index": 1, "weight": 3.0}}
-        config = make_config(kind, name=name, batch_size=2, methods=methods, adapter={"rank": 2}, **options)
+        config = make_config(kind, name=name, batch_size=2, methods=methods, adapter=adapter, **options)
         make_set(config, *with_features(made, config))
         run = prepared(config)
         move_adapter(run)
