@@ -31,6 +31,7 @@ def with_features(made, config, coarse: int = 1, masks: bool = False) -> tuple:
     items, null, prompts = made.mixed_items(config, 8)
     rng, patch = np.random.default_rng(1), 1 if config.model.family == "sana" else 2
     for item in items:
+        item.regularisation = config.train.methods.regularisation is not None
         _, frames, rows, columns = item.latent.shape
         grid = (frames, max(1, rows // patch // coarse), max(1, columns // patch // coarse))
         item.vision = rng.normal(size=(*grid, WIDTH)).astype(np.float32)
@@ -123,6 +124,8 @@ CASES = {
     "sana": ("sana", {}, 2),
     "tread": ("i2v", {}, 2),
     "tread of sana": ("sana", {}, 1),
+    "rollout": ("t2v", {}, 1),
+    "regularisation": ("t2i", {}, 1),
 }
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
 
@@ -137,6 +140,10 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
         methods["masked_loss"] = {"unmasked_weight": 0.0}
     if case.startswith("tread"):  # it ends with the tapped block
         methods["tread"] = {"routes": [{**ROUTE, "end_layer_idx": index}]}
+    if case == "rollout":
+        methods["scheduled_sampling"] = {"probability": 1.0}
+    if case == "regularisation":
+        methods["regularisation"] = {}
     config = make_config(kind, batch_size=2, methods=methods, adapter={"rank": 2})
     if kind in ("t2v", "i2v"):  # four latent frames
         mixed = made.mixed_items
@@ -147,8 +154,11 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
     step = loop.start_step(run, 0, run.loader.step(0).micro_batches[0])
     method, seen = run.methods["crepa"], []
     run.family.visual_blocks(run.model)[index].register_forward_hook(lambda _, inputs, output: seen.append(output))
+    before = step.noisy_BCTHW, step.target_BCTHW
     for each in run.methods.values():
         each.prepare(step)
+    changed = [case] if not all(map(torch.equal, before, (step.noisy_BCTHW, step.target_BCTHW))) else []
+    assert changed == [name for name in ("rollout", "regularisation") if name == case]
     seen.clear()
     with ExitStack() as stack:
         for each in run.methods.values():
