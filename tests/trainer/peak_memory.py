@@ -1,28 +1,34 @@
-"""The most memory that a piece of work takes, as the kernel counts it, for a process of its own (`in_child`).
+"""The most memory that a training step takes, as the kernel counts it: python -m tests.trainer.peak_memory.
 
-Nothing is lost, unlike with torch's profiler, and nothing is sampled: VmHWM is the highest number of pages that the
-process had since it was reset. For that, blocks of 64 KiB and more must go back to the system when they are freed.
+Reads configurations as lines of JSON, and prints for each what its second step takes at most and the bytes of a
+checkpoint's tensors. Nothing is lost, unlike with torch's profiler, and nothing is sampled: VmHWM is the highest number
+of pages that the process had since it was reset. For that, blocks of 64 KiB and more must go back to the system when
+they are freed. In a process that has done other work they would come from what that has left free in the heap, and stay
+there, so this is a program: a fork of the tests' process has such a heap.
 """
 
 import ctypes
 import gc
+import io
+import json
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from schemas.cli.console import Console
+from schemas.config.pipeline import Config
+from trainer import train as loop
+from trainer.setup.prepare import TrainState
 
-
-def prepare_process() -> None:
-    """Have freed memory go back at once, and stay on one processor: the kernel counts pages in batches for each."""
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
-    assert libc.mallopt(M_TRIM_THRESHOLD, 1 << 16) == 1
-    processors = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {processors[os.getpid() % len(processors)]})
+#: Freed memory goes back at once.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def read_status(name: str) -> int:
@@ -61,3 +67,39 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.nn.Parameter:
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     return [tensor]
+
+
+def measure(run: TrainState) -> tuple[int, int]:
+    """Bytes of what stays between steps and what the second one takes beyond it at most; of a checkpoint's tensors."""
+    loop.train_step(run, run.loader.step(0))
+    state = [value for values in run.optimizer.state.values() for value in values.values()]
+    averages = run.average.averages.values() if run.average else ()
+    kept = [*run.denoiser.parameters(), *averages, *(value for value in state if isinstance(value, torch.Tensor))]
+    data = run.loader.step(1)
+    most = count_bytes(kept) + peak_growth(lambda: loop.train_step(run, data))
+    loop.save_checkpoint(run, 2)
+    files = (run.folder / "checkpoints" / "step-000002").rglob("*.safetensors")
+    return most, sum(path.stat().st_size - header_bytes(path) for path in files)
+
+
+def header_bytes(path: Path) -> int:
+    """Of a safetensors file: a number and the JSON of so many bytes."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def main() -> None:
+    processors = sorted(os.sched_getaffinity(0))  # the kernel counts pages in batches for each
+    os.sched_setaffinity(0, {processors[os.getpid() % len(processors)]})
+    for line in sys.stdin:
+        config = Config.model_validate(json.loads(line))
+        settings, data = config.train, open_set(Store(config.root), "current", config.model.family, config.model.task)
+        plan = BatchSchedule(data.spans, 0, settings.batch_size, settings.batch_size * settings.accumulate)
+        # On CPUs without bfloat16 oneDNN converts whole matrices, which is memory inside kernels.
+        torch.backends.mkldnn.enabled = settings.precision is None
+        run = loop.prepare_training(config, data, plan, Console(stderr=io.StringIO()), "cpu")
+        print(json.dumps(measure(run)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
