@@ -17,7 +17,8 @@ from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.optimizers import find_optimizer
-from trainer.adapter_header import check_family, read_initial
+from trainer.adapter_header import check_family
+from trainer.initial_adapter import read_initial
 from trainer.interruption import StopRequest, describe_progress
 from trainer.metrics import require_trackers
 from trainer.output_lock import lock_output

@@ -1,12 +1,12 @@
-"""LoRA tensors in files: reading them, and writing them in each format.
+"""Tensors of adapters in files: reading them, and writing them in each format.
 
 `trainer/adapter_header.py` describes the formats.
 """
 
 import json
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,53 +15,87 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cache.files import replacing
-from schemas.config.training import AdapterFormat
 from trainer.adapter_header import (
     COMFYUI_PREFIX,
     FILE_NAMES,
+    LYCORIS_PREFIX,
     METADATA_KEY,
     OUR_PREFIX,
     WHOLE_COPY,
     AdapterError,
     AdapterFile,
+    FileFormat,
+    Layer,
+    flat_name,
     pair_layers,
 )
 from trainer.checkpoint import write_tensors
-
-Tensors = dict[str, torch.Tensor]
+from trainer.lokr_files import Lokr, Tensors, find_decomposition
+from trainer.lokr_header import LokrLayer
 
 
 @dataclass(frozen=True)
 class Lora:
-    """W + scale B A of one module. down: A (rank, inputs, ...), up: B (outputs, rank, ...)."""
+    """W + scale B A of one module. down: A (rank, inputs, ...), up: B (outputs, rank, ...). magnitude: of a DoRA, one
+    number for each output: the norm of the output's weights."""
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
+    magnitude: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
         return self.down.shape[0]
 
-    def delta(self, shape: Sequence[int]) -> torch.Tensor:
-        """scale B A in float32, of a weight's shape (outputs, inputs, ...)."""
-        return self.scale * (self.up.float().flatten(1) @ self.down.float().flatten(1)).reshape(shape)
+    @property
+    def alpha(self) -> float:
+        return self.scale * self.rank
+
+    @property
+    def tensors(self) -> Tensors:
+        """By the ends of diffusers' keys."""
+        found = {"lora_A.weight": self.down, "lora_B.weight": self.up}
+        return found if self.magnitude is None else {**found, "lora_magnitude_vector": self.magnitude}
+
+    def apply(self, weight: torch.Tensor) -> torch.Tensor:
+        """The float32 weight (outputs, inputs, ...) with the update. Of a DoRA each output's weights then get its
+        magnitude as their norm, whatever the scale is, as in peft (peft/tuners/lora/variants.py, after `set_scale`)."""
+        product = self.up.float().flatten(1) @ self.down.float().flatten(1)
+        weight = weight + self.scale * product.reshape(weight.shape)
+        if self.magnitude is None:
+            return weight
+        factor = self.magnitude.float().flatten() / weight.flatten(1).norm(dim=1)
+        return factor.reshape(-1, *[1] * (weight.ndim - 1)) * weight
+
+    def with_alpha(self) -> Tensors:
+        """The tensors of a LoRA and alpha, as ComfyUI reads them."""
+        return {**self.tensors, "alpha": torch.tensor(self.alpha)}
 
 
-def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Lora]:
+def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Lora | Lokr]:
     """By "<component>.<module path>", the strength multiplied by `scale`. AdapterError for numbers that are not
     finite."""
     layers = {}
     try:
         with safe_open(adapter.path, "pt") as file:
-            for name, layer in adapter.layers.items():
-                found = Lora(file.get_tensor(layer.down), file.get_tensor(layer.up), layer.scale * scale)
-                if not (found.down.isfinite().all() and found.up.isfinite().all()):
-                    raise AdapterError(f"{adapter.path} is damaged: {name} has numbers that are not finite", WHOLE_COPY)
-                layers[name] = found
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{adapter.path} can't be read: {error}", WHOLE_COPY) from error
+    for name, layer in adapter.layers.items():
+        found = make_layer(layer, tensors, scale)
+        if not all(tensor.isfinite().all() for tensor in found.tensors.values()):
+            raise AdapterError(f"{adapter.path} is damaged: {name} has numbers that are not finite", WHOLE_COPY)
+        layers[name] = found
     return layers
+
+
+def make_layer(layer: Layer | LokrLayer, tensors: Tensors, scale: float = 1.0) -> Lora | Lokr:
+    """The layer with its tensors, which `tensors` has by their keys; the strength multiplied by `scale`."""
+    if isinstance(layer, LokrLayer):
+        return Lokr({name: tensors[key] for name, key in layer.keys.items()}, layer.rank, layer.scale * scale)
+    magnitude = None if layer.magnitude is None else tensors[layer.magnitude]
+    return Lora(tensors[layer.down], tensors[layer.up], layer.scale * scale, magnitude)
 
 
 def write_formats(
@@ -69,35 +103,46 @@ def write_formats(
     settings: Mapping[str, Any],
     folder: Path,
     notes: Mapping[str, str],
-    formats: Sequence[AdapterFormat],
+    formats: Sequence[FileFormat],
 ) -> Path:
-    """Write what training saves in each format; returns the first file. tensors: by diffusers' keys. settings: peft's
-    configurations for diffusers' header."""
+    """Write what training saves in each format, a LoKr in LyCORIS', too; returns the first file. tensors: by diffusers'
+    keys. settings: peft's configurations for diffusers' header."""
     header = make_header(notes, settings)
-    for form in formats:
+    lokr: list[FileFormat] = ["lycoris"] if any(".lokr_" in key for key in tensors) else []
+    for form in (*formats, *lokr):
         path = folder / FILE_NAMES[form]
         if form == "diffusers":
             _write(tensors, path, header)
         else:
             shapes = {key: tuple(value.shape) for key, value in tensors.items()}
             found = pair_layers(path, shapes, header, {})
-            layers = {name: Lora(tensors[own.down], tensors[own.up], own.scale) for name, own in found.items()}
-            write_adapter(layers, form, path, notes)
+            write_adapter({name: make_layer(own, tensors) for name, own in found.items()}, form, path, notes)
     return folder / FILE_NAMES[formats[0]]
 
 
-def write_adapter(layers: Mapping[str, Lora], form: AdapterFormat, path: Path, notes: Mapping[str, str]) -> list[Path]:
-    """Write the adapter, in ComfyUI's format a file for each component, as ComfyUI has a model for each; returns the
-    paths. Files appear whole. notes: text for the header (`latentpress.<key>`)."""
+def write_adapter(
+    layers: Mapping[str, Lora | Lokr], form: FileFormat, path: Path, notes: Mapping[str, str]
+) -> list[Path]:
+    """Write the files of `adapter_contents`; returns their paths. Files appear whole."""
+    return [_write(tensors, final, header) for final, tensors, header in adapter_contents(layers, form, path, notes)]
+
+
+def adapter_contents(
+    layers: Mapping[str, Lora | Lokr], form: FileFormat, path: Path, notes: Mapping[str, str]
+) -> Iterator[tuple[Path, Tensors, dict[str, str]]]:
+    """Path, tensors and header of each file that the adapter is in a format: one, in ComfyUI's format one for each
+    component, as ComfyUI has a model for each. notes: text for the header (`latentpress.<key>`). AdapterError where
+    diffusers' format has no place for a LoKr of another program."""
     if form == "diffusers":
-        return [_write(_name_pairs(layers, ""), path, make_header(notes, describe_for_peft(layers)))]
-    written = []
-    for part in sorted({name.partition(".")[0] for name in layers}):
-        own = {name.partition(".")[2]: lora for name, lora in layers.items() if name.startswith(f"{part}.")}
-        tensors = _name_pairs(own, COMFYUI_PREFIX)
-        tensors |= {f"{COMFYUI_PREFIX}{name}.alpha": torch.tensor(lora.scale * lora.rank) for name, lora in own.items()}
-        written.append(_write(tensors, path_of_component(path, part), make_header(notes)))
-    return written
+        header = make_header(notes, describe_for_peft(layers))
+        yield path, _name_tensors({f"{name}.": layer.tensors for name, layer in layers.items()}), header
+    elif form == "lycoris":
+        named = {f"{LYCORIS_PREFIX}{flat_name(name)}.": layer.with_alpha() for name, layer in layers.items()}
+        yield path, _name_tensors(named), make_header(notes)
+    else:
+        for part, own in _by_component(layers).items():
+            named = {f"{COMFYUI_PREFIX}{name}.": layer.with_alpha() for name, layer in own.items()}
+            yield path_of_component(path, part), _name_tensors(named), make_header(notes)
 
 
 def path_of_component(path: Path, part: str) -> Path:
@@ -111,12 +156,19 @@ def make_header(notes: Mapping[str, str], settings: Mapping[str, Any] | None = N
     return header if settings is None else header | {METADATA_KEY: json.dumps(settings, sort_keys=True)}
 
 
-def _name_pairs(layers: Mapping[str, Lora], prefix: str) -> Tensors:
-    return {
-        f"{prefix}{name}.{key}.weight": tensor.detach().cpu().contiguous()
-        for name, lora in layers.items()
-        for key, tensor in (("lora_A", lora.down), ("lora_B", lora.up))
-    }
+def _name_tensors(layers: Mapping[str, Tensors]) -> Tensors:
+    """layers: by the beginning of their keys."""
+    found = {f"{start}{end}": tensor for start, own in layers.items() for end, tensor in own.items()}
+    return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
+
+
+def _by_component(layers: Mapping[str, Lora | Lokr]) -> dict[str, dict[str, Lora | Lokr]]:
+    """Component -> module path -> layer."""
+    found = defaultdict[str, dict[str, Lora | Lokr]](dict)
+    for name in sorted(layers):
+        part, _, module = name.partition(".")
+        found[part][module] = layers[name]
+    return dict(found)
 
 
 def _write(tensors: Tensors, final: Path, header: Mapping[str, str]) -> Path:
@@ -125,22 +177,26 @@ def _write(tensors: Tensors, final: Path, header: Mapping[str, str]) -> Path:
     return final
 
 
-def describe_for_peft(layers: Mapping[str, Lora]) -> dict[str, Any]:
+def describe_for_peft(layers: Mapping[str, Lora | Lokr]) -> dict[str, Any]:
     """peft's configuration of each component, with the rank and alpha of each module, as diffusers writes them."""
-    from peft import LoraConfig
+    from peft import LoKrConfig, LoraConfig
 
     found = dict[str, Any]()
-    for part in sorted({name.partition(".")[0] for name in layers}):
-        own = {name.partition(".")[2]: lora for name, lora in layers.items() if name.startswith(f"{part}.")}
-        ranks = {f"^{re.escape(name)}": lora.rank for name, lora in own.items()}
-        alphas = {f"^{re.escape(name)}": lora.scale * lora.rank for name, lora in own.items()}
+    for part, own in _by_component(layers).items():
+        ranks = {f"^{re.escape(name)}": layer.rank for name, layer in own.items()}
+        alphas = {f"^{re.escape(name)}": layer.alpha for name, layer in own.items()}
         rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-        config = LoraConfig(
-            r=int(rank),
-            lora_alpha=alpha,  # type: ignore[arg-type]  # peft takes fractions
-            target_modules=sorted(own),
-            rank_pattern={key: value for key, value in ranks.items() if value != rank},
-            alpha_pattern={key: value for key, value in alphas.items() if value != alpha},
-        ).to_dict()
+        settings: dict[str, Any] = {
+            "r": int(rank),
+            "target_modules": sorted(own),
+            "rank_pattern": {key: value for key, value in ranks.items() if value != rank},
+            "alpha_pattern": {key: value for key, value in alphas.items() if value != alpha},
+        }
+        lokrs = {name: layer for name, layer in own.items() if isinstance(layer, Lokr)}
+        if lokrs:
+            config = LoKrConfig(alpha=alpha, **settings, **find_decomposition(lokrs)).to_dict()  # type: ignore[arg-type]
+        else:
+            dora = any("lora_magnitude_vector" in layer.tensors for layer in own.values())
+            config = LoraConfig(lora_alpha=alpha, use_dora=dora, **settings).to_dict()  # type: ignore[arg-type]
         found |= {f"{part}.{key}": sorted(it) if isinstance(it, set) else it for key, it in config.items()}
     return found

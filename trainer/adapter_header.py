@@ -1,35 +1,42 @@
-"""What LoRA files hold, from their headers: layers, rank, strength. Without torch, unless there are alpha tensors.
+"""What adapter files hold, from their headers: layers, rank, strength. Without torch, unless there are alpha tensors.
 
 diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.weight (outputs, rank, ...); rank and
            alpha in the header, as `lora_adapter_metadata`; without that alpha is the rank (diffusers/loaders/peft.py)
 comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a number; without that the strength is 1.
            ComfyUI maps this prefix for every model whose modules have these names, and "transformer." only for some
            (comfy/lora.py, comfy/weight_adapter/lora.py)
+lycoris    lycoris_<module path with underscores>.<tensor>, of a LoKr, as the LyCORIS library names what it trains.
+           Which paths the names mean is seen in the model (`resolve_names`); ComfyUI maps them for some models only
 
-Files of other programs are read, too: keys without a prefix, and lora_down and lora_up in place of lora_A and lora_B.
+A DoRA has transformer.<module>.lora_magnitude_vector, too; `trainer/lokr_header.py` has the tensors of a LoKr. Files of
+other programs are read: keys without a prefix, and lora_down and lora_up in place of lora_A and lora_B.
 """
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from safetensors import SafetensorError, safe_open
 
 from cache.json_checks import check_count, check_object, parse_json, printable
-from schemas.config.training import Adapter, AdapterFormat
 from schemas.errors import USAGE, LatentpressError
 from schemas.weight_files import PICKLE_SUFFIXES
+from trainer.lokr_header import TENSORS, LokrLayer, Strength, pair_factors
 
+FileFormat = Literal["diffusers", "comfyui", "lycoris"]  # the last is written beside the others, of a LoKr
 METADATA_KEY, OUR_PREFIX = "lora_adapter_metadata", "latentpress."
 #: Format -> name of the file. A pipeline given a folder prefers the first name to all others.
-FILE_NAMES: dict[AdapterFormat, str] = {
+FILE_NAMES: dict[FileFormat, str] = {
     "diffusers": "pytorch_lora_weights.safetensors",
     "comfyui": "comfyui_lora.safetensors",
+    "lycoris": "lycoris_weights.safetensors",
 }
-COMFYUI_PREFIX = "diffusion_model."
+COMFYUI_PREFIX, LYCORIS_PREFIX = "diffusion_model.", "lycoris_"
 #: End of a key -> which tensor of a layer it is; peft, diffusers before peft, kohya.
 _TENSORS = {
     "lora_A.weight": "down",
@@ -40,26 +47,24 @@ _TENSORS = {
     "lora.up.weight": "up",
     "lora_down.weight": "down",
     "lora_up.weight": "up",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.default.weight": "magnitude",
     "alpha": "alpha",
+    **{tensor: tensor for tensor in TENSORS},
 }
 _KEY = re.compile(
-    r"(?:(?P<part>transformer(?:_\d+)?)\.|diffusion_model\.|base_model\.model\.)?"
+    r"(?:(?P<part>transformer(?:_\d+)?)\.|diffusion_model\.|base_model\.model\.|lycoris_)?"
     rf"(?P<module>.+)\.(?P<tensor>{'|'.join(map(re.escape, _TENSORS))})"
 )
 #: Part of a key -> what such a file is.
 _OTHER_KINDS = {
-    "lora_magnitude_vector": "a DoRA",
-    "dora_scale": "a DoRA",
-    "lokr_": "a LoKr",
+    "dora_scale": "a DoRA with LyCORIS' magnitudes",
+    "lokr_t2": "a LoKr with a middle tensor",
     "hada_": "a LoHa",
     "lora_mid": "a LoCon with a middle layer",
     "lora_B.bias": "a LoRA with biases",
     "lora_unet_": "a LoRA with kohya's keys (lora_unet_...)",
     "text_encoder": "an adapter of a text encoder",
-}
-_ADVICE = {
-    "a LoKr": " For ComfyUI, add comfyui to train.adapter.formats and start train again; docs/training.md says how to "
-    "merge a LoKr."
 }
 WHOLE_COPY = "Copy it again from where it was made, or name another file."
 
@@ -72,13 +77,15 @@ class AdapterError(LatentpressError, ValueError):
 
 @dataclass(frozen=True)
 class Layer:
-    """One module's LoRA, W + scale B A. down, up: the keys of A (rank, inputs, ...) and B (outputs, rank, ...)."""
+    """One module's LoRA, W + scale B A. down, up: the keys of A (rank, inputs, ...) and B (outputs, rank, ...).
+    magnitude: the key of a DoRA's magnitudes."""
 
     down: str
     up: str
     down_shape: tuple[int, ...]
     up_shape: tuple[int, ...]
     scale: float
+    magnitude: str | None = None
 
     @property
     def rank(self) -> int:
@@ -89,27 +96,43 @@ class Layer:
         """With which the scale is alpha / rank."""
         return self.scale * self.rank
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether B A can be added to a weight of this shape (outputs, inputs, ...)."""
-        return shape[0] == self.up_shape[0] and math.prod(shape[1:]) == math.prod(self.down_shape[1:])
+    @property
+    def size(self) -> tuple[int, int]:
+        """Outputs and inputs of the weight that it is added to."""
+        return self.up_shape[0], math.prod(self.down_shape[1:])
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """layers: by "<component>.<module path>". notes: of our own files, such as family and steps."""
+    """layers: by "<component>.<module path>", all of one kind. notes: of our own files, such as family and steps."""
 
     path: Path
-    format: AdapterFormat
-    layers: dict[str, Layer]
+    format: FileFormat
+    layers: dict[str, Layer | LokrLayer]
     notes: dict[str, str]
 
     @property
+    def kind(self) -> Literal["LoRA", "DoRA", "LoKr"]:
+        return kind_of(next(iter(self.layers.values())))
+
+    @property
+    def components(self) -> list[str]:
+        return sorted({name.partition(".")[0] for name in self.layers})
+
+    @property
     def ranks(self) -> list[int]:
-        return sorted({layer.rank for layer in self.layers.values()})
+        """Without those of a LoKr's whole matrices, where no header says them."""
+        return sorted({layer.rank for layer in self.layers.values() if layer.rank is not None})
 
     @property
     def alphas(self) -> list[float]:
-        return sorted({round(layer.alpha, 6) for layer in self.layers.values()})
+        return sorted({round(layer.alpha, 6) for layer in self.layers.values() if layer.alpha is not None})
+
+
+def kind_of(layer: Layer | LokrLayer) -> Literal["LoRA", "DoRA", "LoKr"]:
+    if isinstance(layer, LokrLayer):
+        return "LoKr"
+    return "LoRA" if layer.magnitude is None else "DoRA"
 
 
 def find_adapter(place: Path) -> Path:
@@ -133,7 +156,7 @@ def find_adapter(place: Path) -> Path:
 
 
 def read_adapter(place: Path) -> AdapterFile:
-    """What `find_adapter(place)` holds. AdapterError where it is damaged or no LoRA of a transformer."""
+    """What `find_adapter(place)` holds. AdapterError where it is damaged or of a kind that is not read."""
     path = find_adapter(place)
     if path.name.endswith(PICKLE_SUFFIXES):
         step = "Convert it on a machine that you can lose: safetensors.torch.save_file(torch.load(...), ...)."
@@ -151,8 +174,9 @@ def read_adapter(place: Path) -> AdapterFile:
     except ValueError as error:
         raise AdapterError(f"{path} is damaged: {printable(error)}", WHOLE_COPY) from error
     notes = {key.removeprefix(OUR_PREFIX): text for key, text in header.items() if key.startswith(OUR_PREFIX)}
-    comfyui = bool(alphas) or any(key.startswith(COMFYUI_PREFIX) for key in shapes)
-    return AdapterFile(path, "comfyui" if comfyui else "diffusers", layers, notes)
+    form: FileFormat = "comfyui" if alphas or any(key.startswith(COMFYUI_PREFIX) for key in shapes) else "diffusers"
+    form = "lycoris" if any(key.startswith(LYCORIS_PREFIX) for key in shapes) else form
+    return AdapterFile(path, form, layers, notes)
 
 
 def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
@@ -170,64 +194,82 @@ def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
 
 def pair_layers(
     path: Path, shapes: Mapping[str, tuple[int, ...]], header: Mapping[str, str], alphas: Mapping[str, float]
-) -> dict[str, Layer]:
-    """The layers of a file with these tensors and this header. AdapterError where they are no LoRA, ValueError where
-    they are damaged. alphas: the values of the tensors ".alpha"."""
-    scale_of, pairs = _read_configs(header), dict[str, dict[str, str]]()
+) -> dict[str, Layer | LokrLayer]:
+    """The layers of a file with these tensors and this header. AdapterError where they are of a kind that is not read,
+    ValueError where they are damaged. alphas: the values of the tensors ".alpha"."""
+    strength_of, groups = _read_configs(header), defaultdict[str, dict[str, str]](dict)
     for key in shapes:
         match = _KEY.fullmatch(key)
         if match is None or any(part in key for part in _OTHER_KINDS):
             raise _other_kind(path, shapes)
-        pairs.setdefault(f"{match['part'] or 'transformer'}.{match['module']}", {})[_TENSORS[match["tensor"]]] = key
-    if not pairs:
+        groups[f"{match['part'] or 'transformer'}.{match['module']}"][_TENSORS[match["tensor"]]] = key
+    if not groups:
         raise _other_kind(path, shapes)
-    layers = {}
-    for name, keys in sorted(pairs.items()):
-        if not {"down", "up"} <= keys.keys():
-            raise ValueError(f"of {name} it has only {', '.join(keys.values())}")
-        down, up = shapes[keys["down"]], shapes[keys["up"]]
-        if len(down) < 2 or len(down) != len(up) or 0 in (*down, *up) or down[0] != math.prod(up[1:]):
-            raise ValueError(f"the tensors of {name} don't belong together: A {list(down)}, B {list(up)}")
+    layers: dict[str, Layer | LokrLayer] = {}
+    for name, keys in sorted(groups.items()):
+        alpha = alphas[keys["alpha"]] if "alpha" in keys else None
         part, _, module = name.partition(".")
-        scale = alphas[keys["alpha"]] / down[0] if "alpha" in keys else scale_of(part, module, down[0])
-        layers[name] = Layer(keys["down"], keys["up"], down, up, scale)
+        strength = partial(strength_of, part, module)
+        make = pair_lora if keys.keys() & {"down", "up", "magnitude"} else pair_factors
+        layers[name] = make(name, keys, shapes, alpha, strength)
+    if len(kinds := sorted({kind_of(layer) for layer in layers.values()})) > 1:
+        raise AdapterError(
+            f"{path} holds layers of several kinds: {', '.join(kinds)}",
+            "Only files of one kind are read: train or convert each kind into a file of its own.",
+        )
     return layers
+
+
+def pair_lora(
+    name: str, keys: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], alpha: float | None, strength: Strength
+) -> Layer:
+    """The layer of the tensors `keys` (tensor -> key), a LoRA or DoRA. alpha: of a tensor, where there is one.
+    ValueError where tensors are missing or don't belong together."""
+    if not {"down", "up"} <= keys.keys() <= {"down", "up", "magnitude", "alpha"}:
+        raise ValueError(f"of {name} it has only {', '.join(keys.values())}")
+    down, up, magnitude = shapes[keys["down"]], shapes[keys["up"]], keys.get("magnitude")
+    if len(down) < 2 or len(down) != len(up) or 0 in (*down, *up) or down[0] != math.prod(up[1:]):
+        raise ValueError(f"the tensors of {name} don't belong together: A {list(down)}, B {list(up)}")
+    if magnitude is not None and math.prod(shapes[magnitude]) != up[0]:
+        raise ValueError(f"{name} has {up[0]} outputs, and {magnitude} {math.prod(shapes[magnitude])}")
+    scale = strength(down[0])[1] if alpha is None else alpha / down[0]
+    return Layer(keys["down"], keys["up"], down, up, scale, magnitude)
 
 
 def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
     said = next(((kind, key) for key in keys for part, kind in _OTHER_KINDS.items() if part in key), None)
     foreign = [key for key in keys if not _KEY.fullmatch(key)]
     kind, shown = said or ("no LoRA of a transformer", ", ".join(foreign[:3]))
-    more = _ADVICE.get(kind, "")
     return AdapterError(
         f"{path} is {kind}: it holds {printable(shown) or 'no tensors'}",
-        "Only LoRA files with diffusers' or ComfyUI's keys are read: <module path>.lora_A.weight and .lora_B.weight."
-        + more,
+        "LoRA files with diffusers' or ComfyUI's keys are read (<module path>.lora_A.weight and .lora_B.weight), "
+        "diffusers' DoRA (.lora_magnitude_vector, too) and LoKr (.lokr_w1 and .lokr_w2).",
     )
 
 
-def _read_configs(header: Mapping[str, str]) -> Callable[[str, str, int], float]:
-    """scale_of(component, module, rank) by the header's peft configurations. ValueError where they are malformed."""
+def _read_configs(header: Mapping[str, str]) -> Callable[[str, str, int | None], tuple[int | None, float]]:
+    """strength_of(component, module, rank of the tensors or None): rank and scale by the header's peft configurations.
+    ValueError where they are malformed."""
     text = header.get(METADATA_KEY)
     whole = {} if text is None else check_object(parse_json(text.encode()), METADATA_KEY)
 
-    def scale_of(part: str, module: str, rank: int) -> float:
+    def strength_of(part: str, module: str, rank: int | None) -> tuple[int | None, float]:
         # The keys have no component where the transformer's own save_lora_adapter wrote them.
         config = {key.removeprefix(f"{part}."): value for key, value in whole.items() if key.startswith(f"{part}.")}
         config = config or whole
         if not config:
-            return 1.0
+            return rank, 1.0
         ranks = check_object(config.get("rank_pattern") or {}, "rank_pattern")
         alphas = check_object(config.get("alpha_pattern") or {}, "alpha_pattern")
         said = check_count(_by_pattern(ranks, module, config.get("r")), "r")
-        if said != rank:
+        if rank not in (None, said):
             raise ValueError(f"the header says rank {said} for {module}, and its tensors have {rank}")
-        alpha = _by_pattern(alphas, module, config.get("lora_alpha"))
+        alpha = _by_pattern(alphas, module, config.get("lora_alpha", config.get("alpha")))  # the latter of a LoKr
         if type(alpha) not in (int, float):
             raise ValueError(f"lora_alpha is no number: {printable(repr(alpha))}")
-        return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+        return said, alpha / math.sqrt(said) if config.get("use_rslora") else alpha / said
 
-    return scale_of
+    return strength_of
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -248,6 +290,31 @@ def check_family(adapter: AdapterFile, family: str) -> None:
         )
 
 
+def flat_name(name: str) -> str:
+    """ "<component>.<module path>" as LyCORIS' files have it, without their prefix."""
+    return name.removeprefix("transformer.").replace(".", "_")
+
+
+def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> AdapterFile:
+    """The adapter with module paths in place of LyCORIS' names, or itself where it has paths. AdapterError where a name
+    means several modules. weights: the model's "<component>.<module path>"."""
+    if adapter.format != "lycoris":
+        return adapter
+    paths = defaultdict[str, list[str]](list)
+    for name in weights:
+        paths[flat_name(name)].append(name)
+    found = {}
+    for name, layer in adapter.layers.items():
+        own = paths.get(flat_name(name), [name])
+        if len(own) > 1:
+            raise AdapterError(
+                f"{adapter.path}: {LYCORIS_PREFIX}{flat_name(name)} may be any of {', '.join(own)} in {model}",
+                "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
+            )
+        found[own[0]] = layer
+    return replace(adapter, layers=found)
+
+
 def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], model: str) -> None:
     """AdapterError where a layer has no weight in the model, or one of another shape. weights: shapes by "<component>.
     <module path>"."""
@@ -258,38 +325,9 @@ def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], mod
             "It was made for another model: set model.family, model.flavour or model.path, or name another file.",
         )
     for name, layer in adapter.layers.items():
-        if not layer.fits(weights[name]):
+        size = weights[name][0], math.prod(weights[name][1:])
+        if layer.size != size:
             raise AdapterError(
-                f"{adapter.path}: {name} is {layer.up_shape[0]} x {math.prod(layer.down_shape[1:])}, and in {model} "
-                f"{weights[name][0]} x {math.prod(weights[name][1:])}",
+                f"{adapter.path}: {name} is {layer.size[0]} x {layer.size[1]}, and in {model} {size[0]} x {size[1]}",
                 "It was made for a model of another size: set model.flavour or model.path to that.",
             )
-
-
-def read_initial(settings: Adapter) -> AdapterFile | None:
-    """The adapter of `train.adapter.init`. AdapterError where its rank or alpha are not those of the configuration."""
-    if settings.init is None:
-        return None
-    try:
-        adapter = read_adapter(Path(settings.init))
-    except AdapterError as error:
-        raise AdapterError(f"train.adapter.init: {error.message}", error.next_step) from error
-    wanted = settings.rank, float(settings.rank if settings.alpha is None else settings.alpha)
-    if len(adapter.ranks) > 1 or len(adapter.alphas) > 1:
-        raise AdapterError(
-            f"train.adapter.init: the modules of {adapter.path} have several ranks ({_join(adapter.ranks)}) or alphas "
-            f"({_join(adapter.alphas)}), and training has one of each",
-            "Merge it into the model (latentpress export-adapter --merge --to FOLDER), and train a new one on that.",
-        )
-    found = adapter.ranks[0], adapter.alphas[0]
-    if found[0] != wanted[0] or not math.isclose(found[1], wanted[1], rel_tol=1e-5):
-        raise AdapterError(
-            f"train.adapter.init: {adapter.path} has rank {found[0]} and alpha {found[1]:g}; the configuration has "
-            f"rank {wanted[0]} and alpha {wanted[1]:g}{' (the rank)' if settings.alpha is None else ''}",
-            f"Set train.adapter.rank to {found[0]} and train.adapter.alpha to {found[1]:g}.",
-        )
-    return adapter
-
-
-def _join(numbers: list[Any]) -> str:
-    return ", ".join(f"{number:g}" for number in numbers[:5]) + (", ..." if len(numbers) > 5 else "")

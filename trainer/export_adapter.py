@@ -1,7 +1,7 @@
 """export-adapter: an adapter as a file in another format, or added to the weights of a model.
 
-The adapter is that of the configuration's run, or any LoRA file with diffusers' or ComfyUI's keys. Nothing is loaded
-but the adapter and, to merge, one file of weights at a time.
+The adapter is that of the configuration's run, or any file that `trainer/adapter_header.py` describes: a LoRA, DoRA or
+LoKr. Nothing is loaded but the adapter and, to merge, one file of weights at a time.
 """
 
 import shutil
@@ -14,9 +14,16 @@ from cache.files import StoreError, replacing
 from cache.weights import fetch_components, local_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from schemas.config.training import AdapterFormat
 from schemas.errors import LatentpressError
-from trainer.adapter_header import FILE_NAMES, AdapterFile, check_family, check_fits, read_adapter
+from trainer.adapter_header import (
+    FILE_NAMES,
+    AdapterFile,
+    FileFormat,
+    check_family,
+    check_fits,
+    read_adapter,
+    resolve_names,
+)
 from trainer.run_state import result_folder, run_folder
 
 MIB = 1 << 20
@@ -29,8 +36,8 @@ class ExportError(LatentpressError):
 
 
 def parse_format(text: str) -> str:
-    if text not in get_args(AdapterFormat):
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(AdapterFormat))}")
+    if text not in get_args(FileFormat):
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(FileFormat))}")
     return text
 
 
@@ -47,7 +54,9 @@ def run(
     ] = None,
     form: Annotated[
         str | None,
-        typer.Option("--format", parser=parse_format, metavar="NAME", help="diffusers or comfyui.  [default: comfyui]"),
+        typer.Option(
+            "--format", parser=parse_format, metavar="NAME", help="diffusers, comfyui or lycoris.  [default: comfyui]"
+        ),
     ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Add it to the model's weights, in a new folder --to.")
@@ -73,7 +82,7 @@ def run(
         assert to is not None
         written = merge_adapter(config, adapter, to, whole, scale, report, console)
     else:
-        written = convert_adapter(config, adapter, cast(AdapterFormat, form or "comfyui"), to, scale, report)
+        written = convert_adapter(config, adapter, cast(FileFormat, form or "comfyui"), to, scale, report)
     count = len(adapter.layers)
     report.done, report.remaining = (0, count) if options.dry_run else (count, 0)
     report.details["written" if not options.dry_run else "would_write"] = [str(path) for path in written]
@@ -111,6 +120,7 @@ def find_source(config: Config) -> Path:
 def describe(adapter: AdapterFile, scale: float) -> dict[str, Any]:
     return {
         "adapter": str(adapter.path),
+        "kind": adapter.kind,
         "format": adapter.format,
         "modules": len(adapter.layers),
         "rank": adapter.ranks,
@@ -120,28 +130,63 @@ def describe(adapter: AdapterFile, scale: float) -> dict[str, Any]:
     }
 
 
+def check_format(adapter: AdapterFile, form: FileFormat) -> None:
+    """ExportError for a format that has no place for this kind of adapter."""
+    if adapter.kind == "DoRA" and form != "diffusers":
+        raise ExportError(
+            f"{adapter.path} is a DoRA, and {form}'s file has no place for its magnitudes here",
+            "Merge it into the model: latentpress export-adapter --merge --to FOLDER",
+        )
+    if adapter.kind == "LoRA" and form == "lycoris":
+        raise ExportError(
+            f"{adapter.path} is a LoRA, and LyCORIS' names are written for a LoKr only", "Use --format comfyui."
+        )
+
+
+def fit_to_model(adapter: AdapterFile, folder: Path, parts: list[str]) -> AdapterFile:
+    """The adapter with the model's module paths. AdapterError where it is for another model. parts: the components
+    that it may be for."""
+    from trainer.merging import read_weight_shapes
+
+    shapes = {name: shape for part in parts for name, shape in read_weight_shapes(folder, part).items()}
+    adapter = resolve_names(adapter, shapes, str(folder))
+    check_fits(adapter, shapes, str(folder))
+    return adapter
+
+
+def find_parts(config: Config, adapter: AdapterFile) -> list[str]:
+    """The components that the adapter may be for; LyCORIS' names don't tell."""
+    return list(config.model.family_spec.components) if adapter.format == "lycoris" else adapter.components
+
+
 def convert_adapter(
-    config: Config, adapter: AdapterFile, form: AdapterFormat, to: Path | None, scale: float, report: Report
+    config: Config, adapter: AdapterFile, form: FileFormat, to: Path | None, scale: float, report: Report
 ) -> list[Path]:
     """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
     machine."""
-    from trainer.adapter_files import load_layers, write_adapter
+    from trainer.adapter_files import adapter_contents, load_layers, write_adapter
     from trainer.failure_messages import explain_failures
-    from trainer.merging import read_weight_shapes
 
-    parts = sorted({name.partition(".")[0] for name in adapter.layers})
+    check_format(adapter, form)
+    parts = find_parts(config, adapter)
     if (folder := local_folder(config.model.source)) is not None and all((folder / part).is_dir() for part in parts):
-        check_fits(adapter, {k: v for part in parts for k, v in read_weight_shapes(folder, part).items()}, str(folder))
+        adapter = fit_to_model(adapter, folder, parts)
+    elif adapter.format == "lycoris":
+        raise ExportError(
+            f"{adapter.path} has module paths with underscores; {config.model.source}, which tells the modules, has no "
+            f"{' and '.join(parts)} on this machine",
+            "Set model.path to the checkpoint's folder, or name diffusers' or ComfyUI's file of the same adapter.",
+        )
     path = adapter.path.parent if to is None else to
     path = path if path.suffix == ".safetensors" else path / FILE_NAMES[form]
     report.details["to_format"] = form
     if path.exists() and path.samefile(adapter.path):
         raise ExportError(f"{path} is the adapter itself", "Choose another place: --to PATH")
+    layers = load_layers(adapter, scale)
     if report.dry_run:
-        load_layers(adapter)
-        return [path]
+        return [final for final, _, _ in adapter_contents(layers, form, path, adapter.notes)]
     with explain_failures(path.parent):
-        return write_adapter(load_layers(adapter, scale), form, path, adapter.notes)
+        return write_adapter(layers, form, path, adapter.notes)
 
 
 def merge_adapter(
@@ -150,9 +195,9 @@ def merge_adapter(
     """Write the checkpoint's transformer with the adapter added, or all of the checkpoint; returns the folder."""
     from trainer.adapter_files import load_layers
     from trainer.failure_messages import explain_failures
-    from trainer.merging import copy_rest, list_parts, merge_component, read_weight_shapes, weight_files
+    from trainer.merging import copy_rest, list_parts, merge_component, weight_files
 
-    model, parts = config.model, sorted({name.partition(".")[0] for name in adapter.layers})
+    model, parts = config.model, find_parts(config, adapter)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
     report.details |= {"model": model.source, "whole_checkpoint": whole}
@@ -162,8 +207,8 @@ def merge_adapter(
     folder = fetch_components(model.source, model.revision, parts)
     if whole:
         folder = fetch_components(model.source, model.revision, list_parts(folder))
-    check_fits(adapter, {k: v for part in parts for k, v in read_weight_shapes(folder, part).items()}, str(folder))
-    layers = load_layers(adapter, scale)
+    adapter = fit_to_model(adapter, folder, parts)
+    layers, parts = load_layers(adapter, scale), adapter.components
     files = [path for part in parts for path in weight_files(folder / part)]
     check_space(to, sum(path.stat().st_size for path in (folder.rglob("*") if whole else files)))
     if report.dry_run:

@@ -1,4 +1,4 @@
-"""Adding a LoRA to the weights of a checkpoint in diffusers layout, file by file.
+"""Adding an adapter to the weights of a checkpoint in diffusers layout, file by file.
 
 No model is built: a file's tensors are in memory at a time, and names, order and dtype of all tensors stay as they are.
 """
@@ -15,6 +15,7 @@ from schemas.weight_files import PICKLE_SUFFIXES, WEIGHTS_SUFFIX
 from trainer.adapter_files import Lora
 from trainer.adapter_header import AdapterError
 from trainer.checkpoint import write_tensors
+from trainer.lokr_files import Lokr
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # to which an update can be added
 
@@ -41,9 +42,10 @@ def weight_files(component: Path) -> list[Path]:
     return sorted(component.glob(f"*{WEIGHTS_SUFFIX}"))
 
 
-def merge_component(source: Path, target: Path, layers: Mapping[str, Lora], advance: Callable[[], None]) -> int:
-    """Write the component `source` to the new folder `target`, each weight of `layers` (by module path) as
-    W + scale B A, computed in float32; returns how many weights. advance: called after each weight file."""
+def merge_component(source: Path, target: Path, layers: Mapping[str, Lora | Lokr], advance: Callable[[], None]) -> int:
+    """Write the component `source` to the new folder `target`, with `layers` (by module path) applied to their weights
+    in float32; returns how many weights. advance: called after each weight file. AdapterError where a weight is then
+    beyond its dtype."""
     target.mkdir(parents=True)
     merged = set[str]()
     for path in weight_files(source):
@@ -52,12 +54,17 @@ def merge_component(source: Path, target: Path, layers: Mapping[str, Lora], adva
             header = file.metadata()
         for key in [key for key in tensors if key.removesuffix(".weight") in layers]:
             weight, module = tensors[key], key.removesuffix(".weight")
-            tensors[key] = (weight.float() + layers[module].delta(weight.shape)).to(weight.dtype)
+            tensors[key] = layers[module].apply(weight.float()).to(weight.dtype)
+            if not tensors[key].isfinite().all():
+                raise AdapterError(
+                    f"{path}: with the adapter, {key} has numbers that are not finite in {str(weight.dtype)[6:]}",
+                    "Choose a lower --scale, or set model.path to a checkpoint of another dtype.",
+                )
             merged.add(module)
         write_tensors(tensors, target / path.name, header)
         advance()
     for path in other_files(source):
-        shutil.copy(path, target / path.name)
+        shutil.copyfile(path, target / path.name)  # not its mode: new files have that of the umask
     assert merged == layers.keys(), "checked before by check_fits"
     return len(merged)
 
@@ -76,12 +83,14 @@ def list_parts(checkpoint: Path) -> list[str]:
 
 
 def copy_rest(checkpoint: Path, target: Path, merged: list[str]) -> None:
-    """Copy what a pipeline's `from_pretrained` reads beside the components `merged`."""
-    shutil.copy(checkpoint / MODEL_INDEX, target / MODEL_INDEX)
+    """Copy what a pipeline's `from_pretrained` reads beside the components `merged`, with the modes of new files."""
+    shutil.copyfile(checkpoint / MODEL_INDEX, target / MODEL_INDEX)
     for part in list_parts(checkpoint):
         if part not in merged and (checkpoint / part).is_dir():
             ignored = shutil.ignore_patterns(".*", *(f"*{suffix}" for suffix in PICKLE_SUFFIXES))
-            shutil.copytree(checkpoint / part, target / part, ignore=ignored)
+            shutil.copytree(checkpoint / part, target / part, ignore=ignored, copy_function=shutil.copyfile)
+            for folder in (target / part, *(path for path in (target / part).rglob("*") if path.is_dir())):
+                folder.chmod(target.stat().st_mode & 0o777)  # copytree copies the modes of folders
 
 
 @contextmanager

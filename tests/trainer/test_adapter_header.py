@@ -1,4 +1,4 @@
-"""What is read of a LoRA file: layers and strength; and what is said of files that can't be used."""
+"""What is read of an adapter file: layers and strength; and what is said of files that can't be used."""
 
 import json
 import math
@@ -10,7 +10,8 @@ from peft.utils.other import get_pattern_key
 from safetensors.numpy import save_file
 
 from schemas.config.training import Adapter
-from trainer.adapter_header import AdapterError, check_fits, read_adapter, read_initial
+from trainer.adapter_header import AdapterError, check_fits, read_adapter, resolve_names
+from trainer.initial_adapter import read_initial
 
 MODULES = ("blocks.0.to_q", "blocks.1.to_q", "blocks.1.mid.to_q")
 
@@ -77,11 +78,19 @@ def test_folders_of_an_adapter_a_run_and_a_checkpoint_are_found(tmp_path) -> Non
     assert read_adapter(checkpoint).path == inside and read_adapter(checkpoint).alphas == [2.0]
 
 
-def without(tensors: dict, key: str) -> dict:
-    return {name: value for name, value in tensors.items() if name != key}
+def without(tensors: dict, *keys: str) -> dict:
+    return {name: value for name, value in tensors.items() if name not in keys}
 
 
 FIRST = "transformer.blocks.0.to_q"
+
+
+def lokr(start: str = FIRST, b: tuple[int, int] = (2, 3)) -> dict:
+    """Of a weight of 8 x 6."""
+    shapes = {"w1": (2, 2), "w2_a": (4, 2), "w2_b": b}
+    return {f"{start}.lokr_{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+
+
 CASES = {
     "half a layer": (without(pairs(), f"{FIRST}.lora_A.weight"), None, "is damaged: of transformer.blocks.0.to_q it"),
     "shapes": (pairs() | {f"{FIRST}.lora_B.weight": np.ones((8, 3), np.float32)}, None, "don't belong together"),
@@ -90,8 +99,18 @@ CASES = {
     "a text": (pairs(), {"r": 4, "lora_alpha": "four"}, "lora_alpha is no number"),
     "a bad pattern": (pairs(), {"r": 4, "lora_alpha": 4, "rank_pattern": {"(": 4}}, "is no regular expression"),
     "alpha not finite": (pairs() | {f"{FIRST}.alpha": np.float32([np.nan])}, None, "alpha is no number"),
-    "DoRA": (pairs() | {f"{FIRST}.lora_magnitude_vector": np.ones(8, np.float32)}, None, "is a DoRA"),
-    "LoKr": ({f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32)}, None, "is a LoKr: it holds transformer.blocks.0"),
+    "DoRA": (pairs() | {f"{FIRST}.lora_magnitude_vector": np.ones(6, np.float32)}, None, "has 8 outputs, and transfor"),
+    "half a DoRA": (pairs() | {f"{FIRST}.lora_magnitude_vector": np.ones(8, np.float32)}, None, "kinds: DoRA, LoRA"),
+    "LyCORIS' DoRA": (pairs() | {f"{FIRST}.dora_scale": np.ones(8, np.float32)}, None, "DoRA with LyCORIS' magnitudes"),
+    "half a LoKr": (
+        {f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32)},
+        None,
+        "is damaged: of transformer.blocks.0.to_q",
+    ),
+    "ranks of a LoKr": (lokr(b=(3, 3)), None, "don't belong together: lokr_w1 [2, 2], lokr_w2_a [4, 2], lokr_w2_b [3"),
+    "header of a LoKr": (lokr(), {"r": 4, "alpha": 4}, "says rank 4 for blocks.0.to_q, and its tensors have 2"),
+    "Tucker's LoKr": (lokr() | {f"{FIRST}.lokr_t2": np.ones((2, 2, 1, 1))}, None, "a LoKr with a middle tensor"),
+    "kinds": (lokr() | without(pairs(), f"{FIRST}.lora_A.weight", f"{FIRST}.lora_B.weight"), None, "kinds: LoKr, LoRA"),
     "kohya": ({"lora_unet_blocks_0_to_q.lora_down.weight": np.ones((2, 2), np.float32)}, None, "kohya's keys"),
     "a model": ({"blocks.0.to_q.weight": np.ones((2, 2), np.float32)}, None, "no LoRA of a transformer: it holds bl"),
     "nothing": ({}, None, "it holds no tensors"),
@@ -137,6 +156,47 @@ def test_a_file_for_another_model_is_refused(tmp_path) -> None:
         check_fits(found, shapes | {FIRST: (8, 12)}, "m")
 
 
+def test_a_loras_kinds_and_a_lokrs_strength_and_size(tmp_path) -> None:
+    """A LoKr's scale is alpha / rank by the header with diffusers' keys, and by a tensor with the others, where it
+    counts only if a matrix is in factors."""
+    file, shapes = tmp_path / "a.safetensors", {FIRST: (8, 6)}
+    assert read_adapter(write(file, pairs())).kind == "LoRA"
+    magnitudes = {f"transformer.{module}.lora_magnitude_vector": np.ones(8, np.float32) for module in MODULES}
+    assert read_adapter(write(file, pairs() | magnitudes)).kind == "DoRA"
+    whole = {f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32), f"{FIRST}.lokr_w2": np.ones((4, 3, 1, 1), np.float32)}
+    for tensors, header, rank, scale in (
+        (lokr(), {"transformer.r": 2, "transformer.alpha": 3.0}, 2, 1.5),
+        (lokr(), {"r": 8, "alpha": 8.0, "rank_pattern": {"to_q": 2}, "alpha_pattern": {"^blocks.*": 1.0}}, 2, 0.5),
+        (whole, {"r": 8, "alpha": 2.0}, 8, 0.25),
+        (
+            lokr("diffusion_model.blocks.0.to_q") | {"diffusion_model.blocks.0.to_q.alpha": np.float32([5])},
+            None,
+            2,
+            2.5,
+        ),
+        (whole | {f"{FIRST}.alpha": np.float32([5])}, None, None, 1.0),
+    ):
+        found = read_adapter(write(file, tensors, header))
+        assert found.kind == "LoKr" and list(found.layers) == [FIRST]
+        assert (found.layers[FIRST].rank, found.layers[FIRST].scale) == (rank, scale)
+        check_fits(found, shapes, "m")
+    with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, and in m 6 x 8"):
+        check_fits(found, {FIRST: (6, 8)}, "m")
+
+
+def test_lycoris_names_are_those_of_the_models_modules(tmp_path) -> None:
+    tensors = lokr("lycoris_blocks_0_to_q") | lokr("lycoris_transformer_2_blocks_0_to_q")
+    found = read_adapter(write(tmp_path / "a.safetensors", tensors))
+    model = [FIRST, "transformer_2.blocks.0.to_q", "transformer.blocks.1.to_q"]
+    assert found.format == "lycoris" and sorted(resolve_names(found, model, "m").layers) == sorted(model[:2])
+    with pytest.raises(
+        AdapterError, match=r"lycoris_blocks_0_to_q may be any of transformer\.blocks\.0\.to_q, tr.* in m"
+    ):
+        resolve_names(found, [*model, "transformer.blocks_0.to_q"], "m")
+    with pytest.raises(AdapterError, match="adapts 2 of its 2 modules where m has none"):
+        check_fits(resolve_names(found, model[2:], "m"), {model[2]: (8, 6)}, "m")
+
+
 def test_rank_and_alpha_must_be_those_of_the_configuration(tmp_path) -> None:
     file = write(tmp_path / "a.safetensors", pairs(), {"r": 4, "lora_alpha": 2.5})
     assert read_initial(Adapter()) is None
@@ -149,3 +209,9 @@ def test_rank_and_alpha_must_be_those_of_the_configuration(tmp_path) -> None:
     write(file, pairs(), {"r": 4, "lora_alpha": 2.5, "alpha_pattern": {"mid.to_q": 1}})
     with pytest.raises(AdapterError, match=r"have several ranks \(4\) or alphas \(1, 2.5\)"):
         read_initial(Adapter(init=str(file), rank=4))
+    write(file, lokr(), {"r": 2, "alpha": 2})
+    with pytest.raises(
+        AdapterError, match=r"a\.safetensors is a LoKr, and training starts from a plain LoRA"
+    ) as caught:
+        read_initial(Adapter(init=str(file), rank=2))
+    assert "--merge" in caught.value.next_step

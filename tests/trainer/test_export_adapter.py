@@ -1,5 +1,6 @@
 """The program: what it writes applies as the adapter does, and what it refuses before it writes."""
 
+import copy
 import json
 import resource
 import shutil
@@ -13,24 +14,30 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Options, run_program
+from schemas.config.training import Adapter
 from tests.trainer.pipelines import (
     COMPONENTS,
+    KINDS,
     apply_as_comfyui,
     exact_output,
     pipeline,
     pipeline_class,
+    random,
     trained,
 )
 from trainer.export_adapter import run
 from trainer.setup import adapters
+from trainer.setup.attach import make_trainable
 
 FLAVOURS = {"kandinsky5-video-t2v": ("kandinsky5-video", "t2v-lite-sft-5s"), "sana": ("sana", None)}
 
 
 class Exported:
-    """A run's adapter in a project, and its program."""
+    """A run's adapter in a project, and its program. options: of the LoRA, or with `type` of another adapter."""
 
-    def __init__(self, kind: str, checkpoint: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(
+        self, kind: str, checkpoint: Path, folder: Path, capsys: pytest.CaptureFixture[str], **options: Any
+    ) -> None:
         self.kind, self.checkpoint, self.folder, self.capsys = kind, checkpoint, folder, capsys
         self.family, flavour = FLAVOURS[kind]
         dataset = {"id": "a", "instance_data_dir": "media"} | ({"dataset_type": "video"} if "video" in kind else {})
@@ -38,7 +45,8 @@ class Exported:
         settings = {"root": "work", "model": model, "datasets": [dataset]}
         self.config = folder / "pipeline.yaml"
         self.config.write_text(json.dumps(settings))
-        self.model = trained(kind, checkpoint, rank=4, alpha=2.5)
+        make = trained_lokr if options.get("type") == "lokr" else trained
+        self.model = make(kind, checkpoint, **{"rank": 4, "alpha": 2.5, **options})
         self.wanted = exact_output(kind, self.model)
         self.adapter = adapters.save_lora(self.model, folder / "output/run/adapter", self.family, {"steps": "3"})
 
@@ -56,7 +64,39 @@ class Exported:
 
 @pytest.fixture
 def exported(tiny, tmp_path, capsys):
-    return lambda kind: Exported(kind, tiny(kind), tmp_path, capsys)
+    return lambda kind, **options: Exported(kind, tiny(kind), tmp_path, capsys, **options)
+
+
+def trained_lokr(kind: str, folder: Path, **options: Any) -> torch.nn.Module:
+    """A model with a LoKr that has moved away from its start."""
+    model = KINDS[kind][0].load(str(folder))
+    torch.manual_seed(0)
+    make_trainable(model, KINDS[kind][0], Adapter(**options))
+    for i, parameter in enumerate(adapters.trainable_parameters(model).values()):
+        parameter.data += random(*parameter.shape, seed=i) * 0.1
+    return model.eval()
+
+
+def merged_by_peft(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor]:
+    """The adapted weights, by their keys in a checkpoint."""
+    model, found = copy.deepcopy(model), {}
+    for name in adapters.list_adapted_modules(model):
+        layer = model.get_submodule(name)
+        layer.set_scale("default", scale)
+        layer.merge()
+        found[f"{name}.weight"] = layer.get_base_layer().weight.data
+    return found
+
+
+def check_weights(folder: Path, wanted: dict[str, torch.Tensor], checkpoint: Path) -> None:
+    """The folder's weights are `wanted`, and the others those of the checkpoint."""
+    [path], [before] = folder.glob("*.safetensors"), (checkpoint / "transformer").glob("*.safetensors")
+    found, wanted = load_file(path), load_file(before) | wanted
+    assert list(found) == list(load_file(before))
+    for key, weight in found.items():
+        torch.testing.assert_close(
+            weight, wanted[key], rtol=1e-6, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}"
+        )
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -99,13 +139,83 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     assert torch.equal(after[f"{name}.weight"], (before[f"{name}.weight"].float() + change).bfloat16())
 
 
+LOKR = {
+    "kandinsky5-video-t2v": {"rank": 2, "alpha": 3.5, "decompose_both": True, "decompose_factor": 16},
+    # Whole and in factors, with several ranks and strengths; convolutions too.
+    "sana": {"rank_pattern": {r".*to_q": 64}, "alpha_pattern": {r".*\.0\..*": 3.0}, "decompose_factor": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(LOKR))
+def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
+    """As peft merges it, at any strength, from each of its files; converted, what training writes."""
+    it = exported(kind, type="lokr", **LOKR[kind])
+    both = it.folder / "both"
+    adapters.save_lora(it.model, both, it.family, {"steps": "3"}, ("diffusers", "comfyui"))
+    names = {path.name for path in both.iterdir()}
+    assert names == {"pytorch_lora_weights.safetensors", "comfyui_lora.safetensors", "lycoris_weights.safetensors"}
+    assert it.adapter.with_name("lycoris_weights.safetensors").exists()
+    for source, form in (("pytorch_lora", "lycoris"), ("lycoris", "comfyui"), ("comfyui", "diffusers")):
+        [file] = both.glob(f"{source}*")
+        code, report = it(source=file, form=form, to=it.folder / form)
+        [made] = (it.folder / form).iterdir()
+        assert code == OK and report["details"]["kind"] == "LoKr" and report["details"]["written"] == [str(made)]
+        theirs, ours = load_file(both / made.name), load_file(made)
+        assert theirs.keys() == ours.keys()
+        # diffusers' strength is in the header, ComfyUI's of two whole matrices in the first; nobody reads alpha then.
+        whole = {key.removesuffix("lokr_w2") + "alpha" for key in theirs if key.endswith("lokr_w2")}
+        for key in theirs.keys() - whole if form != "diffusers" else ():
+            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-6, atol=0)
+    model = pipeline(kind, it.checkpoint).transformer
+    loader = {"prefix": "transformer", "weight_name": it.adapter.name}
+    model.load_lora_adapter(it.folder / "diffusers", **loader)
+    close(exact_output(kind, model), it.wanted)
+    for number, (file, scale) in enumerate((("pytorch_lora", 1.0), ("comfyui", 1.0), ("lycoris", -0.5))):
+        [source], to = both.glob(f"{file}*"), it.folder / f"merged{number}"
+        whole = file == "lycoris"
+        code, report = it(source=source, merge=True, whole=whole, to=to, scale=scale)
+        about = report["details"]
+        assert code == OK and report["done"] == about["modules"] == len(adapters.list_adapted_modules(it.model))
+        assert (about["kind"], about["scale"], about["written"]) == ("LoKr", scale, [str(to)])
+        check_weights(to / "transformer" if whole else to, merged_by_peft(it.model, scale), it.checkpoint)
+        assert (to / "vae" / "config.json").exists() == whole
+    merged = exact_output(kind, type(model).from_pretrained(it.folder / "merged0", use_safetensors=True))
+    assert (merged - it.wanted).abs().mean() <= 1e-6 * it.wanted.abs().mean()
+
+
+@pytest.mark.slow
+def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
+    """Its magnitudes stay when the strength is another one. ComfyUI's format is refused; diffusers' takes it."""
+    kind, pattern = "sana", {"rank_pattern": {r".*to_q": 6}}
+    it = exported(kind, dora=True, rslora=True, **pattern)
+    for number, scale in enumerate((1.0, 0.25)):
+        to = it.folder / f"merged{number}"
+        code, report = it(merge=True, to=to, scale=scale)
+        assert code == OK and (report["details"]["kind"], report["details"]["rank"]) == ("DoRA", [4, 6])
+        check_weights(to, merged_by_peft(it.model, scale), it.checkpoint)
+    base = pipeline(kind, it.checkpoint)
+    merged = exact_output(kind, type(base.transformer).from_pretrained(it.folder / "merged0", use_safetensors=True))
+    assert (merged - it.wanted).abs().mean() <= 1e-6 * it.wanted.abs().mean()
+    for own in ({}, {"form": "lycoris"}):
+        assert "has no place for its magnitudes here" in it.refused(**own)
+    assert it(form="diffusers", to=it.folder / "other")[0] == OK
+    base.load_lora_weights(it.folder / "other")
+    close(exact_output(kind, base.transformer), it.wanted)
+
+
 @pytest.mark.slow
 def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(exported) -> None:
     """The transformer as after twice the strength, from ComfyUI's file; the other components as they were."""
     it = exported("sana")
     it()
     comfyui = it.adapter.with_name("comfyui_lora.safetensors")
-    code, report = it(source=comfyui, merge=True, whole=True, to=it.folder / "whole", scale=2.0)
+    private = it.folder / "private"  # as huggingface_hub and safetensors leave some files
+    shutil.copytree(it.checkpoint, private)
+    for path in private.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    overrides = (f"model.path={private}",)
+    code, report = it(overrides, source=comfyui, merge=True, whole=True, to=it.folder / "whole", scale=2.0)
     assert code == OK and report["details"]["whole_checkpoint"] is True
     pipe = diffusers.SanaPipeline.from_pretrained(it.folder / "whole", use_safetensors=True)
     assert not type(pipe.transformer).__module__.startswith("trainer") and pipe.vae is not None
@@ -115,6 +225,11 @@ def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(expor
     for path in rest:
         same = (it.folder / "whole" / path).read_bytes() == (it.checkpoint / path).read_bytes()
         assert same == (path.suffix != ".safetensors" or path.parts[0] != "transformer"), path
+    (it.folder / "new").mkdir()
+    (it.folder / "new" / "file").touch()
+    for path in (it.folder / "whole", *(it.folder / "whole").rglob("*")):
+        like = it.folder / "new" if path.is_dir() else it.folder / "new" / "file"
+        assert path.stat().st_mode == like.stat().st_mode, path
     code, report = it(source=comfyui, form="diffusers", to=it.folder / "back", scale=2.0)
     assert code == OK and report["details"]["alpha"] == [2.5]
     loaded = pipeline_class("sana").from_pretrained(
@@ -122,6 +237,39 @@ def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(expor
     )
     loaded.load_lora_weights(it.folder / "back")
     close(exact_output("sana", loaded.transformer), exact_output("sana", twice))
+
+
+def loud(it: Exported) -> Path:
+    """The adapter with numbers that float16 can't hold once they are multiplied."""
+    path = it.folder / "loud.safetensors"
+    save_file({key: value * 1e3 for key, value in load_file(it.adapter).items()}, path)
+    return path
+
+
+@pytest.mark.slow
+def test_a_lokr_of_another_program_is_refused_where_a_format_can_not_hold_it(exported, tmp_path) -> None:
+    """Sides divided unlike peft's, or factors of another rank than theirs; merged they can be."""
+    it = exported("sana", type="lokr")
+    name = adapters.list_adapted_modules(it.model)[0]
+    outputs, inputs = it.model.get_submodule(name).get_base_layer().weight.shape
+    odd = {"lokr_w1": random(outputs, 2), "lokr_w2": random(1, inputs // 2)}
+    factors = {"lokr_w1": random(2, 2), "lokr_w2_a": random(outputs // 2, 40), "lokr_w2_b": random(40, inputs // 2)}
+    for number, tensors in enumerate((odd, factors)):
+        source = tmp_path / f"{number}.safetensors"
+        save_file({f"lycoris_{name.replace('.', '_')}.{key}": value for key, value in tensors.items()}, source)
+        own = {"source": source, "to": tmp_path / f"to{number}"}
+        for dry_run in (True, False):
+            code, report = it(form="diffusers", dry_run=dry_run, **own)
+            assert code == USAGE and "--merge" in report["error"]["next_step"] and not own["to"].exists()
+        assert f"the LoKr of {name} can't be in diffusers' format" in report["error"]["message"]
+        assert it(merge=True, **own)[0] == OK
+        [weights] = own["to"].glob("*.safetensors")
+        w2 = tensors.get("lokr_w2", factors["lokr_w2_a"] @ factors["lokr_w2_b"])
+        base = load_file(it.checkpoint / "transformer" / weights.name)[f"{name}.weight"]
+        wanted = base + torch.kron(tensors["lokr_w1"], w2)
+        torch.testing.assert_close(load_file(weights)[f"{name}.weight"], wanted, rtol=1e-5, atol=1e-5)
+    said = it.refused(overrides=("model.path=owner/name",), source=source)
+    assert "module paths with underscores" in said and "on this machine" in said
 
 
 @pytest.mark.slow
@@ -137,6 +285,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
         ({"scale": 0.0}, "leaves nothing"),
         ({"source": tmp_path / "absent"}, "absent is not there"),
         ({"merge": True, "to": it.checkpoint}, "is not empty"),
+        ({"form": "lycoris"}, "is a LoRA, and LyCORIS' names are written for a LoKr only"),
     ):
         assert said in it.refused(**own)
     foreign = adapters.save_lora(trained("kandinsky5-video-t2v", tiny("kandinsky5-video-t2v")), tmp_path / "k", "k5")
@@ -152,6 +301,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
     [weights] = (packed / "transformer").glob("*.safetensors")
     save_file({key: value.to(torch.int8) for key, value in load_file(weights).items()}, weights)
     assert "of type I8, to which nothing can be added" in it.refused(overrides=(f"model.path={packed}",), **merged)
+    small = {key: value.half() for key, value in load_file(it.checkpoint / "transformer" / weights.name).items()}
+    save_file(small, weights, {"format": "pt"})
+    said = it.refused(overrides=(f"model.path={packed}",), **merged | {"scale": 1e2, "source": loud(it)})
+    assert "with the adapter, " in said and "has numbers that are not finite in float16" in said
     weights.write_bytes(b"none")
     assert f"{weights} is damaged" in it.refused(overrides=(f"model.path={packed}",), **merged)
     # A full disk, and a place that is none: nothing is left behind.

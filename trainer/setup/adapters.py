@@ -14,10 +14,9 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from schemas.config.training import AdapterFormat
-from trainer.adapter_files import load_layers, make_header, write_formats
-from trainer.adapter_header import FILE_NAMES, AdapterError, AdapterFile, check_fits
+from trainer.adapter_files import Lora, load_layers, write_formats
+from trainer.adapter_header import AdapterError, AdapterFile, check_fits
 from trainer.families.base import Experts, components
-from trainer.setup.lycoris import save_lokr
 
 ADAPTER_NAME = "default"
 MUTATING_INITS = ("pissa", "olora")
@@ -189,8 +188,7 @@ def save_lora(
     metadata: Mapping[str, str] | None = None,
     formats: Sequence[AdapterFormat] = ("diffusers",),
 ) -> Path:
-    """Write the adapter's file of each format to `directory`, of a LoKr also that of `lycoris.py`; returns the first's
-    path.
+    """Write the adapter's file of each format to `directory`, of a LoKr also LyCORIS'; returns the first's path.
 
     metadata: further text for the files' headers (`latentpress.<key>`), which also have the family. The header of
     diffusers' file has the adapter's configuration, too, without which a pipeline would guess alpha.
@@ -205,13 +203,7 @@ def save_lora(
         config["target_modules"] = sorted(list_adapted_modules(expert))
         sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
-    notes = {"family": family, **(metadata or {})}
-    if not any(".lokr_" in name for name in tensors):
-        return write_formats(tensors, settings, directory, notes, formats)
-    save_lokr(model, ADAPTER_NAME, directory, make_header(notes), formats)
-    if "diffusers" in formats:
-        write_formats(tensors, settings, directory, notes, ["diffusers"])
-    return directory / FILE_NAMES[formats[0]]
+    return write_formats(tensors, settings, directory, {"family": family, **(metadata or {})}, formats)
 
 
 def load_initial(model: Model, file: AdapterFile) -> None:
@@ -233,6 +225,7 @@ def load_initial(model: Model, file: AdapterFile) -> None:
     check_fits(file, {name: (up.shape[0], *down.shape[1:]) for name, (down, up) in own.items()}, "the transformer")
     with torch.no_grad():
         for name, lora in load_layers(file).items():
+            assert isinstance(lora, Lora), "checked before by read_initial"
             for parameter, value in zip(own[name], (lora.down, lora.up), strict=True):
                 parameter.copy_(value.reshape(parameter.shape))
 

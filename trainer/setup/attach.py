@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from schemas.config.training import Adapter
-from trainer.adapter_header import AdapterError, read_initial
+from trainer.adapter_header import AdapterError
 from trainer.families.base import FamilyModule
+from trainer.initial_adapter import read_initial
 from trainer.setup import adapters, lokr
 
 

@@ -1,8 +1,8 @@
 """LoKr through peft: the update of a matrix is alpha / rank times the Kronecker product of two small ones.
 
 `save_lora` writes `pytorch_lora_weights.safetensors` with peft's names and configuration, which `load_lora_weights`
-refuses and `pipeline.transformer.load_lora_adapter(folder, prefix="transformer", weight_name=...)` reads. `lycoris.py`
-writes the files of other programs.
+refuses and `pipeline.transformer.load_lora_adapter(folder, prefix="transformer", weight_name=...)` reads.
+`trainer/adapter_files.py` writes the files of other programs.
 """
 
 from collections.abc import Mapping
