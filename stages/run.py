@@ -80,7 +80,7 @@ def _run_stages(
                 lost_or_kept = details["stopped"].partition("; ")[2]
                 report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {lost_or_kept}"
             if stage == "train" and "saved" in details:
-                report.details["adapter" if config.train.adapter.type == "lora" else "model"] = details["saved"]
+                report.details["model" if config.train.adapter.type == "full" else "adapter"] = details["saved"]
                 names = ("best_step", "best_checkpoint", "numbers", "tensorboard", "wandb")
                 report.details |= {name: details[name] for name in names if name in details}
             elif stage == "decode" and "contact_sheet" in details:

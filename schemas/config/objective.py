@@ -1,24 +1,16 @@
 """train.timesteps and train.loss: which noise levels are trained, and what the loss of a prediction is."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.config.section import Problem, Section, UnitFloat
+from schemas.config.section import Problem, Section, UnitFloat, foreign_options
 
 MODE_SCALE_LIMIT = 2 / (math.pi - 2)  # above it, mode's map of 0..1 is not monotonic (Esser et al. 2024)
 
 Shape = Annotated[float, Field(ge=0.01, le=100)]
-
-
-def foreign_options(section: Section, key: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
-    """Options other than their defaults that the value of `key` does not use. owners: option -> values that use it."""
-    chosen = getattr(section, key)
-    for name, values in owners.items():
-        if chosen not in values and getattr(section, name) != type(section).model_fields[name].default:
-            yield (name,), f"it is an option of {key} {' or '.join(values)}, and {key} is {chosen}; remove it"
 
 
 class Timesteps(Section):

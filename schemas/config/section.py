@@ -1,6 +1,6 @@
 """The base class of the sections of pipeline.yaml, and the types and limits that several of them share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -53,3 +53,11 @@ class Section(BaseModel):
     def _problems(self) -> Iterator[Problem]:
         """What is inconsistent in this section."""
         yield from ()
+
+
+def foreign_options(section: Section, key: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
+    """Options other than their defaults that the value of `key` does not use. owners: option -> values that use it."""
+    chosen = getattr(section, key)
+    for name, values in owners.items():
+        if chosen not in values and getattr(section, name) != type(section).model_fields[name].default:
+            yield (name,), f"it is an option of {key} {' or '.join(values)}, and {key} is {chosen}; remove it"

@@ -21,6 +21,7 @@ from schemas.config.section import (
     Seed,
     Steps,
     UnitFloat,
+    foreign_options,
 )
 from schemas.optimizers import OPTIMIZERS, find_optimizer
 
@@ -40,10 +41,11 @@ def check_pattern(pattern: str) -> str:
 
 Alpha = Annotated[float, Field(gt=0, le=1e6)]
 BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
-#: Options of an adapter's type -> the type.
+#: Options of an adapter's type -> the types.
 TYPE_OPTIONS = {
-    **dict.fromkeys(("dropout", "rslora", "dora", "init_weights"), "lora"),
-    **dict.fromkeys(("decompose_factor", "decompose_both"), "lokr"),
+    **dict.fromkeys(("rank", "alpha", "rank_pattern", "alpha_pattern", "formats"), ("lora", "lokr")),
+    **dict.fromkeys(("dropout", "rslora", "dora", "init_weights"), ("lora",)),
+    **dict.fromkeys(("decompose_factor", "decompose_both"), ("lokr",)),
 }
 
 
@@ -79,9 +81,7 @@ class Adapter(Section):
         if self.init is not None and (more or self.init_weights != "default"):
             names = ", ".join([*more, *(["init_weights"] if self.init_weights != "default" else [])])
             yield ("init",), f"training starts from an adapter only with a plain LoRA; remove {names}"
-        for name, owner in TYPE_OPTIONS.items():
-            if owner != self.type and getattr(self, name) != type(self).model_fields[name].default:
-                yield (name,), f"it is an option of type {owner}, and type is {self.type}; remove it"
+        yield from foreign_options(self, "type", TYPE_OPTIONS)
         if self.init_weights in ("pissa", "olora") and self.dora:
             yield (
                 ("init_weights",),
@@ -129,6 +129,9 @@ class Optimizer(Section):
         return {"lr": row.lr, **given} if row else given
 
     def _problems(self) -> Iterator[Problem]:
+        changing = ("linear", "cosine", "polynomial")
+        owners = {"lr_end": changing, "cycles": changing, "power": ("polynomial",)}
+        yield from foreign_options(self, "schedule", owners)
         if self.name not in OPTIMIZERS and not DOTTED_PATH.fullmatch(self.name):
             close = get_close_matches(self.name, OPTIMIZERS, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -189,9 +192,7 @@ class Parallel(Section):
     timeout: float = Field(1800, gt=0, le=1e7, description="seconds without progress after which a rank counts as lost")
 
     def _problems(self) -> Iterator[Problem]:
-        for name in ("cpu_offload", "reshard_after_forward"):
-            if self.strategy != "fsdp2" and getattr(self, name) != type(self).model_fields[name].default:
-                yield (name,), "it is an option of strategy fsdp2, and strategy is ddp; remove it"
+        yield from foreign_options(self, "strategy", {"cpu_offload": ("fsdp2",), "reshard_after_forward": ("fsdp2",)})
 
 
 class Train(Section):
@@ -263,6 +264,18 @@ class Train(Section):
             yield ("shift",), "timesteps.sampling list is not shifted; remove it, or choose another sampling"
         for method, section in self.methods.used.items():
             yield from ((("methods", method), reason) for reason in section.find_conflicts(self))
+        if not self.gradient_checkpointing and self.gradient_checkpointing_interval != 1:
+            yield ("gradient_checkpointing_interval",), "it is for gradient_checkpointing: true; remove it"
+        if self.parallel.strategy == "fsdp2" and self.quantised:
+            yield (
+                ("base_precision",),
+                f"{name} does not go with parallel.strategy fsdp2, which was not tried with quantised weights on GPUs; "
+                "set it to no_change or bf16, or strategy to ddp, where each process has the whole quantised base",
+            )
+        if self.parallel.strategy == "fsdp2" and self.offload.blocks:
+            yield ("offload", "blocks"), "does not go with parallel.strategy fsdp2; use parallel.cpu_offload"
+        if self.parallel.strategy == "fsdp2" and self.compile != "none":
+            yield ("compile",), "does not go with parallel.strategy fsdp2; set it to none"
         if self.weight_precision == "bfloat16" and adapter.type != "full":
             yield ("weight_precision",), "is for train.adapter.type full; an adapter's own weights are float32"
         if adapter.type == "full" and name == "bf16":

@@ -135,7 +135,7 @@ def test_refusals_say_what_there_is(store: Store) -> None:
         open_set(store, "old", FAMILY, TASK)
     with pytest.raises(SetError, match=r"made for kandinsky5-image t2i.*trains sana t2i"):
         open_set(store, "s1", "sana", TASK)
-    with pytest.raises(SetError, match=r"sets for: kandinsky5-image-t2i\nRun `latentpress index`"):
+    with pytest.raises(SetError, match=r"sets for kandinsky5-image-t2i\nRun `latentpress index`"):
         open_set(store, "current", "sana", TASK)
     meta = json.loads(store.read_bytes("sets/s1/set.json")) | {"format_version": 99}
     store.publish_bytes("sets/s1/set.json", json.dumps(meta).encode())

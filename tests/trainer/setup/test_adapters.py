@@ -216,6 +216,7 @@ def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
     ("given", "said"),
     [
         ({"type": "full", "dora": True}, "it is an option of type lora, and type is full"),
+        ({"type": "full", "alpha": 8}, "it is an option of type lora or lokr, and type is full"),
         ({"type": "lokr", "dropout": 0.1}, "option of type lora, and type is lokr"),
         ({"decompose_factor": 4}, "it is an option of type lokr"),
         ({"init_weights": "pissa", "dora": True}, "which DoRA has no place for"),

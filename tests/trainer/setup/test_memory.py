@@ -93,6 +93,7 @@ def test_every_nth_block_is_computed_again(make_config, make_set) -> None:
     [
         ({"offload": {"blocks": True}, "adapter": {"type": "full"}}, "adapter.type full trains all"),
         ({"offload": {"blocks": True}, "gradient_checkpointing": False}, "set gradient_checkpointing to true"),
+        ({"gradient_checkpointing": False, "gradient_checkpointing_interval": 2}, "it is for gradient_checkpointing"),
         ({"offload": {"blocks": True}, "gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval to 1"),
         ({"offload": {"blocks": True, "to": "disk"}}, "trained ones would be lost; use host"),
         ({"offload": {"streams": True}}, "streams copy blocks: set blocks to true"),

@@ -67,6 +67,12 @@ def test_two_processes_share_a_model(make_config, make_set, tmp_path, monkeypatc
     check_result(two, alone)
 
 
+@pytest.mark.parametrize("other", [{"base_precision": "nf4-bnb"}, {"offload": {"blocks": True}}, {"compile": "blocks"}])
+def test_what_was_not_tried_with_shared_models_is_refused(make_config, other) -> None:
+    with pytest.raises(ValueError, match="does not go with parallel"):
+        make_config(parallel=FSDP, **other)
+
+
 @pytest.mark.parametrize(
     ("kind", "adapter", "settings"),
     [
