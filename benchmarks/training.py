@@ -5,10 +5,11 @@
 A LoRA of a random Sana transformer (`--width`, `--layers`), float32, gradient checkpointing, AdamW, on CPU threads. The
 bare loop is written here in 30 lines: diffusers' model, peft's LoRA, tensors in memory.
 
-steps: both in one process, a step of the one after a step of the other. The trainer's include reading, metrics.jsonl,
-TensorBoard and the console. memory: peak resident memory of a few steps, each side in processes of its own, and start:
-from the start of a process to the first step, beside importing the same libraries, loading the same model and adding
-the same LoRA. By turns; medians of the ratios of the pairs. The limits are 1.03, 1.03 and 1.2.
+steps: both in one process, a step of the one after a step of the other, of one micro-batch and of two. The trainer's
+include reading, metrics.jsonl, TensorBoard, the console, and of two the gradient noise scale in every tenth. memory:
+peak resident memory of a few steps, each side in processes of its own, and start: from the start of a process to the
+first step, beside importing the same libraries, loading the same model and adding the same LoRA. By turns; medians of
+the ratios of the pairs. The limits are 1.03, 1.03 and 1.2.
 """
 
 import argparse
@@ -92,7 +93,17 @@ def load_bare(folder: Path) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(trained, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01)
 
 
-def bare_step(model: Any, optimizer: Any, side: int) -> float:
+def bare_step(model: Any, optimizer: Any, side: int, accumulate: int = 1) -> float:
+    import torch
+
+    loss = sum(bare_passes(model, side, accumulate) for _ in range(accumulate))
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(loss)
+
+
+def bare_passes(model: Any, side: int, accumulate: int) -> Any:
     import torch
 
     latents = torch.randn(1, CHANNELS, side // STRIDE, side // STRIDE)
@@ -100,12 +111,9 @@ def bare_step(model: Any, optimizer: Any, side: int) -> float:
     noise, sigma = torch.randn_like(latents), torch.sigmoid(torch.randn(1))
     noisy = (1 - sigma) * latents + sigma * noise
     predicted = model(noisy, text, 1000 * sigma, encoder_attention_mask=mask, return_dict=False)[0]
-    loss = torch.nn.functional.mse_loss(predicted, noise - latents)
+    loss = torch.nn.functional.mse_loss(predicted, noise - latents) / accumulate
     loss.backward()
-    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+    return loss.detach()
 
 
 # --- in processes of their own ---
@@ -147,14 +155,16 @@ def compare_steps(folder: Path, options: argparse.Namespace) -> list[tuple[float
     from trainer.setup.prepare import prepare_training
     from trainer.train import train_loop
 
-    config = load_config(folder / "pipeline.yaml", [f"train.run=steps{os.getpid()}"])
+    accumulate = options.accumulate
+    own = [f"train.run=steps{os.getpid()}", f"train.accumulate={accumulate}"]
+    config = load_config(folder / "pipeline.yaml", own)
     console = Console()
     data = open_configured_set(config, console.warn)
-    run = prepare_training(config, data, BatchSchedule(data.spans, 0, 1, 1), console, "cpu")
+    run = prepare_training(config, data, BatchSchedule(data.spans, 0, 1, accumulate), console, "cpu")
     torch.set_num_threads(options.threads)
-    (micro_batch,) = run.loader.step(0).micro_batches
+    micro_batch = run.loader.step(0).micro_batches[0]
     assert micro_batch.batch.text_BLD.shape == (1, TEXT_TOKENS, TEXT_WIDTH), "the bare loop has other texts"
-    loader = LoaderByTurns(run.loader, partial(bare_step, *load_bare(folder), options.side))
+    loader = LoaderByTurns(run.loader, partial(bare_step, *load_bare(folder), options.side, accumulate))
     run.loader = loader  # type: ignore[assignment]
     train_loop(run)
     return [tuple(map(float, row)) for row in loader.times[:-1]]
@@ -221,6 +231,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=256, help="of the pictures, in pixels")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--accumulate", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -232,14 +243,16 @@ def main() -> None:
         folder = Path(name)
         make_project(folder, options)
         measure = {child: partial(measure_child, child, folder, numbers) for child in CHILDREN}
-        rows = np.array(measure["steps"]())[min(UNCOUNTED, options.steps - 2) :]
+        steps = [np.array(measure_child("steps", folder, [*numbers, f"--accumulate={count}"])) for count in (1, 2)]
         memory, start = (
             measure_by_turns({side: measure[f"{part}-{side}"] for side in ("trainer", "bare")}, options.repeat)
             for part in ("memory", "start")
         )
     print_header("", "trainer", "bare", "median of the ratios", "their range")
-    print_pairs("step, s", rows[:, 0], rows[:, 2])
-    print_pairs("step, processor s", rows[:, 1], rows[:, 3])
+    for name, rows in zip(("step", "step of two micro-batches"), steps, strict=True):
+        rows = rows[min(UNCOUNTED, options.steps - 2) :]
+        print_pairs(f"{name}, s", rows[:, 0], rows[:, 2])
+        print_pairs(f"{name}, processor s", rows[:, 1], rows[:, 3])
     for name, found, column in (
         ("peak memory, MiB", memory, 0),
         ("start, s", start, 0),

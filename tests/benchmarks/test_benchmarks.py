@@ -84,7 +84,8 @@ def test_what_methods_cost(measured) -> None:
 
 def test_training_beside_a_bare_loop(measured) -> None:
     rows = [line.strip("| ").split(" | ") for line in measured("training").splitlines() if line.startswith("| ")]
-    names = ["step, s", "step, processor s", "peak memory, MiB", "start, s", "start, processor s"]
+    names = ["step, s", "step, processor s", "step of two micro-batches, s"]
+    names += ["step of two micro-batches, processor s", "peak memory, MiB", "start, s", "start, processor s"]
     assert [row[0] for row in rows[1:]] == names
     assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:4])
 
