@@ -1,12 +1,13 @@
 """What makes a run fit the card that is there, by the same prediction."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from schemas.config.pipeline import Config
-from schemas.config.training import Parallel, Train
+from schemas.config.training import Train
 from trainer.memory_estimate import MemoryEstimate
 
 #: of a card, for the CUDA context, kernels' own memory and fragments
@@ -33,11 +34,18 @@ def explain_fit(
     name, size = card
     if found.device + RESERVED <= size:
         return None
-    shown, need = [], found.device
-    for change, smaller in list_changes(config, ranks, predict):
-        if smaller.device >= need:
+    shown, need, settings = [], found.device, config.train
+    for change, values in list_changes(settings, ranks).items():
+        try:
+            changed = change_settings(settings, values)
+        except ValidationError:  # such as block offload of full rank
             continue
-        need = smaller.device
+        if changed.model_dump() == settings.model_dump():
+            continue
+        smaller = predict(config.model_copy(update={"train": changed})).device
+        if smaller >= need:
+            continue
+        need, settings = smaller, changed
         shown.append(f"{change} ({gib(need + RESERVED)})")
         if need + RESERVED <= size:
             break
@@ -52,30 +60,30 @@ def explain_fit(
     return said
 
 
-def list_changes(
-    config: Config, ranks: int, predict: Callable[[Config], MemoryEstimate]
-) -> Iterator[tuple[str, MemoryEstimate]]:
-    """Options that change nothing of what is trained, each with the prediction for it and those before it."""
-    settings = config.train
-    changes: dict[str, dict[str, object]] = {
-        "train.gradient_checkpointing true of every block": {
-            "gradient_checkpointing": True,
-            "gradient_checkpointing_interval": 1,
-        },
-        "train.offload.activations true": {"offload": {**settings.offload.model_dump(), "activations": True}},
-    }
+def list_changes(settings: Train, ranks: int) -> dict[str, dict[str, Any]]:
+    """Options that change nothing of what is trained -> values of `train`, in the order in which they are tried."""
+    every_block = {"gradient_checkpointing": True, "gradient_checkpointing_interval": 1}
+    changes: dict[str, dict[str, Any]] = {"train.gradient_checkpointing true of every block": every_block}
+    if settings.ema:
+        changes["train.ema.device cpu"] = {"ema": {"device": "cpu"}}
+    changes["train.offload.streams false"] = {"offload": {"streams": False}}
+    changes["train.offload.blocks_per_group 1"] = {"offload": {"blocks_per_group": 1}}
+    changes["train.offload.activations true"] = {"offload": {"activations": True}}
     if ranks == 1:
-        changes["train.offload.blocks true"] = {"offload": {"activations": True, "blocks": True}}
+        changes["train.offload.blocks true"] = {**every_block, "offload": {"blocks": True}}
     else:
-        changes["train.parallel.strategy fsdp2"] = {"parallel": Parallel(strategy="fsdp2").model_dump()}
-    for change, values in changes.items():
-        if all(getattr(settings, key) == value for key, value in values.items()):
-            continue
-        try:
-            settings = Train.model_validate({**settings.model_dump(by_alias=True), **values})
-        except ValidationError:  # such as block offload of full rank
-            continue
-        yield change, predict(config.model_copy(update={"train": settings}))
+        changes["train.parallel.strategy fsdp2"] = {"parallel": {"strategy": "fsdp2"}}
+        changes["train.parallel.reshard_after_forward true"] = {"parallel": {"reshard_after_forward": True}}
+        changes["train.parallel.cpu_offload true"] = {"parallel": {"cpu_offload": True}}
+    return changes
+
+
+def change_settings(settings: Train, values: Mapping[str, Any]) -> Train:
+    """`settings` with `values`, in which a section has the keys that change. ValidationError where they don't fit."""
+    given = settings.model_dump(by_alias=True)
+    for key, value in values.items():
+        given[key] = {**given[key], **value} if isinstance(value, dict) else value
+    return Train.model_validate(given)
 
 
 def gib(size: int) -> str:

@@ -4,10 +4,11 @@
     python -m benchmarks.gpu [--only PART,PART] [--minutes 9.5] [--results FOLDER]
     python -m benchmarks.gpu --tiny --device cpu --results FOLDER       the same code without a card
 
-Each part runs in a process of its own that is ended after its limit; what a part printed before it failed is kept, with
-the reason. Results are written to benchmarks/results/gpu-<card>.md after each part, where they replace that part's
-section alone. A part for which too little time is left is not begun, and its section says so if it has no other.
-Random weights are drawn on the card: nothing is downloaded, and little is written to the disk.
+Each part runs in a process of its own that is ended after its share of the time that is left; what a part printed
+before it failed is kept, with the reason. Results are written to benchmarks/results/gpu-<card>.md after each part,
+where they replace that part's section alone. A part for which too little time is left is not begun, and its section
+says so if it has no other. Random weights are drawn on the card: nothing is downloaded, and little is written
+to the disk.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu import results
-from benchmarks.gpu.parts import CARD, PARTS, Part, PartOptions
+from benchmarks.gpu.parts import CARD, CARD_SECONDS, PARTS, Part, PartOptions
 from benchmarks.gpu.processes import Outcome, PartProcess
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -65,15 +66,16 @@ def write_head(facts: Mapping[str, str]) -> str:
     )
 
 
+def share_time(waiting: Sequence[Part], left: float) -> float:
+    """Seconds of the first of the parts that wait, so that something is left for the others."""
+    return max(waiting[0].least, left * waiting[0].share / sum(part.share for part in waiting))
+
+
 def run_parts(parts: Mapping[str, Part], options: PartOptions, folder: Path, card: Part = CARD) -> int:
     """Run them one after the other within `options.seconds`; the exit status: 0 where all ended well."""
     deadline = time.monotonic() + options.seconds
 
-    def with_limit(part: Part, left: float, **more: float) -> PartOptions:
-        return PartOptions(options.device, options.tiny, min(part.limit, left), **more)
-
-    waiting = PartProcess(card)
-    outcome = waiting.run(with_limit(card, options.seconds))
+    outcome = PartProcess(card).run(PartOptions(options.device, options.tiny, min(CARD_SECONDS, options.seconds)))
     if outcome.problem is not None:
         print(f"{card.title}: {outcome.problem}", file=sys.stderr)
         return 2
@@ -84,15 +86,16 @@ def run_parts(parts: Mapping[str, Part], options: PartOptions, folder: Path, car
     try:
         for number, name in enumerate(names):
             part, left = parts[name], deadline - time.monotonic()
+            seconds = share_time([*parts.values()][number:], left)
             process = following or PartProcess(part)
             following = PartProcess(parts[names[number + 1]]) if number + 1 < len(names) else None
-            if left < min(part.least, part.limit):
+            if left < part.least:
                 process.end()
                 outcome = Outcome("", 0.0, f"not begun, as {max(0.0, left):.0f} s were left; `make gpu ONLY={name}`")
                 sections.setdefault(name, write_section(part, facts, outcome))
             else:
                 print(f"{name}: {part.title} ...", file=sys.stderr, flush=True)
-                outcome = process.run(with_limit(part, left, peak_flops=facts["peak_flops"]))
+                outcome = process.run(PartOptions(options.device, options.tiny, seconds, facts["peak_flops"]))
                 sections[name] = write_section(part, facts, outcome)
             failed += [name] if outcome.problem else []
             print(f"{name}: {outcome.problem or 'done'} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)

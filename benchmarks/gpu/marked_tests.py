@@ -1,5 +1,6 @@
 """The tests marked gpu."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from benchmarks.gpu.parts import PartOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "pytest.mark.gpu"
+SHOWN = re.compile("^(PASSED|FAILED|ERROR|SKIPPED|E  )| (passed|failed|collected)")
 
 
 def marked_files() -> list[Path]:
@@ -27,7 +29,7 @@ def run(options: PartOptions) -> None:
     done = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert done.stdout is not None
     for line in done.stdout:
-        if line.startswith(("PASSED", "FAILED", "ERROR", "SKIPPED", "E  ")) or " passed" in line or " failed" in line:
+        if SHOWN.search(line):
             print(line.rstrip(), flush=True)
     code = done.wait()
     print("```", flush=True)

@@ -15,7 +15,9 @@ CASES = (
     Case("LoRA, all on the card", LORA),
     Case("block and activation offload", {**LORA, **BOTH}, "768x512@61"),
     Case("base nf4-bnb", {**LORA, "base_precision": "nf4-bnb"}),
+    Case("checkpointing interval 2", {**LORA, "gradient_checkpointing_interval": 2}),
     Case("block offload without streams", {**LORA, "offload": {"blocks": True}}),
+    Case("compiled blocks", {**LORA, "compile": "blocks"}),
 )
 
 

@@ -19,6 +19,8 @@ CASES = (
     Case("float32 masters, bnb-adamw8bit-paged", full("bnb-adamw8bit-paged")),
     Case("bfloat16 weights, optimi-lion", full("optimi-lion", **PURE)),
     Case("bfloat16 weights, no checkpointing", full("optimi-adamw", **PURE, gradient_checkpointing=False)),
+    Case("bfloat16 weights, checkpointing interval 2", full("optimi-adamw", **PURE, gradient_checkpointing_interval=2)),
+    Case("bfloat16 weights, activation offload", full("optimi-adamw", **PURE, offload={"activations": True})),
     Case("bfloat16 weights, batch 4", full("optimi-adamw", **PURE, batch_size=4)),
     Case("bfloat16 weights, compiled blocks", full("optimi-adamw", **PURE, compile="blocks")),
     Case("LoRA", {"adapter": {"rank": 32}}),

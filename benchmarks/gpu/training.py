@@ -184,7 +184,8 @@ def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> 
     """Print a row for each case; one that fails has its reason there, and the others are measured. SystemExit at the
     end where one failed that is no lack of memory or of a library."""
     cases = [make_tiny(case) for case in cases] if options.tiny else cases
-    deadline, longest, operations, failed = time.monotonic() + options.seconds, 0.0, None, []
+    deadline, longest, failed = time.monotonic() + options.seconds, 0.0, []
+    operations: dict[tuple[str, str], int] = {}  # of a sample, by bucket and adapter.type
     print(f"{model.bucket}, texts of {model.tokens} tokens, bfloat16.\n")
     print_header(*COLUMNS)
     with ExitStack() as stack:
@@ -192,6 +193,7 @@ def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> 
         for case in cases:
             start, name = time.monotonic(), case.name + (f", {case.bucket}" if case.bucket else "")
             left, compiled = deadline - start, case.settings.get("compile", "none") != "none"
+            work = (case.bucket or model.bucket, case.settings.get("adapter", {}).get("type", "lora"))
             if left < 1.3 * longest + (COMPILING_SECONDS if compiled and not options.tiny else 0):
                 print_row(name, f"not begun: {left:.0f} s were left", *[""] * (len(COLUMNS) - 2))
                 continue
@@ -199,8 +201,8 @@ def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> 
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     run = prepare(model, case, Path(folder), options.device)
-                    if operations is None and not (run.config.train.quantised or compiled or case.bucket):
-                        operations = count_operations(run)
+                    if work not in operations and not (run.config.train.quantised or compiled):
+                        operations[work] = count_operations(run)
                     measured = measure_steps(run, warm=2 if compiled else 1)
                 except (torch.OutOfMemoryError, LatentpressError) as error:
                     problem = describe(error)
@@ -211,7 +213,7 @@ def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> 
             with suppress(multiprocessing.TimeoutError):
                 found = predictions[case.name](max(1.0, min(20.0, deadline - time.monotonic() - 5)))
             samples = case.settings.get("batch_size", 1)
-            rate = None if case.bucket or operations is None else samples * operations / options.peak_flops
+            rate = samples * operations[work] / options.peak_flops if work in operations else None
             print_row(name, *format_cells(measured, found, rate, problem))
             longest = longest if compiled else max(longest, time.monotonic() - start)
     if failed:

@@ -1,5 +1,6 @@
 """`make gpu` without a card: parts that end in every way, and each part's own code on tiny shapes."""
 
+import dataclasses
 import json
 import os
 import re
@@ -11,15 +12,15 @@ import pytest
 
 from benchmarks import device_usage
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import marked_tests, pro, results, sana, training, video_lite
-from benchmarks.gpu.parts import CARD, PARTS, Part, PartOptions
+from benchmarks.gpu import image_lite, marked_tests, pro, results, sana, training, video_lite
+from benchmarks.gpu.parts import CARD, CARD_SECONDS, PARTS, Part, PartOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = PartOptions("cpu", tiny=True, seconds=300, peak_flops=1e10)
 
 
-def part(function: str, limit: float = 30, least: float = 0) -> Part:
-    return Part(f"The part {function}", f"tests.benchmarks.gpu_parts:{function}", limit, least)
+def part(function: str, share: float = 30, least: float = 0) -> Part:
+    return Part(f"The part {function}", f"tests.benchmarks.gpu_parts:{function}", share, least)
 
 
 def section(path: Path, name: str) -> str:
@@ -29,7 +30,7 @@ def section(path: Path, name: str) -> str:
 def test_each_part_ends_alone_and_replaces_its_own_section(tmp_path: Path) -> None:
     options, card = PartOptions(seconds=120), part("card")
     parts = {
-        "hangs": part("hangs", limit=1.5),
+        "hangs": part("hangs", share=1.6),
         "fails": part("fails"),
         "crashes": part("crashes"),
         "fine": part("fine"),
@@ -71,7 +72,7 @@ def is_gone(process: int) -> bool:
 
 def test_what_no_time_is_left_for_is_said_and_keeps_its_figures(tmp_path: Path) -> None:
     options, card = PartOptions(seconds=60), part("card")
-    late = {"late": part("fine", limit=2000, least=1000)}
+    late = {"late": part("fine", least=1000)}
     assert program.run_parts(late, options, tmp_path, card) == 1
     path = tmp_path / "gpu-a-card-80gb.md"
     assert re.search(r"not begun, as \d+ s were left; `make gpu ONLY=late`", section(path, "late"))
@@ -79,6 +80,16 @@ def test_what_no_time_is_left_for_is_said_and_keeps_its_figures(tmp_path: Path) 
     measured = section(path, "late")
     assert program.run_parts(late, options, tmp_path, card) == 1
     assert section(path, "late") == measured
+
+
+def test_every_part_begins_where_all_take_what_they_may() -> None:
+    left, waiting = 9.5 * 60 - CARD_SECONDS, [*PARTS.values()]
+    while waiting:
+        assert left >= waiting[0].least
+        left -= program.share_time(waiting, left)
+        waiting.pop(0)
+    assert left == pytest.approx(0, abs=1e-6)
+    assert program.share_time([PARTS["nabla"]], 300) == 300
 
 
 def test_without_a_card_it_says_so(tmp_path: Path, capsys) -> None:
@@ -110,16 +121,26 @@ def test_make_takes_the_environment_that_is_there(tmp_path: Path) -> None:
     assert words_of_make() == [".venv/bin/python", *words]
 
 
-def test_every_part_is_there_and_the_tests_are_found() -> None:
+@pytest.mark.slow
+def test_every_part_is_there_and_the_tests_are_found(capsys, monkeypatch) -> None:
     for name in (*PARTS.values(), CARD):
         assert (ROOT / f"{name.module.replace('.', '/')}.py").is_file()
     names = {path.relative_to(ROOT / "tests").as_posix() for path in marked_tests.marked_files()}
     assert {"trainer/gpu/test_runs.py", "trainer/setup/test_quantize.py"} <= names
+    monkeypatch.setattr(marked_tests, "marked_files", lambda: [ROOT / "tests" / "trainer" / "gpu" / "test_runs.py"])
+    marked_tests.run(TINY)
+    assert re.search(r"\d+ tests collected", capsys.readouterr().out)
 
 
 def rows(printed: str) -> list[list[str]]:
     lines = [line for line in printed.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def no_streams(case: training.Case) -> training.Case:
+    """As a CPU has none."""
+    offload = {key: value for key, value in case.settings.get("offload", {}).items() if key != "streams"}
+    return dataclasses.replace(case, settings={**case.settings, "offload": offload})
 
 
 @pytest.mark.slow
@@ -138,9 +159,18 @@ def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
     assert heads == list(training.COLUMNS) and [row[0] for row in found] == [case.name for case in video_lite.CASES]
     assert all(float(row[5]) > 0 and row[6].endswith("%") for row in found[:-1]), found
     assert "cpu has no streams to copy on" in found[-1][1] and found[-1][3]
-    monkeypatch.setattr(pro, "CASES", [case for case in pro.CASES if "61" in str(case.bucket)])
-    pro.run(TINY)
-    assert rows(capsys.readouterr().out)[1][0] == "block and activation offload, 128x128@9"
+    for module, names in (
+        (pro, ["checkpointing interval 2", "block and activation offload"]),
+        (image_lite, ["LoRA"]),
+        (sana, ["bfloat16 weights, checkpointing interval 2", "bfloat16 weights, activation offload", "LoRA"]),
+    ):
+        cases = [next(case for case in module.CASES if case.name == name) for name in names]
+        monkeypatch.setattr(module, "CASES", [no_streams(case) for case in cases])
+        module.run(TINY)
+        _, *found = rows(capsys.readouterr().out)
+        names = [case.name + (", 128x128@9" if case.bucket else "") for case in cases]
+        assert [row[0] for row in found] == names
+        assert all(float(row[5]) > 0 and row[6].endswith("%") for row in found), found
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import pytest
 from diffusers import AutoencoderKL
 
 from benchmarks import latents
+from benchmarks.gpu import latents_stage
+from benchmarks.gpu.parts import PartOptions
 from cache.shard import find_done_units
 from cache.shard_io import open_reader
 from cache.store import Store
@@ -34,8 +36,8 @@ def test_both_sides_encode_every_picture_in_the_same_batches(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_the_stage_beside_ready_tensors(capsys) -> None:
-    """The comparison on a device, on a CPU: without the columns that need CUDA."""
-    latents.main(["--device", "cpu", "--images", "3", "--side", "64", "--repeat", "1"])
+    """The comparison on a device, as `make gpu` runs it, on a CPU: without the columns that need CUDA."""
+    latents_stage.run(PartOptions("cpu", tiny=True))
     first, _, _, *rows = capsys.readouterr().out.splitlines()
     assert first.endswith("torch.float32, cpu")
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,6 +181,40 @@ def test_a_dry_run_says_what_would_fit_the_card(make_config, make_set, tmp_path,
     assert "and with train.offload.activations true" in much and "smaller buckets" in much
     assert find_card("cuda:1") is find_card("cpu") is None and find_card("auto") == ("a small card", RESERVED)
     assert explain_fit(config, 1, ("a card", whole.device + RESERVED), whole, pytest.fail) is None
+
+
+def test_what_a_run_already_has_is_not_advised(make_config) -> None:
+    """Each change is predicted with those before it that help, and leaves the section's other keys as they are."""
+    nothing = MemoryEstimate(*[0] * 9, bucket="64x64")
+
+    def predict(config) -> MemoryEstimate:
+        train = config.train
+        offload, parallel, need = train.offload, train.parallel, 40
+        need += 8 * offload.streams + 4 * (offload.blocks_per_group > 1) - 2 * offload.activations
+        need += 1 * (train.ema is not None and train.ema.device == "auto") - 16 * (parallel.strategy == "fsdp2")
+        need += 3 * (not parallel.reshard_after_forward) - 8 * parallel.cpu_offload
+        return replace(nothing, device=need << 30)
+
+    def advice(size: int, ranks: int = 1, **settings) -> str:
+        config = make_config("t2i", **settings)
+        said = explain_fit(config, ranks, ("a card", size << 30), predict(config), predict)
+        return said.partition(" It would need less with ")[2]
+
+    blocks = {"blocks": True, "streams": True, "blocks_per_group": 4}
+    more = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
+    assert advice(1, offload=blocks, ema={"decay": 0.9}) == (
+        "train.ema.device cpu (53.0 GiB), and with train.offload.streams false (45.0 GiB), and with "
+        f"train.offload.blocks_per_group 1 (41.0 GiB), and with train.offload.activations true (39.0 GiB). {more}"
+    )
+    assert advice(45, offload=blocks) == "train.offload.streams false (45.0 GiB)."
+    assert advice(1, offload={"blocks": True, "activations": True}) == ""
+    shared = {"strategy": "fsdp2", "cpu_offload": True, "reshard_after_forward": False}
+    assert advice(17, ranks=2, parallel=shared) == "train.offload.activations true (18.0 GiB), and with " + (
+        "train.parallel.reshard_after_forward true (15.0 GiB)."
+    )
+    assert advice(17, ranks=2) == "train.offload.activations true (39.0 GiB), and with " + (
+        "train.parallel.strategy fsdp2 (23.0 GiB), and with train.parallel.cpu_offload true (15.0 GiB)."
+    )
 
 
 @pytest.mark.slow
