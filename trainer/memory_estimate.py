@@ -21,12 +21,14 @@ from schemas.geometry import Bucket
 from trainer import flow
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, module_of
+from trainer.initial_adapter import read_initial
 from trainer.memory_meter import META, KernelMode, MemoryMeter, SavedOnHost, quantise_shapes
 from trainer.memory_optimizer import OptimizerMemory, measure_optimizer
 from trainer.methods.selection import make_methods
 from trainer.run_state import train_precision
 from trainer.setup.adapters import MUTATING_INITS
 from trainer.setup.attach import make_trainable
+from trainer.setup.initial import fit_initial
 from trainer.setup.memory import checkpoint_blocks
 from trainer.setup.offload import largest_groups
 from trainer.setup.shard import uses_sharding
@@ -99,13 +101,15 @@ def estimate_memory(
     half = train_precision(config) == "bfloat16"
     dtype = torch.bfloat16 if half and not masters else torch.float32
     # Its values change no size.
-    adapter = settings.adapter.model_copy(update={"init": None, "init_weights": "default"})
+    adapter = settings.adapter.model_copy(update={"init_weights": "default"})
+    file = read_initial(adapter)
     with META:
         model = family.untrained(shape, dtype)
         loaded = sum_bytes(model.parameters())
+        scales = fit_initial(model, file, adapter)[1] if file else None
         if settings.quantised:
             quantise_shapes(model, family, settings.base_precision)
-        make_trainable(model, family, adapter, settings.weight_precision)
+        make_trainable(model, family, adapter, settings.weight_precision, scales)
         modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]
     added = [weight for module in modules for weight in module.parameters()]
     kernels = KernelMode(torch.bfloat16 if half and masters else None)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from schemas.config.methods import Methods
 from schemas.config.objective import Loss, Timesteps
@@ -51,8 +51,8 @@ TYPE_OPTIONS = {
 
 class Adapter(Section):
     type: Literal["lora", "lokr", "full"] = "lora"
-    rank: Count = 16
-    alpha: Alpha | None = Field(None, description="default: rank")
+    rank: Count = Field(16, description="with init: default that of the file")
+    alpha: Alpha | None = Field(None, description="default: rank; with init: that of the file")
     dropout: float = Field(0.0, ge=0, lt=1, description="of a LoRA's input")
     targets: tuple[str, ...] | None = Field(None, strict=False, description="regular expressions; default: by family")
     rank_pattern: dict[str, Count] = Field({}, description="regular expression -> rank of the modules that it matches")
@@ -65,7 +65,7 @@ class Adapter(Section):
     decompose_factor: int = Field(-1, ge=-1, le=65_536, description="of LoKr; -1: near the square root of each side")
     decompose_both: bool = Field(False, description="LoKr: factorise the left matrix too")
     formats: tuple[AdapterFormat, ...] = Field(("diffusers",), strict=False, min_length=1, description="of the result")
-    init: str | None = Field(None, min_length=1, description="LoRA file or folder to start from; default: a new one")
+    init: str | None = Field(None, min_length=1, description="adapter file or folder to start from; default: a new one")
 
     @field_validator("targets", "rank_pattern", "alpha_pattern")
     @classmethod
@@ -74,13 +74,21 @@ class Adapter(Section):
             check_pattern(pattern)
         return patterns
 
+    @model_serializer(mode="wrap")
+    def _serialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without a rank that is that of the initial adapter, as the default would be a given rank when read again."""
+        values: dict[str, Any] = handler(self)
+        if self.init is not None and "rank" not in self.model_fields_set:
+            values.pop("rank", None)
+        return values
+
     def _problems(self) -> Iterator[Problem]:
-        if self.init is not None and self.type != "lora":
-            yield ("init",), "training starts from an adapter only with type: lora; merge it into the model instead"
-        more = [name for name in ("rank_pattern", "alpha_pattern", "rslora", "dora") if getattr(self, name)]
-        if self.init is not None and (more or self.init_weights != "default"):
-            names = ", ".join([*more, *(["init_weights"] if self.init_weights != "default" else [])])
-            yield ("init",), f"training starts from an adapter only with a plain LoRA; remove {names}"
+        if self.init is not None and self.type == "full":
+            yield ("init",), "training starts from an adapter only with type: lora or lokr; merge it into the model"
+        more = [name for name in ("rank_pattern", "alpha_pattern") if getattr(self, name)]
+        more += ["init_weights"] if self.init_weights != "default" else []
+        if self.init is not None and more:
+            yield ("init",), f"ranks, alphas and weights at the start are those of the file; remove {', '.join(more)}"
         yield from foreign_options(self, "type", TYPE_OPTIONS)
         if self.init_weights in ("pissa", "olora") and self.dora:
             yield (

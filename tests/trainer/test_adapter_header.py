@@ -197,21 +197,24 @@ def test_lycoris_names_are_those_of_the_models_modules(tmp_path) -> None:
         check_fits(resolve_names(found, model[2:], "m"), {model[2]: (8, 6)}, "m")
 
 
-def test_rank_and_alpha_must_be_those_of_the_configuration(tmp_path) -> None:
-    file = write(tmp_path / "a.safetensors", pairs(), {"r": 4, "lora_alpha": 2.5})
+def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_path) -> None:
+    """Given ones must be those of a module, the kind that of the configuration."""
+    header = {"r": 4, "lora_alpha": 2.5, "alpha_pattern": {"mid.to_q": 1}}
+    file = write(tmp_path / "a.safetensors", pairs(), header)
     assert read_initial(Adapter()) is None
-    assert read_initial(Adapter(init=str(file), rank=4, alpha=2.5)).layers.keys() == read_adapter(file).layers.keys()
-    for settings, said in (({}, "rank 16 and alpha 16 (the rank)"), ({"rank": 4, "alpha": 4.0}, "rank 4 and alpha 4")):
+    for settings in ({}, {"rank": 4}, {"alpha": 2.5}, {"rank": 4, "alpha": 1.0}, {"rslora": True, "alpha": 0.5}):
+        assert read_initial(Adapter(init=str(file), **settings)).layers.keys() == read_adapter(file).layers.keys()
+    for settings, said in (
+        ({"rank": 16}, "has rank 4; the configuration has rank 16"),
+        ({"rank": 4, "alpha": 4.0}, "has alpha 1, 2.5; the configuration has alpha 4"),
+        ({"alpha": 2.5, "rslora": True}, "has alpha 0.5, 1.25 (with rslora: true); the configuration has alpha 2.5"),
+        ({"type": "lokr"}, "is a LoRA, and the configuration has a LoKr"),
+        ({"dora": True}, "is a LoRA, and the configuration has a DoRA"),
+    ):
         with pytest.raises(AdapterError) as caught:
             read_initial(Adapter(init=str(file), **settings))
-        assert f"has rank 4 and alpha 2.5; the configuration has {said}" in caught.value.message
-        assert "train.adapter.rank to 4 and train.adapter.alpha to 2.5" in caught.value.next_step
-    write(file, pairs(), {"r": 4, "lora_alpha": 2.5, "alpha_pattern": {"mid.to_q": 1}})
-    with pytest.raises(AdapterError, match=r"have several ranks \(4\) or alphas \(1, 2.5\)"):
-        read_initial(Adapter(init=str(file), rank=4))
+        assert said in caught.value.message and "rain.adapter" in caught.value.next_step
     write(file, lokr(), {"r": 2, "alpha": 2})
-    with pytest.raises(
-        AdapterError, match=r"a\.safetensors is a LoKr, and training starts from a plain LoRA"
-    ) as caught:
-        read_initial(Adapter(init=str(file), rank=2))
-    assert "--merge" in caught.value.next_step
+    with pytest.raises(AdapterError, match=r"is a LoKr, and the configuration has a LoRA") as caught:
+        read_initial(Adapter(init=str(file)))
+    assert "Set train.adapter.type to lokr" in caught.value.next_step

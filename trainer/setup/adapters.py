@@ -10,12 +10,12 @@ from typing import Any, TypeGuard
 
 import torch
 from peft import LoraConfig, PeftType, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lokr import LoKrLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from schemas.config.training import AdapterFormat
-from trainer.adapter_files import Lora, load_layers, write_formats
-from trainer.adapter_header import AdapterError, AdapterFile, check_fits
+from trainer.adapter_files import write_formats
+from trainer.adapter_header import AdapterError
 from trainer.families.base import Experts, components
 
 ADAPTER_NAME = "default"
@@ -108,16 +108,30 @@ def add_lora(
     dora: bool = False,
     init_weights: str = "default",
 ) -> None:
-    """Freeze the model, and add a float32 LoRA, drawn from torch's generator, to each target (a full module path).
+    """`add_scaled_lora` to each target (a full module path), with the ranks and alphas of `choose_scales`."""
+    scales = choose_scales(targets, rank, alpha, rank_pattern, alpha_pattern)
+    add_scaled_lora(model, scales, dropout, rslora=rslora, dora=dora, init_weights=init_weights)
 
-    alpha: default the rank; the update is scaled by alpha / rank, with rslora by alpha / sqrt(rank). init_weights:
-    pissa and olora change the base weights, and leave a copy of their start for `save_lora`.
+
+def add_scaled_lora(
+    model: Model,
+    scales: Mapping[str, tuple[int, float]],
+    dropout: float = 0.0,
+    *,
+    rslora: bool = False,
+    dora: bool = False,
+    init_weights: str = "default",
+) -> None:
+    """Freeze the model, and add a float32 LoRA, drawn from torch's generator, to each target.
+
+    scales: full module path -> rank and alpha; the update is scaled by alpha / rank, with rslora by alpha / sqrt(rank).
+    init_weights: pissa and olora change the base weights, and leave a copy of their start for `save_lora`.
     """
-    if not targets:
+    if not scales:
         raise ValueError("LoRA needs at least one target module")
     model.requires_grad_(False)
-    for expert, scales in scales_by_component(model, choose_scales(targets, rank, alpha, rank_pattern, alpha_pattern)):
-        r, lora_alpha, patterns = scale_settings(scales)
+    for expert, own in scales_by_component(model, scales):
+        r, lora_alpha, patterns = scale_settings(own)
         with warnings.catch_warnings():
             # Of merging into torchao's tensors, and of peft's own way to save PiSSA: nothing here does either.
             warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without", UserWarning)
@@ -126,7 +140,7 @@ def add_lora(
                 r=r,
                 lora_alpha=lora_alpha,  # type: ignore[arg-type]  # peft takes fractions
                 lora_dropout=dropout,
-                target_modules=[*scales],
+                target_modules=[*own],
                 use_rslora=rslora,
                 use_dora=dora,
                 init_lora_weights=True if init_weights == "default" else init_weights,  # type: ignore[arg-type]
@@ -135,7 +149,7 @@ def add_lora(
             expert.add_adapter(settings, ADAPTER_NAME)
         if init_weights in MUTATING_INITS:
             expert.initial_lora = {name: value.detach().cpu().clone() for name, value in lora_state(expert).items()}
-    finish_adapter(model, targets)
+    finish_adapter(model, [*scales])
 
 
 def finish_adapter(model: Model, targets: Sequence[str]) -> None:
@@ -154,6 +168,15 @@ def lora_state(expert: Model) -> dict[str, torch.Tensor]:
 def list_adapted_modules(model: Model) -> list[str]:
     """Full paths of the modules that carry an adapter."""
     return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def read_scales(model: Model) -> dict[str, tuple[int, float]]:
+    """Full path of each module that carries an adapter -> its rank and alpha."""
+    modules: dict[str, Any] = {name: model.get_submodule(name) for name in list_adapted_modules(model)}
+    return {
+        name: (each.r[ADAPTER_NAME], (each.alpha if isinstance(each, LoKrLayer) else each.lora_alpha)[ADAPTER_NAME])
+        for name, each in modules.items()
+    }
 
 
 def trainable_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
@@ -204,30 +227,6 @@ def save_lora(
         sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
     return write_formats(tensors, settings, directory, {"family": family, **(metadata or {})}, formats)
-
-
-def load_initial(model: Model, file: AdapterFile) -> None:
-    """Set the model's LoRA to that of a file, of the same rank. AdapterError where it adapts other modules."""
-    own: dict[str, tuple[Any, Any]] = {
-        f"{part}.{name}": (module.lora_A[ADAPTER_NAME].weight, module.lora_B[ADAPTER_NAME].weight)
-        for part, expert in components(model).items()
-        for name, module in expert.named_modules()
-        if isinstance(module, LoraLayer)
-    }
-    if own.keys() != file.layers.keys():
-        theirs = file.layers.keys()
-        sides = (("the file", sorted(theirs - own.keys())), ("train.adapter.targets", sorted(own.keys() - theirs)))
-        shown = (f"only {side} has {', '.join(names[:3])} ({len(names)} in all)" for side, names in sides if names)
-        raise AdapterError(
-            f"train.adapter.init: {file.path} adapts other modules than this run: {'; '.join(shown)}",
-            "Set train.adapter.targets to the file's modules, or name an adapter of this model.",
-        )
-    check_fits(file, {name: (up.shape[0], *down.shape[1:]) for name, (down, up) in own.items()}, "the transformer")
-    with torch.no_grad():
-        for name, lora in load_layers(file).items():
-            assert isinstance(lora, Lora), "checked before by read_initial"
-            for parameter, value in zip(own[name], (lora.down, lora.up), strict=True):
-                parameter.copy_(value.reshape(parameter.shape))
 
 
 def file_contents(expert: Model) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

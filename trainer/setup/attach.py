@@ -1,46 +1,49 @@
 """What is trained of a model: a LoRA, a LoKr, every weight, or a subset of the weights."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schemas.config.training import Adapter
 from trainer.adapter_header import AdapterError
 from trainer.families.base import FamilyModule
 from trainer.initial_adapter import read_initial
-from trainer.setup import adapters, lokr
+from trainer.setup import adapters, initial, lokr
 
 
-def make_trainable(model: Any, family: FamilyModule, adapter: Adapter, weight_precision: str = "float32") -> None:
+def make_trainable(
+    model: Any,
+    family: FamilyModule,
+    adapter: Adapter,
+    weight_precision: str = "float32",
+    scales: Mapping[str, tuple[int, float]] | None = None,
+) -> None:
     """Add an adapter, or unfreeze weights. AdapterError where a target or pattern matches nothing, or the initial
     adapter does not fit.
 
-    weight_precision: of full rank; float32 weights are computed with under autocast.
+    weight_precision: of full rank; float32 weights are computed with under autocast. scales: rank and alpha of an
+    adapter by full module path, in place of those of the settings or the initial adapter, whose weights are then left.
     """
     if adapter.type == "full":
         unfreeze(model, adapter.targets)
         if weight_precision == "float32":
             model.float()
         return
-    targets = adapters.choose_targets(model, adapter.targets or [family.LORA_TARGETS])
-    ranks: dict[str, Any] = {"rank_pattern": adapter.rank_pattern, "alpha_pattern": adapter.alpha_pattern}
+    file = None
+    if scales is None:
+        if file := read_initial(adapter):
+            file, scales = initial.fit_initial(model, file, adapter)
+        else:
+            targets = adapters.choose_targets(model, adapter.targets or [family.LORA_TARGETS])
+            patterns = adapter.rank_pattern, adapter.alpha_pattern
+            scales = adapters.choose_scales(targets, adapter.rank, adapter.alpha, *patterns)
     if adapter.type == "lokr":
-        scales = adapters.choose_scales(targets, adapter.rank, adapter.alpha, **ranks)
         lokr.add_lokr(model, scales, adapter.decompose_factor, adapter.decompose_both)
-        return
-    adapters.add_lora(
-        model,
-        targets,
-        adapter.rank,
-        adapter.alpha,
-        adapter.dropout,
-        rslora=adapter.rslora,
-        dora=adapter.dora,
-        init_weights=adapter.init_weights,
-        **ranks,
-    )
-    if initial := read_initial(adapter):
-        adapters.load_initial(model, initial)
+    else:
+        options: dict[str, Any] = {name: getattr(adapter, name) for name in ("rslora", "dora", "init_weights")}
+        adapters.add_scaled_lora(model, scales, adapter.dropout, **options)
+    if file:
+        initial.load_weights(model, file)
 
 
 def unfreeze(model: Any, targets: Sequence[str] | None) -> None:

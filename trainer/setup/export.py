@@ -63,7 +63,8 @@ def gather_model(model: Any, family: FamilyModule, config: Config, keep: bool) -
         return None
     with torch.device("meta"):
         whole = family.untrained(model_shape(model))
-        make_trainable(whole, family, adapter.model_copy(update={"init": None, "init_weights": "default"}))
+        adapter = adapter.model_copy(update={"init_weights": "default"})
+        make_trainable(whole, family, adapter, scales=adapters.read_scales(model))
     whole.load_state_dict(state, strict=False, assign=True)
     for expert, saved in zip(components(model).values(), components(whole).values(), strict=True):
         if hasattr(expert, "initial_lora"):  # of PiSSA and OLoRA

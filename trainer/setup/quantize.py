@@ -15,9 +15,11 @@ import torch
 
 from schemas.config.pipeline import Config
 from trainer.families.base import FamilyModule
+from trainer.initial_adapter import read_initial
 from trainer.run_state import RunError
 from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
 from trainer.setup.attach import unfreeze
+from trainer.setup.initial import fit_initial
 from trainer.setup.load import empty_transformer, explain_checkpoint_errors
 
 MIB = 1 << 20
@@ -27,9 +29,10 @@ FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 
 def check_setup(config: Config, family: FamilyModule, device: torch.device, ranks: int) -> None:
     """RunError, before weights are loaded, for a base_precision or init_weights that model or device can't have;
-    AdapterError for targets and patterns that match nothing."""
+    AdapterError for targets and patterns that match nothing, and an initial adapter of another model."""
     name, adapter = config.train.base_precision, config.train.adapter
     init, patterns = adapter.init_weights, adapter.targets or adapter.rank_pattern or adapter.alpha_pattern
+    file = read_initial(adapter)
     if name == "fp8-torchao" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         have = ".".join(map(str, torch.cuda.get_device_capability(device)))
         raise RunError(
@@ -43,12 +46,14 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device, rank
             "can't broadcast torchao's tensors",
             "Set train.base_precision to int8-quanto or nf4-bnb, or start one process.",
         )
-    if not config.train.quantised and init not in ("orthogonal", "pissa", "olora") and not patterns:
+    if not config.train.quantised and init not in ("orthogonal", "pissa", "olora") and not (patterns or file):
         return
     with explain_checkpoint_errors(config):
         model = empty_transformer(config)
         if adapter.type == "full":
             return unfreeze(model, adapter.targets)
+        if file:
+            fit_initial(model, file, adapter)
         targets = choose_targets(model, adapter.targets or [family.LORA_TARGETS])
         choose_scales(targets, adapter.rank, adapter.alpha, adapter.rank_pattern, adapter.alpha_pattern)
     if config.train.quantised and not any(can_quantize(part, name) for part in base_matrices(model, family).values()):

@@ -223,7 +223,11 @@ def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
         ({"init_weights": "orthogonal", "rank": 3}, "orthogonal needs even ranks"),
         ({"rank_pattern": {"(": 3}}, "is not a regular expression"),
         ({"dora": True, "formats": ["diffusers", "comfyui"]}, "no place for DoRA's magnitudes"),
-        ({"init": "a.safetensors", "rslora": True}, "only with a plain LoRA; remove rslora"),
+        (
+            {"init": "a.safetensors", "rank_pattern": {"a": 2}, "init_weights": "pissa"},
+            "file; remove rank_pattern, init_w",
+        ),
+        ({"init": "a.safetensors", "type": "full"}, "only with type: lora or lokr"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(given, said):
