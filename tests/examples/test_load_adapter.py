@@ -48,7 +48,7 @@ def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Pat
         family = importlib.import_module(f"trainer.families.{'sana' if kind == 'sana' else 'kandinsky5'}")
         model = family.load(tiny(kind))
         torch.manual_seed(0)
-        make_trainable(model, family, Adapter(type=adapter, rank=2))
+        make_trainable(model, family, Adapter(type=adapter, **({} if adapter == "full" else {"rank": 2})))
         for parameter in adapters.trainable_parameters(model).values():
             torch.nn.init.normal_(parameter, std=0.05)
         if adapter != "full":
