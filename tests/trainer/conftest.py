@@ -1,11 +1,12 @@
 """Training sets of tiny random samples, and tiny transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from examples.tiny_sets import Item, Prompt, Tensors, latent, write_set
 from schemas.catalogue import FAMILIES
@@ -106,3 +107,12 @@ def made() -> Any:
     from types import SimpleNamespace
 
     return SimpleNamespace(Item=Item, Prompt=Prompt, caption=caption, latent=latent, mixed_items=mixed_items)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums in the same order on any machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -17,13 +17,7 @@ from trainer.memory_estimate import estimate_memory
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 SETTINGS = {"rank": 2, "alpha": 3.0, "rank_pattern": {r".*(to_q|to_query)": 4}}

@@ -219,6 +219,11 @@ class SessionLeader(ForkedProgram):
         os.setsid()
 
 
+def start_run(path: Path) -> SessionLeader:
+    words = ("run", "--config", str(path), "--set", "stages.order=[train]", "--json")
+    return SessionLeader([sys.executable, "-m", "stages.cli", *words], stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.parametrize("whom", ["the program", "its group"])
 def test_under_run_the_whole_chain_ends_with_a_checkpoint(
     make_config, make_set, tmp_path, forked_programs, whom
@@ -226,9 +231,7 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(
     """SIGTERM to `latentpress run` alone, as from a scheduler; SIGINT to all of its group, as from a terminal."""
     config = make_config("t2i", **ENDLESS)
     make_set(config)
-    path = write(config, tmp_path / "pipeline.yaml")
-    words = ("run", "--config", str(path), "--set", "stages.order=[train]", "--json")
-    started = SessionLeader([sys.executable, "-m", "stages.cli", *words], stdout=subprocess.PIPE, text=True)
+    started = start_run(write(config, tmp_path / "pipeline.yaml"))
     try:
         wait_for_step(config, 2)
         if whom == "the program":
@@ -259,9 +262,7 @@ def test_under_run_a_second_ctrl_c_is_told_truly(make_config, make_set, tmp_path
     at_step(monkeypatch, 3, lambda: (tell(signal.SIGINT), os.kill(os.getppid(), signal.SIGINT), time.sleep(60)))
     config = make_config("t2i", **ENDLESS)
     make_set(config)
-    path = write(config, tmp_path / "pipeline.yaml")
-    words = ("run", "--config", str(path), "--set", "stages.order=[train]", "--json")
-    started = SessionLeader([sys.executable, "-m", "stages.cli", *words], stdout=subprocess.PIPE, text=True)
+    started = start_run(write(config, tmp_path / "pipeline.yaml"))
     try:
         wait_for_step(config, 2)
         time.sleep(1.0)

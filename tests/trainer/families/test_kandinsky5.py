@@ -28,12 +28,7 @@ VIDEO = ("t2v", "i2v")
 PIXELS = (32, 48)  # height, width
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

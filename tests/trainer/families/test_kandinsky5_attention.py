@@ -18,12 +18,7 @@ SPARSE = {"attention_P": 0.35, "attention_wT": 1, "attention_wH": 1, "attention_
 LATENT = (16, 4, 32, 32)  # 4 frames of 256x256 pixels: 16 blocks
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_batch() -> Batch:

@@ -11,13 +11,7 @@ from trainer.families import sana
 from trainer.flow import interpolate, loss_per_sample, velocity
 from trainer.sampling import denoise, load_scheduler
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -14,13 +14,7 @@ from trainer.families import kandinsky5, sana
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 OPTIONS = {
