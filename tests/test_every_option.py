@@ -262,6 +262,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.offload.streams": (MACHINE, "train.offload={blocks: true, streams: true}"),
     "train.offload.activations": (MACHINE, "train.offload.activations=true"),
     "train.offload.to": (REFUSED, "train.offload.to=disk"),
+    "train.attention_backend": (RUN, "train.attention_backend=_native_flash"),
     "train.compile": (RUN, "train.compile=blocks"),
     "train.compile_backend": (RUN, "train.compile_backend=eager"),
     **{
@@ -288,6 +289,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "validation.prompts.one.negative_prompt": (PLAN, "validation.prompts.one.negative_prompt=ugly"),
     "validation.prompts.one.image": (PLAN, "validation.prompts.one.image=second.png"),
     "validation.size": (PLAN, "validation.size=64x64@5"),
+    "validation.attention_backend": (RUN, "validation.attention_backend=_native_flash"),
     "validation.eval_sigmas": (RUN, "validation.eval_sigmas=[0.3]"),
     **{
         f"validation.{name}": (RUN, f"validation.{name}=3")

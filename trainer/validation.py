@@ -21,6 +21,7 @@ from schemas.config.training import Validation
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from trainer import flow
+from trainer.attention import validation_backend
 from trainer.batch import Batch
 from trainer.checkpoint import write_tensors
 from trainer.data import collate, seeded_noise
@@ -122,7 +123,8 @@ def write_validation_latents(
             collate([Sample(prompt.name, tensors, text)], prompt.bucket, spec, [draw]).to(device, torch.float32)
             for text in (prompt.text, prompt.negative)
         )
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
+        with precision, validation_backend(model, family, config):
             latents = denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps, guidance, advance)
         if folder is None or number >= len(prompts):
             continue

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
+from schemas.config.attention import AttentionBackend, TrainingBackend
 from schemas.config.methods import Methods
 from schemas.config.objective import Loss, Timesteps
 from schemas.config.section import (
@@ -220,6 +221,7 @@ class Train(Section):
     gradient_checkpointing_interval: Count = Field(1, description="of every n-th block: 1 all, 2 half of them")
     offload: Offload = Offload()
     parallel: Parallel = Parallel()
+    attention_backend: TrainingBackend = Field("native", description="of the visual tokens' self-attention")
     compile: Literal["none", "blocks"] = Field("none", description="torch.compile of each block")
     compile_backend: str = Field("inductor", min_length=1, description="of torch.compile")
     shift: float | None = Field(None, gt=0, le=1000, description="of sigma; default: the flavour's")
@@ -335,6 +337,7 @@ class Validation(Section):
     guidance: float | None = Field(None, ge=0, le=1000, description="default: the family's")
     shift: float | None = Field(None, gt=0, le=1000, description="of the sampling schedule; default: the checkpoint's")
     seed: Seed = 0
+    attention_backend: AttentionBackend | None = Field(None, description="of prompts; default: train.attention_backend")
     eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[UnitFloat, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
     fps: float | None = Field(None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's")

@@ -83,6 +83,11 @@ class FamilyModule(Protocol):
     def hidden_size(self, model: Any) -> int:
         """D of the visual tokens."""
 
+    def dense_attention(self, model: Any) -> tuple[list[Any], int]:
+        """The attention modules, of diffusers' AttentionModuleMixin, in which all visual tokens attend to each other
+        without a mask, and the size of a head; of Experts, `model` is one of them. ValueError, with the reason, where
+        no attention backend can compute them."""
+
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         """Hooks by which `blocks`, visual ones in a row, compute kept tokens (B, K, D) alone, which the first of them
         gets as its first argument: what else belongs to a token is taken with it. A block may look at the tokens that

@@ -83,6 +83,12 @@ def hidden_size(model: Any) -> int:
     return model.config.model_dim
 
 
+def dense_attention(model: Any) -> tuple[list[Any], int]:
+    if sparse_edge(model) > 1:
+        raise ValueError("this checkpoint's self-attention is sparse (NABLA), which flex attention computes")
+    return [block.self_attention for block in model.visual_transformer_blocks], sum(model.config.axes_dims)
+
+
 def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
     taken: dict[str, Any] = {}  # the same for all of them
 

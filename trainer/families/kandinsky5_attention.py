@@ -97,8 +97,9 @@ def install_processors(model: Any, float32_rotary: bool = False) -> None:
 class MaskedAttnProcessor:
     """The stock Kandinsky5AttnProcessor, with text keys masked by `text_mask`."""
 
-    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names.
-    _attention_backend = None  # used where keys are neither text nor sparse
+    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. By default not
+    # None, which would be what the environment variable DIFFUSERS_ATTN_BACKEND names.
+    _attention_backend = AttentionBackendName.NATIVE  # used where keys are neither text nor sparse
     _parallel_config = None
 
     def __init__(self, text_mask: TextMask | None, float32_rotary: bool) -> None:

@@ -61,6 +61,10 @@ def hidden_size(model: Any) -> int:
     return model.config.num_attention_heads * model.config.attention_head_dim
 
 
+def dense_attention(model: Any) -> tuple[list[Any], int]:
+    raise ValueError("Sana's self-attention is linear: it has no softmax, for which backends have kernels")
+
+
 def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
     """Attention computes the kept tokens alone. The feed-forward's depthwise convolution, from which the transformer
     knows positions, gets the whole grid, with the waiting tokens as they are; what follows it is of the kept ones."""

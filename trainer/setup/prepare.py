@@ -17,6 +17,7 @@ from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from schemas.identity import derive_seed, hash_json
 from trainer import run_state
+from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
 from trainer.families.base import FamilyModule, module_of
 from trainer.methods.base import Method, Predict
@@ -123,6 +124,7 @@ def prepare_training(
     family = module_of(config.model.family_spec)
     check_optimizer(config, accelerator.device, sharded)
     check_setup(config, family, accelerator.device, ranks)
+    check_attention(config, family, accelerator.device)
     methods = make_methods(run_state.used_methods(config, data))
     set_up_methods(methods, config, family, data)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
@@ -186,6 +188,8 @@ def prepare_model(
                 console.log(said)
         make_trainable(model, family, settings.adapter, settings.weight_precision)
     signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
+    if settings.attention_backend != NATIVE:
+        use_backend(model, family, settings.attention_backend)
     if settings.compile == "blocks":
         compile_blocks(family.blocks(model), settings.compile_backend, console.log)
     reduce_memory(model, family, settings, device)

@@ -55,6 +55,10 @@ def hidden_size(model: Any) -> int:
     return model.config.num_attention_heads * model.config.attention_head_dim
 
 
+def dense_attention(model: Any) -> tuple[list[Any], int]:
+    return [block.attn1 for block in model.blocks], model.config.attention_head_dim
+
+
 def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
     def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         *others, rotary = inputs

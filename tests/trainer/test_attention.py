@@ -1,0 +1,142 @@
+"""Attention backends: the same numbers as torch's own choice, by the kernels that were chosen, or refused."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schemas.cli.console import Console
+from schemas.config.loading import ConfigError
+from tests.trainer.runs import LOADS, plan_batches, prepared
+from trainer import train as loop
+from trainer.attention import find_problem
+from trainer.run_state import RunError
+
+FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+class KernelCount(TorchDispatchMode):
+    """Operator -> how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_backend_trains_as_torchs_own_choice_does(make_config, make_set) -> None:
+    """Batches of two with padded texts, whose attention stays as it is; computed again, or compiled, too."""
+    found, kernels = {}, {}
+    torch.compiler.reset()
+    for name, options in {
+        "native": {},
+        "_native_flash": {},
+        "_native_math": {},
+        "math, kept": {"attention_backend": "_native_math", "gradient_checkpointing": False},
+        "math, compiled": {"attention_backend": "_native_math", "compile": "blocks", "compile_backend": "eager"},
+    }.items():
+        options = {"attention_backend": name, **options}
+        config = make_config("t2i", name=name, batch_size=2, adapter={"rank": 2}, **options)
+        make_set(config)
+        run = prepared(config)
+        if "compile" in options:
+            numbers = loop.train_step(run, run.loader.step(0))
+        else:
+            with KernelCount() as counted:
+                numbers = loop.train_step(run, run.loader.step(0))
+            kernels[name] = counted.calls[FLASH], counted.calls[f"{FLASH}_backward"]
+        found[name] = [numbers["loss"], numbers["grad_norm"]]
+    visual = len(run.family.visual_blocks(run.model))
+    assert kernels["native"] == kernels["_native_flash"]  # what torch chooses on a CPU
+    again, back = kernels["native"]
+    assert kernels["_native_math"] == (again - 2 * visual, back - visual)
+    assert all(numbers == pytest.approx(found["native"], rel=1e-5) for numbers in found.values()), found
+
+
+@pytest.mark.slow
+def test_the_backend_of_the_validation_prompts_is_theirs_alone(make_config, make_set) -> None:
+    latents, kernels = {}, {}
+    for name in (None, "_native_math"):
+        prompts = [{"name": "one", "prompt": "as the set has it"}]
+        validation = {"attention_backend": name, "prompts": prompts, "steps": 2, "eval_samples": 0}
+        config = make_config("t2i", name=str(name), validation=validation, steps=1, adapter={"rank": 2})
+        make_set(config)
+        run = prepared(config)
+        with KernelCount() as counted:
+            loop.validate(run, lambda line: None, 0)
+        kernels[name] = counted.calls[FLASH]
+        latents[name] = loaded(run.folder / "validation/step-000000/one.safetensors")
+        backends = {
+            block.self_attention.processor._attention_backend.value for block in run.family.visual_blocks(run.model)
+        }
+        assert backends == {"native"}
+    assert kernels["_native_math"] < kernels[None]
+    torch.testing.assert_close(latents["_native_math"], latents[None], rtol=1e-4, atol=1e-5)
+
+
+def loaded(path) -> torch.Tensor:
+    from safetensors.torch import load_file
+
+    return load_file(path)["latent"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "train", "validation", "words"),
+    [
+        ("t2i", {"attention_backend": "flash"}, {}, "flash can't compute .* Please install `flash-attn"),
+        ("t2i", {"attention_backend": "flash_hub"}, {}, "pip install kernels"),
+        ("t2i", {"attention_backend": "_native_cudnn"}, {}, r"on cpu in float32 with heads of \d+: No viable backend"),
+        ("t2i", {}, {"attention_backend": "sage"}, "validation.attention_backend: sage .* install `sageattention"),
+        ("sana", {"attention_backend": "_native_flash"}, {}, "self-attention is linear"),
+        ("nabla", {"attention_backend": "_native_flash"}, {}, r"sparse \(NABLA\), which flex attention computes"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_a_model_is_loaded(
+    make_config, make_set, tiny, capsys, kind, train, validation, words
+) -> None:
+    validation = {"prompts": [{"name": "one", "prompt": "any"}], **validation}
+    config = make_config("t2v" if kind == "nabla" else kind, validation=validation, **train)
+    make_set(config)
+    if kind == "nabla":
+        model = config.model.model_copy(update={"path": str(tiny("kandinsky5-video-t2v-nabla"))})
+        config = config.model_copy(update={"model": model})
+    with pytest.raises(RunError, match=words) as caught:
+        loop.prepare_training(config, *data_of(config), Console(), "cpu")
+    assert "native" in caught.value.next_step and LOADS not in capsys.readouterr().err
+
+
+def data_of(config):
+    from cache.set_lookup import open_set
+    from cache.store import Store
+
+    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
+    return data, plan_batches(config, data)
+
+
+def test_kernels_without_a_backward_pass_are_refused_for_training(make_config) -> None:
+    with pytest.raises((ValueError, ConfigError), match="sage: SageAttention's kernels have no backward pass"):
+        make_config("t2i", attention_backend="sage")
+    assert make_config("t2i", validation={"attention_backend": "sage"}).validation.attention_backend == "sage"
+
+
+@pytest.mark.parametrize(("output", "gradient"), [(0.5, 1.0), (1.0, 0.5), (1.0, 0.0), (float("nan"), 1.0)])
+def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, output: float, gradient: float) -> None:
+    """As of a backend that leaves something out, or whose output has no gradient."""
+    from trainer import attention
+
+    def wrong(query, key, value, backend):
+        found = attention.define_attention(query, key, value)
+        return output * (gradient * found + (1 - gradient) * found.detach()) if gradient else found.detach()
+
+    cpu = torch.device("cpu")
+    assert find_problem("_native_math", 16, torch.float32, cpu, gradient=True) is None
+    monkeypatch.setattr(attention, "dispatch_attention_fn", wrong)
+    problem = find_problem("_native_math", 16, torch.float32, cpu, gradient=True)
+    assert problem is not None and ("off by" in problem or "does not require grad" in problem)

@@ -1,0 +1,106 @@
+"""The attention backend: which kernels compute the self-attention of the visual tokens, by diffusers' names.
+
+It grows with the square of the tokens and has no mask. Attention with keys of texts, which have masks, stays with
+torch's own choice ("native"). A backend is tried on small tensors before a model is loaded, so that none is taken whose
+package, card, dtype, head size or backward pass is missing, and none that computes something else.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
+
+from cache.weights import read_component_config
+from schemas.config.pipeline import Config
+from trainer.families.base import FamilyModule, components
+from trainer.run_state import RunError, train_precision
+
+NATIVE = "native"
+TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS = 2, 200, 2  # tokens: no multiple of the tiles that kernels have
+#: Of output and gradients, by the norm. TF32 reaches 1e-3 and bfloat16 3e-3; SageAttention's products have 8 bits.
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}
+TOLERANCE_8_BITS = 0.15
+
+
+def check_attention(config: Config, family: FamilyModule, device: torch.device) -> None:
+    """RunError where train.attention_backend or that of the validation prompts can't compute this model's attention on
+    the device."""
+    chosen = {"train.attention_backend": config.train.attention_backend}
+    if config.validation.attention_backend and config.validation.prompts:
+        chosen["validation.attention_backend"] = config.validation.attention_backend
+    for option, name in chosen.items():
+        if name == NATIVE:
+            continue
+        part = config.model.family_spec.components[0]
+        with torch.device("meta"):
+            model = family.untrained(read_component_config(config.model.source, config.model.revision, part))
+        try:
+            head_size = family.dense_attention(next(iter(components(model).values())))[1]
+        except ValueError as error:
+            raise RunError(f"{option} {name}: {error}", f"Set {option} to {NATIVE}.") from error
+        dtype = torch.float32 if train_precision(config) == "float32" else torch.bfloat16
+        if problem := find_problem(name, head_size, dtype, device, gradient=option.startswith("train")):
+            where = f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {head_size}"
+            raise RunError(
+                f"{option}: {name} can't compute attention on {where}: {problem}",
+                f"Install what it needs, or set {option} to {NATIVE}, which is torch's choice for the device.",
+            )
+
+
+def find_problem(name: str, head_size: int, dtype: torch.dtype, device: torch.device, gradient: bool) -> str | None:
+    """Why a backend can't be used; None where output and, if asked for, gradients are those of attention by its
+    definition. Loads the kernels of a backend that comes from the Hub."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS, head_size)
+    query, key, value, weights = torch.randn(shape, generator=generator).to(device, dtype).unbind()
+    inputs = [tensor.requires_grad_(gradient) for tensor in (query, key, value)]
+    with warnings.catch_warnings(record=True) as said:  # torch says there why a kernel is none
+        warnings.simplefilter("always")
+        try:
+            with attention_backend(name):
+                out_BLHD = dispatch_attention_fn(query, key, value, backend=AttentionBackendName(name))
+                assert out_BLHD.shape == shape[1:], f"its output has the shape {tuple(out_BLHD.shape)}"
+                found = [out_BLHD, *(torch.autograd.grad(out_BLHD, inputs, weights) if gradient else ())]
+        except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, OSError) as error:
+            reasons = [str(error) or type(error).__name__, *(str(warning.message) for warning in said)]
+            first_lines = [reason.strip().splitlines()[0].partition(" (Triggered")[0] for reason in reasons]
+            return "; ".join(dict.fromkeys(first_lines))
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected_BLHD = define_attention(*exact)
+    expected = [expected_BLHD, *(torch.autograd.grad(expected_BLHD, exact, weights.double()) if gradient else ())]
+    tolerance = TOLERANCE[dtype] if gradient else max(TOLERANCE[dtype], TOLERANCE_8_BITS)
+    pairs = zip(found, expected, strict=True)
+    errors = [((one.detach() - other).norm() / other.norm()).item() for one, other in pairs]
+    worst = max(errors, key=lambda error: error if math.isfinite(error) else math.inf)
+    return None if worst <= tolerance else f"its numbers are off by {worst:.2g} of their size"
+
+
+def define_attention(query_BLHD: torch.Tensor, key_BLHD: torch.Tensor, value_BLHD: torch.Tensor) -> torch.Tensor:
+    scores_BHLL = torch.einsum("blhd,bmhd->bhlm", query_BLHD, key_BLHD) / math.sqrt(query_BLHD.shape[-1])
+    return torch.einsum("bhlm,bmhd->blhd", scores_BHLL.softmax(-1), value_BLHD)
+
+
+def use_backend(model: Any, family: FamilyModule, name: str) -> None:
+    """Have the model's visual tokens attended to by a backend that `check_attention` has tried. ValueError where the
+    model has no such attention."""
+    for expert in components(model).values():
+        for attention in family.dense_attention(expert)[0]:
+            attention.set_attention_backend(name)
+
+
+@contextmanager
+def validation_backend(model: Any, family: FamilyModule, config: Config) -> Iterator[None]:
+    """Within the body, the backend of the validation prompts."""
+    training, own = config.train.attention_backend, config.validation.attention_backend
+    if own in (None, training):
+        yield
+        return
+    use_backend(model, family, own)
+    try:
+        yield
+    finally:
+        use_backend(model, family, training)
