@@ -53,6 +53,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "crepa, dinov2_vitg14": {"crepa": {"block_index": 1}},
     "rollout": {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1}},
     "regularisation data": {"regularisation": {}},
+    "input perturbation": {"input_perturbation": {}},
 }
 WIDTHS = {"crepa, dinov2_vits14": 384, "crepa, dinov2_vitg14": 1536}  # of the vision models' tokens
 

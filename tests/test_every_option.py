@@ -223,6 +223,10 @@ TABLE: dict[str, tuple[Kind, str]] = {
             "threshold_mode": ", threshold_mode: recoverable",
         }.items()
     },
+    **{
+        f"train.methods.input_perturbation.{option}": (RUN, f"train.methods.input_perturbation={{{option}: {value}}}")
+        for option, value in (("strength", 0.2), ("decay_steps", 9))
+    },
     "train.methods.regularisation.target": (REFUSED, "train.methods.regularisation={}"),  # nor regularisation data
     "train.methods.regularisation.weight": (REFUSED, "train.methods.regularisation={weight: 2}"),
     **{
@@ -309,7 +313,9 @@ def options(section: type[Section] = Config, above: str = "") -> Iterator[str]:
 
 
 def test_the_table_names_every_option_and_no_other() -> None:
-    assert sorted(TABLE) == sorted(options())
+    named = [*options()]
+    assert sorted({*named} - TABLE.keys()) == [], "add rows that say what becomes of a change"
+    assert sorted(TABLE.keys() - {*named}) == [] and len(named) == len({*named})
 
 
 @pytest.mark.slow

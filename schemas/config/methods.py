@@ -135,6 +135,11 @@ class ScheduledSampling(Method):
     correction: UnitFloat = Field(1.0, description="share of the rollout's error that the target takes back")
 
 
+class InputPerturbation(Method):
+    strength: float = Field(0.1, gt=0, le=1, description="gamma: of further noise in the input, relative to the noise")
+    decay_steps: Steps | None = Field(None, description="over which strength falls linearly to 0; default: constant")
+
+
 class Regularisation(Method):
     needs: ClassVar[Mapping[str, str]] = {
         "regularisation": "Set is_regularisation_data of a dataset, and run `latentpress run`."
@@ -169,6 +174,7 @@ class Methods(Section):
     tread: Tread | None = None
     crepa: CREPA | None = None
     scheduled_sampling: ScheduledSampling | None = None
+    input_perturbation: InputPerturbation | None = None
     regularisation: Regularisation | None = Field(None, description="used where the set has regularisation data")
 
     @property

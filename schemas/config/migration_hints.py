@@ -91,6 +91,8 @@ HINTS = {
         )
     },
     "scheduled_sampling_sampler": "not needed: rollouts take Euler steps",
+    "input_perturbation_steps": "here train.methods.input_perturbation.decay_steps",
+    "ip_noise_gamma": "here train.methods.input_perturbation.strength",
     "prior_loss_weight": "here train.methods.regularisation.weight, with target: data",
     "caption_dropout_probability": "here train.caption_dropout",
     "validation_prompt": "here validation.prompts, a list with name and prompt",

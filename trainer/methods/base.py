@@ -4,7 +4,7 @@ A method is a file of this folder, a section of the configuration under train.me
 needs of a sample, and a row of METHODS in `trainer/methods/selection.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -42,11 +42,12 @@ class MethodStep:
     number: optimizer steps done before this one, of `steps`. model: the family's transformer. most_passes: of a number
     of forward passes the largest of all ranks where they share one model, and each has to take as many; else the number
     itself. Every rank calls it. shift: of the schedule of sigma. identities: (B,) text that determines a sample's
-    random numbers. noisy_BCTHW: the input. target_BCTHW: what the prediction is compared with. prediction_BCTHW: the
-    predicted velocity, None until the forward pass is done. weight_BTHW: the product of the methods' factors of the
-    squared errors, known to `Method.loss`. logged: see `log`. kept_tokens: index in `visual_blocks` -> the positions
-    (B, K) of the only tokens that this block computes, where a method drops the others. A forward hook on such a block,
-    registered with prepend=True, sees the K tokens.
+    random numbers. noisy_BCTHW: the input, in float32. Its first `family.clean_frames(task)` frames are given (i2v) and
+    replaced by those of the condition, which has no noise. target_BCTHW: what the prediction is compared with.
+    prediction_BCTHW: the predicted velocity, None until the forward pass is done. weight_BTHW: the product of the
+    methods' factors of the squared errors, known to `Method.loss`. logged: see `log`. kept_tokens: index in
+    `visual_blocks` -> the positions (B, K) of the only tokens that this block computes, where a method drops the
+    others. A forward hook on such a block, registered with prepend=True, sees the K tokens.
     """
 
     number: int
@@ -84,12 +85,19 @@ class MethodStep:
     def uniform(self, purpose: str, *shape: int) -> torch.Tensor:
         """(B, *shape) numbers in 0..1 on the CPU, the same for the same step, position and purpose on any number of
         ranks."""
-        generators = [torch.Generator().manual_seed(derive_seed(identity, purpose)) for identity in self.identities]
-        return torch.stack([torch.rand(shape, generator=generator) for generator in generators])
+        return torch.stack([torch.rand(shape, generator=generator) for generator in self._generators(purpose)])
+
+    def normal(self, purpose: str, *shape: int) -> torch.Tensor:
+        """As `uniform`, of the standard normal distribution."""
+        return torch.stack([torch.randn(shape, generator=generator) for generator in self._generators(purpose)])
+
+    def _generators(self, purpose: str) -> Iterator[torch.Generator]:
+        return (torch.Generator().manual_seed(derive_seed(identity, purpose)) for identity in self.identities)
 
 
 class Method:
-    """Does nothing; a method overrides what it needs. The tensors that it needs are named by its section."""
+    """Does nothing; a method overrides what it needs. The tensors that it needs are named by its section. Eval loss and
+    validation call nothing of it."""
 
     def setup(self, model: Any, family: FamilyModule, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Called once, before weights are loaded: MethodError where the method can't be used.
@@ -104,7 +112,7 @@ class Method:
 
     def prepare(self, step: MethodStep) -> None:
         """Replace input or target, perhaps by forward passes of `step.predict`. Methods are called in the order of
-        METHODS, all of them before the first `around`."""
+        METHODS, all of them before the first `around`. sigma_B stays as it is."""
 
     def around(self, step: MethodStep) -> AbstractContextManager[None]:
         """Entered before the forward pass and left after the backward pass, since gradient checkpointing computes

@@ -6,18 +6,21 @@ from typing import Any
 from schemas.config.methods import Method as Section
 from trainer.methods.base import Method
 from trainer.methods.crepa import CREPAMethod
+from trainer.methods.input_perturbation import InputPerturbationMethod
 from trainer.methods.masked_loss import MaskedLossMethod
 from trainer.methods.regularisation import RegularisationMethod
 from trainer.methods.scheduled_sampling import ScheduledSamplingMethod
 from trainer.methods.tread import TreadMethod
 
 #: Key of train.methods -> what makes the method from its section.
-#: In the order in which `prepare` is called: regularisation asks the base model about the input that is trained on.
+#: In the order in which `prepare` is called: scheduled sampling takes the input to be on the line between latents and
+#: noise, and regularisation asks the base model about the input that is trained on. What changes the input is between.
 METHODS: dict[str, Callable[[Any], Method]] = {
     "masked_loss": MaskedLossMethod,
     "tread": TreadMethod,
     "crepa": CREPAMethod,
     "scheduled_sampling": ScheduledSamplingMethod,
+    "input_perturbation": InputPerturbationMethod,
     "regularisation": RegularisationMethod,
 }
 

@@ -141,7 +141,7 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
     if case.startswith("tread"):  # it ends with the tapped block
         methods["tread"] = {"routes": [{**ROUTE, "end_layer_idx": index}]}
     if case == "rollout":
-        methods["scheduled_sampling"] = {"probability": 1.0}
+        methods |= {"scheduled_sampling": {"probability": 1.0}, "input_perturbation": {}}
     if case == "regularisation":
         methods["regularisation"] = {}
     config = make_config(kind, batch_size=2, methods=methods, adapter={"rank": 2})

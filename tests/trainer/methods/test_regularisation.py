@@ -14,6 +14,7 @@ from tests.trainer.methods.test_crepa import with_features
 from tests.trainer.runs import lines, move_adapter, on_two_ranks, prepared, train, trained_weights
 from trainer import train as loop
 from trainer.__main__ import run as program_run
+from trainer.methods.selection import METHODS
 
 ROLLOUT = {"scheduled_sampling": {"probability": 0.6, "max_step_offset": 2, "schedule_steps": 10}}
 ROUTE = {"tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 1}]}}
@@ -79,8 +80,8 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, m
     ],
 )
 def test_a_new_adapter_agrees_with_its_base(make_config, make_set, made, kind, settings) -> None:
-    """Also with a quantised one: with nothing else to learn, the loss is 0 and stays so."""
-    config = make_config(kind, steps=2, batch_size=2, **settings)
+    """Also with a quantised one, at a perturbed input: with nothing else to learn, the loss is 0 and stays so."""
+    config = make_config(kind, steps=2, batch_size=2, methods={"input_perturbation": {}}, **settings)
     make_set(config, *marked(made, config, every=1))
     train(config)
     assert lines(config).keys() == {1, 2} and max(lines(config).values()) < 1e-10
@@ -97,7 +98,7 @@ def test_the_base_model_computes_all_tokens(make_config, make_set, made) -> None
 
 @pytest.mark.slow
 def test_with_nabla_a_rollout_and_the_base_model_are_sparse_too(make_config, make_set, made, tmp_path) -> None:
-    config = make_config("t2v", steps=1, batch_size=2, methods=ROLLOUT)
+    config = make_config("t2v", steps=1, batch_size=2, methods={**ROLLOUT, "input_perturbation": {}})
     shutil.copytree(config.model.path, tmp_path / "nabla")
     shape = json.loads((tmp_path / "nabla/transformer/config.json").read_text())
     shape |= {"attention_type": "nabla", "attention_P": 0.2, "attention_wT": 3, "attention_wH": 1, "attention_wW": 1}
@@ -126,6 +127,7 @@ def test_with_a_rollout_it_trains_alike_however_memory_is_saved(make_config, mak
     }.items():
         torch.compiler.reset()
         methods = {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1, "schedule_steps": 10}}
+        methods |= {"input_perturbation": {}}
         config = make_config("t2i", name=name, steps=1, adapter={"rank": 2}, methods=methods, **options)
         make_set(config, *marked(made, config, every=1))
         run = prepared(config)
@@ -141,11 +143,14 @@ def test_with_a_rollout_it_trains_alike_however_memory_is_saved(make_config, mak
 def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_whole_one(
     make_config, make_set, made, tmp_path, strategy
 ) -> None:
+    methods = ROLLOUT | ROUTE | {"crepa": {"block_index": 1}, "masked_loss": {"unmasked_weight": 0.5}}
+    methods |= {"input_perturbation": {"decay_steps": 4}, "regularisation": {}}
+    assert methods.keys() == METHODS.keys()
     common = {
         "batch_size": 2,
         "caption_dropout": 0.3,
         "adapter": {"rank": 2},
-        "methods": ROLLOUT | ROUTE | {"crepa": {"block_index": 1}, "masked_loss": {"unmasked_weight": 0.5}},
+        "methods": methods,
         "checkpoint_every": 1,
     }
     alone = make_config("t2i", name="alone", accumulate=4, steps=2, **common)
