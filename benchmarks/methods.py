@@ -7,9 +7,8 @@ A random Kandinsky 5 Video and a random Sana transformer of `--blocks` blocks, o
 every turn each way runs once; ratios are of the same turn.
 
 tread: the first and the last block compute all tokens, those between them drop a share. crepa: of the second block,
-with features on the tokens' grid, as wide as those of the vision model.
-tread: the first and the last block compute all tokens, those between them drop a share. rollout: of one Euler step.
-regularisation data: the sample is some.
+with features on the tokens' grid, as wide as those of the vision model. rollout: of one Euler step. regularisation
+data: the sample is some.
 """
 
 import argparse
@@ -25,15 +24,17 @@ from benchmarks.common import make_parser, measure_by_turns, print_header, print
 from examples.tiny_models import make_model
 from schemas.catalogue import FAMILIES
 from schemas.config.methods import Methods
-from schemas.config.training import Adapter, Offload, Train
+from schemas.config.training import Offload, Train
 from schemas.family import Task
 from trainer import flow
+from trainer.attention import NATIVE, use_backend
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, module_of
 from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install_processors
 from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import make_methods
 from trainer.setup.attach import make_trainable
+from trainer.setup.compile import compile_blocks
 from trainer.setup.memory import reduce_memory
 from trainer.setup.wrap import Denoiser
 
@@ -58,8 +59,8 @@ WAYS: dict[str, dict[str, Any]] = {
 WIDTHS = {"crepa, dinov2_vits14": 384, "crepa, dinov2_vitg14": 1536}  # of the vision models' tokens
 
 
-def make_transformer(name: str, family: FamilyModule, options: argparse.Namespace) -> Any:
-    """With a LoRA and gradient checkpointing, as training has it."""
+def make_transformer(name: str, family: FamilyModule, options: argparse.Namespace, settings: Train) -> Any:
+    """With a LoRA, gradient checkpointing and what `settings` asks for, as training has it."""
     if name == "sana":
         heads = {"num_attention_heads": 4 * options.heads, "num_cross_attention_heads": 4 * options.heads}
         shape = heads | {"num_layers": options.blocks, "cross_attention_dim": 128 * options.heads}
@@ -70,8 +71,12 @@ def make_transformer(name: str, family: FamilyModule, options: argparse.Namespac
         model = Kandinsky5Transformer3DModel.from_config(stock.config)
         model.load_state_dict(stock.state_dict())
         install_processors(model)
-    make_trainable(model, family, Adapter(), "float32")
-    reduce_memory(model, family, Train(), torch.device("cpu"))
+    make_trainable(model, family, settings.adapter, settings.weight_precision)
+    if settings.attention_backend != NATIVE:
+        use_backend(model, family, settings.attention_backend)
+    if settings.compile == "blocks":
+        compile_blocks(family.blocks(model), settings.compile_backend, lambda line: None)
+    reduce_memory(model, family, settings, torch.device("cpu"))
     return model.train()
 
 
@@ -129,20 +134,25 @@ def backward(step: MethodStep, methods: list[Any]) -> None:
     sum((added for method in methods if (added := method.loss(step)) is not None), loss_B).sum().backward()
 
 
-def main() -> None:
-    parser = make_parser(__doc__, repeat=5)
+def make_shape_parser(description: str | None, heads: int, repeat: int) -> argparse.ArgumentParser:
+    """With the options of `make_transformer` and `make_step`, and the number of threads."""
+    parser = make_parser(description, repeat)
     parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=6, help="of 64 channels; of Sana four times as many of 32")
+    parser.add_argument("--heads", type=int, default=heads, help="of 64 channels; of Sana four times as many of 32")
     parser.add_argument("--frames", type=int, default=3)
     parser.add_argument("--rows", type=int, default=16, help="of tokens")
     parser.add_argument("--columns", type=int, default=24, help="of tokens")
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = make_shape_parser(__doc__, heads=6, repeat=5).parse_args()
     torch.set_num_threads(options.threads)
     print_header("transformer", "method", "step, processor s", "ratio to plain", "its range")
     for name in FAMILY_TASKS:
         family = module_of(FAMILIES[name])
-        model = make_transformer(name, family, options)
+        model = make_transformer(name, family, options, Train())
         ways = {}
         for way, settings in WAYS.items():
             width = WIDTHS.get(way, 1)

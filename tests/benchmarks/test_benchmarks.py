@@ -20,6 +20,7 @@ SMALL = {
     "ranks": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],
     "shard_write": ["--mib", "1", "--shards", "1", "--repeat", "1", "--captions", "2"],
+    "speed": ["--blocks", "2", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
     "tables": ["--rows", "1000", "--repeat", "1"],
     "training": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
     "vae_memory": ["--autoencoder", "flux"],
@@ -80,6 +81,17 @@ def test_what_methods_cost(measured) -> None:
     rows = [line.strip("| ").split(" | ") for line in measured("methods").splitlines() if line.startswith("| ")][1:]
     assert {row[0] for row in rows} == {"kandinsky5-video", "sana"} and rows[0][1] == "plain"
     assert all(float(row[3]) > 0 for row in rows)
+
+
+def test_what_options_of_speed_cost(measured, monkeypatch) -> None:
+    monkeypatch.setattr("benchmarks.speed.find_compiler", lambda: "eager")  # in a fraction of the time
+    monkeypatch.setattr("benchmarks.speed.FAMILY_TASKS", {"kandinsky5-video": "t2v"})
+    rows = [line.strip("| ").split(" | ") for line in measured("speed").splitlines() if line.startswith("| ")][1:]
+    found = [row[0] for row in rows]
+    assert [*dict.fromkeys(found)] == ["kandinsky5-video", "update of a LoRA", "update of all weights"]
+    names = [row[1] for row in rows if row[0] == found[0]]
+    assert names[0] == "defaults" and "attention _native_math" in names and "blocks compiled, eager" in names
+    assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
 
 
 def test_training_beside_a_bare_loop(measured) -> None:
