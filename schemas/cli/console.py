@@ -296,6 +296,8 @@ def run_program(
     from schemas.config.loading import load_config
 
     console = Console(json=options.json, complete=options.add_given_options)
+    if options.partition.source:
+        console.log(f"--shard {options.partition}, by {options.partition.source}")
     try:
         config = load_config(options.config, options.overrides)
         report = run(config, options, console, **(own or {}))

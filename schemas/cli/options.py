@@ -1,5 +1,6 @@
 """The options that every program takes, as typer types and as one value."""
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 
+from schemas.cli.job_array import find_task
 from schemas.config.encoding import Resources
 from schemas.config.pipeline import Config
 from schemas.config.section import DEVICE, MOST_PROCESSES
@@ -19,10 +21,11 @@ _COMMAND_PATTERN = re.compile(r"((^|(?<=`))latentpress [a-z][a-z-]*|(?<=: )laten
 
 
 class Partition(NamedTuple):
-    """This process's share of the work: number `number` (from 0) of `total`."""
+    """This process's share of the work: number `number` (from 0) of `total`. source: what `auto` read."""
 
     number: int = 0
     total: int = 1
+    source: str = ""
 
     def select(self, items: Sequence[T]) -> list[T]:
         """Every total-th item, from `number` on."""
@@ -36,7 +39,10 @@ NOT_PARTITIONED = Partition()
 
 
 def parse_partition(text: str | Partition) -> Partition:
-    """Read "i/n" with 0 <= i < n; anything else is wrong usage."""
+    """Read "i/n" with 0 <= i < n, or "auto" or "auto/n" by the job array's variables; anything else is wrong usage."""
+    if automatic := re.fullmatch(r"auto(?:/([0-9]{1,9}))?", str(text)):
+        task = find_task(os.environ, int(automatic[1]) if automatic[1] else None)
+        return Partition(task.number, task.total or 1, task.source)
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", str(text))
     if match is None or int(match[1]) >= int(match[2]):
         raise typer.BadParameter(f"{text!r} is not i/n with 0 <= i < n; three parts are 0/3, 1/3 and 2/3")
@@ -59,7 +65,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as on
 PartitionOption = Annotated[
     Partition,
     typer.Option(
-        "--shard", parser=parse_partition, show_default=False, metavar="I/N", help="Do only part I (from 0) of N."
+        "--shard",
+        parser=parse_partition,
+        show_default=False,
+        metavar="I/N",
+        help="Do only part I (from 0) of N. auto, auto/N: as this task of a job array (Slurm, Kubernetes, AWS Batch).",
     ),
 ]
 DeviceOption = Annotated[

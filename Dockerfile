@@ -1,0 +1,30 @@
+# One image for every stage and for training:
+#
+#   docker build -t latentpress .                                                       # CUDA (torch's wheels bring it)
+#   docker build -t latentpress:cpu --build-arg TORCH="torch==2.13.0 --index-url ADDRESS" .     # CPU
+#   docker build -t latentpress:media --build-arg TORCH= --build-arg EXTRAS=media .             # discover and bucket
+#
+# ADDRESS: what pytorch.org names for the wheels of the CPU, or of another CUDA.
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE}
+
+ARG TORCH=torch==2.13.0
+# media: discover, bucket. encode: the encoding stages, decode. train: training. s3: roots and media on object stores.
+ARG EXTRAS=media,encode,train,quant,optimizers,s3
+
+WORKDIR /opt/latentpress
+RUN python3 -m venv /opt/venv && if [ -n "${TORCH}" ]; then /opt/venv/bin/pip install --no-cache-dir ${TORCH}; fi
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY schemas schemas
+COPY cache cache
+COPY stages stages
+COPY trainer trainer
+RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt --editable ".[${EXTRAS}]" \
+    && /opt/venv/bin/python -m compileall -q schemas cache stages trainer \
+    && useradd --uid 1000 --create-home latentpress && install -d -o latentpress /work
+ENV PATH=/opt/venv/bin:$PATH
+
+USER latentpress
+WORKDIR /work
+ENTRYPOINT ["latentpress"]
+CMD ["--help"]
