@@ -1,13 +1,14 @@
 """From shards to tensors: the only place where numpy becomes torch.
 
 Noise, the choice of sigma and the draw from a stored posterior are functions of (seed, step, position in the global
-batch), so a resumed run, or one on another number of ranks, gets the same.
+batch), so a resumed run, or one on another number of ranks, gets the same. On a CPU the thread that reads ahead draws
+them, on other devices the step does, so that nothing of them is copied and no thread computes them.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -15,11 +16,11 @@ import torch
 
 from cache.schedule import BatchSchedule, MicroBatchRows, choose_captions, draw_caption_dropout
 from cache.tensors import Array
-from cache.trainset import Sample, SetError, TrainSet
+from cache.trainset import Sample, TrainSet
 from schemas.catalogue import FAMILIES
 from schemas.family import Family
-from schemas.identity import derive_seed
 from trainer.batch import Batch, pad_text, stack
+from trainer.noise import draw_latents, seeded_noise, seeded_uniform
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
@@ -31,14 +32,25 @@ PREFETCH_STEPS = 2  # steps read ahead
 class MicroBatch:
     """One forward pass on one rank.
 
-    noise_BCTHW: standard normal, float32. uniform_B: in 0..1, float32, by which sigma is chosen. identities: (B,) text
-    that is unique to a position of a step's global batch, for further random numbers.
+    batch: with latents as they are stored, perhaps as moments, where there is no noise yet. identities: (B,) text that
+    is unique to a position of a step's global batch, and determines random numbers. uniform_B: in 0..1, float32, on the
+    CPU, by which sigma is chosen. noise_BCTHW: standard normal, float32.
     """
 
     batch: Batch
-    noise_BCTHW: torch.Tensor
-    uniform_B: torch.Tensor
     identities: list[str]
+    uniform_B: torch.Tensor
+    noise_BCTHW: torch.Tensor | None = None
+
+    def draw(self, device: torch.device | str, family: Family) -> "MicroBatch":
+        """On the device in float32, with latents drawn from moments and with noise. Both are computed there, unless
+        they were before."""
+        batch = self.batch.to(device, torch.float32)
+        if self.noise_BCTHW is not None:
+            return replace(self, batch=batch, noise_BCTHW=self.noise_BCTHW.to(device))
+        batch = draw_latents(batch, family, [f"{one}/{id}" for one, id in zip(self.identities, batch.ids, strict=True)])
+        noise_BCTHW = seeded_noise(self.identities, "noise", batch.latents_BCTHW.shape[1:], device)
+        return replace(self, batch=batch, noise_BCTHW=noise_BCTHW)
 
 
 @dataclass(frozen=True)
@@ -58,44 +70,14 @@ def to_tensor(array: Array) -> torch.Tensor:
     return copied.view(torch.bfloat16) if array.dtype == "bfloat16" else copied
 
 
-def seeded_noise(identity: str, purpose: str, shape: Sequence[int]) -> torch.Tensor:
-    """Standard normal noise, a function of its arguments: float32, on the CPU."""
-    generator = torch.Generator().manual_seed(derive_seed(identity, purpose))
-    return torch.randn(tuple(shape), generator=generator)
-
-
-def sample_latents(stored_CTHW: torch.Tensor, family: Family, identity: str) -> torch.Tensor:
-    """float32 latents (C, T, h, w) from stored ones, or from moments, of twice the channels; else SetError.
-
-    Moments are mean and log-variance in model space, joined along the channels; the latent is mean + exp(logvar / 2) *
-    noise, with standard normal noise that `identity` determines, the same on every device.
-    """
-    stored, channels = stored_CTHW.float(), family.latent_channels
-    if len(stored) == channels:
-        return stored
-    if len(stored) != 2 * channels or not family.posterior:
-        raise SetError(
-            f"a stored latent has {len(stored)} channels; {family.name} has {channels}"
-            + (f", or {2 * channels} with the log-variance" if family.posterior else ""),
-            "Its shard was made for another model: run `latentpress encode-latents` and `latentpress index`.",
-        )
-    mean, logvar = stored.chunk(2)
-    return mean + (logvar / 2).exp() * seeded_noise(identity, "posterior", mean.shape)
-
-
-def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Sequence[str]) -> Batch:
-    """Samples of one bucket as a float32 batch on the CPU; text is padded with zeros to the longest.
-
-    draws: of each sample, the identity that seeds the draw from its posterior where the shard has moments.
-    """
+def collate(samples: Sequence[Sample], bucket: str) -> Batch:
+    """Samples of one bucket as a float32 batch on the CPU, with moments as they are stored (`draw_latents`); text is
+    padded with zeros to the longest."""
     columns = []
-    for sample, draw in zip(samples, draws, strict=True):
+    for sample in samples:
         tensors = {name: to_tensor(array) for name, array in sample.tensors.items()}
         if sample.regularisation:
             tensors["regularisation"] = torch.tensor(True)
-        for name, identity in (("latent", draw), ("condition", f"{draw}/condition")):
-            if name in tensors:
-                tensors[name] = sample_latents(tensors[name], family, identity)
         tensors |= {f"text.{name}": to_tensor(array) for name, array in sample.text.items() if name != "embeds"}
         columns.append({name: it.float() if it.is_floating_point() else it for name, it in tensors.items()})
     ids = [sample.id for sample in samples]
@@ -105,19 +87,13 @@ def collate(samples: Sequence[Sample], bucket: str, family: Family, draws: Seque
     return Batch(latent, condition, text, mask, pooled, ids, bucket, extras)
 
 
-def draw_noise(identities: Sequence[str], shape_CTHW: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(noise_BCTHW, uniform_B): standard normal noise and a number in 0..1 of each identity."""
-    noises, uniforms = [], []
-    for identity in identities:
-        generator = torch.Generator().manual_seed(derive_seed(identity, "noise"))
-        uniforms.append(torch.rand((), generator=generator))
-        noises.append(torch.randn(tuple(shape_CTHW), generator=generator))
-    return torch.stack(noises), torch.stack(uniforms)
-
-
 @dataclass(frozen=True)
 class BatchLoader:
-    """Reads the steps of one rank. low_discrepancy: of the choice of sigma, `spread_uniform`."""
+    """Reads the steps of one rank.
+
+    low_discrepancy: of the choice of sigma, `spread_uniform`. draw_noise: while reading, on the CPU; else
+    `MicroBatch.draw` is left to the step.
+    """
 
     data: TrainSet
     schedule: BatchSchedule
@@ -125,6 +101,7 @@ class BatchLoader:
     rank: int = 0
     world: int = 1
     low_discrepancy: bool = False
+    draw_noise: bool = True
 
     @property
     def family(self) -> Family:
@@ -145,12 +122,11 @@ class BatchLoader:
             for row, caption, drop in zip(rows, captions, dropped, strict=True)
         ]
         identities = [f"{seed}/{step}/{int(position)}" for position in drawn.positions]
-        draws = [f"{identity}/{it.id}" for identity, it in zip(identities, samples, strict=True)]
-        batch = collate(samples, drawn.bucket, self.family, draws)
-        noise, uniform = draw_noise(identities, batch.latents_BCTHW.shape[1:])
+        uniform = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
             uniform = spread_uniform(seed, step, drawn.positions, self.schedule.global_batch)
-        return MicroBatch(batch, noise, uniform, identities)
+        read = MicroBatch(collate(samples, drawn.bucket), identities, uniform)
+        return read.draw("cpu", self.family) if self.draw_noise else read
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by a thread."""

@@ -45,6 +45,7 @@ HINTS = {
     "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
     "transformer": "Set model.path, model.flavour or model.revision back.",
 }
+HINTS["random numbers"] = "Continue with the release that began the run, whose noise was another."
 HINTS["base weights"] = HINTS["transformer"]
 HINTS["initial adapter"] = "Set train.adapter.init back, or its file."
 #: Hashes in the signature -> the message in place of their values.

@@ -32,6 +32,8 @@ QUANTISATION_LIBRARIES = {
     "fp8-torchao": "torchao",
     "nf4-bnb": "bitsandbytes",
 }
+#: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
+RANDOM_NUMBERS = "philox4x64-10"
 
 
 class RunError(LatentpressError):
@@ -47,6 +49,7 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "family": config.model.family,
         "task": config.model.task,
         "seed": schedule.seed,
+        "random numbers": RANDOM_NUMBERS,
         "batch size": schedule.batch_size,
         "global batch": schedule.global_batch,
         "caption_dropout": config.train.caption_dropout,

@@ -19,6 +19,7 @@ from schemas.config.pipeline import Config
 from schemas.config.training import AdapterFormat, Train
 from schemas.identity import derive_seed
 from trainer import checkpoint, flow, losses, metrics, progress, resume, run_state, validation
+from trainer.batch import to_device
 from trainer.best_step import best_checkpoint
 from trainer.data import MicroBatch, StepBatches
 from trainer.failure_messages import explain_failures
@@ -189,8 +190,10 @@ def backward(
 def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodStep:
     """The micro-batch on the device, noised."""
     config, device = run.config, run.accelerator.device
-    batch = micro_batch.batch.to(device, torch.float32)
-    shift = run_state.train_shift(config, batch.bucket)
+    drawn = micro_batch.draw(device, config.model.family_spec)
+    assert drawn.noise_BCTHW is not None
+    shift = run_state.train_shift(config, drawn.batch.bucket)
+    sigma_B = sample_sigma(micro_batch.uniform_B, config.train.timesteps, shift)
     return MethodStep(
         number=number,
         steps=config.train.steps,
@@ -199,9 +202,9 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
         task=config.model.task,
         predict=run.predict,
         most_passes=run.most_passes,
-        batch=batch,
-        noise_BCTHW=micro_batch.noise_BCTHW.to(device),
-        sigma_B=sample_sigma(micro_batch.uniform_B, config.train.timesteps, shift).to(device),
+        batch=drawn.batch,
+        noise_BCTHW=drawn.noise_BCTHW,
+        sigma_B=to_device(sigma_B, device),
         shift=shift,
         identities=micro_batch.identities,
     )

@@ -24,8 +24,9 @@ from trainer import flow
 from trainer.attention import validation_backend
 from trainer.batch import Batch
 from trainer.checkpoint import write_tensors
-from trainer.data import collate, seeded_noise
+from trainer.data import collate
 from trainer.families.base import FamilyModule
+from trainer.noise import draw_latents, seeded_noise
 from trainer.sampling import denoise, load_scheduler
 
 #: (noisy_BCTHW, sigma_B, batch) -> velocity_BCTHW
@@ -59,9 +60,9 @@ def compute_eval_loss(
         for first in range(0, len(settings.eval_sigmas), batch_size):
             sigmas = settings.eval_sigmas[first : first + batch_size]
             draws = [f"{settings.seed}/{sample.id}/eval"] * len(sigmas)
-            batch = collate([sample] * len(sigmas), "", family, draws).to(device, torch.float32)
-            noise = seeded_noise(f"{settings.seed}/{sample.id}", "eval", batch.latents_BCTHW.shape[1:])
-            noise_BCTHW = noise.to(device).expand_as(batch.latents_BCTHW)
+            batch = draw_latents(collate([sample] * len(sigmas), "").to(device, torch.float32), family, draws)
+            noise = seeded_noise([f"{settings.seed}/{sample.id}"], "eval", batch.latents_BCTHW.shape[1:], device)
+            noise_BCTHW = noise.expand_as(batch.latents_BCTHW)
             sigma_B = torch.tensor(sigmas, device=device)
             noisy = flow.interpolate(batch.latents_BCTHW, noise_BCTHW, sigma_B)
             target = flow.velocity(batch.latents_BCTHW, noise_BCTHW)
@@ -115,12 +116,14 @@ def write_validation_latents(
         prompt = prompts[min(number, len(prompts) - 1)]
         grid_THW = Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
         shape = (spec.latent_channels, *grid_THW)
-        noise_BCTHW = seeded_noise(f"{settings.seed}/{prompt.name}", "validation", shape)[None]
+        noise_BCTHW = seeded_noise([f"{settings.seed}/{prompt.name}"], "validation", shape, device)
         tensors = {"latent": Array.from_numpy(np.zeros(shape, np.float32))}
         tensors |= {} if prompt.condition is None else {"condition": prompt.condition}
-        draw = f"{settings.seed}/{prompt.name}/validation"
+        draw = [f"{settings.seed}/{prompt.name}/validation"]
         batch, negative = (
-            collate([Sample(prompt.name, tensors, text)], prompt.bucket, spec, [draw]).to(device, torch.float32)
+            draw_latents(
+                collate([Sample(prompt.name, tensors, text)], prompt.bucket).to(device, torch.float32), spec, draw
+            )
             for text in (prompt.text, prompt.negative)
         )
         precision = torch.autocast(device.type, autocast, enabled=autocast is not None)

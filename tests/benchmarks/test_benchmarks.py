@@ -15,6 +15,7 @@ SMALL = {
     "discover": ["--images", "6", "--videos", "2", "--tree", "40", "--entries", "300", "--repeat", "1"],
     "buckets": [],
     "methods": ["--blocks", "3", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
+    "noise": ["--repeat", "1", "--shape", "4,1,8,8"],
     "planning": ["--items", "2000"],
     "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
     "ranks": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
@@ -100,6 +101,11 @@ def test_training_beside_a_bare_loop(measured) -> None:
     names += ["step of two micro-batches, processor s", "peak memory, MiB", "start, s", "start, processor s"]
     assert [row[0] for row in rows[1:]] == names
     assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:4])
+
+
+def test_noise_beside_that_of_torch(measured) -> None:
+    rows = [line.strip("| ").split(" | ") for line in measured("noise").splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[1:]] == ["(4, 1, 8, 8)"] and all(float(cell) > 0 for cell in rows[1][1:])
 
 
 def test_training_in_two_processes(measured) -> None:

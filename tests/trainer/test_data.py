@@ -16,7 +16,7 @@ from cache.set_lookup import open_set
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import TrainSet
-from trainer.data import BatchLoader, draw_noise, prefetch, to_tensor
+from trainer.data import BatchLoader, prefetch, to_tensor
 
 
 def opened(config) -> TrainSet:
@@ -142,15 +142,6 @@ def test_ranks_share_the_micro_batches_of_a_step(make_config, make_set) -> None:
         assert {each.buckets == whole.buckets for each in ranks} == {True} and sum(whole.buckets.values()) == 4
     uniform = torch.cat([part.uniform_B for part in whole.micro_batches])
     assert sorted((uniform * 8).long().tolist()) == list(range(8)), "one draw in each eighth of the last step"
-
-
-def test_draws_are_standard_and_differ_by_identity() -> None:
-    noise, uniform = draw_noise([f"0/5/{position}" for position in range(400)], (4, 1, 4, 4))
-    assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
-    assert abs(uniform.mean() - 0.5) < 0.05 and uniform.min() >= 0 and uniform.max() < 1
-    others = [draw_noise([f"{name}/0", f"{name}/1"], (4,)) for name in ("1/5", "0/6", "2/5")]
-    first = draw_noise(["0/5/0", "0/5/1"], (4,))
-    assert not any(torch.equal(first[0], other[0]) or torch.equal(first[1], other[1]) for other in others)
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ from schemas.cli.console import Console
 from trainer import metrics
 from trainer import train as loop
 from trainer.batch import Batch
-from trainer.data import BatchLoader, collate, seeded_noise
+from trainer.data import BatchLoader, collate
 from trainer.families import kandinsky5, sana
+from trainer.noise import seeded_noise
 from trainer.sampling import SHIFT_KEYS
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
@@ -97,8 +98,8 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
     for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []
         for row in (len(data) // 4, 3 * len(data) // 4):
-            batch = collate([data.sample(row)], "", config.model.family_spec, [""])
-            noise = seeded_noise(f"3/{batch.ids[0]}", "eval", batch.latents_BCTHW.shape[1:])[None]
+            batch = collate([data.sample(row)], "")
+            noise = seeded_noise([f"3/{batch.ids[0]}"], "eval", batch.latents_BCTHW.shape[1:])
             losses.append(defined_loss(config, batch, noise, torch.tensor([sigma])))
         assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
 
@@ -173,12 +174,11 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     else:
         pipe.load_lora_weights(run / "adapter")
     latent = load_file(run / "validation" / "step-000002" / "one.safetensors")["latent"]
-    noise = seeded_noise("7/one", "validation", tuple(latent.shape))[None]
+    noise = seeded_noise(["7/one"], "validation", latent.shape)
     sample = data.sample(0)
     given = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
     batch, negative = (
-        collate([type(sample)("one", given, text)], prompt.bucket, config.model.family_spec, [""])
-        for text in (prompt.text, prompt.negative)
+        collate([type(sample)("one", given, text)], prompt.bucket) for text in (prompt.text, prompt.negative)
     )
     wanted = sampled(config, pipe, batch, negative, noise)[0]
     assert (load_file(run / "validation" / "step-000000" / "one.safetensors")["latent"] - latent).abs().max() > 1e-3

@@ -354,6 +354,14 @@ def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> 
     ):
         with pytest.raises(ResumeError, match=said):
             train(make_config("t2i", steps=3, **change))
+    for path in Path(config.output).glob(
+        "run/checkpoints/*/state.json"
+    ):  # as before the generator of noise was another
+        state = json.loads(path.read_text())
+        del state["terms"]["random numbers"]
+        path.write_text(json.dumps(state))
+    with pytest.raises(ResumeError, match='random numbers: default in the checkpoint, "philox4x64-10" now'):
+        train(longer)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ A method is a file of this folder, a section of the configuration under train.me
 needs of a sample, and a row of METHODS in `trainer/methods/selection.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,10 +13,10 @@ import torch
 
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Task
-from schemas.identity import derive_seed
 from trainer import flow
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, TokenGrid
+from trainer.noise import seeded_noise, seeded_uniform
 
 
 class MethodError(LatentpressError):
@@ -85,14 +85,11 @@ class MethodStep:
     def uniform(self, purpose: str, *shape: int) -> torch.Tensor:
         """(B, *shape) numbers in 0..1 on the CPU, the same for the same step, position and purpose on any number of
         ranks."""
-        return torch.stack([torch.rand(shape, generator=generator) for generator in self._generators(purpose)])
+        return seeded_uniform(self.identities, purpose, shape)
 
     def normal(self, purpose: str, *shape: int) -> torch.Tensor:
-        """As `uniform`, of the standard normal distribution."""
-        return torch.stack([torch.randn(shape, generator=generator) for generator in self._generators(purpose)])
-
-    def _generators(self, purpose: str) -> Iterator[torch.Generator]:
-        return (torch.Generator().manual_seed(derive_seed(identity, purpose)) for identity in self.identities)
+        """As `uniform`, of the standard normal distribution, on the device of the step's noise."""
+        return seeded_noise(self.identities, purpose, shape, self.noise_BCTHW.device)
 
 
 class Method:

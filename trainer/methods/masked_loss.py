@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from schemas.config.methods import MaskedLoss
+from trainer.batch import to_device
 from trainer.flow import loss_per_sample
 from trainer.methods.base import Method, MethodStep
 
@@ -34,7 +35,7 @@ class MaskedLossMethod(Method):
         mask_BTHW = step.batch.extras.get("mask")
         if mask_BTHW is None or not self.settings.unmasked_probability:
             return mask_BTHW
-        everywhere_B = step.uniform("unmasked").to(mask_BTHW.device) < self.settings.unmasked_probability
+        everywhere_B = to_device(step.uniform("unmasked"), mask_BTHW.device) < self.settings.unmasked_probability
         return torch.where(everywhere_B[:, None, None, None], 1.0, mask_BTHW)
 
     @contextmanager

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import Route, Tread
+from trainer.batch import to_device
 from trainer.families.base import TokenGrid, components
 from trainer.families.tokens import KeptTokens
 from trainer.methods.base import Method, MethodStep
@@ -61,7 +62,7 @@ class TreadMethod(Method):
         size, device = grid.square**2, step.batch.latents_BCTHW.device
         squares, given = grid.tokens // size, 0 if self.settings.drop_first_frame else given_squares(step, grid)
         dropped = int(route.selection_ratio * (squares - given))
-        scores_BS = step.uniform(purpose, squares).to(device)  # the lowest are dropped, never one of 1 or more
+        scores_BS = to_device(step.uniform(purpose, squares), device)  # the lowest are dropped, never one of 1 or more
         scores_BS[:, :given] += 1
         mask_BTHW = step.batch.extras.get("mask")
         if mask_BTHW is not None and self.settings.keep_masked:

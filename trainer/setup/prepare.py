@@ -120,7 +120,15 @@ def prepare_training(
     check_offload(settings.offload, accelerator.device, ranks)
     check_compile(settings)
     sharded = uses_sharding(settings.parallel, ranks)
-    loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, settings.timesteps.low_discrepancy)
+    loader = BatchLoader(
+        data,
+        schedule,
+        settings.caption_dropout,
+        rank,
+        ranks,
+        settings.timesteps.low_discrepancy,
+        draw_noise=accelerator.device.type == "cpu",
+    )
     family = module_of(config.model.family_spec)
     check_optimizer(config, accelerator.device, sharded)
     check_setup(config, family, accelerator.device, ranks)

@@ -182,7 +182,7 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
     for name, one, other in zip(run.trainable, ours, theirs, strict=True):
         assert (one is None) == (other is None), name
         if one is not None:
-            assert (one - other).norm() <= 1e-4 * other.norm().clamp(min=1e-3), name
+            assert (one - other).norm() <= 1e-3 * other.norm().clamp(min=1e-3), name
             reached += bool(other.norm() > 0)
     assert reached >= 6, "the adapters of the tapped block, and the projection"
 

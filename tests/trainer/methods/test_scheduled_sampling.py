@@ -18,8 +18,7 @@ from trainer.methods.scheduled_sampling import ScheduledSamplingMethod
 
 
 def draw(identity: str, purpose: str) -> float:
-    generator = torch.Generator().manual_seed(derive_seed(identity, purpose))
-    return torch.rand((), generator=generator).item()
+    return int(np.random.Philox(key=derive_seed(identity, purpose)).random_raw() >> 40) / 2**24
 
 
 @torch.no_grad()

@@ -116,8 +116,7 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
 def kept_by_hand(identity: str, route: int, groups: int, given: int, must: set[int], fewest: int) -> list[int]:
     """The groups that are kept: the lowest draws are dropped, but those that must stay."""
     ratio = ROUTES[route]["selection_ratio"]
-    generator = torch.Generator().manual_seed(derive_seed(identity, f"tread {route}"))
-    draws = torch.rand(groups, generator=generator).tolist()
+    draws = (np.random.Philox(key=derive_seed(identity, f"tread {route}")).random_raw(groups) >> 40).tolist()
     free = sorted((draw, number) for number, draw in enumerate(draws) if number >= given and number not in must)
     dropped = {number for _, number in free[: min(int(ratio * (groups - given)), fewest)]}
     return [number for number in range(groups) if number not in dropped]

@@ -1,0 +1,61 @@
+"""Noise of the trainer beside torch.randn, which gives a CPU and a GPU different numbers.
+
+    python -m benchmarks.noise [--repeat 15] [--device cuda] [--shape 16,1,128,128]
+
+A micro-batch of 4 samples of each shape; on one CPU thread, as the thread that reads ahead computes it. torch: a
+generator of each sample with its own seed. philox: `trainer/noise.py`. torch operations: the way that it goes on other
+devices, which no CPU takes. Medians of milliseconds, and how many times as long as torch.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from benchmarks import device_usage
+from benchmarks.common import make_parser, measure_by_turns, print_header, print_row
+from schemas.identity import derive_seed
+from trainer.noise import compute_words, seeded_noise
+
+SHAPES = ((16, 1, 128, 128), (32, 1, 32, 32), (16, 16, 64, 96))  # Image Lite and Sana at 1024x1024, a clip of 61 frames
+NAMES = tuple(f"0/0/{position}" for position in range(4))
+
+
+def torch_noise(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    generators = [torch.Generator(device).manual_seed(derive_seed(name, "noise")) for name in NAMES]
+    return torch.stack([torch.randn(*shape, generator=generator, device=device) for generator in generators])
+
+
+def words_by_torch(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    key_B = torch.tensor([derive_seed(name, "noise") for name in NAMES], device=device)
+    return compute_words(key_B, slice(0, math.prod(shape) // 2))
+
+
+def print_table(shapes: Sequence[Sequence[int]], device: torch.device, repeat: int) -> None:
+    ways: dict[str, Callable[..., torch.Tensor]] = {
+        "torch": torch_noise,
+        "philox": lambda shape, device: seeded_noise(NAMES, "noise", shape, device),
+        "its words by torch operations": words_by_torch,
+    }
+    print_header("shape of a sample", *(f"{way}, ms" for way in ways), "philox / torch")
+    for shape in shapes:
+        calls = {way: partial(compute, shape, device) for way, compute in ways.items()}
+        timed = {way: partial(device_usage.time_call, call, device) for way, call in calls.items()}
+        found = {way: 1000 * statistics.median(it) for way, it in measure_by_turns(timed, repeat, 1).items()}
+        print_row(shape, *(f"{value:.3g}" for value in found.values()), f"{found['philox'] / found['torch']:.2f}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeat=15)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", help="of one sample, as 16,1,128,128; default: those of three flavours")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    shapes = (tuple(map(int, options.shape.split(","))),) if options.shape else SHAPES
+    print_table(shapes, torch.device(options.device), options.repeat)
+
+
+if __name__ == "__main__":
+    main()

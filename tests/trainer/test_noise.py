@@ -1,0 +1,138 @@
+"""Noise against the generator's published answers, numpy's and numbers computed one by one, and its distribution."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from schemas.identity import derive_seed
+from trainer.noise import CPU_PART, compute_words, philox, seeded_noise, seeded_uniform
+
+#: Random123's tests/kat_vectors, "philox4x64 10": counter and key, and the words.
+KNOWN_ANSWERS = """
+0000000000000000 0000000000000000 0000000000000000 0000000000000000 0000000000000000 0000000000000000
+16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b
+ffffffffffffffff ffffffffffffffff ffffffffffffffff ffffffffffffffff ffffffffffffffff ffffffffffffffff
+87b092c3013fe90b 438c3c67be8d0224 9cc7d7c69cd777b6 a09caebf594f0ba0
+243f6a8885a308d3 13198a2e03707344 a4093822299f31d0 082efa98ec4e6c89 452821e638d01377 be5466cf34e90c6c
+a528f45403e61d95 38c72dbd566e9788 a5a1610e72fd18b5 57bd43b5e52b7fe6
+"""
+
+
+def bits(words) -> torch.Tensor:
+    return torch.from_numpy(np.array(words, np.uint64).view(np.int64))
+
+
+def names(count: int, step: int = 5) -> list[str]:
+    return [f"0/{step}/{position}" for position in range(count)]
+
+
+def test_the_generator_gives_the_known_answers() -> None:
+    given = [bits([int(word, 16) for word in line.split()]) for line in KNOWN_ANSWERS.split("\n") if line]
+    for numbers, words in zip(given[::2], given[1::2], strict=True):
+        assert torch.equal(philox(numbers[:4], numbers[4:]), words)
+    numbers, words = torch.stack(given[::2], 1), torch.stack(given[1::2], 1)
+    assert torch.equal(philox(numbers[:4], numbers[4:]), words), "all at once"
+
+
+def test_the_generator_gives_numpys_words() -> None:
+    """For random counters and keys, and those whose halves carry."""
+    rng = np.random.default_rng(0)
+    edges = np.array([0, 1, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1], np.uint64)
+    numbers = np.concatenate([rng.choice(edges, (6, 200)), rng.integers(0, 2**64, (6, 100), np.uint64)], 1)
+    words = philox(bits(numbers[:4]), bits(numbers[4:]))
+    for number, column in enumerate(numbers.T.tolist()):
+        counter, key = (sum(word << 64 * place for place, word in enumerate(it)) for it in (column[:4], column[4:]))
+        stream = np.random.Philox(counter=(counter - 1) % 2**256, key=key)  # it counts before it computes
+        assert torch.equal(words[:, number], bits(stream.random_raw(4)))
+
+
+@pytest.mark.parametrize("places", [slice(0, 1), slice(0, 8), slice(4, 9), slice(4096, 6000)])
+def test_words_of_other_devices_are_those_of_the_cpu(places) -> None:
+    seeds = [derive_seed(name, "noise") for name in names(3)]
+    expected = [bits(np.random.Philox(key=seed).random_raw(places.stop))[places] for seed in seeds]
+    assert torch.equal(compute_words(torch.tensor(seeds), places), torch.stack(expected))
+
+
+def test_noise_is_the_definition() -> None:
+    """Word by word: pairs of a radius and an angle of 32 bits each, rounded to float32 once; and uniform numbers."""
+    shape = (3, 5, 7)
+    noise, uniform = (draw(names(2), "here", shape) for draw in (seeded_noise, seeded_uniform))
+    assert noise.shape == uniform.shape == (2, *shape) and noise.dtype == uniform.dtype == torch.float32
+    for row, name in enumerate(names(2)):
+        words = np.random.Philox(key=derive_seed(name, "here")).random_raw(105).tolist()
+        expected = []
+        for word in words[:53]:
+            radius = math.sqrt(-2 * math.log(((word >> 32) + 0.5) / 2**32))
+            angle = 2 * math.pi * (word & 0xFFFFFFFF) / 2**32
+            expected += [radius * math.cos(angle), radius * math.sin(angle)]
+        torch.testing.assert_close(noise[row].flatten(), torch.tensor(expected[:105]), rtol=1.2e-7, atol=0)
+        assert uniform[row].flatten().tolist() == [(word >> 40) / 2**24 for word in words]
+
+
+def test_a_number_depends_on_identity_purpose_and_place_alone() -> None:
+    """Not on batch mates, shape, parts, threads or torch's seed; nor do they move torch's generator."""
+    before, long = torch.get_rng_state(), (3, CPU_PART - 1)  # some parts, the last one cut
+    whole = seeded_noise(names(3), "noise", long)
+    assert torch.equal(whole[[2, 0]], seeded_noise([names(3)[2], names(3)[0]], "noise", long))
+    for shape in ((1,), (7,), (2, CPU_PART), (2 * CPU_PART + 1,)):
+        part = seeded_noise(names(3), "noise", shape)
+        assert torch.equal(part.flatten(1), whole.flatten(1)[:, : math.prod(shape)])
+    with ThreadPoolExecutor(3) as pool:
+        assert all(
+            torch.equal(whole, other) for other in pool.map(lambda _: seeded_noise(names(3), "noise", long), range(6))
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    assert torch.equal(whole, seeded_noise(names(3), "noise", long))
+    torch.set_num_threads(threads)
+    assert torch.equal(before, torch.get_rng_state())
+    others = [seeded_noise(given, *purpose, (9,)) for given, *purpose in ((names(3), "n"), (names(3, 6), "noise"))]
+    assert not any((whole.flatten(1)[:, :9] == other).any() for other in others)
+    uniform = seeded_uniform(names(3), "sigma", long)
+    assert torch.equal(uniform[:, 0, 0], seeded_uniform(names(3), "sigma")) and uniform.max() < 1
+
+
+def test_noise_is_standard_normal() -> None:
+    """Of a million numbers: moments, the whole distribution, tails, both numbers of a pair, each within 5 standard
+    errors."""
+    noise = seeded_noise(names(16), "noise", (1 << 16,)).double()
+    count = noise.numel()
+    for power, expected, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
+        assert abs(noise.pow(power).mean() - expected) < 5 * math.sqrt(spread / count), power
+    ordered = noise.flatten().sort().values
+    ranks = torch.arange(1, count + 1) / count
+    distance = (torch.special.ndtr(ordered) - ranks).abs().max() * math.sqrt(count)
+    assert stats.kstwobign.sf(float(distance)) > 1e-4
+    for least in (3.0, 4.0):
+        expected = count * 2 * stats.norm.sf(least)
+        assert abs(int((noise.abs() > least).sum()) - expected) < 5 * math.sqrt(expected), least
+    assert 4.5 < noise.abs().max() < 6.8
+    for half in (noise[:, 0::2], noise[:, 1::2]):
+        assert abs(half.square().mean() - 1) < 5 * math.sqrt(2 / half.numel())
+
+
+def test_numbers_side_by_side_are_independent() -> None:
+    """Neighbours in a sample, at the distances of pairs, blocks and rows, and in samples whose names differ by a digit:
+    neither they nor their squares are correlated."""
+    noise = seeded_noise(names(32), "noise", (3 << 14,)).double()
+    steps = torch.cat([seeded_noise(["0/5/0"], "noise", (1 << 16,)), seeded_noise(["0/6/0"], "noise", (1 << 16,))])
+    purposes = torch.cat([seeded_noise(["0/5/0"], it, (1 << 16,)) for it in ("noise", "posterior")])
+    pairs = [(noise[:, :-apart], noise[:, apart:]) for apart in (1, 2, 3, 4, 7, 8, 16, 96, 1024, CPU_PART)]
+    pairs += [
+        (noise[:-1], noise[1:]),
+        (noise[:16], noise[16:]),
+        *((it[0].double(), it[1].double()) for it in (steps, purposes)),
+    ]
+    for one, other in pairs:
+        for first, second in ((one, other), ((one.square() - 1) / 2**0.5, (other.square() - 1) / 2**0.5)):
+            assert abs((first * second).mean()) < 5 / math.sqrt(first.numel())
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    drawn = seeded_uniform(names(400), "sigma", (100,)).flatten()
+    assert stats.kstest(drawn.double().numpy(), "uniform", method="asymp").pvalue > 1e-3
+    assert torch.equal(drawn, (drawn * 2**24).round() / 2**24)
