@@ -59,7 +59,8 @@ def write_head(facts: Mapping[str, str]) -> str:
             facts["details"],
             "",
             "Of a step: peak GiB is `torch.cuda.max_memory_allocated`, reserved what torch's allocator took, predicted "
-            "what `latentpress train --dry-run` says. Of the peak: arithmetic of the forward and the backward pass, "
+            "what `latentpress train --dry-run` says. Of the first's: seconds for a sample, as a ratio to the first "
+            "measured row of the same bucket. Of the peak: arithmetic of the forward and the backward pass, "
             "without what is computed again, in relation to a product of large bfloat16 matrices. Idle: share of the "
             "time in which no kernel and no copy ran.",
         ]

@@ -39,9 +39,11 @@ from trainer.train import train_step
 
 GIB = 2**30
 TIMED_STEPS, TIMED_SECONDS = 5, 6.0  # at most, beyond two steps
+VISION_WIDTH = 384  # of dinov2_vits14
 COMPILING_SECONDS = 50  # of a first step with compiled blocks, on a machine that never compiled them
 PREDICTORS = 3  # processes; a prediction takes some seconds of a CPU
-COLUMNS = ("settings", "peak GiB", "reserved", "predicted", "predicted / peak", "s/step", "of the peak", "idle")
+COLUMNS = ("settings", "peak GiB", "reserved", "predicted", "predicted / peak", "s/step")
+COLUMNS += ("of the first's", "of the peak", "idle")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,14 @@ def make_set(model: Model, config: Config, bucket: str) -> None:
         shapes = {"embeds": (model.tokens, widths["embeds"]), "pooled": (widths.get("pooled"),)}
         return {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in widths}
 
-    items = [Item(bucket, latent(rng, config, bucket), [text()]) for _ in range(4)]
+    def item() -> Item:
+        x0, vision = latent(rng, config, bucket), None
+        if config.train.methods.crepa is not None:  # on the grid of Kandinsky's tokens
+            _, frames, height, width = x0.shape
+            vision = rng.standard_normal((frames, height // 2, width // 2, VISION_WIDTH)).astype(np.float32)
+        return Item(bucket, x0, [text()], vision=vision)
+
+    items = [item() for _ in range(4)]
     write_set(Path(config.root), config, items, text(), dtype="bfloat16")
 
 
@@ -113,7 +122,8 @@ def prepare(model: Model, case: Case, folder: Path, device: str) -> TrainState:
 
     data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
     size, settings = config.train.batch_size, config.train
-    plan = BatchSchedule(data.spans, 0, size, size * settings.accumulate)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    plan = BatchSchedule(data.spans, 0, size, size * settings.accumulate * ranks)
     return prepare_training(config, data, plan, Console(stderr=io.StringIO()), device, load)
 
 
@@ -186,6 +196,7 @@ def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> 
     cases = [make_tiny(case) for case in cases] if options.tiny else cases
     deadline, longest, failed = time.monotonic() + options.seconds, 0.0, []
     operations: dict[tuple[str, str], int] = {}  # of a sample, by bucket and adapter.type
+    first: dict[str, float] = {}  # seconds for a sample of the first case that was measured, by bucket
     print(f"{model.bucket}, texts of {model.tokens} tokens, bfloat16.\n")
     print_header(*COLUMNS)
     with ExitStack() as stack:
@@ -214,7 +225,9 @@ def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> 
                 found = predictions[case.name](max(1.0, min(20.0, deadline - time.monotonic() - 5)))
             samples = case.settings.get("batch_size", 1)
             rate = samples * operations[work] / options.peak_flops if work in operations else None
-            print_row(name, *format_cells(measured, found, rate, problem))
+            if measured is not None:
+                first.setdefault(work[0], measured.seconds / samples)
+            print_row(name, *format_cells(measured, found, rate, samples * first.get(work[0], 0.0), problem))
             longest = longest if compiled else max(longest, time.monotonic() - start)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
@@ -239,14 +252,20 @@ def forget_models() -> None:
 
 
 def format_cells(
-    measured: Measured | None, predicted: MemoryEstimate | None, least_seconds: float | None, problem: str
+    measured: Measured | None,
+    predicted: MemoryEstimate | None,
+    least_seconds: float | None,
+    first_seconds: float,
+    problem: str,
 ) -> list[str]:
-    """All columns but the first. least_seconds: of the operations at the card's peak."""
+    """All columns but the first. least_seconds: of the operations at the card's peak. first_seconds: of as many samples
+    in the first case of the bucket."""
     guess = "" if predicted is None else f"{predicted.device / GIB:.1f}"
     if measured is None:
-        return [problem, "", guess, "", "", "", ""]
+        return [problem, "", guess, *[""] * (len(COLUMNS) - 4)]
     peak, reserved = ("" if size is None else f"{size / GIB:.1f}" for size in (measured.peak, measured.reserved))
     ratio = "" if predicted is None or measured.peak is None else f"{predicted.device / measured.peak:.2f}"
     share = "" if least_seconds is None else f"{least_seconds / measured.seconds:.0%}"
     idle = "" if measured.idle is None else f"{measured.idle:.0%}"
-    return [peak, reserved, guess, ratio, f"{measured.seconds:.3g}", share, idle]
+    times = [f"{measured.seconds:.3g}", f"{measured.seconds / first_seconds:.2f}"]
+    return [peak, reserved, guess, ratio, *times, share, idle]

@@ -9,10 +9,23 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from accelerate.test_utils.testing import AccelerateTestCase
 
 from benchmarks import device_usage
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import image_lite, marked_tests, pro, results, sana, training, video_lite
+from benchmarks.gpu import (
+    attention,
+    image_lite,
+    marked_tests,
+    methods,
+    optimizers,
+    pro,
+    ranks,
+    results,
+    sana,
+    training,
+    video_lite,
+)
 from benchmarks.gpu.parts import CARD, CARD_SECONDS, PARTS, Part, PartOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,19 +159,22 @@ def no_streams(case: training.Case) -> training.Case:
 @pytest.mark.slow
 def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
     """One case of each sort; all are valid configurations."""
-    for name in ("video-lite", "image-lite", "sana", "pro"):
+    for name in ("video-lite", "image-lite", "sana", "pro", "methods", "attention"):
         module = import_module(PARTS[name].module)
+        model = getattr(module, "model", video_lite.model)
         for tiny in (False, True):
             for case in module.CASES:
-                assert training.make_config(module.model(tiny), case, tmp_path, "cuda").train.device == "cuda"
+                assert training.make_config(model(tiny), case, tmp_path, "cuda").train.device == "cuda"
     chosen = [case for case in video_lite.CASES if case.name in ("LoRA", "compiled blocks", "base nf4-bnb")]
     broken = training.Case("refused", {"offload": {"blocks": True, "streams": True}})
     monkeypatch.setattr(video_lite, "CASES", [*chosen, broken])
     video_lite.run(TINY)
     heads, *found = rows(capsys.readouterr().out)
     assert heads == list(training.COLUMNS) and [row[0] for row in found] == [case.name for case in video_lite.CASES]
-    assert all(float(row[5]) > 0 and row[6].endswith("%") for row in found[:-1]), found
+    assert all(float(row[5]) > 0 and row[7].endswith("%") for row in found[:-1]), found
     assert "cpu has no streams to copy on" in found[-1][1] and found[-1][3]
+    ratios = [float(row[6]) * float(found[0][5]) / float(row[5]) for row in found[:-1]]
+    assert ratios == pytest.approx([1] * len(ratios), rel=0.05), "of the first's"
     for module, names in (
         (pro, ["checkpointing interval 2", "block and activation offload"]),
         (image_lite, ["LoRA"]),
@@ -170,7 +186,7 @@ def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
         _, *found = rows(capsys.readouterr().out)
         names = [case.name + (", 128x128@9" if case.bucket else "") for case in cases]
         assert [row[0] for row in found] == names
-        assert all(float(row[5]) > 0 and row[6].endswith("%") for row in found), found
+        assert all(float(row[5]) > 0 and row[7].endswith("%") for row in found), found
 
 
 @pytest.mark.slow
@@ -200,6 +216,39 @@ def test_a_case_that_fails_leaves_the_others(capsys, monkeypatch) -> None:
 def test_other_parts_on_tiny_shapes(capsys, name) -> None:
     import_module(PARTS[name].module).run(TINY)
     assert len(rows(capsys.readouterr().out)) >= 2
+
+
+@pytest.mark.slow
+def test_methods_and_attention_backends_on_tiny_shapes(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(methods, "CASES", methods.CASES[:3])
+    methods.run(TINY)
+    _, *found = rows(capsys.readouterr().out)
+    assert [row[0] for row in found] == ["no method", "tread, half of the tokens", "crepa, dinov2_vits14"]
+    assert all(float(row[5]) > 0 for row in found)
+    monkeypatch.setattr(attention, "CASES", attention.CASES[:2])
+    attention.run(TINY)
+    found = {row[0]: row for row in rows(capsys.readouterr().out)}
+    assert "install `flash-attn" in found["flash"][1] and "install `sageattention" in found["sage"][1]
+    assert float(found["native"][4]) > 0 and 0 < float(found["_native_math"][6]) < 0.02
+    assert float(found["attention _native_flash"][6]) > 0
+
+
+@pytest.mark.slow
+def test_updates_and_two_ranks_on_tiny_shapes(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(optimizers, "OPTIMIZERS", ("adamw", "adamw-fused", "optimi.NoSuch"))
+    optimizers.run(TINY)
+    _, *found = rows(capsys.readouterr().out)
+    assert [row[1] for row in found] == 2 * ["adamw", "adamw-fused", "optimi.NoSuch"]
+    assert all(float(row[3]) > 0 for row in found if row[1] != "optimi.NoSuch") and "no optimizer" in found[2][2]
+    monkeypatch.setattr(ranks, "WORK", {"LoRA": (sana.model, ranks.LORA)})
+    monkeypatch.setattr(ranks, "STRATEGIES", {name: ranks.STRATEGIES[name] for name in ("one process", "fsdp2")})
+    AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
+    ranks.run(TINY)
+    _, *found = rows(capsys.readouterr().out)
+    assert [row[1] for row in found] == ["one process", "fsdp2"] and all(float(row[3]) > 0 for row in found)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    ranks.run(PartOptions())
+    assert "NCCL refuses two ranks on one" in capsys.readouterr().out
 
 
 @pytest.mark.slow
