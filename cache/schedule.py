@@ -44,6 +44,8 @@ Ints = NDArray[np.int64]
 
 LIKE_COST = 1.25  # buckets whose costs differ by less are taken for equal
 _ROUNDS = 8
+_PLANNED_DRAWS = 1 << 12  # of the steps that `step` plans together: alone, a step takes several times as long
+_BLOCK = 1 << 13  # positions permuted at a time, so that they stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,21 @@ class MicroBatchRows:
     epoch: int
     bucket: str
     positions: Ints
+    rows: Ints
+    passes: Ints
+
+
+@dataclass(frozen=True)
+class PlannedRows:
+    """M micro-batches of consecutive steps, in the order of training.
+
+    epochs, buckets: (M,) the epoch of each and the number of its bucket in `BatchSchedule.buckets`. places: (M,) in the
+    list of its step. rows, passes: (M, B), as of MicroBatchRows.
+    """
+
+    epochs: Ints
+    buckets: Ints
+    places: Ints
     rows: Ints
     passes: Ints
 
@@ -110,6 +127,7 @@ class BatchSchedule:
             raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
         self._tables = [_DrawTable(name, members) for name, members in grouped.items()]
         self._counts = np.array([-(-table.draws // batch_size) for table in self._tables], np.int64)
+        self._planned: tuple[tuple[int, int, int], PlannedRows] | tuple[None, None] = (None, None)
         self._classes = _cost_classes([Bucket.parse(table.bucket) for table in self._tables])
 
     @property
@@ -142,32 +160,66 @@ class BatchSchedule:
     def step(self, step: int, rank: int = 0, world: int = 1) -> list[MicroBatchRows]:
         """The micro-batches of optimizer step `step` (from 0) that rank `rank` of `world` computes: those numbered
         rank, rank + world, ... of the step's list, so that at the same moment the ranks compute neighbours."""
-        epochs, buckets, numbers = self._locate(step)
+        # Of a small set one step: a few micro-batches of each of many epochs take longer.
+        steps = max(1, min(_PLANNED_DRAWS // self.global_batch, int(self.steps_per_epoch) // 8))
+        key = step // steps, rank, world
+        if self._planned[0] != key:  # one assignment, so that threads need no lock
+            self._planned = key, self.plan(key[0] * steps, (key[0] + 1) * steps, rank, world)
+        found, count = self._planned[1], len(range(rank, self.micro_batches_per_step, world))
+        within = np.arange(self.batch_size)
         return [
-            self._micro_batch(place, int(epochs[place]), self._tables[buckets[place]], int(numbers[place]))
-            for place in range(rank, self.micro_batches_per_step, world)
+            MicroBatchRows(
+                int(found.epochs[number]),
+                self._tables[found.buckets[number]].bucket,
+                found.places[number] * self.batch_size + within,
+                found.rows[number],
+                found.passes[number],
+            )
+            for number in range(step % steps * count, (step % steps + 1) * count)
         ]
+
+    def plan(self, first: int, last: int, rank: int = 0, world: int = 1) -> PlannedRows:
+        """The micro-batches of the steps from `first` to below `last` that rank `rank` of `world` computes, as arrays:
+        a million draws take a few tenths of a second."""
+        size = self.micro_batches_per_step
+        numbers = np.arange(first * size, last * size)
+        places = numbers % size
+        own = places % world == rank
+        places = places[own]
+        epochs, buckets, within = self._locate(numbers[own])
+        rows, passes = np.empty((2, len(places), self.batch_size), np.int64)
+        # Of each bucket in each epoch together.
+        group = epochs * len(self._tables) + buckets
+        order = np.argsort(group, kind="stable")
+        for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
+            epoch, bucket = int(epochs[members[0]]), int(buckets[members[0]])
+            rows[members], passes[members] = self._draw(epoch, self._tables[bucket], within[members])
+        for array in (rows, passes):
+            array.flags.writeable = False  # `step` gives views of them several times
+        return PlannedRows(epochs, buckets, places, rows, passes)
 
     def step_buckets(self, step: int) -> dict[str, int]:
         """Bucket -> its micro-batches in a step, of all ranks together."""
-        which, counts = np.unique(self._locate(step)[1], return_counts=True)
+        size = self.micro_batches_per_step
+        which, counts = np.unique(self._locate(np.arange(step * size, (step + 1) * size))[1], return_counts=True)
         return {self._tables[bucket].bucket: int(count) for bucket, count in zip(which, counts, strict=True)}
 
-    def _micro_batch(self, place: int, epoch: int, table: "_DrawTable", number: int) -> MicroBatchRows:
-        """Micro-batch `number` of a bucket in an epoch, which is at `place` of a step."""
-        draws = np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64)
-        repetition, position = draws // table.draws, draws % table.draws
+    def _draw(self, epoch: int, table: "_DrawTable", numbers: Ints) -> tuple[Ints, Ints]:
+        """(n, B) rows and passes of the micro-batches of a bucket in an epoch that have these numbers."""
+        position = (numbers[:, None] * self.batch_size + np.arange(self.batch_size)).ravel()
+        repetition = position // table.draws if position.max() >= table.draws else np.int64(0)
+        position -= repetition * table.draws
         key = derive_seed(f"{self.seed}/{epoch}/{table.bucket}", "samples")
         rows, passes, most = table.rows_of(epoch, permute(position, table.draws, key))
-        positions = np.arange(place * self.batch_size, (place + 1) * self.batch_size)
-        return MicroBatchRows(epoch, table.bucket, positions, rows, passes + repetition * most)
+        passes += repetition * most
+        return rows.reshape(-1, self.batch_size), passes.reshape(-1, self.batch_size)
 
-    def _locate(self, step: int) -> tuple[Ints, Ints, Ints]:
-        """(M,) of each micro-batch of a step: its epoch, the number of its bucket, its number within that bucket."""
-        size = self.micro_batches_per_step
-        epochs, rest = np.divmod(np.arange(step * size, (step + 1) * size), self.micro_batches_per_epoch)
+    def _locate(self, numbers: Ints) -> tuple[Ints, Ints, Ints]:
+        """(n,) of each micro-batch, numbered over all epochs: its epoch, the number of its bucket, its number within
+        that bucket."""
+        epochs, rest = np.divmod(numbers, self.micro_batches_per_epoch)
         buckets, numbers = np.empty_like(epochs), np.empty_like(epochs)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+        for epoch in np.unique(epochs).tolist():
             own, order = epochs == epoch, self._bucket_order(epoch)
             ends = np.cumsum(self._counts[order])
             places = self._places_in_list(epoch, rest[own])
@@ -257,10 +309,14 @@ def permute(positions: Ints, size: int, key: int) -> Ints:
         return np.zeros_like(positions)
     half = max(2, ((size - 1).bit_length() + 1) // 2)
     keys = mix_bits(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(key))
-    found = _feistel(positions.astype(np.uint64), half, keys)
-    while (outside := found >= size).any():  # on average less than four rounds: the domain is smaller than 4 size
-        found[outside] = _feistel(found[outside], half, keys)
-    return found.astype(np.int64)
+    found = positions.astype(np.uint64)
+    outside = np.arange(len(found))
+    while len(outside):  # on average less than four rounds: the domain is smaller than 4 size
+        for start in range(0, len(outside), _BLOCK):
+            block = outside[start : start + _BLOCK]
+            found[block] = _feistel(found[block], half, keys)
+        outside = outside[found[outside] >= size]
+    return found.view(np.int64)
 
 
 def _feistel(values: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -268,5 +324,10 @@ def _feistel(values: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) ->
     width, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> width, values & mask
     for key in keys:
-        left, right = right, left ^ (mix_bits(right ^ key) & mask)
-    return (left << width) | right
+        mixed = mix_bits(right ^ key)
+        mixed &= mask
+        mixed ^= left
+        left, right = right, mixed
+    left <<= width
+    left |= right
+    return left

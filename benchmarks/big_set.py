@@ -1,0 +1,181 @@
+"""A training set of ten million samples beside one of a thousand: start, memory, planning an epoch.
+
+    python -m benchmarks.big_set [--samples 1000 10000000] [--repeat 3] [--root DIR] [--cold]
+
+The sets are synthetic, without shards: eight buckets of two datasets with repeats and weights, one to three captions a
+sample, as many texts as samples, a hundredth held out, 250 rows a shard. Each measurement is a process of its own, with
+the tables in the page cache (--cold: removed from it before). Medians, imports left out.
+
+"start": open the set, which checks its tables, make the batch schedule, locate everything that the first micro-batch
+reads. "signature": what `train` compares when it resumes, and records otherwise. "eval rows": the choice of held-out
+samples. "epoch": the rows and passes of every micro-batch of an epoch, batches of 4, 64 samples a step. Memory, MiB:
+"anonymous" belongs to the process alone (Anonymous in /proc/self/smaps_rollup), at its end and at most (looked up
+every 3 ms); "resident" counts the pages of the tables that it has read, too, which are page cache.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.common import MIB, make_parser, medians, print_header, print_row
+from cache.exporter import publish_set
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
+from trainer.run_state import data_signature
+
+FAMILY, TASK, SET_ID = "kandinsky5-image", "t2i", "0123456789abcdef"
+BUCKETS = sorted(f"{1024 + 64 * step}x{1024 - 64 * step}@1" for step in range(-4, 4))
+GROUPS = [("drawings", 0, 1.0), ("photos", 0, 0.5), ("photos", 1, 0.75)]  # dataset, repeats, weight
+SHARD_ROWS = 250  # of 1024x1024 pixels, 128 MiB a shard
+BATCH_SIZE, GLOBAL_BATCH = 4, 64
+PLANNED_STEPS = 4096  # at a time
+POLL_S = 0.003
+COLUMNS = ("start", "signature", "eval rows", "epoch", "anonymous", "at most", "resident", "imports")
+
+
+def random_ids(count: int, seed: int) -> pa.Array:
+    """Distinct ids of 32 hex digits."""
+    digits = np.random.default_rng(seed).integers(0, 16, 32 * count, np.uint8)
+    ends = np.arange(0, 32 * count + 1, 32, dtype=np.int32)
+    text = np.frombuffer(b"0123456789abcdef", np.uint8)[digits]
+    return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(ends), pa.py_buffer(text)])
+
+
+def make_tables(count: int) -> dict[str, pa.Table]:
+    """The tables of a set of `count` samples."""
+    held_out = count // 100
+    order = [("train", bucket, *group) for bucket in BUCKETS for group in GROUPS]
+    order += [("eval", bucket, *GROUPS[0]) for bucket in BUCKETS]
+    starts = [(count - held_out) * number // (len(order) - len(BUCKETS)) for number in range(len(order) - len(BUCKETS))]
+    starts += [count - held_out + held_out * number // len(BUCKETS) for number in range(len(BUCKETS))]
+    which = np.repeat(np.arange(len(order)), [stop - start for start, stop in pairwise([*starts, count])])
+
+    def spread(values: list[Any], kind: pa.DataType) -> pa.Array:
+        return pa.array(values, kind).take(pa.array(which))
+
+    numbers = np.arange(count, dtype=np.int32)
+    captions = np.concatenate([[0], np.cumsum(np.random.default_rng(1).integers(1, 4, count))])
+    texts = (np.arange(captions[-1]) * count // captions[-1]).astype(np.int32)
+    columns = dict(zip(("role", "bucket", "dataset", "repeats", "weight"), zip(*order, strict=True), strict=True))
+    index = {name: spread([*values], INDEX_SCHEMA.field(name).type) for name, values in columns.items()}
+    index |= {"sample_id": random_ids(count, 2), "regularisation": pa.array(which % 7 == 3)}
+    index |= {"shard": numbers // SHARD_ROWS, "row": numbers % SHARD_ROWS, "null_text": pa.nulls(count, pa.int32())}
+    index["texts"] = pa.ListArray.from_arrays(captions.astype(np.int32), pa.array(texts))
+    shards = -(-count // SHARD_ROWS)
+    paths = [(f"{kind}/{'f' * 24}/{kind}-{n:016x}.arrow", kind) for kind in ("latents", "text") for n in range(shards)]
+    places = {"shard": shards + numbers // SHARD_ROWS, "row": numbers % SHARD_ROWS}
+    return {
+        "index": pa.table({name: index[name] for name in INDEX_SCHEMA.names}, schema=INDEX_SCHEMA),
+        "texts": pa.table({"text_id": random_ids(count, 3), **places}, schema=SET_TEXTS_SCHEMA),
+        "shards": pa.table([*zip(*paths, strict=True)], schema=SET_SHARDS_SCHEMA),
+    }
+
+
+def make_set(root: Path, count: int) -> None:
+    record = {"format_version": TABLES_VERSION, "id": SET_ID, "family": FAMILY, "task": TASK, "template": "image"}
+    record |= {"flavour": "t2i-lite-sft", "generation": "none", "null_text": 0, "validation": []}
+    publish_set(Store(root), record, make_tables(count))
+
+
+def plan_epoch(schedule: BatchSchedule) -> None:
+    """Every micro-batch of the first epoch."""
+    steps = int(schedule.steps_per_epoch)
+    for first in range(0, steps, PLANNED_STEPS):
+        schedule.plan(first, min(first + PLANNED_STEPS, steps))
+
+
+def read_kib(process: int | str, file: str, name: str) -> int:
+    """A line of a file in /proc/<process>; 0 where the process has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{process}/{file}").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
+
+
+def measure(root: str) -> dict[str, float]:
+    """Seconds and MiB by name of COLUMNS, of this process."""
+    found = dict[str, float]()
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = work()
+        found[name] = time.perf_counter() - begin
+        return result
+
+    def start() -> tuple[Any, BatchSchedule]:
+        data = open_set(Store(root), "current", FAMILY, TASK)
+        schedule = BatchSchedule(data.spans, 0, BATCH_SIZE, GLOBAL_BATCH)
+        rows = schedule.step(0)[0].rows
+        data.caption_counts(rows)
+        for row in rows.tolist():
+            data.part_locations(row)
+        return data, schedule
+
+    data, schedule = timed("start", start)
+    timed("signature", lambda: data_signature(data))
+    timed("eval rows", lambda: data.choose_eval_rows(256))
+    timed("epoch", lambda: plan_epoch(schedule))
+    found["anonymous"] = read_kib("self", "smaps_rollup", "Anonymous") / 1024
+    found["resident"] = read_kib("self", "status", "VmHWM") / 1024
+    return found
+
+
+def drop_from_page_cache(root: Path) -> None:
+    """Make the next reader fetch these files from the disk."""
+    for path in root.rglob("*.*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def run_process(root: Path) -> dict[str, float]:
+    program = (
+        "import time; begin = time.perf_counter(); import json, sys; from benchmarks import big_set; "
+        "imports = time.perf_counter() - begin; print(json.dumps(big_set.measure(sys.argv[1]) | {'imports': imports}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(root)], stdout=subprocess.PIPE, text=True) as process:
+        most = 0
+        while process.poll() is None:
+            most = max(most, read_kib(process.pid, "status", "RssAnon"))
+            time.sleep(POLL_S)
+        assert process.stdout is not None and not process.returncode
+        return json.loads(process.stdout.read()) | {"at most": most / 1024}
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeat=3, root=True)
+    parser.add_argument("--samples", type=int, nargs="+", default=[1000, 10_000_000])
+    parser.add_argument("--cold", action="store_true", help="remove the tables from the page cache before each process")
+    options = parser.parse_args()
+    print_header("samples", "MiB on disk", *COLUMNS)
+    for count in options.samples:
+        with tempfile.TemporaryDirectory(dir=options.root) as folder:
+            make_set(Path(folder), count)
+            size = sum(path.stat().st_size for path in Path(folder).rglob("*.*")) / MIB
+            found = []
+            for _ in range(options.repeat):
+                if options.cold:
+                    drop_from_page_cache(Path(folder))
+                one = run_process(Path(folder))
+                found.append([one[name] for name in COLUMNS])
+            numbers = dict(zip(COLUMNS, medians(found), strict=True))
+            memory = ("anonymous", "at most", "resident")
+            print_row(f"{count:,}", f"{size:.1f}", *(f"{numbers[n]:.{0 if n in memory else 2}f}" for n in COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
