@@ -10,8 +10,8 @@ give each device other numbers, and count by how a kernel is launched; Triton's,
 needs a GPU and a compiler. Philox4x32, which these have, would be own code on a CPU too, and slower: numpy has 4x64.
 
 Normal numbers are computed in float64 and rounded once. Where a logarithm, sine or cosine of another device or
-processor differs in its last bit, about one number in ten million differs, by one rounding. `benchmarks/noise.py` has
-the cost.
+processor differs in its last bit, fewer than one number in ten million differ, by one rounding. `benchmarks/noise.py`
+has the cost.
 """
 
 import math

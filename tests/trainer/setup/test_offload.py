@@ -88,7 +88,7 @@ def test_a_run_on_a_quantised_base_goes_as_without_offload(make_config, make_set
         make_set(config)
         train(config)
         losses.append(lines(config))
-    assert losses[0] == losses[1] and len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 2  # of some seeds not to the last bit
 
 
 @pytest.mark.slow
