@@ -48,13 +48,14 @@ COLUMNS += ("of the first's", "of the peak", "idle")
 
 @dataclass(frozen=True)
 class Model:
-    """shape: the transformer's config.json. bucket, tokens: of the samples and their texts."""
+    """shape: the transformer's config.json. bucket, tokens: of the samples, and their texts. samples: of the set."""
 
     family: str
     flavour: str
     shape: Mapping[str, Any]
     bucket: str
     tokens: int = 256
+    samples: int = 4
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def make_config(model: Model, case: Case, folder: Path, device: str) -> Config:
 
 
 def make_set(model: Model, config: Config, bucket: str) -> None:
-    """A training set of four samples with texts of equal length, so that a graph is compiled once."""
+    """A training set of samples with texts of equal length, so that a graph is compiled once."""
     rng, spec = np.random.default_rng(0), config.model.family_spec
     widths = {name: model.shape.get(key) for name, key in spec.text_widths.items()}
     if None in widths.values():  # a key that the class's default has
@@ -101,7 +102,7 @@ def make_set(model: Model, config: Config, bucket: str) -> None:
             vision = rng.standard_normal((frames, height // 2, width // 2, VISION_WIDTH)).astype(np.float32)
         return Item(bucket, x0, [text()], vision=vision)
 
-    items = [item() for _ in range(4)]
+    items = [item() for _ in range(model.samples)]
     write_set(Path(config.root), config, items, text(), dtype="bfloat16")
 
 

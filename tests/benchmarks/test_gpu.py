@@ -212,7 +212,7 @@ def test_a_case_that_fails_leaves_the_others(capsys, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nabla", "vae", "text", "noise"])
+@pytest.mark.parametrize("name", ["nabla", "vae", "text", "noise", "data"])
 def test_other_parts_on_tiny_shapes(capsys, name) -> None:
     import_module(PARTS[name].module).run(TINY)
     assert len(rows(capsys.readouterr().out)) >= 2
