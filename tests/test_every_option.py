@@ -259,6 +259,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.gradient_checkpointing_interval": (MACHINE, "train.gradient_checkpointing_interval=2"),
     "train.parallel.strategy": (MACHINE, "train.parallel.strategy=fsdp2"),
     "train.parallel.cpu_offload": (MACHINE, "train.parallel={strategy: fsdp2, cpu_offload: true}"),
+    "train.parallel.gradient_compression": (MACHINE, "train.parallel.gradient_compression=bfloat16"),
     "train.parallel.timeout": (MACHINE, "train.parallel.timeout=60"),
     "train.parallel.reshard_after_forward": (MACHINE, "train.parallel={strategy: fsdp2, reshard_after_forward: false}"),
     "train.offload.blocks": (MACHINE, "train.offload.blocks=true"),

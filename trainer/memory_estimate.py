@@ -31,7 +31,7 @@ from trainer.setup.attach import make_trainable
 from trainer.setup.initial import fit_initial
 from trainer.setup.memory import checkpoint_blocks
 from trainer.setup.offload import largest_groups
-from trainer.setup.shard import uses_sharding
+from trainer.setup.shard import AUTOCAST, gathered_dtype, uses_sharding
 from trainer.setup.wrap import Denoiser
 
 Parts = tuple[int, int, int, int]
@@ -125,13 +125,17 @@ def estimate_memory(
     moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
     activations = max(peak - weights - sum_bytes(own), trained.working)
     sharded = uses_sharding(settings.parallel, ranks)
-    gradients = trained.bytes * (2 if ranks > 1 and not sharded else 1)  # DistributedDataParallel has a copy of them
+    # Gradients that DistributedDataParallel does not send yet are apart from those that it sends.
+    gradients = trained.bytes * (2 if ranks > 1 and not sharded and settings.accumulate > 1 else 1)
     average = 4 * sum(trained.numbers.values()) if settings.ema else 0
     near = average if settings.ema and settings.ema.device == "auto" else 0
     parts: Parts = (weights + sum_bytes(added) - hosted + copies, gradients, trained.state, near)
     offloaded = hosted + moved + average - near
     if sharded:
-        parts, shards = share_parts(parts, family.blocks(model), settings.parallel, ranks)
+        cast = gathered_dtype(settings, torch.bfloat16 if half and masters else None) is not None
+        sizes = [gathered_bytes(block, cast) for block in family.blocks(model)]
+        outside = parts[0] - sum(gathered_bytes(block, False) for block in family.blocks(model))
+        parts, shards = share_parts(parts, outside, sizes, settings.parallel, ranks)
         offloaded += shards
     device = (*parts, activations)
     exported, kept = exported_bytes(model, config, sum_bytes(own)), trained.state + average
@@ -148,18 +152,23 @@ def estimate_memory(
     return MemoryEstimate(sum(device), *device, offloaded, LIBRARIES + host, checkpoint, bucket)
 
 
-def share_parts(parts: Parts, blocks: Sequence[torch.nn.Module], settings: Parallel, ranks: int) -> tuple[Parts, int]:
+def share_parts(parts: Parts, outside: int, blocks: Sequence[int], settings: Parallel, ranks: int) -> tuple[Parts, int]:
     """(weights, gradients, state, average) on each device, and the bytes on the host, where ranks share the model.
 
     Beside its shards a rank has the weights that are gathered: of two blocks, as the next one's come while one
-    computes, and all that is outside of the blocks, until the backward pass ends."""
-    sizes = [sum_bytes(block.parameters()) for block in blocks]
-    kept = sum(sizes) if not settings.reshard_after_forward else sum(sorted(sizes)[-2:])
-    gathered = parts[0] - sum(sizes) + kept
+    computes, and all that is outside of the blocks, until the backward pass ends. blocks: bytes that each is gathered
+    in."""
+    kept = sum(blocks) if not settings.reshard_after_forward else sum(sorted(blocks)[-2:])
     weights, gradients, state, average = (-(-part // ranks) for part in parts)
     if settings.cpu_offload:
-        return (gathered, 0, 0, 0), weights + gradients + state + average
-    return (gathered + weights, gradients, state, average), 0
+        return (outside + kept, 0, 0, 0), weights + gradients + state + average
+    return (outside + kept + weights, gradients, state, average), 0
+
+
+def gathered_bytes(block: torch.nn.Module, cast: bool) -> int:
+    """Of a block's weights. cast: from float32 to bfloat16, those that autocast casts."""
+    chosen = [part for part in block.modules() if cast and isinstance(part, AUTOCAST)]
+    return sum_bytes(block.parameters()) - sum(sum_bytes(part.parameters(recurse=False)) for part in chosen) // 2
 
 
 def find_trained(weights: Iterable[torch.nn.Parameter], settings: Train) -> Trained:

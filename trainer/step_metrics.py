@@ -3,12 +3,14 @@
 Everything is summed over the ranks in one call and read back once, so measuring adds no wait to a step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 QUARTERS = ("0-0.25", "0.25-0.5", "0.5-0.75", "0.75-1")  # of sigma
@@ -74,26 +76,37 @@ class GradientNoise:
 
     each without bias, and each averaged over the steps before their ratio is taken. Cost: in every `every`-th step, the
     norm of each parameter's gradient in each backward pass: one small operation for each (640 matrices of a LoRA took
-    24 ms on a CPU). The hooks see a rank's own gradient, before DistributedDataParallel averages it.
+    24 ms on a CPU). The hooks see a rank's own gradient, before DistributedDataParallel or FSDP2 averages it. FSDP2
+    computes it of the gathered weights, which modules have from before their forward pass.
     """
 
     DECAY = 0.98  # of the averages, for one measurement
 
-    def __init__(
-        self, trainable: Iterable[torch.nn.Parameter], batch_size: int, accumulate: int, ranks: int, every: int
-    ):
-        self._trainable = list(trainable)
+    def __init__(self, model: torch.nn.Module, batch_size: int, accumulate: int, ranks: int, every: int):
+        self._model = model
         self._small, self._accumulate, self._ranks = batch_size, accumulate, ranks
         self._every = every if accumulate * ranks > 1 else 0
         self._hooks: list[RemovableHandle] = []
+        self._measured = set[torch.nn.Parameter]()
         self._norms: list[torch.Tensor] = []
         self.small_squares = 0.0  # the sum of the squared norms of this step's micro-batches, of all ranks
         self.noise, self.signal = 0.0, 0.0  # the averages of tr(S) and |G|^2, times the same factor
 
     def begin(self, step: int) -> None:
         """Measure step `step` (from 0), if it is one of those."""
-        if self._every and step % self._every == 0:
-            self._hooks = [parameter.register_hook(self._measure) for parameter in self._trainable]
+        if not self._every or step % self._every:
+            return
+        self._add_hooks(self._model)
+        for part in self._model.modules():
+            if isinstance(part, FSDPModule):
+                self._hooks.append(part.register_forward_pre_hook(self._add_hooks))
+
+    def _add_hooks(self, part: torch.nn.Module, *_: object) -> None:
+        """To the parameters whose gradients can be seen, once each."""
+        for weight in part.parameters():
+            if weight.requires_grad and not isinstance(weight, DTensor) and weight not in self._measured:
+                self._measured.add(weight)
+                self._hooks.append(weight.register_hook(self._measure))
 
     def _measure(self, gradient: torch.Tensor) -> None:
         self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
@@ -102,7 +115,7 @@ class GradientNoise:
         """(1,) sum of the squared norms of the step, which ends."""
         for hook in self._hooks:
             hook.remove()
-        norms, self._norms, self._hooks = self._norms, [], []
+        norms, self._norms, self._hooks, self._measured = self._norms, [], [], set()
         return torch.stack(norms).square().sum()[None].to(device) if norms else torch.zeros(1, device=device)
 
     def update(self, norm: float) -> dict[str, float]:

@@ -197,11 +197,14 @@ class Parallel(Section):
     strategy: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: each has the model; fsdp2: it is sharded")
     cpu_offload: bool = Field(False, description="fsdp2: shards, gradients and optimizer states are on the host")
     reshard_after_forward: bool = Field(True, description="fsdp2: false keeps a pass' weights for its backward pass")
-
+    gradient_compression: Literal["none", "bfloat16"] = Field(
+        "none", description="ddp: dtype in which gradients are sent; none: their own"
+    )
     timeout: float = Field(1800, gt=0, le=1e7, description="seconds without progress after which a rank counts as lost")
 
     def _problems(self) -> Iterator[Problem]:
-        yield from foreign_options(self, "strategy", {"cpu_offload": ("fsdp2",), "reshard_after_forward": ("fsdp2",)})
+        owners = {"cpu_offload": ("fsdp2",), "reshard_after_forward": ("fsdp2",), "gradient_compression": ("ddp",)}
+        yield from foreign_options(self, "strategy", owners)
 
 
 class Train(Section):
@@ -276,16 +279,14 @@ class Train(Section):
             yield from ((("methods", method), reason) for reason in section.find_conflicts(self))
         if not self.gradient_checkpointing and self.gradient_checkpointing_interval != 1:
             yield ("gradient_checkpointing_interval",), "it is for gradient_checkpointing: true; remove it"
-        if self.parallel.strategy == "fsdp2" and self.quantised:
+        if self.parallel.strategy == "fsdp2" and name == "nf4-bnb" and adapter.dora:
             yield (
                 ("base_precision",),
-                f"{name} does not go with parallel.strategy fsdp2, which was not tried with quantised weights on GPUs; "
-                "set it to no_change or bf16, or strategy to ddp, where each process has the whole quantised base",
+                "nf4-bnb with adapter.dora does not go with parallel.strategy fsdp2: peft sets base weights anew, and "
+                "sharded ones can't be; set it to int8-torchao or fp8-torchao, or strategy to ddp",
             )
         if self.parallel.strategy == "fsdp2" and self.offload.blocks:
             yield ("offload", "blocks"), "does not go with parallel.strategy fsdp2; use parallel.cpu_offload"
-        if self.parallel.strategy == "fsdp2" and self.compile != "none":
-            yield ("compile",), "does not go with parallel.strategy fsdp2; set it to none"
         if self.weight_precision == "bfloat16" and adapter.type != "full":
             yield ("weight_precision",), "is for train.adapter.type full; an adapter's own weights are float32"
         if adapter.type == "full" and name == "bf16":

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def on_ranks(
             ended = run_program("train", program_run, Options(path, json=True))
             sys.stdout.flush()
             os._exit(ended)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     try:

@@ -93,13 +93,14 @@ def test_offload_takes_from_the_device_what_it_adds_to_the_host(make_config) -> 
 @pytest.mark.slow
 def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
     """Of four: a quarter of everything, and two gathered blocks of four with what is outside of the blocks."""
-    plain, shared, hosted, kept = (
-        estimate_memory(make_config("t2i", **FULL, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks)
-        for parallel, ranks in (
-            ({}, 1),
-            ({"strategy": "fsdp2"}, 4),
-            ({"strategy": "fsdp2", "cpu_offload": True}, 4),
-            ({"strategy": "fsdp2", "reshard_after_forward": False}, 4),
+    plain, shared, hosted, kept, half = (
+        estimate_memory(make_config("t2i", **FULL, **others, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks)
+        for parallel, ranks, others in (
+            ({}, 1, {}),
+            ({"strategy": "fsdp2"}, 4, {}),
+            ({"strategy": "fsdp2", "cpu_offload": True}, 4, {}),
+            ({"strategy": "fsdp2", "reshard_after_forward": False}, 4, {}),
+            ({"strategy": "fsdp2", "reshard_after_forward": False}, 4, {"precision": "bfloat16"}),
         )
     )
     assert shared.optimizer == pytest.approx(plain.optimizer / 4, abs=4)
@@ -107,6 +108,7 @@ def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
     gathered = shared.weights - plain.weights / 4
     assert 0.5 * plain.weights < gathered < 0.9 * plain.weights
     assert kept.weights == pytest.approx(plain.weights * 1.25, abs=4)
+    assert 0.5 * plain.weights < half.weights - plain.weights / 4 < 0.7 * plain.weights
     assert hosted.weights == pytest.approx(gathered, abs=4) and hosted.gradients == hosted.optimizer == 0
     assert hosted.offloaded == pytest.approx((plain.weights + plain.gradients + plain.optimizer) / 4, abs=4)
 

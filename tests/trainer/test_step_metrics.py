@@ -14,7 +14,7 @@ def noise_of(
 ) -> list[float]:
     """The metric after each step, of samples whose gradients are `first` plus normal noise of this deviation."""
     weight = torch.nn.Parameter(torch.zeros_like(first))
-    measured = GradientNoise([weight], batch_size, accumulate, ranks=1, every=every)
+    measured = GradientNoise(torch.nn.ParameterList([weight]), batch_size, accumulate, ranks=1, every=every)
     generator, found = torch.Generator().manual_seed(0), []
     for step in range(steps):
         measured.begin(step)
@@ -49,7 +49,7 @@ def test_losses_are_means_by_bucket_and_quarter() -> None:
     losses.add("64x64", torch.tensor([0.0, 0.9]), torch.tensor([1.0, 2.0]))
     losses.add("96x64@5", torch.tensor([0.25, 0.1]), torch.tensor([5.0, 6.0]))
     losses.add("64x64", torch.tensor([1.0, 0.24]), torch.tensor([3.0, 5.0]))
-    found = losses.reduce(Accelerator(cpu=True), GradientNoise([], 2, 3, 1, 1))
+    found = losses.reduce(Accelerator(cpu=True), GradientNoise(torch.nn.Identity(), 2, 3, 1, 1))
     assert found["loss"] == pytest.approx(22 / 6)
     assert found["loss_by_bucket"] == pytest.approx({"64x64": 11 / 4, "96x64@5": 11 / 2})
     assert found["loss_by_sigma"] == pytest.approx({"0-0.25": 4.0, "0.25-0.5": 5.0, "0.75-1": 2.5})
@@ -59,6 +59,6 @@ def test_a_loss_that_is_not_finite_is_told_where_it_was() -> None:
     losses = StepLosses({"64x64": 1, "96x64": 1}, 2, torch.device("cpu"))
     losses.add("64x64", torch.tensor([0.1, 0.9]), torch.tensor([1.0, math.nan]))
     losses.add("96x64", torch.tensor([0.1, 0.1]), torch.tensor([2.0, 3.0]))
-    found = losses.reduce(Accelerator(cpu=True), GradientNoise([], 2, 2, 1, 1))
+    found = losses.reduce(Accelerator(cpu=True), GradientNoise(torch.nn.Identity(), 2, 2, 1, 1))
     assert math.isnan(found["loss"]) and math.isnan(found["loss_by_bucket"]["64x64"])
     assert found["loss_by_bucket"]["96x64"] == 2.5 and found["loss_by_sigma"]["0-0.25"] == 2.0

@@ -55,10 +55,9 @@ def export_weights(
 def gather_model(model: Any, family: FamilyModule, config: Config, keep: bool) -> Any:
     """A model on the host with the whole weights that are saved, the others on the meta device; None where not kept.
     Every process calls it."""
-    adapter, state = config.train.adapter, model.state_dict()
-    if adapter.type != "full":
-        state = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    state = gather_all(state, keep)
+    adapter = config.train.adapter
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    state = gather_all(model.state_dict() if adapter.type == "full" else trained, keep)
     if not keep:
         return None
     with torch.device("meta"):

@@ -32,8 +32,8 @@ from trainer.setup.methods import set_up_methods
 from trainer.setup.optim import BadStepCounter
 from trainer.setup.optimizers import check_optimizer, make_optimizer
 from trainer.setup.quantize import check_setup, count_numbers, quantize_base
-from trainer.setup.shard import by_turns, shard_model, uses_sharding
-from trainer.setup.wrap import Denoiser, make_accelerator
+from trainer.setup.shard import by_turns, gathered_dtype, shard_model, uses_sharding
+from trainer.setup.wrap import Denoiser, make_accelerator, wrap_for_ranks
 from trainer.sharded import is_sharded
 from trainer.step_metrics import GradientNoise
 
@@ -131,7 +131,7 @@ def prepare_training(
     )
     family = module_of(config.model.family_spec)
     check_optimizer(config, accelerator.device, sharded)
-    check_setup(config, family, accelerator.device, ranks)
+    check_setup(config, family, accelerator.device)
     check_attention(config, family, accelerator.device)
     methods = make_methods(run_state.used_methods(config, data))
     set_up_methods(methods, config, family, data)
@@ -139,14 +139,12 @@ def prepare_training(
     with by_turns(accelerator, sharded):
         denoiser = prepare_model(config, data, family, methods, accelerator, signature, console, load)
     model, trainable = denoiser.model, denoiser.trainable()
-    wrapped = denoiser
-    if not sharded:
-        wrapped = accelerator.prepare(denoiser, device_placement=[not settings.offload.blocks])
+    wrapped = denoiser if sharded else wrap_for_ranks(denoiser, accelerator, settings)
     optimizer = make_optimizer(trainable, settings.optimizer)
     average = None if settings.ema is None else MovingAverage(trainable, settings.ema)
     bad_steps = BadStepCounter(settings.max_bad_steps)
-    measured = (trainable.values(), settings.batch_size, settings.accumulate, ranks, settings.gradient_noise_every)
-    run = TrainState(
+    measured = (denoiser, settings.batch_size, settings.accumulate, ranks, settings.gradient_noise_every)
+    return TrainState(
         config,
         console,
         accelerator,
@@ -164,9 +162,6 @@ def prepare_training(
         signature,
         RankWatch(accelerator, console, settings.parallel.timeout),
     )
-    counts = count_numbers(trainable.values()), count_numbers(model.parameters())
-    run.log("training {:,} of {:,} parameters".format(*counts))
-    return run
 
 
 def prepare_model(
@@ -203,7 +198,10 @@ def prepare_model(
     reduce_memory(model, family, settings, device)
     own = {name: weights for name, method in methods.items() if (weights := method.modules()) is not None}
     denoiser = Denoiser(model, family, config.model.task, autocast, own, settings.offload)
+    if accelerator.is_main_process:
+        numbers = count_numbers(denoiser.trainable().values()), count_numbers(model.parameters())
+        console.log("training {:,} of {:,} parameters".format(*numbers))
     if sharded:
-        shard_model(model, family, own, settings.parallel, device)
+        shard_model(model, family, own, settings.parallel, device, gathered_dtype(settings, autocast))
     denoiser.methods.to(device)
     return denoiser

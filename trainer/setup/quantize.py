@@ -27,7 +27,7 @@ NF4_COLUMN_MULTIPLE = 64  # numbers that share a scale; a matrix of other rows w
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 
 
-def check_setup(config: Config, family: FamilyModule, device: torch.device, ranks: int) -> None:
+def check_setup(config: Config, family: FamilyModule, device: torch.device) -> None:
     """RunError, before weights are loaded, for a base_precision or init_weights that model or device can't have;
     AdapterError for targets and patterns that match nothing, and an initial adapter of another model."""
     name, adapter = config.train.base_precision, config.train.adapter
@@ -39,12 +39,6 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device, rank
             f"train.base_precision: fp8-torchao needs a card with float8 (compute capability 8.9: Ada, Hopper or "
             f"later), and {torch.cuda.get_device_name(device)} has {have}",
             "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
-        )
-    if name.endswith("torchao") and ranks > 1:
-        raise RunError(
-            f"train.base_precision: {name} is for one process, and there are {ranks}: torch's DistributedDataParallel "
-            "can't broadcast torchao's tensors",
-            "Set train.base_precision to int8-quanto or nf4-bnb, or start one process.",
         )
     if not config.train.quantised and init not in ("orthogonal", "pissa", "olora") and not (patterns or file):
         return

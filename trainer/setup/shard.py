@@ -17,13 +17,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from schemas.config.training import Parallel
+from schemas.config.training import Parallel, Train
 from trainer.families.base import FamilyModule, components
+from trainer.setup.shard_quantized import split_quantized
+
+#: With older versions a group of modules does not come back whole from torch.utils.checkpoint.
+GATHERS_GROUPS = torch.__version__ >= "2.13"
+#: Modules whose weights autocast casts to its dtype.
+AUTOCAST = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 
 
 def uses_sharding(settings: Parallel, ranks: int) -> bool:
     """One process has nothing to share: it trains a plain model, and reads and writes the same checkpoints."""
     return settings.strategy == "fsdp2" and ranks > 1
+
+
+def gathered_dtype(settings: Train, autocast: torch.dtype | None) -> torch.dtype | None:
+    """That in which `shard_model` gathers weights that autocast casts to it; None: in their own.
+
+    A compiled block has its linear layers in its graph, without the hooks by which a group of them is gathered.
+    """
+    return autocast if GATHERS_GROUPS and settings.compile == "none" else None
 
 
 @contextmanager
@@ -43,22 +57,36 @@ def by_turns(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
 
 
 def shard_model(
-    model: Any, family: FamilyModule, methods: Mapping[str, torch.nn.Module], settings: Parallel, device: torch.device
+    model: Any,
+    family: FamilyModule,
+    methods: Mapping[str, torch.nn.Module],
+    settings: Parallel,
+    device: torch.device,
+    gathered: torch.dtype | None = None,
 ) -> None:
     """Shard the weights of a model on the host, block by block, onto the device, and those of methods.
 
-    Gradients are averaged in float32, as by DistributedDataParallel. Nothing is sent: each process keeps its part of
-    the weights that it has.
+    gathered: the dtype that the blocks' linear layers and convolutions, which are nearly all weights, are gathered in.
+    Norms and tables, which autocast casts to nothing smaller, are gathered in their own, as is all outside of the
+    blocks. Gradients are averaged in float32, as by DistributedDataParallel. Nothing is sent: each process
+    keeps its part of the weights that it has.
     """
     # It warns that the output is a view, which must not be changed in place: nothing does.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    split_quantized(model)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
-    options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    own = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    cast = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
     for block in family.blocks(model):
-        fully_shard(block, reshard_after_forward=settings.reshard_after_forward, **options)
+        block_options = options | {"reshard_after_forward": settings.reshard_after_forward}
+        if gathered is not None:
+            fully_shard(
+                [part for part in block.modules() if isinstance(part, AUTOCAST)], mp_policy=cast, **block_options
+            )
+        fully_shard(block, mp_policy=own, **block_options)
     for part in (*components(model).values(), *methods.values()):
-        fully_shard(part, **options)
+        fully_shard(part, mp_policy=own, **options)
     plain = [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]
     assert not plain, f"not sharded: {plain[:5]}"

@@ -6,9 +6,12 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, broadcast
+from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from schemas.config.training import Offload, Parallel
+from schemas.config.training import Offload, Parallel, Train
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, components
@@ -87,3 +90,30 @@ def make_accelerator(device: str, parallel: Parallel) -> Accelerator:
     return Accelerator(
         cpu=device == "cpu" or not torch.accelerator.is_available(), mixed_precision="no", kwargs_handlers=[wait]
     )
+
+
+def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train) -> torch.nn.Module:
+    """The denoiser on the device; of several processes in DistributedDataParallel, with the weights of rank 0.
+
+    torchao's tensors can't be sent. Each process has quantised them from its copy of the checkpoint.
+    """
+    device = accelerator.device
+    if not settings.offload.blocks:
+        denoiser.to(device)
+    if accelerator.num_processes == 1:
+        return denoiser
+    sent = not settings.base_precision.endswith("torchao")
+    if not sent:
+        for weight in denoiser.trainable().values():
+            broadcast(weight.data)
+    # Gradients are views into what is sent: else there would be a second copy of them.
+    place = None if device.type == "cpu" else [device]
+    wrapped = DistributedDataParallel(denoiser, device_ids=place, init_sync=sent, gradient_as_bucket_view=True)
+    if settings.parallel.gradient_compression == "bfloat16":
+        wrapped.register_comm_hook(torch.distributed.group.WORLD, send_in_bfloat16)
+    return wrapped
+
+
+def send_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook. Under its own name it is refused where torch has no CUDA, but gloo adds bfloat16, too."""
+    return bf16_compress_hook(group, bucket)

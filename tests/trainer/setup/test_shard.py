@@ -1,6 +1,9 @@
 """FSDP2: two processes that share a model train as one process that has it."""
 
 import json
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,17 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from schemas.config.training import Parallel
 from schemas.errors import OK
+from tests.processes import use_one_thread
+from tests.trainer.pipelines import KINDS
 from tests.trainer.runs import lines, on_ranks, train
+from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.setup import shard
+from trainer.setup.compile import compile_blocks
+from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.quantize import stored_bytes
+from trainer.sharded import local
 
 pytestmark = pytest.mark.slow
 
@@ -32,14 +43,90 @@ def result(config) -> dict[str, torch.Tensor]:
 FSDP = {"strategy": "fsdp2"}
 
 
+def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
+    """Quantised bases, of which each process has half the bytes; linear layers gathered in bfloat16, norms not; blocks
+    that are compiled. With gradient checkpointing, one pair of processes for all."""
+    kandinsky = "kandinsky5-image-t2i"
+    cases = [Case("sana", wide("sana"), base=name) for name in NAMES]
+    cases += [Case("sana", wide("sana"), half=True), Case(kandinsky, wide(kandinsky), half=True)]
+    cases += [Case("sana", wide("sana"), compiled=True)]
+    expected = [case.step(case.make()) for case in cases]
+    torch.compiler.reset()  # imports what both processes need
+
+    def check(rank: int) -> None:
+        use_one_thread()
+        options = {"rank": rank, "world_size": 2, "timeout": timedelta(minutes=5)}
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", **options)
+        for case, found in zip(cases, expected, strict=True):
+            case.check(found)
+        torch.distributed.barrier()
+
+    ranks = [get_context("fork").Process(target=check, args=(rank,)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
+@dataclass
+class Case:
+    """A model whose loss, prediction and gradients are those of a whole one. half: full rank under autocast."""
+
+    kind: str
+    folder: Path
+    base: str | None = None
+    half: bool = False
+    compiled: bool = False
+
+    def make(self) -> torch.nn.Module:
+        adapter = {"type": "full"} if self.half else {"type": "lora", "dora": self.base == "int8-torchao"}
+        model = adapted(self.kind, self.folder, self.base, torch.float32, **adapter).train()
+        checkpoint_blocks(model, KINDS[self.kind][0].blocks(model))
+        return model
+
+    def step(self, model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+            return step(self.kind, model)
+
+    def check(self, expected: tuple[torch.Tensor, ...]) -> None:
+        model, family, seen = self.make(), KINDS[self.kind][0], set()
+        whole = sum(map(stored, model.parameters()))
+        if self.compiled:
+            compile_blocks(family.blocks(model), "eager", lambda said: None)
+        gathered = torch.bfloat16 if self.half else None
+        shard.shard_model(model, family, {}, Parallel(strategy="fsdp2"), torch.device("cpu"), gathered)
+        assert all(isinstance(weight, DTensor) for weight in model.parameters())
+        assert sum(stored(local(weight)) for weight in model.parameters()) < 0.51 * whole
+
+        def look(part: torch.nn.Module, _: object) -> None:
+            for weight in part.parameters(recurse=False):
+                seen.add((isinstance(part, shard.AUTOCAST), weight.dtype))
+
+        for part in family.blocks(model)[0].modules():
+            if self.half:
+                part.register_forward_pre_hook(look)
+        errors_found = errors(self.step(model), expected)
+        assert errors_found == pytest.approx([0, 0, 0], abs=2**-8 if self.half else 1e-5), self
+        assert not self.half or seen == {(True, torch.bfloat16), (False, torch.float32)}
+
+
+def stored(weight: torch.Tensor) -> int:
+    """Bytes, with scales."""
+    quantised = hasattr(weight, "quant_state") or hasattr(weight, "__tensor_flatten__")
+    return stored_bytes(weight) if quantised else weight.numel() * weight.element_size()
+
+
 @pytest.mark.parametrize(
     ("kind", "adapter", "settings"),
     [
-        ("t2i", {"rank": 4, "dropout": 0.0}, {}),
+        ("t2i", {"rank": 4, "dropout": 0.0}, {"base_precision": "nf4-bnb"}),
         ("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
     ],
 )
-def test_two_processes_share_a_model(make_config, make_set, tmp_path, monkeypatch, kind, adapter, settings) -> None:
+def test_two_processes_share_a_model(
+    make_config, make_set, wide, tmp_path, monkeypatch, kind, adapter, settings
+) -> None:
     sharded = tmp_path / "sharded"
 
     def shard_model(model, *parts, real=shard.shard_model):
@@ -48,12 +135,16 @@ def test_two_processes_share_a_model(make_config, make_set, tmp_path, monkeypatc
         sharded.touch()
 
     monkeypatch.setattr("trainer.setup.prepare.shard_model", shard_model)
+    settings = dict(settings)
     parallel = FSDP | {key: settings.pop(key) for key in ("cpu_offload",) if key in settings}
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     common = {"steps": 2, "caption_dropout": 0.3, "adapter": adapter, "batch_size": 2, "validation": look, **settings}
-    common |= {"checkpoint_every": 2}
+    common |= {"checkpoint_every": 2, "gradient_noise_every": 1}
     alone = make_config(kind, name="alone", accumulate=4, **common)
     two = make_config(kind, name="two", accumulate=2, parallel=parallel, **common)
+    if "base_precision" in settings:
+        for config in (alone, two):
+            object.__setattr__(config.model, "path", str(wide("kandinsky5-image-t2i")))
     make_set(alone)
     make_set(two)
     train(alone)
@@ -64,13 +155,22 @@ def test_two_processes_share_a_model(make_config, make_set, tmp_path, monkeypatc
     assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
     assert lines(two, "grad_norm") == pytest.approx(lines(alone, "grad_norm"), rel=1e-4)
     assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-4)
+    noise = lines(alone, "gradient_noise_scale")
+    assert noise and lines(two, "gradient_noise_scale") == pytest.approx(noise, rel=1e-3)
     check_result(two, alone)
 
 
-@pytest.mark.parametrize("other", [{"base_precision": "nf4-bnb"}, {"offload": {"blocks": True}}, {"compile": "blocks"}])
-def test_what_was_not_tried_with_shared_models_is_refused(make_config, other) -> None:
-    with pytest.raises(ValueError, match="does not go with parallel"):
-        make_config(parallel=FSDP, **other)
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"offload": {"blocks": True}}, "use parallel.cpu_offload"),
+        ({"base_precision": "nf4-bnb", "adapter": {"dora": True}}, "peft sets base weights"),
+        ({"parallel": FSDP | {"gradient_compression": "bfloat16"}}, "it is an option of strategy ddp"),
+    ],
+)
+def test_what_sharded_models_can_not_do_is_refused(make_config, other, reason) -> None:
+    with pytest.raises(ValueError, match=reason):
+        make_config(**{"parallel": FSDP, **other})
 
 
 @pytest.mark.parametrize(

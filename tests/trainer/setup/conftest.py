@@ -1,0 +1,30 @@
+"""Checkpoints that can be quantised."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_models import make_model
+
+# Sides in multiples of 64, which nf4-bnb needs.
+WIDE = {
+    "kandinsky5-image-t2i": ("image", {"model_dim": 128, "visual_cond": False}),
+    "sana": ("sana", {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128}),
+}
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory, tiny):
+    """kind -> a checkpoint's folder with a tiny transformer that nf4-bnb can quantise."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            part, overrides = WIDE[kind]
+            made[kind] = tmp_path_factory.mktemp("wide")
+            make_model(part, overrides=overrides).save_pretrained(made[kind] / "transformer")
+            shutil.copytree(tiny(kind) / "scheduler", made[kind] / "scheduler")
+        return made[kind]
+
+    return get
