@@ -143,7 +143,12 @@ def source_fingerprints(data: TrainSet) -> dict[str, str]:
     """Kind of ordinary shard -> fingerprint of the cache that the set's rows come from."""
     if "export" in data.meta:
         return dict(data.meta["export"]["folders"])
-    return {row["kind"]: row["path"].split("/")[-2] for row in data.tables["shards"].to_pylist()}
+    shards = data.tables["shards"]
+    found = {}
+    for kind in pc.unique(shards.column("kind")).to_pylist():
+        last = np.flatnonzero(pc.equal(shards.column("kind"), kind))[-1]
+        found[kind] = shards.column("path")[int(last)].as_py().split("/")[-2]
+    return found
 
 
 def collect_provenance(data: TrainSet) -> list[dict[str, Any]]:

@@ -115,16 +115,24 @@ def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any
         own = own if null is None else pc.fill_null(own, null)
         captions += len(numbers)
         for column in (*(rows.column(name) for name in HASHED_STRINGS), texts.take(numbers), texts.take(own)):
-            values = column.cast(pa.large_binary()).combine_chunks()
-            # The length of each value, -1 for null; then the values.
-            digest.update(np.asarray(pc.fill_null(pc.binary_length(values), -1)).astype("<i8").tobytes())
-            _, ends, raw = values.buffers()
-            first, last = np.frombuffer(ends, np.int64)[[values.offset, values.offset + len(values)]]
-            if last > first:
-                digest.update(memoryview(raw)[first:last])
+            _hash_strings(digest, column)
         for column in (*(rows.column(name) for name in HASHED_NUMBERS), pc.list_value_length(rows.column("texts"))):
-            digest.update(column.to_numpy().astype("<f8").tobytes())
+            digest.update(np.asarray(column).astype("<f8").data)
     return {"digest": digest.hexdigest(), "set": data.id, "samples": len(data), "captions": captions}
+
+
+def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
+    """The length of each value, -1 for null; then the values."""
+    lengths, parts = [np.zeros(0, "<i8")], list[memoryview]()
+    for chunk in column.chunks:
+        _, offsets, data = chunk.buffers()
+        ends = np.frombuffer(offsets, np.int32)[chunk.offset :][: len(chunk) + 1] if len(chunk) else np.zeros(1, "<i4")
+        lengths.append(np.diff(ends.astype("<i8")))
+        lengths[-1][np.asarray(chunk.is_null())] = -1
+        parts += [memoryview(data)[ends[0] : ends[-1]]] if ends[-1] > ends[0] else []
+    digest.update(np.concatenate(lengths).data)
+    for part in parts:
+        digest.update(part)
 
 
 def fixed_shift(config: Config) -> float:
