@@ -2,13 +2,14 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schemas.cli.console import Console
 from schemas.config.loading import ConfigError
-from tests.trainer.runs import LOADS, plan_batches, prepared
+from tests.trainer.runs import LOADS, lines, plan_batches, prepared, train
 from trainer import train as loop
 from trainer.attention import find_problem
 from trainer.run_state import RunError
@@ -57,6 +58,35 @@ def test_a_backend_trains_as_torchs_own_choice_does(make_config, make_set) -> No
     again, back = kernels["native"]
     assert kernels["_native_math"] == (again - 2 * visual, back - visual)
     assert all(numbers == pytest.approx(found["native"], rel=1e-5) for numbers in found.values()), found
+
+
+METHODS = {
+    "masked_loss": {"unmasked_weight": 0.2, "prior_weight": 0.5},
+    "tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}]},
+    "crepa": {"block_index": 1},
+    "scheduled_sampling": {"probability": 1.0, "max_step_offset": 1},
+    "input_perturbation": {"decay_steps": 4},
+    "regularisation": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_backend_goes_with_all_methods(make_config, make_set, made) -> None:
+    found = {}
+    for name in ("native", "_native_math"):
+        settings = {"attention_backend": name, "batch_size": 2, "adapter": {"rank": 2}, "methods": METHODS}
+        config = make_config("t2v", name=name, caption_dropout=0.5, steps=2, **settings)
+        items, null, prompts = made.mixed_items(config)
+        for number, item in enumerate(items):
+            draw, (_, frames, height, width) = np.random.default_rng(number), item.latent.shape
+            item.mask = draw.random((frames, height, width), dtype=np.float32)
+            item.vision = draw.random((frames, height // 2, width // 2, 8), dtype=np.float32)
+            item.regularisation = number % 2 == 0
+        make_set(config, items, null, prompts)
+        train(config)
+        found[name] = [*lines(config).values(), *lines(config, "grad_norm").values()]
+    assert found["_native_math"] == pytest.approx(found["native"], rel=1e-4)
 
 
 @pytest.mark.slow
