@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from cache.damage import DamageError
 from cache.exported_set import ExportedSet, collect_columns, source_fingerprints
 from cache.exporter import TargetError, has_shard, publish_set, replace_locations, write_shard
 from cache.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
@@ -45,6 +47,11 @@ class Importer:
         self.folders = source_fingerprints(data)
         self._sample_parts = {"latents": SAMPLE, **{kind: kind for kind in data.kinds}}  # kind of shard -> part
         self.index = data.tables["index"]
+        ids = data.tables["texts"].column("text_id")
+        if pc.count_distinct(ids).as_py() != len(
+            ids
+        ):  # not when a set is opened: of ten million it takes 10 s and 2 GB
+            raise DamageError(data.store.path(f"sets/{data.id}/texts.arrow"), "a text appears in it twice")
         self.record: dict[str, Any] = {key: value for key, value in data.meta.items() if key != "export"}
         self.record["validation"] = [dict(prompt) for prompt in data.meta["validation"]]
         codes = np.asarray(self.index.column("sample_id").combine_chunks().dictionary_encode().indices)

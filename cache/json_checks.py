@@ -15,7 +15,9 @@ MAX_DEPTH = 32  # of nested arrays and objects
 MAX_DESCRIPTION_BYTES = 1 << 28  # of what is read at once; the description of a million rows has 200 MiB
 MAX_SHOWN_CHARS = 300  # characters of a foreign value in a message
 CHECKSUM_PATTERN = re.compile(r"[0-9a-f]{32}", re.ASCII)
-PATH_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,69}", re.ASCII)  # of a name that becomes part of a path
+MAX_PATH_NAME = 70  # characters
+#: Of a name that becomes part of a path.
+PATH_NAME_PATTERN = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{MAX_PATH_NAME - 1}}}", re.ASCII)
 
 
 def parse_json(data: Any) -> Any:

@@ -92,6 +92,7 @@ class RunProgress:
     steps: int
     loss: float | None
     samples_per_s: float | None
+    data_wait_share: float | None
     seconds_left: float | None
     checkpoint: int | None
     eval_loss: str = ""
@@ -106,6 +107,7 @@ class RunProgress:
             "loss": "" if self.loss is None else f"{self.loss:.4g}",
             "eval_loss": self.eval_loss,
             "samples_per_second": "" if self.samples_per_s is None else f"{self.samples_per_s:.3g}",
+            "waiting_for_data": "" if self.data_wait_share is None else f"{100 * self.data_wait_share:.0f} %",
             "left": str(left),
             "last_checkpoint": "none" if self.checkpoint is None else f"step {self.checkpoint}",
         }
@@ -129,11 +131,13 @@ def read_progress(config: Config) -> RunProgress:
     else:
         state = "stopped" if lines or saved else "not started"
     last = lines[-1] if lines else {}
-    speed, left = last.get("samples_per_s"), last.get("seconds_left") if running else None
+    speed, waited = last.get("samples_per_s"), last.get("data_wait_share")
+    left = last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]
     shown = f"{evals[-1]['eval_loss'] or math.nan:.4g} at step {evals[-1]['step']}" if evals else ""
     return RunProgress(
-        config.train.run, state, step, steps, smoothed_loss(losses), speed, left, max(saved, default=None), shown
+        *(config.train.run, state, step, steps, smoothed_loss(losses), speed, waited, left),
+        *(max(saved, default=None), shown),
     )
 
 

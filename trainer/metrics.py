@@ -33,7 +33,7 @@ class StepTimer:
         self._first, self._last, self._batch, self._clock = first, last, global_batch, clock
         self._began, self._inside = clock(), 0.0  # inside: seconds of all steps
         self._asked, self._waited = self._began, 0.0  # when the step's data were asked for, and how long they took
-        self._recent: deque[float] = deque(maxlen=SMOOTHED_STEPS)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # seconds of a step, and of its wait
 
     def time_waits(self, batches: Iterable[T]) -> Iterator[T]:
         """The same batches; a step lasts from asking for one to `rates`."""
@@ -48,15 +48,16 @@ class StepTimer:
             yield batch
 
     def rates(self, done: int) -> dict[str, float]:
-        """samples_per_s: over the last steps, validation and checkpoints left out. step_s, data_wait_s: of this step.
-        seconds_left: with as much validation and saving as there was."""
+        """samples_per_s, data_wait_share (0 to 1): over the last steps, validation and checkpoints left out. step_s,
+        data_wait_s: of this step. seconds_left: with as much validation and saving as there was."""
         now = self._clock()
-        self._recent.append(now - self._asked)
+        self._recent.append((now - self._asked, self._waited))
         self._inside += now - self._asked
-        step = sum(self._recent) / len(self._recent)
+        step, waited = (sum(seconds) / len(self._recent) for seconds in zip(*self._recent, strict=True))
         between = (now - self._began - self._inside) / max(1, done - self._first)
         rates = {"samples_per_s": self._batch / max(step, 1e-9), "step_s": now - self._asked}
-        return rates | {"data_wait_s": self._waited, "seconds_left": (step + between) * (self._last - done)}
+        rates |= {"data_wait_s": self._waited, "data_wait_share": waited / max(step, 1e-9)}
+        return rates | {"seconds_left": (step + between) * (self._last - done)}
 
 
 @contextmanager

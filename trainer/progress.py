@@ -21,7 +21,6 @@ def show_metrics(console: Console, first: int, steps: int, log_every: int) -> It
     A line for the first step, for every `log_every`-th, for the last and for skipped ones, where there is no bar.
     """
     losses: deque[float] = deque(maxlen=SMOOTHED_STEPS)
-    waits: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)
     with console.bar(steps, "train") as bar:
         if bar is not None:
             bar(first, f"step {first}/{steps}")
@@ -32,8 +31,7 @@ def show_metrics(console: Console, first: int, steps: int, log_every: int) -> It
                 console.log(f"step {done}/{steps}  eval loss {format_eval(numbers)}")
                 return
             losses.append(numbers["loss"])
-            waits.append((numbers["data_wait_s"], numbers["step_s"]))
-            text = format_step(numbers, list(losses), list(waits), steps)
+            text = format_step(numbers, list(losses), steps)
             if bar is not None:
                 bar(done, text)
             if numbers.get("skipped"):
@@ -44,17 +42,19 @@ def show_metrics(console: Console, first: int, steps: int, log_every: int) -> It
         yield show
 
 
-def format_step(numbers: dict[str, Any], losses: list[float], waits: list[tuple[float, float]], steps: int) -> str:
+def format_step(numbers: dict[str, Any], losses: list[float], steps: int) -> str:
     """Like "step 20/1000  loss 0.8123  lr 0.0001  2.1 samples/s  waiting for data 0 %  0:12:03 left".
 
-    losses, waits: of the last steps; (seconds waiting for data, seconds) of each.
+    losses: of the last steps.
     """
     smoothed = smoothed_loss([loss if isfinite(loss) else None for loss in losses])
-    waited = sum(wait for wait, _ in waits) / max(sum(seconds for _, seconds in waits), 1e-9)
     words = [f"step {numbers['step']}/{steps}"]
     words += [] if smoothed is None else [f"loss {smoothed:.4g}"]
     words += [f"lr {numbers['lr']:.3g}", f"{numbers['samples_per_s']:.3g} samples/s"]
-    words += [f"waiting for data {100 * waited:.0f} %", f"{timedelta(seconds=round(numbers['seconds_left']))} left"]
+    words += [
+        f"waiting for data {100 * numbers['data_wait_share']:.0f} %",
+        f"{timedelta(seconds=round(numbers['seconds_left']))} left",
+    ]
     return "  ".join(words)
 
 

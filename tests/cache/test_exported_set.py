@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from cache import shard, shard_io
 from cache.damage import PARSE_ERRORS, DamageError
-from cache.exported_set import ExportedSet, pack_row, read_columns, unpack_row
+from cache.exported_set import ExportedSet, _are_plain_names, pack_row, read_columns, unpack_row
 from cache.exporter import Exporter
+from cache.json_checks import PATH_NAME_PATTERN
 from cache.set_lookup import find_set, open_set
 from cache.shard import ShardRow
 from cache.shard_io import open_writer
@@ -86,13 +87,31 @@ def changed(store: Store, table: str, number: int, values: dict[str, Any]) -> No
         ("index", {"weight": 1e300}),
         ("index", {"repeats": -1}),
         ("texts", {"text_id": "a/b"}),
-        ("texts", {"text_id": name_of("a", 5)}),
+        ("texts", {"text_id": ""}),
+        ("texts", {"text_id": "-a"}),
+        ("texts", {"text_id": "a b"}),
+        ("texts", {"text_id": "\u0430"}),
+        ("index", {"row": 1}),
     ],
 )
 def test_tables_that_are_no_exports_are_refused(exported: Store, table: str, values: dict[str, Any]) -> None:
     changed(exported, table, 0, values)
     with pytest.raises(DamageError, match=r"sets/0123456789abcdef/.*: its .*\n.*copy an export again"):
         opened(exported)
+
+
+def test_plain_names_are_those_of_the_pattern() -> None:
+    """Every character at each end, and every length."""
+    found = [*map(chr, range(1, 300)), *(f"{mark}{chr(code)}" for mark in "aZ-_" for code in range(1, 300))]
+    for name in (*found, *("a" * length for length in (0, 69, 70, 71))):
+        table = pa.chunked_array([["before", name, "after"]]).slice(1, 1)
+        assert _are_plain_names(table) == bool(PATH_NAME_PATTERN.fullmatch(name)), repr(name)
+
+
+def test_a_text_that_appears_twice_is_not_imported(exported: Store, tmp_path: Path) -> None:
+    changed(exported, "texts", 0, {"text_id": name_of("a", 5)})
+    with pytest.raises(DamageError, match=r"texts\.arrow: a text appears in it twice\n.*copy an export again"):
+        import_(exported, Store(tmp_path / "home"))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,13 @@ def write_steps(folder: Path, first: int, last: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.jsonl").open("a") as file:
         for step in range(first, last + 1):
-            numbers = {"step": step, "loss": step / 100, "samples_per_s": 2.0, "seconds_left": 3.0 * (400 - step)}
+            numbers = {
+                "step": step,
+                "loss": step / 100,
+                "samples_per_s": 2.0,
+                "data_wait_share": 0.034,
+                "seconds_left": 3.0 * (400 - step),
+            }
             file.write(json.dumps(numbers) + "\n")
 
 
@@ -45,6 +51,7 @@ def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
             "loss": f"{fmean(step / 100 for step in range(71, 121)):.4g}",
             "eval_loss": "0.55 at step 100",
             "samples_per_second": "2",
+            "waiting_for_data": "3 %",
             "left": "0:14:00",
             "last_checkpoint": "step 100",
         }

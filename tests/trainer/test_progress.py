@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 def numbers(step: int, **more: Any) -> dict[str, Any]:
-    rates = {"samples_per_s": 2.0, "step_s": 0.5, "data_wait_s": 0.05, "seconds_left": 61.0}
+    rates = {"samples_per_s": 2.0, "step_s": 0.5, "data_wait_s": 0.2, "data_wait_share": 0.1, "seconds_left": 61.0}
     return {"step": step, "loss": float(step), "grad_norm": 0.1, "lr": 1e-4, **rates, **more}
 
 
@@ -71,8 +71,8 @@ def test_speed_leaves_out_what_is_done_between_steps_and_the_time_left_has_it() 
 
     def read() -> Any:
         nonlocal now
-        for _ in range(2):
-            now += 0.5  # of reading
+        for waited in (0.5, 1.5):  # of reading
+            now += waited
             yield None
 
     found = []
@@ -80,8 +80,9 @@ def test_speed_leaves_out_what_is_done_between_steps_and_the_time_left_has_it() 
         now += 1.5  # of computing
         found.append(timer.rates(number))
         now += 6.0  # of validation
-    assert found[0] == {"samples_per_s": 2.0, "step_s": 2.0, "data_wait_s": 0.5, "seconds_left": 18.0}
-    assert found[1] == {"samples_per_s": 2.0, "step_s": 2.0, "data_wait_s": 0.5, "seconds_left": 8 * (2.0 + 6.0 / 2)}
+    first = {"samples_per_s": 2.0, "step_s": 2.0, "data_wait_s": 0.5, "data_wait_share": 0.25, "seconds_left": 18.0}
+    second = {"samples_per_s": 1.6, "step_s": 3.0, "data_wait_s": 1.5, "data_wait_share": 0.4}
+    assert found == [first, second | {"seconds_left": 8 * (2.5 + 6.0 / 2)}]
 
 
 def written_to_wandb(folder: Path) -> list[bytes]:
@@ -124,10 +125,10 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
     assert [[word for word in words if word not in content] for content in (first, second)] == [[], []]
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(line["step_s"] >= line["data_wait_s"] >= 0 for line in lines)
+    assert all(line["step_s"] >= line["data_wait_s"] >= 0 and 0 <= line["data_wait_share"] <= 1 for line in lines)
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("data_wait_s")] == [1, 2, 3]
+    assert [event.step for event in events.Scalars("data_wait_share")] == [1, 2, 3]
 
 
 @pytest.mark.slow
