@@ -32,6 +32,7 @@ from schemas.tables import further_kinds
 
 TABLE_CHECKS = {"index": check_index, "texts": check_set_texts, "shards": check_set_shards}
 PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named after prompts
+COMPARED_ROWS = 1 << 17  # of the ids, at a time
 MAX_OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
 
@@ -142,11 +143,18 @@ class TrainSet:
         if not self.eval_rows:
             count = min(count, len(self))
             return [(2 * number + 1) * len(self) // (2 * count) for number in range(count)], "training samples"
-        held_out = self._index.column("sample_id").slice(len(self)).combine_chunks()
-        ids = held_out.unique()
-        chosen = ids.take(pc.select_k_unstable(ids, min(count, len(ids)), [("", "ascending")]))
-        rows = pc.index_in(chosen, value_set=held_out).to_pylist()
-        return sorted(len(self) + row for row in rows), "held-out samples"
+        held_out = self._index.column("sample_id").slice(len(self))
+        parts = [(first, held_out.slice(first, COMPARED_ROWS)) for first in range(0, len(held_out), COMPARED_ROWS)]
+        chosen = pa.array([], pa.string())
+        for _, part in parts:  # of all at once, Arrow's table of distinct ids takes a hundred bytes each
+            ids = pc.unique(pa.chunked_array([chosen, *part.chunks]))
+            chosen = ids.take(pc.select_k_unstable(ids, min(count, len(ids)), [("", "ascending")]))
+        rows: dict[int, int] = {}  # number in `chosen` -> its first row
+        for first, part in parts:
+            found = pc.index_in(part, value_set=chosen)
+            for row in np.flatnonzero(np.asarray(pc.is_valid(found))).tolist():
+                rows.setdefault(found[row].as_py(), len(self) + first + row)
+        return sorted(rows.values()), "held-out samples"
 
     def caption_counts(self, rows: Ints) -> Ints:
         """(n,) the number of captions of each of `rows`."""

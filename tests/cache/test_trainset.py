@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache import plans
+from cache import plans, trainset
 from cache.damage import DamageError
 from cache.schedule import BatchSchedule, Span
 from cache.set_lookup import open_set
@@ -234,20 +234,29 @@ def held_out(store: Store, ids: list[str], train: int = 7) -> TrainSet:
     return open_set(store, "s1", FAMILY, TASK)
 
 
+def held_ids(data: TrainSet) -> list[str]:
+    return data.tables["index"].column("sample_id").to_pylist()[len(data) :]
+
+
 def chosen(data: TrainSet, count: int) -> list[str]:
     rows, on = data.choose_eval_rows(count)
     assert on == "held-out samples" and set(rows) <= set(data.eval_rows)
     return sorted(data._index.column("sample_id")[row].as_py() for row in rows)
 
 
-def test_held_out_samples_are_chosen_by_identity(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compared", [7, trainset.COMPARED_ROWS])
+def test_held_out_samples_are_chosen_by_identity(tmp_path: Path, monkeypatch, compared: int) -> None:
     """The same whatever else is in the set, but for what is displaced; no sample twice."""
+    monkeypatch.setattr(trainset, "COMPARED_ROWS", compared)
     ids = [hashlib.md5(str(i).encode()).hexdigest() for i in range(60)]
     few = held_out(Store(tmp_path), [*ids[:40], ids[0]])
     assert len(few) == 7 and few.regularisation == 2
     first = chosen(few, 12)
     assert len(set(first)) == 12 and set(chosen(few, 5)) < set(first)
     assert sorted(chosen(few, 99)) == sorted(ids[:40])
+    first_rows = sorted(few.eval_rows[held_ids(few).index(id)] for id in ids[:40])
+    assert few.choose_eval_rows(99)[0] == first_rows
+    assert set(chosen(few, 5)) == set(sorted(ids[:40])[:5]) and few.choose_eval_rows(0)[0] == []
     more = chosen(held_out(Store(tmp_path), ids, train=30), 12)
     assert len(set(more) & set(first)) < 12 and set(more) - set(first) <= set(ids[40:])
 
