@@ -4,7 +4,7 @@
 
 The sets are synthetic, without shards: eight buckets of two datasets with repeats and weights, one to three captions a
 sample, as many texts as samples, a hundredth held out, 250 rows a shard. Each measurement is a process of its own, with
-the tables in the page cache (--cold: removed from it before). Medians, imports left out.
+the tables in the page cache (--cold: removed from it before). Medians of seconds (and of processor seconds).
 
 "start": open the set, which checks its tables, make the batch schedule, locate everything that the first micro-batch
 reads. "signature": what `train` compares when it resumes, and records otherwise. "eval rows": the choice of held-out
@@ -16,6 +16,7 @@ every 3 ms); "resident" counts the pages of the tables that it has read, too, wh
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,11 +30,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.common import MIB, make_parser, medians, print_header, print_row
+from benchmarks.common import MIB, make_parser, print_header, print_row
 from cache.exporter import publish_set
 from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
+from schemas.import_time import leave_out_pandas
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 from trainer.run_state import data_signature
 
@@ -44,7 +46,7 @@ SHARD_ROWS = 250  # of 1024x1024 pixels, 128 MiB a shard
 BATCH_SIZE, GLOBAL_BATCH = 4, 64
 PLANNED_STEPS = 4096  # at a time
 POLL_S = 0.003
-COLUMNS = ("start", "signature", "eval rows", "epoch", "anonymous", "at most", "resident", "imports")
+TIMES, SIZES = ("start", "signature", "eval rows", "epoch", "imports"), ("anonymous", "at most", "resident")
 
 
 def random_ids(count: int, seed: int) -> pa.Array:
@@ -107,13 +109,14 @@ def read_kib(process: int | str, file: str, name: str) -> int:
 
 
 def measure(root: str) -> dict[str, float]:
-    """Seconds and MiB by name of COLUMNS, of this process."""
+    """Of this process: seconds by name of TIMES, processor seconds (the same with " CPU"), MiB by name of SIZES."""
+    leave_out_pandas()  # as `latentpress train` does
     found = dict[str, float]()
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         result = work()
-        found[name] = time.perf_counter() - begin
+        found[name], found[f"{name} CPU"] = time.perf_counter() - begin, time.process_time() - cpu
         return result
 
     def start() -> tuple[Any, BatchSchedule]:
@@ -145,7 +148,8 @@ def drop_from_page_cache(root: Path) -> None:
 def run_process(root: Path) -> dict[str, float]:
     program = (
         "import time; begin = time.perf_counter(); import json, sys; from benchmarks import big_set; "
-        "imports = time.perf_counter() - begin; print(json.dumps(big_set.measure(sys.argv[1]) | {'imports': imports}))"
+        "imports = {'imports': time.perf_counter() - begin, 'imports CPU': time.process_time()}; "
+        "print(json.dumps(big_set.measure(sys.argv[1]) | imports))"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(root)], stdout=subprocess.PIPE, text=True) as process:
         most = 0
@@ -161,7 +165,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[1000, 10_000_000])
     parser.add_argument("--cold", action="store_true", help="remove the tables from the page cache before each process")
     options = parser.parse_args()
-    print_header("samples", "MiB on disk", *COLUMNS)
+    print_header("samples", "MiB on disk", *TIMES, *SIZES)
     for count in options.samples:
         with tempfile.TemporaryDirectory(dir=options.root) as folder:
             make_set(Path(folder), count)
@@ -170,11 +174,10 @@ def main() -> None:
             for _ in range(options.repeat):
                 if options.cold:
                     drop_from_page_cache(Path(folder))
-                one = run_process(Path(folder))
-                found.append([one[name] for name in COLUMNS])
-            numbers = dict(zip(COLUMNS, medians(found), strict=True))
-            memory = ("anonymous", "at most", "resident")
-            print_row(f"{count:,}", f"{size:.1f}", *(f"{numbers[n]:.{0 if n in memory else 2}f}" for n in COLUMNS))
+                found.append(run_process(Path(folder)))
+            middle = {name: statistics.median(one[name] for one in found) for name in found[0]}
+            times = (f"{middle[name]:.2f} ({middle[f'{name} CPU']:.2f})" for name in TIMES)
+            print_row(f"{count:,}", f"{size:.1f}", *times, *(f"{middle[name]:.0f}" for name in SIZES))
 
 
 if __name__ == "__main__":
