@@ -12,6 +12,9 @@ ARG TORCH=torch==2.13.0
 # media: discover, bucket. encode: the encoding stages, decode. train: training. s3: roots and media on object stores.
 ARG EXTRAS=media,encode,train,quant,optimizers,s3
 
+# torch.compile (train.compile) calls a C compiler.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+
 WORKDIR /opt/latentpress
 RUN python3 -m venv /opt/venv && if [ -n "${TORCH}" ]; then /opt/venv/bin/pip install --no-cache-dir ${TORCH}; fi
 COPY pyproject.toml constraints.txt README.md LICENSE ./
