@@ -27,6 +27,7 @@ from schemas.identity import hash_json
 OPEN_TRIES = 5
 STALE = 24 * 3600  # seconds: no writer takes longer over one file
 CHECKSUM_KEY = "checksum"  # of a JSON object
+MAPPED_BYTES = 16 << 20  # smaller tables of an object store are read into memory
 MAX_JSON_BYTES = 64 << 20  # a plan.json or set.json is smaller
 
 
@@ -128,8 +129,9 @@ class Store:
             with explained(path):
                 if known[:2] == (_file_signature(os.stat(path)), check):
                     return known[2]
-        with self.open(rel) as file, explained(path):
-            signature = _file_signature(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
+        with self._open_table(rel) as file, explained(path):
+            is_local = self.root is not None and isinstance(file, pa.MemoryMappedFile)
+            signature = _file_signature(os.fstat(file.fileno())) if is_local else None
             with as_damage(path, "it is not as it was written"):
                 table = arrow_ipc.read_table(file)
             with as_damage(path, "its values can't be right"):
@@ -138,6 +140,20 @@ class Store:
         if signature is not None:
             self._tables[rel] = (signature, check, table)
         return table
+
+    def _open_table(self, rel: str) -> pa.NativeFile:
+        """As `open`. A large file of an object store is copied to this machine and mapped: it is fetched once and needs
+        no memory. The copy has no name and goes with the process."""
+        if self.root is not None or self.size(rel) < MAPPED_BYTES:
+            return self.open(rel)
+        with explained(self.path(rel)):
+            copy = files.temporary(spool_folder() / rel.rpartition("/")[2])
+            files.make_folders(copy.parent)
+            try:
+                self.fs.get_file(self.path(rel), str(copy))
+                return pa.memory_map(str(copy), "r")
+            finally:
+                copy.unlink(missing_ok=True)
 
     def read_json(self, rel: str) -> dict[str, Any]:
         """The JSON object in `rel` without its checksum, which earlier releases did not write. DamageError where that

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 import cache.files
+import cache.store
 from cache.damage import DamageError
 from cache.files import StoreError
 from cache.store import Store
@@ -46,6 +47,29 @@ def test_local_is_a_path_on_a_disk_only(tmp_path):
     assert Store(tmp_path).local("a/b") == tmp_path / "a/b"
     assert Store(f"file://{tmp_path}").local("a/b") == tmp_path / "a/b"
     assert Store("memory://x").local("a/b") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_large_table_of_an_object_store_is_mapped_from_a_copy_without_a_name(tmp_path, monkeypatch):
+    """So that it is fetched once and needs no memory; a small one is read into memory."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    store, table = Store(f"memory://{tmp_path.name}"), pa.table({"x": range(100_000)})
+    store.write_table("t.arrow", table)
+    mapped = []
+    for limit in (1 << 30, 1000):
+        monkeypatch.setattr(cache.store, "MAPPED_BYTES", limit)
+        found = store.read_table("t.arrow")
+        assert found.equals(table)
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        with open("/proc/self/maps") as maps:
+            mapped.append(str(tmp_path) in maps.read())
+    assert mapped == [False, True]
+    store.publish_bytes("t.arrow", store.read_bytes("t.arrow")[:-1])
+    with pytest.raises(DamageError):
+        store.read_table("t.arrow")
+    with pytest.raises(FileNotFoundError):
+        store.read_table("absent.arrow")
 
 
 def test_tables(store):
