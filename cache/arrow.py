@@ -18,6 +18,7 @@ from cache import arrow_ipc, shard
 from cache.damage import DamageError, as_damage
 from cache.files import explained
 from cache.json_checks import check_name, check_shape, check_text, parse_json, printable
+from cache.row_layouts import layouts_of
 from cache.tensors import NUMPY_DTYPES, Array
 
 DESCRIPTION_KEY, DESCRIPTION_CHECKSUM_KEY = b"latentpress", b"latentpress_checksum"
@@ -136,8 +137,26 @@ class ShardReader(shard.BaseShardReader):
         if (count := len(self._spans)) != len(self.meta.ids):
             raise DamageError(self.path, f"it has {count} rows, and its description names {len(self.meta.ids)}")
 
+    def row_starts(self) -> np.ndarray:
+        return self._spans[:, 0]
+
     def _row(self, i: int) -> tuple[shard.ShardRow, bytes, str]:
-        batch = arrow_ipc.read_batch(self.file, self._spans[i], self._schema)
+        offset, length = self._spans[i].tolist()
+        self.file.seek(offset)
+        message = self.file.read_buffer(length)
+        data, layouts = memoryview(message).cast("B"), layouts_of(tuple(self.columns.items()))
+        layout = layouts.find(data, 0)
+        if layout is None or layout.end > len(data):
+            return self._careful_row(message)
+        tensors = {
+            name: Array(dtype, shape, data[start : start + size]) for name, dtype, shape, start, size in layout.tensors
+        }
+        id, info, checksum = (data[slice(*span)].tobytes() for span in (layout.id, layout.info, layout.checksum))
+        return shard.ShardRow(id.decode(), tensors, parse_json(info)), info, checksum.decode()
+
+    def _careful_row(self, message: pa.Buffer) -> tuple[shard.ShardRow, bytes, str]:
+        """A row as Arrow reads it, everything checked. Its layout is learnt, for the rows that are like it."""
+        batch = arrow_ipc.read_batch(message, self._schema)
         if batch.num_rows != 1:
             raise ValueError(f"{batch.num_rows} rows in one batch")
         tensors = {}
@@ -153,7 +172,9 @@ class ShardReader(shard.BaseShardReader):
                 raise ValueError(f"{name} has bytes or a shape, and not both")
         id, info, checksum = (check_text(batch.column(number)[0].as_py(), "a value") for number in (0, -2, -1))
         stored = info.encode()
-        return shard.ShardRow(id, tensors, parse_json(stored)), stored, checksum
+        row = shard.ShardRow(id, tensors, parse_json(stored))
+        layouts_of(tuple(self.columns.items())).learn(message, batch)
+        return row, stored, checksum
 
     def _check_file(self) -> None:
         """Arrow writes the schema twice: files are read by the one at the end, streams by the one at the start, and

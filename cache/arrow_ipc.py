@@ -53,9 +53,9 @@ def find_footer(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:
     return size - TAIL_BYTES - length, length
 
 
-def read_batch_index(file: pa.NativeFile) -> tuple[pa.Schema, list[tuple[int, int]]]:
-    """The schema at the end of the file, and of each batch the offset and length of its message. ValueError, as Arrow's
-    errors are, or OSError where it is no whole Arrow file."""
+def read_batch_index(file: pa.NativeFile) -> tuple[pa.Schema, np.ndarray]:
+    """The schema at the end of the file, and (n, 2) of each batch the offset and length of its message. ValueError, as
+    Arrow's errors are, or OSError where it is no whole Arrow file."""
     start, length = find_footer(file)
     file.seek(start)
     footer, tail = file.read(length), file.read(TAIL_BYTES)
@@ -70,13 +70,12 @@ def read_batch_index(file: pa.NativeFile) -> tuple[pa.Schema, list[tuple[int, in
         raise ValueError("the offset or length of a batch is impossible")
     if (offset + head + body > start).any():  # the sums can't overflow now
         raise ValueError("a batch ends beyond the end of the file")
-    return schema, list(zip(offset.tolist(), (head + body).tolist(), strict=True))
+    return schema, np.stack([offset, head + body], axis=1)
 
 
-def read_batch(file: pa.NativeFile, span: tuple[int, int], schema: pa.Schema) -> pa.RecordBatch:
-    """The batch at (offset, length), a view, validated. ValueError or OSError where it is none, or compressed."""
-    file.seek(span[0])
-    message = pa.ipc.read_message(file.read_buffer(span[1]))
+def read_batch(data: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch of a message, a view, validated. ValueError or OSError where it is none, or compressed."""
+    message = pa.ipc.read_message(data)
     head = memoryview(message.metadata)
     root = _follow_offset(head, 0)
     header = _find_field(head, root, MESSAGE_HEADER)
@@ -172,7 +171,10 @@ def read_table(file: pa.NativeFile) -> pa.Table:
     for field in schema:
         if not _is_plain_type(field.type):
             raise ValueError(f"a column {printable(field.name)} of type {printable(field.type)}")
-    rows = [read_batch(file, span, schema) for span in spans]
+    rows = []
+    for offset, length in spans.tolist():
+        file.seek(offset)
+        rows.append(read_batch(file.read_buffer(length), schema))
     metadata = {key: value for key, value in (schema.metadata or {}).items() if key != CHECKSUM_KEY}
     return pa.Table.from_batches(rows, schema).replace_schema_metadata(metadata or None)
 

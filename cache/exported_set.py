@@ -105,6 +105,8 @@ def _part_checksum(row: ShardRow) -> str:
 class ExportedSet(TrainSet):
     """sets/<id> of an export, read like any other set. DamageError where its tables are not those of an export."""
 
+    packed = True
+
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         super().__init__(store, set_id, meta)
         self._check_file("set.json", check_export_meta, meta)
@@ -137,7 +139,7 @@ class ExportedSet(TrainSet):
 
     def _unpack(self, location: Location, ids: Mapping[str, str | None], verify: bool) -> dict[str, ShardRow]:
         """The parts of the row at `location`; DamageError where they do not have the ids in `ids`."""
-        row, path, number = self._read(location), self._path(location.shard), location.row
+        row, path, number = self.read_row(location), self.store.path(self.shard_path(location.shard)), location.row
         with as_damage(path, "it is no row of an export", number, row.id):
             parts = unpack_row(row, verify)
         if missing := sorted(ids.keys() - parts.keys()):

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Any, BinaryIO, ClassVar, Self, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from cache.damage import SHARD_PROGRAMS, DamageError, as_damage
@@ -145,6 +146,10 @@ class BaseShardReader(ABC):
         """Row `i`, its info as stored, and its stored checksum; one of PARSE_ERRORS where it can't be read."""
 
     @abstractmethod
+    def row_starts(self) -> np.ndarray:
+        """(n,) the position in the file from which the layout of each row counts (`cache.row_layouts`)."""
+
+    @abstractmethod
     def _check_file(self) -> None:
         """DamageError for damage that reading every row would not show."""
 
@@ -235,6 +240,17 @@ def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
         shape = struct.pack(f"<{len(array.shape)}q", *array.shape)
         parts += [name.encode(), array.dtype.encode(), shape, array.raw()]
     return hash_bytes(*parts)
+
+
+def pack_length(size: int) -> bytes:
+    """As it precedes each part of a row's checksum."""
+    return size.to_bytes(8, "little")
+
+
+def pack_tensor_head(name: str, dtype: str, shape: tuple[int, ...], size: int) -> bytes:
+    """What a row's checksum covers of a tensor before its `size` bytes."""
+    parts = [name.encode(), dtype.encode(), struct.pack(f"<{len(shape)}q", *shape)]
+    return b"".join(pack_length(len(part)) + part for part in parts) + pack_length(size)
 
 
 def build_description(meta: ShardMeta, ids: Collection[str], set_aside: Collection[RejectedMember]) -> dict[str, Any]:

@@ -53,30 +53,32 @@ def verify(
 
 
 class ReaderPool:
-    """The `limit` last used readers, kept open: reading many shards in random order needs few open files and maps."""
+    """The `limit` last used readers, kept open: reading many shards in random order needs few open files and maps.
+    Threads may share it; those that read the same shard wait for each other."""
 
     def __init__(self, store: Store, limit: int = 64) -> None:
         assert limit > 0
         self.store, self.limit = store, limit
-        self._open: OrderedDict[str, BaseShardReader] = OrderedDict()
+        self._open: OrderedDict[str, tuple[BaseShardReader, threading.Lock]] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, path: str, row: int, verify: bool = True) -> ShardRow:
-        """Row `row` of the shard at `path` (relative to the store). Threads that call it wait for each other."""
-        with self._lock:
-            return self._get(path).read(row, verify)
+        """Row `row` of the shard at `path` (relative to the store)."""
+        reader, lock = self._get(path)
+        with lock:
+            return reader.read(row, verify)
 
     def meta(self, path: str) -> ShardMeta:
-        with self._lock:
-            return self._get(path).meta
+        return self._get(path)[0].meta
 
-    def _get(self, path: str) -> BaseShardReader:
-        if path not in self._open:
-            while len(self._open) >= self.limit:
-                self._open.popitem(last=False)[1].close()
-            self._open[path] = open_reader(self.store, path)
-        self._open.move_to_end(path)
-        return self._open[path]
+    def _get(self, path: str) -> tuple[BaseShardReader, threading.Lock]:
+        with self._lock:
+            if path not in self._open:
+                while len(self._open) >= self.limit:
+                    self._open.popitem(last=False)  # closed when no thread reads from it any more
+                self._open[path] = open_reader(self.store, path), threading.Lock()
+            self._open.move_to_end(path)
+            return self._open[path]
 
     def __len__(self) -> int:
         return len(self._open)
@@ -84,4 +86,4 @@ class ReaderPool:
     def close(self) -> None:
         with self._lock:
             while self._open:
-                self._open.popitem()[1].close()
+                self._open.popitem()[1][0].close()

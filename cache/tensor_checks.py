@@ -1,7 +1,7 @@
 """What a row's tensors must be beyond matching its checksum, which a shard made with intent does too."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from cache.damage import ENCODE_PROGRAMS
 from cache.shard import ShardRow
@@ -47,11 +47,21 @@ def find_shape_problem(
     return f"is of shape {shape}, and of bucket {bucket} it is {(channels, *expected)}"
 
 
-def find_tensor_problem(
-    part: str, row: ShardRow, bucket: str, meta: Mapping[str, Any], widths: Mapping[str, int]
+class Shaped(Protocol):
+    """What an array says of itself: `cache.tensors.Array`, `cache.row_layouts.TensorSpan`."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def find_shape_problems(
+    part: str, tensors: Mapping[str, Shaped], bucket: str, meta: Mapping[str, Any], widths: Mapping[str, int]
 ) -> str:
-    """Why a part of a row can't be trained on; "" where it can. meta: set.json. widths: of the transformer's texts."""
-    family, tensors = FAMILIES[meta["family"]], row.tensors
+    """Why tensors of these names, shapes and dtypes can't be trained on; "" where they can. Arguments as of
+    `find_tensor_problem`."""
+    family = FAMILIES[meta["family"]]
     needed = tuple(family.text_widths) if kind_of(part) == "text" else ()
     if part == SAMPLE:
         needed = ("latent", "condition") if meta["task"] in family.conditions else ("latent",)
@@ -68,6 +78,17 @@ def find_tensor_problem(
             return f"{name} is {shape[-1]} wide, and the transformer reads {widths[name]}"
         if array.dtype not in INFINITY_BITS:
             return f"{name} is {array.dtype}, and should be of floating point"
-        if not array.is_finite():
-            return f"{name} has numbers that are NaN or infinite"
     return ""
+
+
+def find_tensor_problem(
+    part: str, row: ShardRow, bucket: str, meta: Mapping[str, Any], widths: Mapping[str, int]
+) -> str:
+    """Why a part of a row can't be trained on; "" where it can. meta: set.json. widths: of the transformer's texts."""
+    if problem := find_shape_problems(part, row.tensors, bucket, meta, widths):
+        return problem
+    read = ("latent",) if part == "condition" else tuple(row.tensors)
+    unsound = [name for name in read if not row.tensors[name].is_finite()]
+    if not unsound:
+        return ""
+    return f"{'condition' if part == 'condition' else unsound[0]} has numbers that are NaN or infinite"

@@ -1,7 +1,8 @@
 """A training set as the trainer reads it: an index that joins the rows of text, latents and other shards.
 
 Tables are memory-mapped, and at most MAX_OPEN_SHARDS shards are open at a time, so memory does not grow with the number
-of samples. Every row read is compared with its checksum and with the id that the index expects.
+of samples. Every row read is compared with its checksum and with the id that the index expects. Training reads through
+`cache.row_reader`, which does the same for a micro-batch at once.
 """
 
 import re
@@ -84,8 +85,12 @@ class TrainSet:
     """sets/<id> of a store. `meta` is set.json. Rows below `len` are trained on, `eval_rows` are held out.
 
     Reading a damaged row or a missing shard raises DamageError, which names shard, row and the command that rebuilds
-    it. Threads that read wait for each other.
+    it. Threads that read the same shard wait for each other.
     """
+
+    packed = (
+        False  # whether several parts of a sample are in one row of a shard, so that `cache.row_reader` can't read them
+    )
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         self.store, self.id, self.meta = store, set_id, meta
@@ -169,16 +174,12 @@ class TrainSet:
         """Row `row` with its caption number `caption`, or with the null prompt where the caption is `dropped`."""
         text, locations = "null" if dropped else f"text{caption}", self.part_locations(row)
         if dropped and text not in locations:
-            id = locations[SAMPLE].id
-            raise SetError(f"set {self.id} has no null prompt for {id}", "Run `latentpress index`.")
+            raise missing_null_prompt(self.id, str(locations[SAMPLE].id))
         parts = self.part_rows(row, (SAMPLE, *self.kinds, text))
         self._check_parts(parts, self._index.column("bucket")[row].as_py(), locations)
-        tensors = dict(parts[SAMPLE].tensors)
-        for kind in self.kinds:
-            if both := tensors.keys() & parts[kind].tensors.keys():
-                what = f"{', '.join(sorted(both))} of {parts[kind].id} is in several kinds of shards, {kind} the last"
-                raise SetError(what, "Name the tensors of each encoding stage differently, and encode again.")
-            tensors |= parts[kind].tensors
+        own = {kind: parts[kind].tensors for kind in (SAMPLE, *self.kinds)}
+        check_distinct_names(own, parts[SAMPLE].id)
+        tensors = {name: array for each in own.values() for name, array in each.items()}
         regularisation = self._index.column("regularisation")[row].as_py()
         return Sample(parts[SAMPLE].id, tensors, parts[text].tensors, regularisation)
 
@@ -194,7 +195,7 @@ class TrainSet:
         """DamageError where a part can't be trained on, once `text_widths` are set."""
         for name, part in parts.items() if self.text_widths is not None else ():
             if problem := find_tensor_problem(name, part, bucket, self.meta, self.text_widths or {}):
-                raise DamageError(self._path(locations[name].shard), problem, locations[name].row, part.id)
+                raise self.damage(locations[name]._replace(id=part.id), problem)
 
     @property
     def validation(self) -> list[ValidationPrompt]:
@@ -234,11 +235,11 @@ class TrainSet:
     def part_rows(self, row: int, names: Collection[str] | None = None) -> dict[str, ShardRow]:
         """Rows of shards, checksums verified, of parts of row `row`: of those in `names`, by default of all."""
         locations = self.part_locations(row)
-        return {name: self._read(locations[name]) for name in (locations if names is None else names)}
+        return {name: self.read_row(locations[name]) for name in (locations if names is None else names)}
 
     def prompt_rows(self, number: int) -> dict[str, ShardRow]:
         """Rows of shards, checksums verified, of all parts of validation prompt `number`."""
-        return {name: self._read(location) for name, location in self.prompt_locations(number).items()}
+        return {name: self.read_row(location) for name, location in self.prompt_locations(number).items()}
 
     def find_newer_plan(self) -> str | None:
         """The newest plan made by the settings of this set's plan; None where that is the set's own."""
@@ -254,17 +255,40 @@ class TrainSet:
     def text_id(self, number: int) -> str:
         return self._texts.column("text_id")[number].as_py()
 
-    def _path(self, shard: int) -> str:
-        return self.store.path(self._shards.column("path")[shard].as_py())
+    def shard_path(self, number: int) -> str:
+        """The path of shard `number` in the store."""
+        return self._shards.column("path")[number].as_py()
 
-    def _read(self, location: Location) -> ShardRow:
+    def read_row(self, location: Location) -> ShardRow:
         """The row at a location, checksum verified. SetError where it has another id than the set expects."""
-        stored = self._readers.read(self._shards.column("path")[location.shard].as_py(), location.row)
+        stored = self._readers.read(self.shard_path(location.shard), location.row)
+        self.check_id(stored, location)
+        return stored
+
+    def check_id(self, stored: ShardRow, location: Location) -> None:
+        """SetError where a row has another id than the set expects at its location."""
         if location.id is not None and stored.id != location.id:
-            what = f"row {location.row} of {self._path(location.shard)} is {stored.id}"
+            what = f"row {location.row} of {self.store.path(self.shard_path(location.shard))} is {stored.id}"
             step = "The shard was replaced after the set was made: run `latentpress index`."
             raise SetError(f"{what}; set {self.id} expects {location.id} there", step)
-        return stored
+
+    def damage(self, location: Location, reason: str) -> DamageError:
+        """The error about the row at a location."""
+        return DamageError(self.store.path(self.shard_path(location.shard)), reason, location.row, location.id)
+
+
+def missing_null_prompt(set_id: str, sample_id: str) -> SetError:
+    return SetError(f"set {set_id} has no null prompt for {sample_id}", "Run `latentpress index`.")
+
+
+def check_distinct_names(parts: Mapping[str, Collection[str]], sample_id: str) -> None:
+    """SetError where two kinds of shards have a tensor of the same name. parts: kind -> names of its tensors."""
+    seen: set[str] = set()
+    for kind, names in parts.items():
+        if both := seen.intersection(names):
+            what = f"{', '.join(sorted(both))} of {sample_id} is in several kinds of shards, {kind} the last"
+            raise SetError(what, "Name the tensors of each encoding stage differently, and encode again.")
+        seen.update(names)
 
 
 def read_set_table(store: Store, id: str, name: str) -> pa.Table:

@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+import numpy as np
 import xxhash
 
 from cache import json_checks, shard
@@ -203,6 +204,9 @@ class ShardReader(shard.BaseShardReader):
             raise DamageError(self.path, f"its description {name} gives the offsets of other rows than it names")
         if self._size != self._sidecar["size"]:
             raise DamageError(self.path, f"it has {self._size} bytes and should have {self._sidecar['size']}")
+
+    def row_starts(self) -> np.ndarray:
+        return np.array([row["tensors"][0] for row in self._sidecar["rows"]], np.int64)
 
     def _row(self, i: int) -> tuple[shard.ShardRow, bytes, str]:
         row = self._sidecar["rows"][i]

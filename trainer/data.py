@@ -5,22 +5,28 @@ batch), so a resumed run, or one on another number of ranks, gets the same. On a
 them, on other devices the step does, so that nothing of them is copied and no thread computes them.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from cache.schedule import BatchSchedule, MicroBatchRows, choose_captions, draw_caption_dropout
+from cache.row_reader import RowReader
+from cache.schedule import BatchSchedule, Ints, MicroBatchRows, choose_captions, draw_caption_dropout
 from cache.tensors import Array
 from cache.trainset import Sample, TrainSet
 from schemas.catalogue import FAMILIES
+from schemas.config.training import Reading
 from schemas.family import Family
 from trainer.batch import Batch, pad_text, stack
+from trainer.host_memory import HostMemory
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
+from trainer.reading import read_batch
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
@@ -71,28 +77,29 @@ def to_tensor(array: Array) -> torch.Tensor:
 
 
 def collate(samples: Sequence[Sample], bucket: str) -> Batch:
-    """Samples of one bucket as a float32 batch on the CPU, with moments as they are stored (`draw_latents`); text is
-    padded with zeros to the longest."""
+    """Samples of one bucket as a batch on the CPU as they are stored, moments too (`draw_latents`); text is padded with
+    zeros to the longest. `trainer.reading.read_batch` makes the same batch with one copy."""
     columns = []
     for sample in samples:
         tensors = {name: to_tensor(array) for name, array in sample.tensors.items()}
         if sample.regularisation:
             tensors["regularisation"] = torch.tensor(True)
         tensors |= {f"text.{name}": to_tensor(array) for name, array in sample.text.items() if name != "embeds"}
-        columns.append({name: it.float() if it.is_floating_point() else it for name, it in tensors.items()})
+        columns.append(tensors)
     ids = [sample.id for sample in samples]
-    text, mask = pad_text([to_tensor(sample.text["embeds"]).float() for sample in samples])
+    text, mask = pad_text([to_tensor(sample.text["embeds"]) for sample in samples])
     extras = stack(ids, columns)
     latent, condition, pooled = extras.pop("latent"), extras.pop("condition", None), extras.pop("text.pooled", None)
     return Batch(latent, condition, text, mask, pooled, ids, bucket, extras)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchLoader:
     """Reads the steps of one rank.
 
     low_discrepancy: of the choice of sigma, `spread_uniform`. draw_noise: while reading, on the CPU; else
-    `MicroBatch.draw` is left to the step.
+    `MicroBatch.draw` is left to the step. reading: how rows are read. pinned: whether batches are in page-locked
+    memory.
     """
 
     data: TrainSet
@@ -102,10 +109,16 @@ class BatchLoader:
     world: int = 1
     low_discrepancy: bool = False
     draw_noise: bool = True
+    reading: Reading = field(default_factory=Reading)
+    pinned: bool = False
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.data.meta["family"]]
+
+    def __post_init__(self) -> None:
+        self._reader = None if self.data.packed else RowReader(self.data, self.reading.verify)
+        self._memory = HostMemory(self.pinned)
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
@@ -114,39 +127,86 @@ class BatchLoader:
         return StepBatches(number, rows[0].epoch, self.schedule.step_buckets(number), micro_batches)
 
     def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
-        seed, rows = self.schedule.seed, drawn.rows
-        captions = choose_captions(seed, rows, drawn.passes, self.data.caption_counts(rows))
-        dropped = draw_caption_dropout(seed, step, drawn.positions, self.caption_dropout)
-        samples = [
-            self.data.sample(int(row), int(caption), bool(drop))
-            for row, caption, drop in zip(rows, captions, dropped, strict=True)
-        ]
+        seed, chosen, batch = self.schedule.seed, (drawn.rows, *self._choose_texts(step, drawn)), None
+        if self._reader is not None:
+            batch = read_batch(self._reader, self._memory, *chosen, drawn.bucket)
+        if batch is None:
+            batch = collate(self._read_samples(*chosen), drawn.bucket)
         identities = [f"{seed}/{step}/{int(position)}" for position in drawn.positions]
         uniform = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
             uniform = spread_uniform(seed, step, drawn.positions, self.schedule.global_batch)
-        read = MicroBatch(collate(samples, drawn.bucket), identities, uniform)
+        read = MicroBatch(batch, identities, uniform)
         return read.draw("cpu", self.family) if self.draw_noise else read
 
+    def _choose_texts(self, step: int, drawn: MicroBatchRows) -> tuple[Ints, NDArray[np.bool_]]:
+        """Of each sample the number of its caption, and whether it has the null prompt instead."""
+        counts = (self._reader or self.data).caption_counts(drawn.rows)
+        captions = choose_captions(self.schedule.seed, drawn.rows, drawn.passes, counts)
+        return captions, draw_caption_dropout(self.schedule.seed, step, drawn.positions, self.caption_dropout)
+
+    def _read_samples(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> list[Sample]:
+        """The samples of a micro-batch, every one of their numbers checked."""
+        chosen = zip(rows.tolist(), captions.tolist(), dropped.tolist(), strict=True)
+        return [self.data.sample(*each) for each in chosen]
+
+    def check_step(self, number: int) -> None:
+        """DamageError where a number of the step is NaN or infinite, which its checksum does not show. The training
+        step looks for such numbers on the device, where that costs nothing, and asks here which row has one."""
+        for drawn in self.schedule.step(number, self.rank, self.world):
+            self._read_samples(drawn.rows, *self._choose_texts(number, drawn))
+
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
-        """Steps first..last-1, read ahead by a thread."""
-        return prefetch(self.step, range(first, last))
+        """Steps first..last-1, read ahead by threads."""
+        return prefetch(self.step, range(first, last), threads=self.reading.threads)
 
 
-def prefetch(read: Callable[[int], T], numbers: range, depth: int = PREFETCH_STEPS) -> Iterator[T]:
-    """`read(n)` of each number in order, at most `depth` results ahead, by one background thread.
+def prefetch(read: Callable[[int], T], numbers: range, depth: int = PREFETCH_STEPS, threads: int = 1) -> Iterator[T]:
+    """`read(n)` of each number in order, at most `depth` or `threads` results ahead, by background threads.
 
-    An exception in the thread is raised at its place in the order. Leaving the iterator ends the thread. One thread is
-    enough: reading is a memory map and a checksum, both of which release the GIL.
+    An exception in a thread is raised at its place in the order. Leaving the iterator ends the threads. Threads are
+    enough: reading is copies and checksums, both of which release Python's lock. Not an executor, whose futures take
+    as long as copying 256 KiB.
     """
-    pending: deque[Future[T]] = deque()
-    pool = ThreadPoolExecutor(1, "read-ahead")
+    ahead = max(depth, threads)
+    lanes = [(SimpleQueue[int | None](), SimpleQueue[tuple[T | None, BaseException | None]]()) for _ in range(threads)]
+    workers = [Thread(target=_work, args=(read, *lane), name="read-ahead", daemon=True) for lane in lanes]
+    for worker in workers:
+        worker.start()
+
+    def result(place: int) -> T:
+        value, error = lanes[place % threads][1].get()
+        if error is not None:
+            raise error
+        return cast(T, value)
+
     try:
-        for number in numbers:
-            pending.append(pool.submit(read, number))
-            if len(pending) > depth:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        for place, number in enumerate(numbers):
+            lanes[place % threads][0].put(number)
+            if place >= ahead:
+                yield result(place - ahead)
+        for place in range(max(0, len(numbers) - ahead), len(numbers)):
+            yield result(place)
     finally:
-        pool.shutdown(cancel_futures=True)
+        for todo, _ in lanes:
+            with suppress(Empty):
+                while True:
+                    todo.get_nowait()
+            todo.put(None)
+        for worker in workers:
+            worker.join()
+
+
+def _work(
+    read: Callable[[int], T],
+    todo: "SimpleQueue[int | None]",
+    done: "SimpleQueue[tuple[T | None, BaseException | None]]",
+) -> None:
+    """Read what is to be done until None comes."""
+    while (number := todo.get()) is not None:
+        try:
+            found: tuple[T | None, BaseException | None] = (read(number), None)
+        except BaseException as error:  # raised where its result is wanted
+            found = (None, error)
+        done.put(found)
+        del found

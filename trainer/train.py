@@ -192,6 +192,8 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
     config, device = run.config, run.accelerator.device
     drawn = micro_batch.draw(device, config.model.family_spec)
     assert drawn.noise_BCTHW is not None
+    if not drawn.batch.is_finite():
+        run.loader.check_step(number)
     shift = run_state.train_shift(config, drawn.batch.bucket)
     sigma_B = sample_sigma(micro_batch.uniform_B, config.train.timesteps, shift)
     return MethodStep(

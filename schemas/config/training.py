@@ -207,6 +207,18 @@ class Parallel(Section):
         yield from foreign_options(self, "strategy", owners)
 
 
+VerifyRows = Literal["always", "first"]
+
+
+class Reading(Section):
+    """How the trainer reads rows of shards. It changes no result."""
+
+    threads: Processes = Field(2, description="that read steps ahead of training")
+    verify: VerifyRows = Field(
+        "always", description="checksums: each time a row is read, or first: once a process and version of its file"
+    )
+
+
 class Train(Section):
     run: Name = "run"
     set: str = Field("current", min_length=1, description="'current', a training set's id, or an export's path or URL")
@@ -231,6 +243,7 @@ class Train(Section):
     timesteps: Timesteps = Timesteps()
     loss: Loss = Loss()
     caption_dropout: float = Field(0.1, ge=0, le=1, description="share of samples given the null prompt")
+    reading: Reading = Reading()
     methods: Methods = Methods()
     adapter: Adapter = Adapter()
     optimizer: Optimizer = Optimizer()

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "discover": ["--images", "6", "--videos", "2", "--tree", "40", "--entries", "300", "--repeat", "1"],
     "buckets": [],
+    "data_read": ["--tiny", "--repeat", "1", "--threads", "2"],
     "methods": ["--blocks", "3", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
     "noise": ["--repeat", "1", "--shape", "4,1,8,8"],
     "planning": ["--items", "2000"],
@@ -66,6 +67,12 @@ def test_ranks_wait_less_than_in_random_order_or_than_repeating_takes(measured) 
     for row in (line.split(" | ")[-3:] for line in table.splitlines()[2:]):
         waiting, shuffled, repeated = (float(cell.rstrip(" %|")) for cell in row)
         assert waiting <= min(shuffled, repeated) and waiting < 25
+
+
+def test_the_reader_beside_other_ways_to_read(measured) -> None:
+    rows = [line.strip("| ").split(" | ") for line in measured("data_read").splitlines() if line.startswith("| ")][1:]
+    assert [row[:2] for row in rows] == [[case, "2"] for case in ("image", "video") for _ in range(10)]
+    assert all(float(row[3]) >= 0 for row in rows)
 
 
 def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None:

@@ -83,7 +83,7 @@ def test_the_words_are_there_when_they_are_asked_for(source: Store, tmp_path: Pa
     data = opened(source)
     publish(source, data.tables, {**data.meta, "generation": plan.name})
     export(source, target := Store(tmp_path / "export"), captions=True)
-    info = opened(target)._read(Location(0, 0, None)).info
+    info = opened(target).read_row(Location(0, 0, None)).info
     assert info["captions"] == ["words 1", "words 2"] and info["parts"]["text1"]["id"] == name_of("a", 2)
 
 

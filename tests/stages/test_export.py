@@ -47,7 +47,7 @@ def test_from_media_to_an_export_and_back(project, capsys) -> None:
 
     data = find_set("/nowhere", place, *model)
     assert data.id == home_set.id and data.meta["export"]["settings"]["captions"]
-    row = data._read(Location(0, 0, None))
+    row = data.read_row(Location(0, 0, None))
     assert row.info["captions"][0] in ("a cat", "a dog") and row.info["dataset"] == "photos"
 
     code, dry = command(home, capsys, import_, "root=other", source=place, dry_run=True)

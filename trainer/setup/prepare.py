@@ -128,6 +128,8 @@ def prepare_training(
         ranks,
         settings.timesteps.low_discrepancy,
         draw_noise=accelerator.device.type == "cpu",
+        reading=settings.reading,
+        pinned=accelerator.device.type == "cuda",
     )
     family = module_of(config.model.family_spec)
     check_optimizer(config, accelerator.device, sharded)

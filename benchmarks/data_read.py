@@ -1,0 +1,349 @@
+"""Samples that become batches, per second: the trainer's reader beside a bare copy and beside other formats.
+
+    python -m benchmarks.data_read [--case NAME] [--mib 512] [--threads 1,2] [--repeat 5] [--tiny] [--root DIR]
+
+A sample is a latent and a text of 20 to 250 tokens x 3584, bfloat16. Every way reads the same samples, in random order
+where it can, with the same number of threads, into batches; files are in the page cache. Ways take turns; figures are
+medians, in GB of tensors a second. The bare loops know where each tensor is, copy into as much memory as the reader's
+batches take, and clear the padding; the reader finds, checks, pads and stacks. Takes about 4 minutes.
+"""
+
+import gzip
+import io
+import mmap
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import memmove, memset
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+
+from benchmarks.common import MIB, make_parser, measure_by_turns, print_header, print_row, write_shard
+from cache.row_reader import RowReader
+from cache.shard import ShardMeta, ShardRow
+from cache.shard_io import open_reader
+from cache.store import Store
+from cache.tensors import Array
+from cache.trainset import TrainSet
+from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
+from trainer.host_memory import HostMemory
+from trainer.reading import read_batch
+
+CASES = {"image": ((16, 1, 128, 128), "1024x1024", 4), "video": ((16, 16, 64, 96), "768x512@61", 1)}
+SHARDS = 2  # of each kind
+BARE_COPY, BARE_HASH = "bare copy", "bare copy + xxh3"
+FIRST_PASS, ALWAYS, FIRST = "the reader, first pass", "the reader, verify: always", "the reader, verify: first"
+#: Each way: what it is compared with, and the ratio that it is to reach (the others' own: how much slower they are).
+GOALS = {FIRST_PASS: (BARE_HASH + ", mapped anew", 0.85), ALWAYS: (BARE_HASH, 0.85), FIRST: (BARE_COPY, 0.80)}
+SLOWER = {
+    "webdataset, tars": 4.0,
+    "safetensors, a file each": 2.5,
+    "torch.save + gzip, a file each": 100.0,
+    "datasets, random, unchecked": 1.0,
+}
+
+
+@dataclass
+class Samples:
+    """shape: of a latent. width: of a text. bytes: of each sample. places: of each sample's two tensors, (file, offset,
+    size)."""
+
+    root: Path
+    data: TrainSet
+    shape: tuple[int, ...]
+    width: int
+    bucket: str
+    batch: int
+    bytes: list[int]
+    places: list[list[tuple[int, int, int]]]
+    files: list[str]
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Random, and the same for all ways."""
+        return random.Random(0).sample(range(len(self)), len(self))
+
+    def batches(self, order: Sequence[int]) -> list[Sequence[int]]:
+        return [order[first : first + self.batch] for first in range(0, len(order), self.batch)]
+
+    @cached_property
+    def padding(self) -> list[int]:
+        """Bytes of zeros behind each sample's text, in micro-batches of `order`."""
+        found = [0] * len(self)
+        for numbers in self.batches(self.order):
+            sizes = {number: self.places[number][1][2] for number in numbers}
+            for number, size in sizes.items():
+                found[number] = max(sizes.values()) - size
+        return found
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+def make_samples(root: Path, shape: tuple[int, ...], bucket: str, batch: int, mib: int, tiny: bool) -> Samples:
+    """A set of about `mib` MiB, written in every format."""
+    rng, width = np.random.default_rng(0), 64 if tiny else 3584
+    size, least = 2 * int(np.prod(shape)) + 135 * 2 * width, batch * SHARDS
+    count = max(least, mib * MIB // size // least * least)
+    lengths = rng.integers(20, 251, count).tolist()
+    latents = [ShardRow(f"s{i:031x}", {"latent": normal(shape, rng)}) for i in range(count)]
+    texts = [ShardRow(f"t{i:031x}", {"embeds": normal((n, width), rng)}) for i, n in enumerate(lengths)]
+    store, rels = Store(root), list[str]()
+    tables: dict[str, list[tuple]] = {"shards": [], "texts": [], "index": []}
+    for kind, rows in (("latents", latents), ("text", texts)):
+        for unit in range(SHARDS):
+            meta = ShardMeta(kind, "f" * 24, f"u{unit}", bucket if kind == "latents" else "")
+            for form in ("arrow", "webdataset"):
+                place = store if form == "arrow" else Store(root / "tars")
+                rel = write_shard(place, meta, rows[unit * count // SHARDS : (unit + 1) * count // SHARDS], form)
+                rels += [rel] if form == "arrow" else []
+            tables["shards"].append((rels[-1], kind))
+    per = count // SHARDS
+    for i in range(count):
+        tables["texts"].append((texts[i].id, SHARDS + i // per, i % per))
+        marks = ("train", "d", bucket, 0, 1.0, False)
+        tables["index"].append((latents[i].id, *marks, i // per, i % per, [i], None))
+    for name, schema in (("shards", SET_SHARDS_SCHEMA), ("texts", SET_TEXTS_SCHEMA), ("index", INDEX_SCHEMA)):
+        rows = [dict(zip(schema.names, row, strict=True)) for row in tables[name]]
+        store.write_table(f"sets/s/{name}.arrow", pa.Table.from_pylist(rows, schema))
+    family = ("kandinsky5-image", "t2i") if batch > 1 else ("kandinsky5-video", "t2v")
+    info = {"format_version": TABLES_VERSION, "id": "s", "family": family[0], "task": family[1], "null_text": None}
+    data = TrainSet(store, "s", info | {"flavour": "", "generation": "", "validation": []})
+    write_single_files(root, latents, texts)
+    places, files = find_places(store, rels, per)
+    sizes = [sum(place[2] for place in each) for each in places]
+    return Samples(root, data, shape, width, bucket, batch, sizes, places, files)
+
+
+def normal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    values = torch.from_numpy(rng.standard_normal(shape, np.float32)).bfloat16()
+    return Array.from_numpy(values.view(torch.uint16).numpy(), "bfloat16")
+
+
+def find_places(store: Store, rels: Sequence[str], per: int) -> tuple[list[list[tuple[int, int, int]]], list[str]]:
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(per * SHARDS)]
+    for number, rel in enumerate(rels):
+        with open_reader(store, rel) as reader:
+            reader.file.seek(0)
+            base = reader.file.read_buffer().address
+            for row in range(len(reader)):
+                (array,) = reader.read(row, verify=False).tensors.values()
+                place = np.frombuffer(array.data, np.uint8).ctypes.data - base
+                found[number % SHARDS * per + row].append((number, place, array.nbytes))
+    return found, [store.path(rel) for rel in rels]
+
+
+def write_single_files(root: Path, latents: Sequence[ShardRow], texts: Sequence[ShardRow]) -> None:
+    """Of each tensor a safetensors file and, of a few, what torch.save writes, compressed by gzip."""
+    from safetensors.torch import save_file
+
+    (root / "single").mkdir()
+    for number, rows in enumerate(zip(latents, texts, strict=True)):
+        for row in rows:
+            ((name, array),) = row.tensors.items()
+            tensor = torch.from_numpy(array.numpy().copy()).view(torch.bfloat16)
+            save_file({name: tensor}, root / "single" / f"{number}.{name}.safetensors")
+            if number < 16:
+                buffer = io.BytesIO()
+                torch.save(tensor, buffer)
+                with gzip.open(root / "single" / f"{number}.{name}.pt.gz", "wb", compresslevel=6) as file:
+                    file.write(buffer.getvalue())
+
+
+def in_threads(threads: int, orders: Sequence[Sequence[int]], read: Callable[[Sequence[int]], object]) -> float:
+    """Seconds that `read` takes over each of `orders`, in as many threads."""
+    with ThreadPoolExecutor(threads) as pool:
+        start = time.perf_counter()
+        list(pool.map(read, orders))
+        return time.perf_counter() - start
+
+
+def divide(order: Sequence[int], threads: int) -> list[Sequence[int]]:
+    return [order[thread::threads] for thread in range(threads)]
+
+
+def bare_loop(samples: Samples, threads: int, order: Sequence[int], hashed: bool, anew: bool) -> float:
+    """Copies of tensors at known offsets into memory that is there already. anew: of a map without page tables."""
+    ahead = BATCHES_AHEAD * samples.batch  # samples in memory at once, as with the reader
+    largest = max(size for each in samples.places for _, _, size in each)
+    targets = [np.zeros((2 * ahead // threads, largest), np.uint8) for _ in range(threads)]
+
+    def open_maps() -> list[np.ndarray]:
+        opened = []
+        for path in samples.files:
+            with open(path, "rb") as file:
+                opened.append(np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8))
+        return opened
+
+    maps = open_maps() if anew else MAPS.setdefault(str(samples.root), open_maps())
+    bases = [each.ctypes.data for each in maps]
+
+    def copy(part: tuple[Sequence[int], np.ndarray]) -> None:
+        addresses, turn = [row.ctypes.data for row in part[1]], 0
+        views = [row.data for row in part[1]]
+        for number in part[0]:
+            for file, offset, size in samples.places[number]:
+                memmove(addresses[turn], bases[file] + offset, size)
+                memset(addresses[turn] + size, 0, samples.padding[number] * (turn % 2))  # of a text
+                if hashed:
+                    xxhash.xxh3_128_digest(views[turn][:size])
+                turn = (turn + 1) % len(views)  # latents and texts by turns
+
+    parts: Any = list(zip(divide(order, threads), targets, strict=True))
+    return in_threads(threads, parts, copy)  # type: ignore[arg-type]
+
+
+BATCHES_AHEAD = 4  # two that are read ahead, the one that is trained on, and the one that is read
+MAPS: dict[str, list[np.ndarray]] = {}
+
+
+def read_ours(samples: Samples, threads: int, order: Sequence[int], reader: RowReader, memory: HostMemory) -> float:
+    """Micro-batches, each thread its share, of which it keeps the last ones as reading ahead does."""
+    size, starts = samples.batch, range(0, len(order) - samples.batch + 1, samples.batch)
+    rows, captions, dropped = np.array(order), np.zeros(size, np.int64), np.zeros(size, np.bool_)
+
+    def read(numbers: Sequence[int]) -> None:
+        ahead = deque[object](maxlen=max(1, BATCHES_AHEAD // threads - 1))  # and the one that is read
+        for number in numbers:
+            ahead.append(read_batch(reader, memory, rows[number : number + size], captions, dropped, samples.bucket))
+            assert ahead[-1] is not None
+
+    return in_threads(threads, divide(starts, threads), read)
+
+
+def read_webdataset(samples: Samples, threads: int, order: Sequence[int]) -> float:
+    import webdataset
+    from safetensors.torch import load
+
+    def read(files: Sequence[int]) -> None:
+        for number in files:
+            paths = [f"{samples.root}/tars/{kind}/{'f' * 24}/u{number}.tar" for kind in ("latents", "text")]
+            tars = (iter(webdataset.WebDataset(path, shardshuffle=False)) for path in paths)
+            pairs = ((load(one["safetensors"]), load(other["safetensors"])) for one, other in zip(*tars, strict=True))
+            while rows := list(islice(pairs, samples.batch)):
+                stack_rows([latents["latent"] for latents, _ in rows], [texts["embeds"] for _, texts in rows])
+
+    return in_threads(threads, divide(range(SHARDS), threads), read)
+
+
+def stack_rows(latents: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch, as a data loader makes it."""
+    return torch.stack(list(latents)), torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
+
+
+def read_single(samples: Samples, threads: int, order: Sequence[int], compressed: bool) -> float:
+    from safetensors.torch import load_file
+
+    def load_one(number: int, name: str) -> torch.Tensor:
+        path = samples.root / "single" / f"{number}.{name}"
+        if not compressed:
+            return load_file(f"{path}.safetensors")[name]  # a map of the file
+        with gzip.open(f"{path}.pt.gz") as file:
+            return torch.load(file, weights_only=True)
+
+    def read(batches: Sequence[Sequence[int]]) -> None:
+        for numbers in batches:
+            stack_rows(*([load_one(number, name) for number in numbers] for name in ("latent", "embeds")))
+
+    return in_threads(threads, divide(samples.batches(order), threads), read)
+
+
+def read_datasets(samples: Samples, threads: int, order: Sequence[int], tables: tuple[Any, Any]) -> float:
+    """The shards as `datasets` opens them, its bytes as tensors."""
+    parts = list(zip(tables, ("latent", "embeds"), (samples.shape, (-1, samples.width)), strict=True))
+
+    def load_one(number: int, table: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.frombuffer(table[number][name], dtype=torch.bfloat16).view(shape)
+
+    def read(batches: Sequence[Sequence[int]]) -> None:
+        for numbers in batches:
+            stack_rows(*([load_one(number, *part) for number in numbers] for part in parts))
+
+    return in_threads(threads, divide(samples.batches(order), threads), read)
+
+
+def open_datasets(samples: Samples) -> tuple[Any, Any]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    found = []
+    for kind, name in (("latents", "latent"), ("text", "embeds")):
+        files = [f"{samples.root}/{kind}/{'f' * 24}/u{unit}.arrow" for unit in range(SHARDS)]
+        cache = str(samples.root / "datasets")
+        found.append(
+            datasets.load_dataset("arrow", data_files=files, split="train", cache_dir=cache).select_columns(name)
+        )
+    return found[0], found[1]
+
+
+def make_ways(samples: Samples, threads: int) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Name -> a call that returns GB/s."""
+    order = samples.order
+    memory, few = HostMemory(), list(range(min(16, len(samples))))
+    readers = {"always": RowReader(samples.data, "always"), "first": RowReader(samples.data, "first")}
+    opened = open_datasets(samples)
+
+    def rate(read: Callable[..., float], *options: Any, numbers: Sequence[int] = order) -> Callable[[], float]:
+        size = sum(samples.bytes[number] for number in numbers) / 1e9
+        return lambda: size / read(samples, threads, numbers, *options)
+
+    yield BARE_COPY, rate(bare_loop, False, False)
+    yield BARE_HASH, rate(bare_loop, True, False)
+    yield BARE_HASH + ", mapped anew", rate(bare_loop, True, True)
+    yield FIRST_PASS, lambda: rate(read_ours, RowReader(samples.data, "first"), memory)()
+    yield ALWAYS, rate(read_ours, readers["always"], memory)
+    yield FIRST, rate(read_ours, readers["first"], memory)
+    yield "webdataset, tars", rate(read_webdataset)
+    yield "safetensors, a file each", rate(read_single, False)
+    yield "torch.save + gzip, a file each", rate(read_single, True, numbers=few)
+    yield "datasets, random, unchecked", rate(read_datasets, opened)
+
+
+def measure(name: str, samples: Samples, threads: int, repeat: int) -> None:
+    """Print the rows of one case. Ratios are medians of those within each turn."""
+    found = measure_by_turns(dict(make_ways(samples, threads)), repeat, uncounted=1)
+    for way, rates in found.items():
+        other, goal = GOALS.get(way, ("", 0.0))
+        compared, bound = "", ""
+        if other:
+            ratio = statistics.median(own / base for own, base in zip(rates, found[other], strict=True))
+            compared, bound = f"{ratio:.2f} of {other}", f">= {goal:.2f}"
+        elif way in SLOWER:
+            # None of them checks anything.
+            ratio = statistics.median(ours / theirs for ours, theirs in zip(found[FIRST], rates, strict=True))
+            compared, bound = f"the reader is {ratio:.1f} times as fast", f">= {SLOWER[way]:g}"
+        print_row(name, threads, way, f"{statistics.median(rates):.2f}", compared, bound)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeat=5, root=True)
+    parser.add_argument("--case", choices=CASES, help="default: each")
+    parser.add_argument("--mib", type=int, default=512, help="of tensors in each case")
+    parser.add_argument("--threads", default="1,2", help="separated by commas")
+    parser.add_argument("--tiny", action="store_true", help="small tensors: to see that it runs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the threads are those that read
+    print_header("case", "threads", "way", "GB/s", "compared", "goal")
+    for name, (shape, bucket, batch) in CASES.items():
+        if options.case in (None, name):
+            with tempfile.TemporaryDirectory(dir=options.root) as root:
+                shape, mib = ((16, 1, 8, 8), 1) if options.tiny else (shape, options.mib)
+                samples = make_samples(Path(root), shape, bucket, batch, mib, options.tiny)
+                for threads in map(int, options.threads.split(",")):
+                    measure(name, samples, threads, options.repeat)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""One copy gives the batches that the careful way gives; memory is used again only when nothing refers to it."""
+
+import gc
+import threading
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cache.damage import DamageError
+from cache.row_reader import RowReader
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.store import Store
+from schemas.config.training import Reading
+from trainer import data as data_module
+from trainer.batch import Batch
+from trainer.data import BatchLoader, collate, prefetch
+from trainer.host_memory import HostMemory
+from trainer.reading import read_batch
+
+
+def opened(config):
+    return open_set(Store(config.root), "current", config.model.family, config.model.task)
+
+
+def same(one: Batch, other: Batch) -> bool:
+    """To the bit, with dtypes."""
+
+    def equal(a, b) -> bool:
+        if isinstance(a, torch.Tensor):
+            return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+        return a == b
+
+    return all(equal(getattr(one, each.name), getattr(other, each.name)) for each in fields(Batch))
+
+
+@pytest.mark.parametrize("form", ["arrow", "webdataset"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("t2i", "float32"), ("i2i", "bfloat16"), ("i2v", "float32"), ("sana", "bfloat16")]
+)
+def test_batches_are_those_of_the_careful_way(make_config, make_set, made, kind, dtype, form) -> None:
+    """Over memory that held other batches before, so padding is cleared."""
+    config = make_config(kind)
+    items, null, prompts = made.mixed_items(config)
+    make_set(config, items, null, prompts, form=form, dtype=dtype)
+    data, memory = opened(config), HostMemory()
+    readers = [RowReader(data, verify) for verify in ("always", "first")]
+    schedule, rng = BatchSchedule(data.spans, 0, 3, 3), np.random.default_rng(0)
+    for step in range(12):
+        (drawn,) = schedule.step(step)
+        captions, dropped = np.zeros(3, np.int64), rng.random(3) < 0.3
+        wanted = collate(
+            [data.sample(int(row), 0, bool(drop)) for row, drop in zip(drawn.rows, dropped, strict=True)], drawn.bucket
+        )
+        for reader in readers:
+            found = read_batch(reader, memory, drawn.rows, captions, dropped, drawn.bucket)
+            assert found is not None and same(found, wanted)
+        if kind == "t2i" and found.pooled_BD is not None:
+            found.text_BLD.fill_(7)  # its memory comes back like this
+
+
+def test_samples_that_do_not_stack_are_left_to_the_careful_way(make_config, make_set, made) -> None:
+    config = make_config("t2i")
+    items, null, prompts = made.mixed_items(config)
+    mask = np.zeros(items[0].latent.shape[1:], np.float32)
+    items = [
+        replace(item, bucket="64x64", latent=items[0].latent, mask=mask if i % 2 else None)
+        for i, item in enumerate(items)
+    ]
+    make_set(config, items, null, prompts)
+    data = opened(config)
+    reader, rows, none = RowReader(data), np.arange(4), np.zeros(4, np.int64)
+    assert read_batch(reader, HostMemory(), rows, none, none > 0, "64x64") is None
+    found = BatchLoader(data, BatchSchedule(data.spans, 0, 4, 4), 0.0).step(0).micro_batches[0].batch
+    assert found.extras["mask"].sum((1, 2, 3)).unique().tolist() == [0.0, float(mask.size)]
+
+
+def test_memory_is_used_again_when_nothing_refers_to_it() -> None:
+    memory = HostMemory()
+
+    def make(value: int) -> torch.Tensor:
+        block = memory.block(4096 + 200)
+        block.bytes[:] = bytes([value]) * len(block.bytes)
+        return block.tensor(64, (2, 4), torch.bfloat16, 16)
+
+    first = make(1)
+    address = first.data_ptr()
+    second = make(2)
+    assert second.data_ptr() != address
+    view = first[1:].view(torch.uint8)
+    del first
+    gc.collect()
+    third = make(3)
+    assert third.data_ptr() not in (address, second.data_ptr()), "a view still refers to it"
+    assert view.unique().tolist() == [1] and second.view(torch.uint8).unique().tolist() == [2]
+    del view
+    assert make(4).data_ptr() == address
+
+
+def flat(config, threads: int, verify: str, **options) -> list:
+    data = opened(config)
+    loader = BatchLoader(
+        data, BatchSchedule(data.spans, 3, 2, 4), 0.3, reading=Reading(threads=threads, verify=verify), **options
+    )
+    return [
+        [
+            part.batch.ids,
+            part.batch.text_BLD.tolist(),
+            part.batch.latents_BCTHW.tolist(),
+            part.noise_BCTHW.tolist(),
+            part.identities,
+        ]
+        for step in loader.steps(0, 12)
+        for part in step.micro_batches
+    ]
+
+
+def test_threads_and_verification_change_nothing(make_config, make_set) -> None:
+    config = make_config("t2i")
+    make_set(config, dtype="bfloat16")
+    wanted = flat(config, 1, "always")
+    assert len(wanted) == 24
+    assert all(flat(config, threads, verify) == wanted for threads, verify in ((3, "always"), (4, "first")))
+
+
+@pytest.mark.parametrize(("threads", "verify"), [(1, "first"), (3, "first"), (3, "always")])
+def test_damage_arrives_at_its_place_with_any_threads(make_config, make_set, threads, verify) -> None:
+    config = make_config("t2i")
+    make_set(config)
+    data = opened(config)
+    schedule = BatchSchedule(data.spans, 3, 2, 2)
+    damaged = int(schedule.step(5)[0].rows[1])
+    first = min(step for step in range(20) if damaged in schedule.step(step)[0].rows)
+    wanted = data.sample(damaged).tensors["latent"].numpy().tobytes()
+    for path in Path(config.root).glob("latents/*/*.arrow"):
+        raw = path.read_bytes()
+        if wanted in raw:
+            path.write_bytes(raw.replace(wanted, bytes([wanted[0] ^ 1]) + wanted[1:]))
+    steps = BatchLoader(data, schedule, 0.0, reading=Reading(threads=threads, verify=verify)).steps(0, 20)
+    read = []
+    with pytest.raises(DamageError, match="latents") as caught:
+        for each in steps:
+            read.append(each.step)
+    assert first > 0 and read == list(range(first)) and caught.value.row is not None
+
+
+def test_several_threads_read_at_once_in_order_and_end() -> None:
+    together, waiting = threading.Barrier(3), []
+
+    def read(number: int) -> int:
+        waiting.append(number)
+        if number < 3:
+            together.wait(timeout=60)  # all three are read at the same time
+        return -number
+
+    results = prefetch(read, range(1000), depth=1, threads=3)
+    assert [next(results) for _ in range(10)] == [-number for number in range(10)]
+    assert len(waiting) <= 10 + 3
+    results.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+def test_numbers_that_are_not_finite_are_looked_for_after_the_copy(make_config, make_set, made) -> None:
+    config = make_config("t2i")
+    items, null, prompts = made.mixed_items(config)
+    items[0].latent[3, 0, 2, 1] = np.inf
+    make_set(config, items, null, prompts)
+    data = opened(config)
+    data.text_widths = {}
+    loader = BatchLoader(data, BatchSchedule(data.spans, 0, 12, 12), 0.0)
+    found = {}
+    for step in range(2):
+        for part in loader.step(step).micro_batches:
+            found[step] = bool(part.batch.is_finite())
+    assert sorted(found.values()) == [False, True]
+    for step, finite in found.items():
+        if finite:
+            loader.check_step(step)
+        else:
+            with pytest.raises(DamageError, match="NaN or infinite"):
+                loader.check_step(step)
+
+
+def test_a_batch_outlives_the_set_and_its_reader(make_config, make_set) -> None:
+    config = make_config("t2i")
+    make_set(config)
+    loader = BatchLoader(opened(config), BatchSchedule(opened(config).spans, 3, 2, 4), 0.0, draw_noise=False)
+    batches = [part.batch for part in loader.step(0).micro_batches]
+    kept = [batch.latents_BCTHW.clone() for batch in batches]
+    loader.data.close()
+    del loader
+    gc.collect()
+    data_module.HostMemory().block(1 << 20)
+    assert all(torch.equal(batch.latents_BCTHW, one) for batch, one in zip(batches, kept, strict=True))
