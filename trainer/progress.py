@@ -8,7 +8,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from cache.training_run import METRICS_FILE, SMOOTHED_STEPS, TENSORBOARD, format_eval, smoothed_loss
+from cache.training_run import (
+    METRICS_FILE,
+    SMOOTHED_STEPS,
+    TENSORBOARD,
+    format_eval,
+    read_last_metrics,
+    smoothed_loss,
+)
 from schemas.cli.console import Console
 from trainer.best_step import describe_best
 from trainer.metrics import RecordMetrics
@@ -59,8 +66,11 @@ def format_step(numbers: dict[str, Any], losses: list[float], steps: int) -> str
 
 
 def describe_results(folder: Path, trackers: Sequence[str]) -> dict[str, Any]:
-    """Where a run's results are, and its best step, as details of the report."""
+    """Where a run's results are, its best step and the share that the last steps waited for data, for the report."""
     found: dict[str, Any] = describe_best(folder)
+    lines = read_last_metrics(folder / METRICS_FILE)
+    if waits := [line["data_wait_share"] for line in lines if "data_wait_share" in line]:
+        found["waiting_for_data"] = f"{100 * waits[-1]:.0f} %"
     if (folder / "validation").is_dir():
         found["validation_latents"] = str(folder / "validation")
     found["numbers"] = str(folder / METRICS_FILE)

@@ -112,7 +112,10 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
     places = {"validation_latents": "validation", "numbers": "metrics.jsonl", "tensorboard": "tensorboard"}
     assert {key: details[key] for key in places} == {key: str(folder / name) for key, name in places.items()}
     assert all(Path(details[key]).exists() for key in (*places, "saved", "wandb"))
+    share = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line][-1]["data_wait_share"]
+    assert details["waiting_for_data"] == f"{100 * share:.0f} %"
     finished = program(config, tmp_path, capsys)[1]["details"]
+    assert finished["waiting_for_data"] == details["waiting_for_data"]
     assert {key: finished[key] for key in (*places, "best_step")} == {
         key: details[key] for key in (*places, "best_step")
     }
