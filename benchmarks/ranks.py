@@ -5,6 +5,7 @@
 The Sana transformer of benchmarks/training.py (`--width`, `--layers`), float32, a CPU thread for each process, gloo.
 alone: two single runs at the same time, which share the processor as two ranks do; their samples per second are added.
 ddp, fsdp2: one run of two ranks. By turns; a run's rate is that of the median of its steps, the first two not counted.
+With accumulation, which divides what a step sends, a run has half as many steps.
 """
 
 import argparse
@@ -22,8 +23,14 @@ from benchmarks.common import make_parser, measure_by_turns, print_header, print
 from benchmarks.training import UNCOUNTED, make_project
 from cache.training_run import METRICS_FILE, read_metrics
 
-ADAPTERS = {"LoRA of rank 16": [], "full rank": ["train.adapter.type=full", "train.optimizer.lr=1e-5"]}
+FULL = ["train.adapter.type=full", "train.optimizer.lr=1e-5"]
 STRATEGIES = (None, "ddp", "fsdp2")  # None: two runs of one process
+#: Options, accumulate, strategies
+ROWS: dict[str, tuple[list[str], int, Sequence[str | None]]] = {
+    "LoRA of rank 16": ([], 1, STRATEGIES),
+    "full rank": (FULL, 1, STRATEGIES),
+    "full rank, accumulate 4": (FULL, 4, STRATEGIES[:2]),
+}
 PAIRS = (("ddp", "None"), ("fsdp2", "None"), ("fsdp2", "ddp"))
 RANKS = 2
 
@@ -58,17 +65,18 @@ def launch_variables() -> list[dict[str, str]]:
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **place} for rank in range(RANKS)]
 
 
-def measure(folder: Path, adapter: Sequence[str], strategy: str | None, count: list[int]) -> float:
+def measure(folder: Path, overrides: Sequence[str], accumulate: int, strategy: str | None, count: list[int]) -> float:
     """Samples per second of two runs, or of a run of two ranks."""
     count[0] += 1
     names = [f"run{count[0]}-{number}" for number in range(1 if strategy else RANKS)]
-    given = [[f"train.run={name}", *adapter] for name in names]
+    given = [[f"train.run={name}", f"train.accumulate={accumulate}", *overrides] for name in names]
     if strategy:
         both = [*given[0], f"train.parallel.strategy={strategy}"]
         start_together(folder / "pipeline.yaml", [(both, variables) for variables in launch_variables()])
     else:
         start_together(folder / "pipeline.yaml", [(each, {}) for each in given])
-    return sum(samples_per_second(folder / "output" / name, RANKS if strategy else 1) for name in names)
+    batch = accumulate * (RANKS if strategy else 1)
+    return sum(samples_per_second(folder / "output" / name, batch) for name in names)
 
 
 def samples_per_second(run: Path, batch: int) -> float:
@@ -77,11 +85,11 @@ def samples_per_second(run: Path, batch: int) -> float:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, repeat=3)
+    parser = make_parser(__doc__, repeat=2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--side", type=int, default=256, help="of the pictures, in pixels")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args(namespace=argparse.Namespace(threads=1))
     print_header("", "alone, samples/s", "ddp", "of alone", "fsdp2", "of alone", "of ddp")
     with tempfile.TemporaryDirectory() as name:
@@ -89,13 +97,18 @@ def main() -> None:
         make_project(folder, options)
         from trainer import train as _  # noqa: F401 (the processes are forks of this one, with torch imported)
 
-        for adapter, overrides in ADAPTERS.items():
-            ways = {str(strategy): partial(measure, folder, overrides, strategy, count) for strategy in STRATEGIES}
+        for row, (overrides, accumulate, strategies) in ROWS.items():
+            steps = f"train.steps={options.steps if accumulate == 1 else max(options.steps // 2, UNCOUNTED + 1)}"
+            ways = {
+                str(strategy): partial(measure, folder, [*overrides, steps], accumulate, strategy, count)
+                for strategy in strategies
+            }
             found = measure_by_turns(ways, options.repeat)
-            alone, ddp, fsdp2 = (statistics.median(found[str(strategy)]) for strategy in STRATEGIES)
-            ratios = [statistics.median(map(truediv, found[a], found[b])) for a, b in PAIRS]
-            shares = [f"{ratio:.3f}" for ratio in ratios]
-            print_row(adapter, f"{alone:.3g}", f"{ddp:.3g}", shares[0], f"{fsdp2:.3g}", *shares[1:])
+            rates = {way: f"{statistics.median(values):.3g}" for way, values in found.items()}
+            shares = [
+                f"{statistics.median(map(truediv, found[a], found[b])):.3f}" if a in found else "" for a, b in PAIRS
+            ]
+            print_row(row, rates["None"], rates["ddp"], shares[0], rates.get("fsdp2", ""), *shares[1:])
 
 
 if __name__ == "__main__":

@@ -117,8 +117,9 @@ def test_noise_beside_that_of_torch(measured) -> None:
 
 def test_training_in_two_processes(measured) -> None:
     rows = [line.strip("| ").split(" | ") for line in measured("ranks").splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows[1:]] == ["LoRA of rank 16", "full rank"]
-    assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:])
+    assert [row[0] for row in rows[1:]] == ["LoRA of rank 16", "full rank", "full rank, accumulate 4"]
+    assert all(float(cell) > 0 for row in rows[1:3] for cell in row[1:])
+    assert [float(cell) > 0 for cell in rows[3][1:] if cell.strip()] == [True] * 3, "not by FSDP2"
 
 
 def test_opening_tables(measured) -> None:

@@ -187,7 +187,7 @@ def prepare_model(
         signature["base weights"] = fingerprint_model(model)  # before it is quantised: the same for any base_precision
         if settings.quantised:
             with console.activity(f"quantising the base to {settings.base_precision}"):
-                home = loading_device(settings.offload, False, device)
+                home = loading_device(settings.offload, sharded, device)
                 said = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
             if accelerator.is_main_process:
                 console.log(said)

@@ -1,5 +1,6 @@
 """Devices and processes: accelerate, and the module that it wraps."""
 
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -106,6 +107,8 @@ def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train
     if not sent:
         for weight in denoiser.trainable().values():
             broadcast(weight.data)
+    # Of depthwise convolutions: their strides differ in a side of 1, where any stride is the same.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
     # Gradients are views into what is sent: else there would be a second copy of them.
     place = None if device.type == "cpu" else [device]
     wrapped = DistributedDataParallel(denoiser, device_ids=place, init_sync=sent, gradient_as_bucket_view=True)

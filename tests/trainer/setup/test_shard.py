@@ -44,12 +44,14 @@ FSDP = {"strategy": "fsdp2"}
 
 
 def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
-    """Quantised bases, of which each process has half the bytes; linear layers gathered in bfloat16, norms not; blocks
-    that are compiled. With gradient checkpointing, one pair of processes for all."""
+    """Quantised bases, of which each process has half the bytes, under each adapter; linear layers gathered in
+    bfloat16, norms not; blocks that are compiled. With gradient checkpointing, one pair of processes for all."""
     kandinsky = "kandinsky5-image-t2i"
-    cases = [Case("sana", wide("sana"), base=name) for name in NAMES]
-    cases += [Case("sana", wide("sana"), half=True), Case(kandinsky, wide(kandinsky), half=True)]
-    cases += [Case("sana", wide("sana"), compiled=True)]
+    adapters = [{"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}, {"type": "lora"}]
+    cases = [Case("sana", wide("sana"), adapter, name) for name, adapter in zip(NAMES, adapters, strict=True)]
+    full = {"type": "full"}
+    cases += [Case("sana", wide("sana"), full, half=True), Case(kandinsky, wide(kandinsky), full, half=True)]
+    cases += [Case("sana", wide("sana"), {"type": "lora"}, compiled=True)]
     expected = [case.step(case.make()) for case in cases]
     torch.compiler.reset()  # imports what both processes need
 
@@ -75,13 +77,13 @@ class Case:
 
     kind: str
     folder: Path
+    adapter: dict
     base: str | None = None
     half: bool = False
     compiled: bool = False
 
     def make(self) -> torch.nn.Module:
-        adapter = {"type": "full"} if self.half else {"type": "lora", "dora": self.base == "int8-torchao"}
-        model = adapted(self.kind, self.folder, self.base, torch.float32, **adapter).train()
+        model = adapted(self.kind, self.folder, self.base, torch.float32, **self.adapter).train()
         checkpoint_blocks(model, KINDS[self.kind][0].blocks(model))
         return model
 
@@ -95,7 +97,9 @@ class Case:
         if self.compiled:
             compile_blocks(family.blocks(model), "eager", lambda said: None)
         gathered = torch.bfloat16 if self.half else None
-        shard.shard_model(model, family, {}, Parallel(strategy="fsdp2"), torch.device("cpu"), gathered)
+        hosted, kept = self.base == "nf4-bnb", self.base == "int8-quanto"
+        parallel = Parallel(strategy="fsdp2", cpu_offload=hosted, reshard_after_forward=not kept)
+        shard.shard_model(model, family, {}, parallel, torch.device("cpu"), gathered)
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
         assert sum(stored(local(weight)) for weight in model.parameters()) < 0.51 * whole
 
