@@ -1,6 +1,7 @@
 """Local files that appear whole or not at all: written under a temporary name in the same folder, synced, renamed."""
 
 import errno
+import fcntl
 import io
 import os
 import re
@@ -180,6 +181,41 @@ class WriteBehind(io.BufferedWriter):
             threading.Thread(target=_start_writeback, args=span, daemon=True).start()
             self._unsent = 0
         return written
+
+
+class ScratchFile(WriteBehind):
+    """A temporary file of an object store. What its disk refuses is told of the file, not of the object."""
+
+    def write(self, data: Any) -> int:
+        with explained(f"{self.name} (TMPDIR says where)"):
+            return super().write(data)
+
+    def flush(self) -> None:
+        with explained(f"{self.name} (TMPDIR says where)"):
+            super().flush()
+
+
+def lock(file: Any) -> int:
+    """Mark a new temporary file as one that a living process writes. Returns a descriptor which holds the lock until
+    it is closed, as the system does when the process dies. FileNotFoundError where `remove_abandoned` was faster."""
+    descriptor = os.dup(file.fileno())
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.stat(file.name)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files of processes that died, those that nobody has locked."""
+    for path in folder.glob(f".*{TEMP_SUFFIX}"):
+        with suppress(OSError):  # removed meanwhile, or locked
+            if is_temporary(path.name):
+                with open(path, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def _start_writeback(file: int, offset: int, length: int) -> None:

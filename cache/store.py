@@ -1,8 +1,8 @@
 """Files under one root, on a local disk or any fsspec URL, that appear whole or not at all.
 
 A local file is written as `.<name>.<random>.tmp` in the folder of its final name, synced and renamed; a file for an
-object store is spooled on this machine and put once. So whoever lists or opens a final name sees a finished file, and
-what a killed process leaves behind is never listed.
+object store is written in a scratch folder of this machine and uploaded. So whoever lists or opens a final name sees a
+finished file, and what a killed process leaves behind is never listed.
 """
 
 import errno
@@ -11,17 +11,16 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from datetime import datetime
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec
 import pyarrow as pa
 
-from cache import arrow_ipc, files, json_checks
+from cache import arrow_ipc, files, json_checks, object_store
 from cache.damage import DamageError, as_damage
 from cache.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
+from cache.layout import is_project_file
 from schemas.identity import hash_json
 
 OPEN_TRIES = 5
@@ -38,18 +37,32 @@ class Store:
     def __init__(self, url: str | Path) -> None:
         self.url = str(url)
         try:
-            self.fs, path = fsspec.core.url_to_fs(self.url)
+            self._fs, path = object_store.open_filesystem(self.url)
         except (ImportError, ValueError) as error:  # a library that is not installed, or an unknown protocol
-            step = "install the library that fsspec names, or choose a folder of this machine"
+            what = "latentpress[s3]" if self.url.startswith(("s3://", "s3a://")) else "the library that fsspec names"
+            step = f"install {what}, or choose a folder of this machine"
             raise StoreError(self.url, f"can't be opened: {error}", step) from error
         self.base = path.rstrip("/")
-        protocols = (self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol
+        protocols = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
         self.root = Path(path) if "file" in protocols else None
-        self._tables: dict[str, tuple[tuple[int, ...], Callable | None, pa.Table]] = {}  # local ones, by name
-        self._unfinished: set[Path] = set()  # files of `open_temp`, added before they are opened
+        self._process = os.getpid()
+        self._tables: dict[str, tuple[Any, Callable | None, pa.Table]] = {}  # by name, with the version of the file
+        self._unfinished: dict[Path, int] = {}  # files of `open_temp`, added before they are opened -> lock, if any
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
+
+    @property
+    def fs(self) -> Any:
+        """The file system; after a fork another one, since fsspec's has a thread of its own."""
+        if self._process != os.getpid():
+            self._process, (self._fs, _) = os.getpid(), object_store.open_filesystem(self.url)
+        return self._fs
+
+    def _explained(self, rel: str) -> AbstractContextManager[None]:
+        """Turn what goes wrong with `rel` into a StoreError. A missing file stays FileNotFoundError."""
+        path = self.path(rel)
+        return explained(path) if self.root is not None else object_store.explained_object(path)
 
     def path(self, rel: str) -> str:
         """The full name of `rel`, for messages and for the file system."""
@@ -64,12 +77,15 @@ class Store:
         return None if self.root is None else self.root / rel
 
     def exists(self, rel: str) -> bool:
-        with explained(self.path(rel)):
+        with self._explained(rel):
             local = self.local(rel)
             if local is not None:
                 return local.exists()
-            self.fs.invalidate_cache()
-            return self.fs.exists(self.path(rel))
+            try:
+                object_store.object_info(self.fs, self.path(rel))
+            except FileNotFoundError:
+                return False
+            return True
 
     def list_names(self, prefix: str = "") -> list[str]:
         """Files under folder `prefix` at any depth, relative to it, sorted; [] where there is no such folder.
@@ -82,78 +98,98 @@ class Store:
         return sorted(name for name in names if not is_unfinished(name.rpartition("/")[2]))
 
     def list_files(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
-        """As `list_names`, with sizes and times. temporaries: the temporary files of stores instead."""
+        """As `list_names`, with sizes and times. temporaries: what stores did not finish instead; of an object store
+        the uploads that were begun, and the files in the scratch folder of this machine."""
         found, local, top = list[Entry](), self.local(prefix), self.path(prefix.rstrip("/"))
-        with explained(self.path(prefix)):
-            if local is not None:
+        if local is None and temporaries:
+            with self._explained(prefix):
+                found = [entry for entry, _ in object_store.list_uploads(self.fs, top) if is_project_file(entry.name)]
+            local = spool_folder()
+        with self._explained(prefix) if local is None else explained(str(local)):
+            if local is None:
+                found = list(object_store.list_objects(self.fs, top))
+            else:
+                wanted = is_temporary if temporaries else lambda name: not is_unfinished(name)
                 for name, entry in files.walk(local):
                     with suppress(FileNotFoundError):
-                        found.append(Entry(name, entry.stat().st_size, entry.stat().st_mtime))
-            else:
-                self.fs.invalidate_cache()
-                with suppress(FileNotFoundError):
-                    for name, about in self.fs.find(top, detail=True).items():
-                        if name.startswith(top + "/"):
-                            inside = name[len(top) :].lstrip("/")
-                            found.append(Entry(inside, about["size"] or 0, _object_time(about)))
-        wanted = is_temporary if temporaries else lambda name: not is_unfinished(name)
-        return sorted(entry for entry in found if wanted(entry.name.rpartition("/")[2]))
+                        if wanted(name.rpartition("/")[2]):
+                            found.append(Entry(name, entry.stat().st_size, entry.stat().st_mtime))
+        return sorted(found)
 
     def size(self, rel: str) -> int:
         """Bytes of the file `rel`."""
-        with explained(self.path(rel)):
+        with self._explained(rel):
             local = self.local(rel)
-            return local.stat().st_size if local is not None else self.fs.size(self.path(rel))
+            if local is not None:
+                return local.stat().st_size
+            return object_store.object_info(self.fs, self.path(rel))["size"]
 
     def read_bytes(self, rel: str) -> bytes:
-        with explained(self.path(rel)):
+        with self._explained(rel):
             local = self.local(rel)
             return local.read_bytes() if local is not None else self.fs.cat_file(self.path(rel))
 
     def open(self, rel: str) -> pa.NativeFile:
-        """`rel` for random access, not by several threads at once: a memory map where it is local, else requests."""
-        with explained(self.path(rel)):
+        """`rel` for random access, not by several threads at once: a memory map where it is local, else requests, as
+        few as object_store.ObjectCache needs."""
+        with self._explained(rel):
             local = self.local(rel)
             if local is None:
-                return pa.PythonFile(self.fs.open(self.path(rel), "rb", cache_type="none"), mode="r")
+                return object_store.open_object(self.fs, self.path(rel))
             if not local.stat().st_size:  # an empty file can't be mapped
                 return pa.BufferReader(b"")
             return pa.memory_map(str(local), "r")
 
+    def open_whole(self, rel: str) -> pa.NativeFile:
+        """`rel` to be read completely: an object in memory, by two requests; StoreError where not all of it came."""
+        if self.root is not None:
+            return self.open(rel)
+        return pa.BufferReader(object_store.read_object(self.fs, self.path(rel), self.size(rel)))
+
     def read_table(self, rel: str, check: Callable[[pa.Table], object] | None = None) -> pa.Table:
         """A table of `write_table`, in memory maps where it is local, every byte of it compared with its checksum.
         check: raises ValueError where the values are not those of the wanted table. DamageError where anything is
-        wrong. A local file that did not change is read once."""
+        wrong. A file that did not change is read once."""
         path, known = self.path(rel), self._tables.get(rel)
-        if known is not None:
-            with explained(path):
-                if known[:2] == (_file_signature(os.stat(path)), check):
-                    return known[2]
-        with self._open_table(rel) as file, explained(path):
-            is_local = self.root is not None and isinstance(file, pa.MemoryMappedFile)
-            signature = _file_signature(os.fstat(file.fileno())) if is_local else None
+        if known is not None and known[:2] == (self._version(rel), check):
+            return known[2]
+        version: Any
+        if self.root is None:
+            file, version = self._open_remote_table(rel)
+        else:
+            file = self.open(rel)
+            version = _file_signature(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
+        with file, explained(path):
             with as_damage(path, "it is not as it was written"):
                 table = arrow_ipc.read_table(file)
             with as_damage(path, "its values can't be right"):
                 if check is not None:
                     check(table)
-        if signature is not None:
-            self._tables[rel] = (signature, check, table)
+        if version:
+            self._tables[rel] = (version, check, table)
         return table
 
-    def _open_table(self, rel: str) -> pa.NativeFile:
-        """As `open`. A large file of an object store is copied to this machine and mapped: it is fetched once and needs
-        no memory. The copy has no name and goes with the process."""
-        if self.root is not None or self.size(rel) < MAPPED_BYTES:
-            return self.open(rel)
-        with explained(self.path(rel)):
-            copy = files.temporary(spool_folder() / rel.rpartition("/")[2])
-            files.make_folders(copy.parent)
+    def _open_remote_table(self, rel: str) -> tuple[pa.NativeFile, str]:
+        """A whole object and its version. A large one is copied to this machine and mapped: it is fetched once and
+        needs no memory. The copy has no name and goes with the process."""
+        with self._explained(rel):
+            about = object_store.object_info(self.fs, self.path(rel))
+        version = object_store.object_version(about)
+        if about["size"] < MAPPED_BYTES:
+            return pa.BufferReader(object_store.read_object(self.fs, self.path(rel), about["size"])), version
+        with self.open_temp(rel) as copy:
             try:
-                self.fs.get_file(self.path(rel), str(copy))
-                return pa.memory_map(str(copy), "r")
+                object_store.copy_object(self.fs, self.path(rel), copy.name, about["size"])
+                return pa.memory_map(copy.name, "r"), version
             finally:
-                copy.unlink(missing_ok=True)
+                self._remove_temp(Path(copy.name))
+
+    def _version(self, rel: str) -> Any:
+        """What changes when the file `rel` does."""
+        with self._explained(rel):
+            if self.root is not None:
+                return _file_signature(os.stat(self.path(rel)))
+            return object_store.object_version(object_store.object_info(self.fs, self.path(rel)))
 
     def read_json(self, rel: str) -> dict[str, Any]:
         """The JSON object in `rel` without its checksum, which earlier releases did not write. DamageError where that
@@ -172,25 +208,31 @@ class Store:
 
     def open_temp(self, rel: str) -> BinaryIO:
         """A new file for what will become `rel`. Give its `.name` to `publish`, or the file to `discard_temp`."""
-        with explained(self.path(rel)):
-            local = self.local(rel)
-            folder = spool_folder() if local is None else local.parent
+        local = self.local(rel)
+        folder = spool_folder() if local is None else local.parent
+        with explained(self.path(rel) if local is not None else str(folder)):
             temp = files.temporary(folder / rel.rpartition("/")[2])
-            self._unfinished.add(temp)
+            if local is None and not self._unfinished:
+                files.remove_abandoned(folder)
+            self._unfinished[temp] = -1
             for _ in range(OPEN_TRIES):
                 files.make_folders(folder)
                 with suppress(FileNotFoundError):  # gc removed the folder, which was empty
-                    return WriteBehind(open(temp, "xb").detach())
+                    if local is not None:
+                        return WriteBehind(open(temp, "xb").detach())
+                    file = files.ScratchFile(open(temp, "xb").detach())  # noqa: SIM115 (returned)
+                    self._unfinished[temp] = files.lock(file)
+                    return file
             raise FileNotFoundError(errno.ENOENT, "its folder was removed each time it was made", str(temp))
 
     def publish(self, temp: str | Path, rel: str) -> None:
         """Make the finished file `temp` appear as `rel`, in place of an older one; `temp` is removed in any case."""
         try:
-            with explained(self.path(rel)):
-                local = self.local(rel)
-                if local is None:
-                    self.fs.put_file(str(temp), self.path(rel))
-                else:
+            local = self.local(rel)
+            if local is None:
+                object_store.put_object(self.fs, Path(temp), self.path(rel))
+            else:
+                with explained(self.path(rel)):
                     files.put(Path(temp), local)
         finally:
             self._remove_temp(Path(temp))
@@ -200,7 +242,7 @@ class Store:
         self._remove_temp(Path(file.name))
         try:
             file.close()
-        except OSError:
+        except (OSError, StoreError):
             file.close()
 
     def discard_all_temps(self) -> None:
@@ -210,7 +252,8 @@ class Store:
 
     def _remove_temp(self, temp: Path) -> None:
         temp.unlink(missing_ok=True)
-        self._unfinished.discard(temp)
+        if (lock := self._unfinished.pop(temp, -1)) >= 0:
+            os.close(lock)
 
     @contextmanager
     def create(self, rel: str) -> Iterator[BinaryIO]:
@@ -246,10 +289,11 @@ class Store:
 
     def move(self, rel: str, target: str) -> None:
         """Rename the file `rel` to the unused name `target`; an object store copies and removes it."""
-        with explained(self.path(rel)):
+        with self._explained(rel):
             source, to = self.local(rel), self.local(target)
             if source is None or to is None:
-                self.fs.mv(self.path(rel), self.path(target))
+                self.fs.cp_file(self.path(rel), self.path(target))
+                self.fs.rm_file(self.path(rel))
                 return
             files.make_folders(to.parent)
             files.replace(str(source), str(to))
@@ -258,11 +302,11 @@ class Store:
 
     def remove(self, rel: str) -> None:
         """Remove `rel`; nothing happens where it is absent."""
-        with explained(self.path(rel)):
+        with self._explained(rel):
             local = self.local(rel)
             if local is not None:
                 local.unlink(missing_ok=True)
-            elif self.exists(rel):
+            elif self.exists(rel):  # in a bucket with versions, removing what is not there leaves a marker
                 self.fs.rm_file(self.path(rel))
 
     def remove_empty_folders(self, prefix: str) -> None:
@@ -274,9 +318,9 @@ class Store:
                     os.rmdir(folder)
 
     def remove_stale_temps(self, older_than_s: float) -> list[str]:
-        """Remove temporary files not written to for `older_than_s` seconds; returns their paths. Give more than the
-        longest time that one file takes to write, since another process may be writing. Only names that `open_temp`
-        makes count: other .tmp files belong to someone else."""
+        """Remove temporary files not written to for `older_than_s` seconds, and abort uploads begun before; returns
+        their paths. Give more than the longest time that one file takes to write, since another process may be writing.
+        Only names that `open_temp` makes count, and uploads of this project's files: others belong to someone else."""
         top, before, removed = self.root or spool_folder(), time.time() - older_than_s, []
         with explained(str(top)):
             for folder, _, names in os.walk(top):
@@ -285,24 +329,20 @@ class Store:
                         if path.stat().st_mtime < before:
                             path.unlink()
                             removed.append(str(path))
+        if self.root is None:
+            with self._explained(""):
+                for upload, name in list(object_store.list_uploads(self.fs, self.base)):
+                    if is_project_file(upload.name) and upload.modified < before:
+                        with suppress(FileNotFoundError):  # completed, or aborted by another process
+                            object_store.abort_upload(self.fs, self.path(upload.name), name)
+                            removed.append(f"{self.path(upload.name)} (an upload that was not completed)")
         return sorted(removed)
 
 
 def spool_folder() -> Path:
-    """Where files for object stores are written before they are put; one folder for each user."""
+    """Where files for object stores are written before they are uploaded; one folder for each user. TMPDIR moves it."""
     return Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}"
 
 
 def _file_signature(about: os.stat_result) -> tuple[int, ...]:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
-
-
-def _object_time(about: dict[str, Any]) -> float:
-    """When an object was last written, under whichever key its file system has; infinity where it has none."""
-    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
-        value = about.get(key)
-        if isinstance(value, str):
-            value = datetime.fromisoformat(value)
-        if value is not None:
-            return value.timestamp() if isinstance(value, datetime) else float(value)
-    return float("inf")

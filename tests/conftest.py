@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from stages.engines import sandbox
 from tests.processes import ForkedProgram
 from tests.project import SETTINGS, Project
+from tests.s3_server import s3, s3_server  # noqa: F401 (fixtures)
 
 # Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

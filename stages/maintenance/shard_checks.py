@@ -36,12 +36,12 @@ CHECKED_TENSORS = ("latent", "condition", "mask", "embeds", "pooled", "vision")
 
 class UnmappedStore(Store):
     """A store whose files are read sequentially instead of mapped: a disk that can't read is then an error, where a
-    memory map kills the process. On an object store a file is one request."""
+    memory map kills the process. An object is read whole, by two requests."""
 
     def open(self, rel: str) -> pa.NativeFile:
         with explained(self.path(rel)):
             local = self.local(rel)
-            return pa.BufferReader(self.read_bytes(rel)) if local is None else pa.OSFile(str(local))
+            return self.open_whole(rel) if local is None else pa.OSFile(str(local))
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def test_a_large_table_of_an_object_store_is_mapped_from_a_copy_without_a_name(t
     mapped = []
     for limit in (1 << 30, 1000):
         monkeypatch.setattr(cache.store, "MAPPED_BYTES", limit)
-        found = store.read_table("t.arrow")
+        found = Store(store.url).read_table("t.arrow")
         assert found.equals(table)
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
         with open("/proc/self/maps") as maps:

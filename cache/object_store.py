@@ -1,0 +1,314 @@
+"""Objects behind an fsspec URL (s3://, gs://, memory://): files that need few requests, listings by the page, uploads
+that were never completed, and what goes wrong, in words.
+
+Retries are those of the stores' libraries. For S3: botocore's standard mode (backoff with jitter, a quota against
+storms of retries) around each request, and s3fs around each transfer, so that a body that is cut off is read again.
+"""
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import fsspec
+import pyarrow as pa
+from fsspec.caching import BaseCache, register_cache
+
+from cache.files import Entry, StoreError
+from schemas.errors import LatentpressError
+
+#: Read with the first request that touches the end of a file, where an Arrow file has its description.
+TAIL_BYTES = 256 << 10
+#: Read at a time for a reader that goes through a file in order, of which it keeps so many blocks.
+BLOCK_BYTES, MAX_BLOCKS = 4 << 20, 2
+#: Larger files are uploaded in parts of this size, one after another.
+PART_BYTES = 32 << 20
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
+#: Tries of one request to S3, unless AWS_MAX_ATTEMPTS says otherwise.
+ATTEMPTS = 5
+SHORT_READS = 3  # in a row that bring nothing, of a server that sends less than was asked for
+
+AGAIN = "run the same command again: what is finished is kept"
+_RIGHTS = (
+    "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE) that "
+    f"may list, read, write and delete there, and {AGAIN}"
+)
+#: Codes of S3 -> reason and next step.
+_EXPIRED = ("the credentials have expired", f"renew them (for S3: AWS_SESSION_TOKEN or the login) and {AGAIN}")
+_THROTTLED = (
+    "the store is asked too often, also after retries with longer and longer pauses",
+    f"use fewer workers, or raise AWS_MAX_ATTEMPTS, and {AGAIN}",
+)
+_EXPLANATIONS = {
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"), _EXPIRED),
+    **dict.fromkeys(("SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "503", "429"), _THROTTLED),
+    "NoSuchBucket": ("there is no such bucket", "make the bucket, or correct the URL"),
+    # An answer to HEAD has no body, so its reason is not known.
+    "400": ("the request is refused, as with credentials that have expired", _EXPIRED[1]),
+}
+
+
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL and the path within it. ImportError, ValueError: it is unknown, or its library is
+    not installed."""
+    options: dict[str, Any] = {}
+    if url.startswith(("s3://", "s3a://")):
+        retries = {
+            "mode": os.environ.get("AWS_RETRY_MODE", "standard"),
+            "total_max_attempts": int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS)),
+        }
+        limits = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+        # Listings change under other machines. One part at a time: a file takes one part of memory, and one request to
+        # read, where s3fs otherwise asks for its size first.
+        options = {"config_kwargs": limits | {"retries": retries}, "use_listings_cache": False, "max_concurrency": 1}
+    return fsspec.core.url_to_fs(url, **options)
+
+
+@contextmanager
+def explained_object(path: str) -> Iterator[None]:
+    """Turn what a store's library raises into a StoreError about `path`. A missing object stays FileNotFoundError. Each
+    library has exceptions of its own, which can't be imported here: hence all of `Exception`."""
+    try:
+        yield
+    except (LatentpressError, MemoryError, AssertionError):
+        raise
+    except Exception as error:
+        _raise_explained(path, error)
+
+
+def _raise_explained(path: str, error: Exception) -> NoReturn:
+    cause: Any = error if hasattr(error, "response") else error.__cause__
+    answer = getattr(cause, "response", None)
+    code = str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, Mapping) else ""
+    if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+        raise error
+    said = f"{code}: {error}" if code and code not in str(error) else str(error) or type(error).__name__
+    reason, step = _EXPLANATIONS.get(code, ("", ""))
+    if reason:
+        reason = f"{reason} ({said})"
+    elif isinstance(error, PermissionError):
+        reason, step = f"access is denied ({said})", _RIGHTS
+    elif "credentials" in said.lower():
+        reason, step = said, _RIGHTS
+    elif type(error).__name__ == "FileExpired":
+        reason, step = "another process replaced it while it was read", AGAIN
+    else:
+        reason = f"the store can't be reached or broke off ({said})"
+        step = f"check the network and the URL, and {AGAIN}"
+    raise StoreError(path, reason, step) from error
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+class ObjectCache(BaseCache):
+    """The end of a file by one request of TAIL_BYTES; elsewhere what is asked for and, for a reader whose reads are
+    beside each other, blocks. So opening a shard takes one request, a row one, and all rows in order a few."""
+
+    name = "latentpress"
+
+    def __init__(self, blocksize: int, fetcher: Any, size: int) -> None:
+        super().__init__(blocksize, fetcher, size)
+        self._tail: bytes | None = None
+        self._blocks: dict[int, bytes] = {}  # by number, the last ones read
+        self._end, self._length = -(1 << 62), 0  # of the last read
+
+    def _fetch(self, start: int | None, stop: int | None) -> bytes:
+        start, stop = start or 0, self.size if stop is None else min(stop, self.size)
+        if start >= stop:
+            return b""
+        tail_start = max(0, self.size - TAIL_BYTES)
+        if start >= tail_start or (self._tail is not None and stop > tail_start):
+            if self._tail is None:
+                self._tail = self._get(tail_start, self.size)
+            before = self._get(start, tail_start) if start < tail_start else b""
+            return before + self._tail[max(0, start - tail_start) : stop - tail_start]
+        is_near = abs(start - self._end) <= 2 * max(self._length, stop - start)
+        self._end, self._length = stop, stop - start
+        numbers = range(start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES + 1)
+        missing = [number for number in numbers if number not in self._blocks]
+        if missing and (not is_near or stop - start >= BLOCK_BYTES):
+            return self._get(start, stop)
+        if missing:
+            data = self._get(missing[0] * BLOCK_BYTES, min((missing[-1] + 1) * BLOCK_BYTES, self.size))
+            blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+            self._blocks |= dict(zip(missing, blocks, strict=True))
+        found = b"".join(self._blocks[number] for number in numbers)
+        while len(self._blocks) > MAX_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
+        return found[start - numbers[0] * BLOCK_BYTES :][: stop - start]
+
+    def _get(self, start: int, stop: int) -> bytes:
+        """Exactly these bytes. A server may send fewer than were asked for."""
+        parts, idle = [self.fetcher(start, stop)], 0
+        while (missing := stop - start - sum(map(len, parts))) > 0 and idle < SHORT_READS:
+            parts.append(self.fetcher(stop - missing, stop))
+            idle = 0 if parts[-1] else idle + 1
+        if missing:
+            raise OSError(errno.EIO, f"it sent {stop - start - missing} of {stop - start} bytes, and then none")
+        return b"".join(parts)
+
+
+register_cache(ObjectCache, clobber=True)
+
+
+class _ObjectFile:
+    """A file object for pyarrow, whose errors are StoreErrors. Not for several threads at once."""
+
+    closed = False
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._path = path
+        with explained_object(path):
+            self._file = fs.open(path, "rb", cache_type=ObjectCache.name)
+
+    def read(self, size: int = -1) -> bytes:
+        with explained_object(self._path):
+            return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()
+
+
+def open_object(fs: Any, path: str) -> pa.NativeFile:
+    """An object for random access; a request for its size and those of ObjectCache."""
+    return pa.PythonFile(_ObjectFile(fs, path), mode="r")
+
+
+def read_object(fs: Any, path: str, size: int) -> bytes:
+    """A whole object. StoreError where other than `size` bytes come."""
+    with explained_object(path):
+        data = fs.cat_file(path)
+        if len(data) != size:
+            raise OSError(errno.EIO, f"it sent {len(data)} of {size} bytes")
+        return data
+
+
+def copy_object(fs: Any, path: str, target: str, size: int) -> None:
+    """Copy an object into the local file `target`. StoreError where other than `size` bytes come."""
+    with explained_object(path):
+        fs.get_file(path, target)
+        if (came := os.stat(target).st_size) != size:
+            raise OSError(errno.EIO, f"it sent {came} of {size} bytes")
+
+
+def object_info(fs: Any, path: str) -> Mapping[str, Any]:
+    """Size, and ETag or times, of one object. On S3 one request, where s3fs also looks for a folder of that name."""
+    if hasattr(fs, "call_s3"):
+        bucket, _, key = path.partition("/")
+        about = fs.call_s3("head_object", Bucket=bucket, Key=key, **fs.req_kw)
+        return {**about, "size": about["ContentLength"]}
+    fs.invalidate_cache()
+    about = fs.info(path)
+    if about["type"] == "directory":
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return about
+
+
+# -- listing ---------------------------------------------------------------------------------------------------------
+
+
+def list_objects(fs: Any, folder: str) -> Iterator[Entry]:
+    """The objects below `folder`, named relative to it; on S3 a request for each thousand."""
+    if hasattr(fs, "call_s3"):
+        bucket, prefix = _split_folder(folder)
+        for page in _pages(fs, "list_objects_v2", {"ContinuationToken": "NextContinuationToken"}, bucket, prefix):
+            for about in page.get("Contents", ()):
+                yield Entry(about["Key"][len(prefix) :], about["Size"], about["LastModified"].timestamp())
+        return
+    fs.invalidate_cache()
+    try:
+        found = fs.find(folder, detail=True)
+    except FileNotFoundError:
+        return
+    for name, about in found.items():
+        if name.startswith(folder + "/"):
+            yield Entry(name[len(folder) + 1 :], about["size"] or 0, _object_time(about))
+
+
+def _split_folder(folder: str) -> tuple[str, str]:
+    bucket, _, prefix = folder.partition("/")
+    return bucket, prefix and prefix + "/"
+
+
+def _pages(fs: Any, method: str, markers: Mapping[str, str], bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
+    """The pages of a listing. markers: field of a request -> field of the page before."""
+    request = {"Bucket": bucket, "Prefix": prefix, **fs.req_kw}
+    while True:
+        page = fs.call_s3(method, **request)
+        yield page
+        if not page.get("IsTruncated"):
+            return
+        request |= {field: page[source] for field, source in markers.items()}
+
+
+def object_version(about: Mapping[str, Any]) -> str:
+    """What changes when an object is replaced: its ETag or time, and its size. Empty where the store gives neither."""
+    change = about.get("ETag") or about.get("etag") or about.get("generation") or _object_time(about)
+    return "" if change == float("inf") else f"{about['size']}:{change}"
+
+
+def _object_time(about: Mapping[str, Any]) -> float:
+    """When an object was last written, under whichever key its file system has; infinity where it has none."""
+    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value = about.get(key)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if value is not None:
+            return value.timestamp() if isinstance(value, datetime) else float(value)
+    return float("inf")
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def put_object(fs: Any, source: Path, path: str) -> None:
+    """Upload a local file: one put, or a multipart upload that is completed at the end and aborted where it fails. So
+    the object is there whole or not at all."""
+    options = {"chunksize": PART_BYTES} if hasattr(fs, "call_s3") else {}
+    with explained_object(path):
+        try:
+            fs.put_file(str(source), path, **options)
+        except FileNotFoundError:
+            # Another process aborted the upload, or the answer to its completion was lost and it was completed twice.
+            try:
+                fs.put_file(str(source), path, **options)
+            except FileNotFoundError as error:
+                raise OSError(errno.EIO, str(error)) from error.__cause__ or error
+
+
+def list_uploads(fs: Any, folder: str) -> Iterator[tuple[Entry, str]]:
+    """(object relative to `folder` with the bytes sent so far and the time of the start, id) of each multipart upload
+    to S3 that was neither completed nor aborted, as by a process that was killed. None where the store does not list
+    them or does not allow it."""
+    if not hasattr(fs, "call_s3"):
+        return
+    bucket, prefix = _split_folder(folder)
+    markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+    try:
+        for page in _pages(fs, "list_multipart_uploads", markers, bucket, prefix):
+            for upload in page.get("Uploads", ()):
+                key, upload_id = upload["Key"], upload["UploadId"]
+                parts = fs.call_s3("list_parts", Bucket=bucket, Key=key, UploadId=upload_id).get("Parts", ())
+                size, begun = sum(part["Size"] for part in parts), upload["Initiated"].timestamp()
+                yield Entry(key[len(prefix) :], size, begun), upload_id
+    except PermissionError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+
+
+def abort_upload(fs: Any, path: str, upload_id: str) -> None:
+    bucket, _, key = path.partition("/")
+    fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)

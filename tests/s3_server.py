@@ -1,0 +1,181 @@
+"""An S3 server on loopback (moto's) that counts requests and answers some of them as a store in trouble would."""
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import pytest
+
+from tests.processes import forget_forkserver
+
+BUCKET = "store"
+ERRORS = {
+    "throttled": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
+    "expired": ("400 Bad Request", "ExpiredToken", "The provided token has expired."),
+    "denied": ("403 Forbidden", "AccessDenied", "Access Denied"),
+    "no bucket": ("404 Not Found", "NoSuchBucket", "The specified bucket does not exist"),
+    "broken": ("500 Internal Server Error", "InternalError", "We encountered an internal error."),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked: the operation by its name in S3's API, and the object's key."""
+
+    operation: str
+    key: str
+
+
+class S3Server:
+    """`answer(request)` names what goes wrong with a request: one of ERRORS, "cut" (the connection ends in the middle
+    of the body), "short" (half of the body, as if that were all), "dropped" (no answer) or "lost" (it is done, and
+    there is no answer); "" lets it pass."""
+
+    def __init__(self, app: Callable) -> None:
+        self._app = app
+        self.requests: list[Request] = []
+        self.answer: Callable[[Request], str] = lambda request: ""
+        self.url = ""
+
+    def reset(self) -> None:
+        self.requests, self.answer = [], lambda request: ""
+
+    def put(self, key: str, data: bytes = b"") -> None:
+        """An object, without a request that counts."""
+        from moto.s3.models import s3_backends
+
+        next(iter(s3_backends.values()))["aws"].put_object(BUCKET, key, data)
+
+    def counts(self) -> Counter[str]:
+        return Counter(request.operation for request in self.requests)
+
+    def fail(self, kind: str, times: int, *operations: str, key: str = "") -> None:
+        """The next `times` requests of these operations (default: all), about keys that hold `key`, go wrong."""
+        left = [kind] * times
+
+        def answer(request: Request) -> str:
+            wanted = (not operations or request.operation in operations) and key in request.key
+            return left.pop() if wanted and left else ""
+
+        self.answer = answer
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable) -> Iterable[bytes]:
+        request = _describe(environ)
+        self.requests.append(request)
+        trouble = self.answer(request)
+        if request.operation.startswith("Head") and trouble in ("cut", "short"):  # its answer has no body
+            trouble = ""
+        if trouble == "dropped":
+            raise ConnectionError
+        if trouble in ERRORS:
+            status, code, message = ERRORS[trouble]
+            body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            return [] if request.operation.startswith("Head") else [body]
+        if not trouble and request.operation != "ListMultipartUploads":
+            return self._app(environ, start_response)
+        started: list[Any] = []
+        body = b"".join(self._app(environ, lambda *args: started.extend(args)))
+        # In moto's answers every upload was begun in 2010.
+        body = re.sub(rb"(?<=<Initiated>)[^<]*", datetime.now(UTC).strftime("%FT%TZ").encode(), body)
+        if trouble == "lost":
+            raise ConnectionError
+        headers = [(name, value) for name, value in started[1] if name.lower() != "content-length"]
+        kept = body[: len(body) // 2] if trouble else body
+        start_response(started[0], [*headers, ("Content-Length", str(len(kept if trouble == "short" else body)))])
+        return _cut(kept) if trouble == "cut" else [kept]
+
+
+def _cut(kept: bytes) -> Iterator[bytes]:
+    yield kept
+    raise ConnectionError
+
+
+def _describe(environ: dict[str, Any]) -> Request:
+    method, query = environ["REQUEST_METHOD"], parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
+    _, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
+    if method == "GET" and not key:
+        operation = "ListMultipartUploads" if "uploads" in query else "ListObjectsV2"
+        return Request(operation, query.get("prefix", [""])[0])
+    special = {
+        ("POST", "uploads"): "CreateMultipartUpload",
+        ("POST", "uploadId"): "CompleteMultipartUpload",
+        ("PUT", "uploadId"): "UploadPart",
+        ("DELETE", "uploadId"): "AbortMultipartUpload",
+        ("GET", "uploadId"): "ListParts",
+    }
+    for (verb, name), operation in special.items():
+        if method == verb and name in query:
+            return Request(operation, key)
+    what = "Object" if key else "Bucket"
+    return Request(method.capitalize() + what, key)
+
+
+@contextmanager
+def serve_s3() -> Iterator[S3Server]:
+    moto = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Quiet(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps connections
+
+        def log(self, *args: Any) -> None:
+            pass
+
+        def connection_dropped(self, *args: Any) -> None:
+            self.close_connection = True
+
+    app = S3Server(moto.DomainDispatcherApplication(moto.create_backend_app))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
+    app.url = f"http://127.0.0.1:{server.port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield app
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server]:
+    """The server with an empty bucket BUCKET; programs, also in other processes, find it by the environment."""
+    import s3fs
+
+    environment = {
+        "AWS_ENDPOINT_URL": s3_server.url,
+        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI-not-a-real-key",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+        "NO_PROXY": "*",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("cache.store.spool_folder", lambda: tmp_path / "scratch")
+    forget_forkserver()
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3_server.reset()
+    fs = s3fs.S3FileSystem()
+    fs.mkdir(BUCKET)
+    s3_server.reset()
+    yield s3_server
+    s3_server.reset()
+    fs.invalidate_cache()
+    fs.rm(BUCKET, recursive=True)
+    s3fs.S3FileSystem.clear_instance_cache()
