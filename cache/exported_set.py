@@ -35,7 +35,7 @@ from cache.shard_io import open_reader
 from cache.store import Store
 from cache.table_checks import check_row_numbers
 from cache.tensor_checks import SAMPLE, kind_of
-from cache.trainset import Location, SetError, TrainSet
+from cache.trainset import Location, SetError, TrainSet, packed_row_id
 
 EXPORT_VERSION = 1
 CHECKED_ROWS = 1 << 17  # at a time
@@ -48,11 +48,6 @@ FINGERPRINT_PATTERN = re.compile(r"[0-9a-f]{24}", re.ASCII)
 SHARD_PATH_PATTERN = re.compile(rf"(samples|prompts)/{PATH_NAME_PATTERN.pattern}/[0-9]{{6,9}}\.(arrow|tar)", re.ASCII)
 
 ColumnDtypes = dict[str, str]  # tensor name -> dtype
-
-
-def row_id(number: int, sample_id: str) -> str:
-    """The id of row `number` of the index: two files with the same bytes are two rows of one sample."""
-    return f"{number:08d}-{sample_id}"
 
 
 def prompt_id(number: int) -> str:
@@ -124,7 +119,7 @@ class ExportedSet(TrainSet):
         """As of TrainSet. verify: check each part's checksum too."""
         parts = self.part_locations(row)
         ids = {name: location.id for name, location in parts.items() if names is None or name in names}
-        return self._unpack(Location(*parts[SAMPLE][:2], row_id(row, str(parts[SAMPLE].id))), ids, verify)
+        return self._unpack(Location(*parts[SAMPLE][:2], packed_row_id(row, str(parts[SAMPLE].id))), ids, verify)
 
     def prompt_locations(self, number: int) -> dict[str, Location]:
         ids = {name: self.text_id(self.meta["validation"][number][name]) for name in ("text", "negative")}

@@ -19,7 +19,7 @@ from cache.exported_set import PROMPTS_KIND, SAMPLES_KIND, pack_row
 from cache.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.store import Store
 from cache.tensor_checks import SAMPLE, kind_of
-from cache.trainset import TrainSet, find_runs
+from cache.trainset import TrainSet, find_runs, packed_row_id
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import compute_fingerprint
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, index_schema
@@ -156,7 +156,7 @@ class Exporter:
 
     def _ids(self, shard: ExportShard) -> list[str]:
         ids = self.data.tables["index"].column("sample_id").slice(shard.start, shard.stop - shard.start)
-        return [exported_set.row_id(shard.start + i, id) for i, id in enumerate(ids.to_pylist())]
+        return [packed_row_id(shard.start + i, id) for i, id in enumerate(ids.to_pylist())]
 
     def write(self, shard: ExportShard) -> int:
         """Publish a shard; bytes of its tensors. DamageError where a row of the set is damaged."""

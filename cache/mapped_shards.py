@@ -97,14 +97,14 @@ class MappedShards:
 
     def open(self, number: int, rel: str) -> MappedShard | None:
         """Shard `number`, which is at `rel`; None where it can't be mapped. DamageError where it can't be read."""
+        reader = open_reader(self._store, rel)  # a disk may take long, so other threads do not wait for it
+        if not isinstance(reader.file, pa.MemoryMappedFile):
+            reader.close()
+            return None
+        shard = MappedShard(reader, reader.file)
         with self._lock:
-            if number in self._mapped:
+            if number in self._mapped:  # another thread was faster
                 return self._mapped[number]
-            reader = open_reader(self._store, rel)
-            if not isinstance(reader.file, pa.MemoryMappedFile):
-                reader.close()
-                return None
-            shard = MappedShard(reader, reader.file)
             self._make_room(1 if shard.reader is None else TAR_WEIGHT)
             identity, codes = self._known.pop(number, (None, shard.codes))
             if identity == shard.identity and len(codes) == len(shard.starts):

@@ -157,6 +157,19 @@ def describe_row(
     return sorted(set(fixed)), RowLayout(tuple(tensors), heads, id, info, checksum, end)
 
 
+@lru_cache(maxsize=MAX_LAYOUTS)
+def part_layout(layout: RowLayout, part: str) -> RowLayout:
+    """The tensors of one part of an export's row, under their own names (`cache.exported_set`)."""
+    spans = (span._replace(name=own) for span in layout.tensors if (own := part_name(span.name, part)))
+    return RowLayout(tuple(sorted(spans)), end=layout.end)
+
+
+def part_name(full: str, part: str) -> str:
+    """The name of a tensor in its part; "" where it is another's."""
+    own, _, name = full.rpartition(".")
+    return name if (own or "sample") == part else ""
+
+
 def view_layout(tensors: Mapping[str, Any], address: int) -> RowLayout:
     """The layout of tensors (`cache.tensors.Array`) that are views into memory, counted from `address`."""
     spans = []

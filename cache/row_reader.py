@@ -5,7 +5,7 @@ for a value that only has to be copied. What it does not know it reads the caref
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.mapped_shards import MappedShard, MappedShards
-from cache.row_layouts import RowLayout, view_layout
+from cache.row_layouts import RowLayout, part_layout, view_layout
 from cache.schedule import Ints
 from cache.set_columns import BoolColumn, IntColumn, ListColumn, TextColumn
 from cache.tensor_checks import SAMPLE, find_shape_problems
-from cache.trainset import Location, TrainSet, check_distinct_names, missing_null_prompt
+from cache.trainset import Location, TrainSet, check_distinct_names, missing_null_prompt, packed_row_id
 from schemas.config.training import VerifyRows
 
 MAX_SOUND = 1 << 16  # layouts that are known to be sound
@@ -58,6 +58,13 @@ class FoundRow:
         return Location(self.number, self.row, self.ids.get(self.entry).decode())
 
 
+class PackedIds(TextColumn):
+    """Ids of an export's rows."""
+
+    def get(self, row: int) -> bytes:
+        return packed_row_id(row, super().get(row).decode()).encode()
+
+
 @dataclass(slots=True)
 class FoundSample:
     """parts: its row of latents, of each further kind of shards, and of one text, last."""
@@ -77,7 +84,8 @@ class RowReader:
         index, texts = data.tables["index"], data.tables["texts"]
         self._ids, self._regularisation = TextColumn(index["sample_id"]), BoolColumn(index["regularisation"])
         self._texts, self._null_texts = ListColumn(index["texts"]), IntColumn(index["null_text"])
-        prefixes = {SAMPLE: "", **{kind: f"{kind}_" for kind in data.kinds}}
+        self._packed_ids = PackedIds(index["sample_id"])
+        prefixes = {SAMPLE: "", **{kind: f"{kind}_" for kind in data.kinds if not data.packed}}
         self._places = {part: Places(index, prefix, self._ids) for part, prefix in prefixes.items()}
         self._text_places = Places(texts, "", TextColumn(texts["text_id"]))
         self._sound: set[tuple[str, str, RowLayout]] = set()
@@ -90,12 +98,15 @@ class RowReader:
         """
         found, checked = list[FoundSample](), set[int]()
         for row, caption, drop in zip(rows.tolist(), captions.tolist(), dropped.tolist(), strict=True):
-            parts = [FoundRow(part, of.shard(row), of.row(row), of.ids, row) for part, of in self._places.items()]
             text = self._null_text(row) if drop else self._texts.get(row, caption)
-            of = self._text_places
-            parts.append(FoundRow(TEXT, of.shard(text), of.row(text), of.ids, text))
-            for part in parts:
-                self._locate(part, bucket, checked)
+            if self.data.packed:
+                parts = self._unpack(row, "null" if drop else f"{TEXT}{caption}", bucket, checked)
+            else:
+                parts = [FoundRow(part, of.shard(row), of.row(row), of.ids, row) for part, of in self._places.items()]
+                of = self._text_places
+                parts.append(FoundRow(TEXT, of.shard(text), of.row(text), of.ids, text))
+                for part in parts:
+                    self._locate(part, bucket, checked)
             id = self._ids.get(row).decode()
             if len(parts) > 2:
                 check_distinct_names({one.part: [each.name for each in one.layout.tensors] for one in parts[:-1]}, id)
@@ -109,6 +120,24 @@ class RowReader:
         if null is None:
             raise missing_null_prompt(self.data.id, self._ids.get(row).decode())
         return null
+
+    def _unpack(self, row: int, text: str, bucket: str, checked: set[int]) -> list[FoundRow]:
+        """The parts of an export's row, in which they are all, verified in its place."""
+        places = self._places[SAMPLE]
+        whole = FoundRow(SAMPLE, places.shard(row), places.row(row), self._packed_ids, row)
+        self._locate(whole, bucket, checked)
+        if whole.codes is None or not whole.codes[whole.row]:
+            self.data.part_rows(row)  # a row's first reading: whether its parts are those of the set, too
+        if not whole.verified and whole.shard is not None:
+            start, view = whole.base - whole.shard.address, whole.shard.view
+            spans = ((start + one.start, start + one.start + one.size) for one in whole.layout.tensors)
+            self.verify(whole, [view[first:end] for first, end in spans])
+        parts = []
+        for part, name in ((SAMPLE, SAMPLE), *((kind, kind) for kind in self.data.kinds), (TEXT, text)):
+            found = replace(whole, part=part, layout=part_layout(whole.layout, name), verified=True)
+            self._check_layout(found, bucket)
+            parts.append(found)
+        return parts
 
     def _locate(self, found: FoundRow, bucket: str, checked: set[int]) -> None:
         """Complete a row. checked: the shards whose files were looked at for this micro-batch."""

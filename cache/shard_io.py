@@ -73,11 +73,15 @@ class ReaderPool:
 
     def _get(self, path: str) -> tuple[BaseShardReader, threading.Lock]:
         with self._lock:
+            if path in self._open:
+                self._open.move_to_end(path)
+                return self._open[path]
+        opened = open_reader(self.store, path), threading.Lock()  # may take long: other threads do not wait for it
+        with self._lock:
             if path not in self._open:
                 while len(self._open) >= self.limit:
                     self._open.popitem(last=False)  # closed when no thread reads from it any more
-                self._open[path] = open_reader(self.store, path), threading.Lock()
-            self._open.move_to_end(path)
+                self._open[path] = opened
             return self._open[path]
 
     def __len__(self) -> int:

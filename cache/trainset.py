@@ -88,9 +88,7 @@ class TrainSet:
     it. Threads that read the same shard wait for each other.
     """
 
-    packed = (
-        False  # whether several parts of a sample are in one row of a shard, so that `cache.row_reader` can't read them
-    )
+    packed = False  # whether one row of a shard has all parts of a sample, as an export's has
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         self.store, self.id, self.meta = store, set_id, meta
@@ -275,6 +273,12 @@ class TrainSet:
     def damage(self, location: Location, reason: str) -> DamageError:
         """The error about the row at a location."""
         return DamageError(self.store.path(self.shard_path(location.shard)), reason, location.row, location.id)
+
+
+def packed_row_id(number: int, sample_id: str) -> str:
+    """The id of an export's row for row `number` of the index: two files with the same bytes are two rows of one
+    sample."""
+    return f"{number:08d}-{sample_id}"
 
 
 def missing_null_prompt(set_id: str, sample_id: str) -> SetError:

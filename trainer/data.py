@@ -117,7 +117,7 @@ class BatchLoader:
         return FAMILIES[self.data.meta["family"]]
 
     def __post_init__(self) -> None:
-        self._reader = None if self.data.packed else RowReader(self.data, self.reading.verify)
+        self._reader = RowReader(self.data, self.reading.verify)
         self._memory = HostMemory(self.pinned)
 
     def step(self, number: int) -> StepBatches:
@@ -127,9 +127,8 @@ class BatchLoader:
         return StepBatches(number, rows[0].epoch, self.schedule.step_buckets(number), micro_batches)
 
     def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
-        seed, chosen, batch = self.schedule.seed, (drawn.rows, *self._choose_texts(step, drawn)), None
-        if self._reader is not None:
-            batch = read_batch(self._reader, self._memory, *chosen, drawn.bucket)
+        seed, chosen = self.schedule.seed, (drawn.rows, *self._choose_texts(step, drawn))
+        batch = read_batch(self._reader, self._memory, *chosen, drawn.bucket)
         if batch is None:
             batch = collate(self._read_samples(*chosen), drawn.bucket)
         identities = [f"{seed}/{step}/{int(position)}" for position in drawn.positions]
@@ -141,7 +140,7 @@ class BatchLoader:
 
     def _choose_texts(self, step: int, drawn: MicroBatchRows) -> tuple[Ints, NDArray[np.bool_]]:
         """Of each sample the number of its caption, and whether it has the null prompt instead."""
-        counts = (self._reader or self.data).caption_counts(drawn.rows)
+        counts = self._reader.caption_counts(drawn.rows)
         captions = choose_captions(self.schedule.seed, drawn.rows, drawn.passes, counts)
         return captions, draw_caption_dropout(self.schedule.seed, step, drawn.positions, self.caption_dropout)
 

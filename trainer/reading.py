@@ -94,12 +94,12 @@ def copy_row(found: FoundRow, columns: Sequence[Column], number: int, block: Hos
     """Copy the tensors of a row into the places of sample `number`; they are then what was written, or DamageError."""
     if found.shard is not None:
         found.shard.check_again()
-    copies, address, base = [], block.address, found.base
+    copies = []
     for (_, _, _, start, size), (_, _, _, room, begin, _) in zip(found.layout.tensors, columns, strict=True):
         place = begin + number * room
-        memmove(address + place, base + start, size)
+        memmove(block.address + place, found.base + start, size)
         if size < room:
-            memset(address + place + size, 0, room - size)
+            memset(block.address + place + size, 0, room - size)
         if not found.verified:
             copies.append(block.bytes[place : place + size])
     if copies:
