@@ -8,7 +8,6 @@ import time
 import pytest
 
 from schemas.errors import INCOMPLETE
-from tests.conftest import LONG
 from tests.trainer.runs import lines, on_ranks
 from trainer.data import BatchLoader
 
@@ -57,8 +56,8 @@ def test_a_rank_that_fails(run_ranks, monkeypatch) -> None:
     assert "rank 1 (process " in report["error"]["message"] and "the disk has gone" in report["error"]["message"]
 
 
-@pytest.mark.skipif(not LONG, reason="most of it is waiting; TORTURE=long")
 def test_a_rank_that_is_stopped(run_ranks) -> None:
+    """Most of it is waiting: 2 s of processor time."""
     report = run_ranks(10, (INCOMPLETE, -signal.SIGKILL), {1: signal.SIGSTOP})
     assert "has not answered for 10 s" in report["error"]["message"] and "rank 1 (" in report["error"]["message"]
 
