@@ -127,7 +127,7 @@ class BatchSchedule:
             raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
         self._tables = [_DrawTable(name, members) for name, members in grouped.items()]
         self._counts = np.array([-(-table.draws // batch_size) for table in self._tables], np.int64)
-        self._planned: tuple[tuple[int, int, int], PlannedRows] | tuple[None, None] = (None, None)
+        self._planned: tuple[tuple[int, int, int], PlannedRows] | None = None
         self._classes = _cost_classes([Bucket.parse(table.bucket) for table in self._tables])
 
     @property
@@ -163,9 +163,10 @@ class BatchSchedule:
         # Of a small set one step: a few micro-batches of each of many epochs take longer.
         steps = max(1, min(_PLANNED_DRAWS // self.global_batch, int(self.steps_per_epoch) // 8))
         key = step // steps, rank, world
-        if self._planned[0] != key:  # one assignment, so that threads need no lock
-            self._planned = key, self.plan(key[0] * steps, (key[0] + 1) * steps, rank, world)
-        found, count = self._planned[1], len(range(rank, self.micro_batches_per_step, world))
+        planned = self._planned  # read once: another thread may replace it
+        if planned is None or planned[0] != key:
+            planned = self._planned = key, self.plan(key[0] * steps, (key[0] + 1) * steps, rank, world)
+        found, count = planned[1], len(range(rank, self.micro_batches_per_step, world))
         within = np.arange(self.batch_size)
         return [
             MicroBatchRows(
