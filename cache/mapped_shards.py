@@ -23,7 +23,7 @@ from cache.store import Store
 MAX_CODES = 1 << 16  # of layouts, as a row's code has 16 bits
 MAX_MAPS, FEWEST_MAPS = 1024, 32  # 1,024 shards of their usual size are 128 GiB
 TAR_WEIGHT = 16  # a mapped tar keeps its sidecar, about 1 KiB a row
-CHECK_NS = 1_000_000  # nanoseconds after which a file's size is looked at again before it is read
+CHECK_NS = 1_000_000  # nanoseconds after which a file is looked at again before it is read
 
 
 class FileIdentity(NamedTuple):
@@ -62,18 +62,18 @@ class MappedShard:
         return FileIdentity(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
 
     def check(self) -> None:
-        """DamageError where the file was cut: to read a map beyond the end of its file kills the process. Where the
-        file was written to, its rows count as not read yet."""
-        now, self._checked = self._read_identity(), time.monotonic_ns()
+        """To be called before rows are read; looks at the file unless that was done less than a millisecond ago.
+        DamageError where the file was cut: to read a map beyond the end of its file kills the process. Where the file
+        was written to, its rows count as not read yet."""
+        time_ns = time.monotonic_ns()
+        if time_ns - self._checked < CHECK_NS:
+            return
+        now = self._read_identity()
         if now.size < self.size:
             raise DamageError(self.path, f"it was cut while it was open: it had {self.size} bytes and has {now.size}")
         if now != self.identity:
             self.codes, self.identity = array("H", bytes(2 * len(self.starts))), now
-
-    def check_again(self) -> None:
-        """`check`, unless that was done less than a millisecond ago."""
-        if time.monotonic_ns() - self._checked > CHECK_NS:
-            self.check()
+        self._checked = time_ns  # not where it was cut: whoever comes next has to see that, too
 
 
 class MappedShards:

@@ -96,17 +96,17 @@ class RowReader:
         captions, dropped: as of `TrainSet.sample`. DamageError, SetError, StoreError as there, but numbers that are not
         finite are not looked for.
         """
-        found, checked = list[FoundSample](), set[int]()
+        found = list[FoundSample]()
         for row, caption, drop in zip(rows.tolist(), captions.tolist(), dropped.tolist(), strict=True):
             text = self._null_text(row) if drop else self._texts.get(row, caption)
             if self.data.packed:
-                parts = self._unpack(row, "null" if drop else f"{TEXT}{caption}", bucket, checked)
+                parts = self._unpack(row, "null" if drop else f"{TEXT}{caption}", bucket)
             else:
                 parts = [FoundRow(part, of.shard(row), of.row(row), of.ids, row) for part, of in self._places.items()]
                 of = self._text_places
                 parts.append(FoundRow(TEXT, of.shard(text), of.row(text), of.ids, text))
                 for part in parts:
-                    self._locate(part, bucket, checked)
+                    self._locate(part, bucket)
             id = self._ids.get(row).decode()
             if len(parts) > 2:
                 check_distinct_names({one.part: [each.name for each in one.layout.tensors] for one in parts[:-1]}, id)
@@ -121,11 +121,11 @@ class RowReader:
             raise missing_null_prompt(self.data.id, self._ids.get(row).decode())
         return null
 
-    def _unpack(self, row: int, text: str, bucket: str, checked: set[int]) -> list[FoundRow]:
+    def _unpack(self, row: int, text: str, bucket: str) -> list[FoundRow]:
         """The parts of an export's row, in which they are all, verified in its place."""
         places = self._places[SAMPLE]
         whole = FoundRow(SAMPLE, places.shard(row), places.row(row), self._packed_ids, row)
-        self._locate(whole, bucket, checked)
+        self._locate(whole, bucket)
         if whole.codes is None or not whole.codes[whole.row]:
             self.data.part_rows(row)  # a row's first reading: whether its parts are those of the set, too
         if not whole.verified and whole.shard is not None:
@@ -139,17 +139,15 @@ class RowReader:
             parts.append(found)
         return parts
 
-    def _locate(self, found: FoundRow, bucket: str, checked: set[int]) -> None:
-        """Complete a row. checked: the shards whose files were looked at for this micro-batch."""
+    def _locate(self, found: FoundRow, bucket: str) -> None:
+        """Complete a row."""
         number, row = found.number, found.row
         shard = self.shards.find(number)
         if shard is None:
             shard = self.shards.open(number, self.data.shard_path(number))
         if shard is None or row >= len(shard.starts):
             return self._read_carefully(found, bucket)
-        if number not in checked:
-            shard.check()
-            checked.add(number)
+        shard.check()
         codes, start = shard.codes, shard.starts[row]
         code = codes[row]
         found.shard, found.codes, found.base, found.held = shard, codes, shard.address + start, shard

@@ -6,7 +6,6 @@ nothing refers to it any more.
 
 import mmap
 import weakref
-from collections import defaultdict
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -14,7 +13,8 @@ import numpy as np
 import torch
 
 SMALLEST = 1 << 12
-KEPT_BUFFERS = 8  # of each size, while nothing uses them
+KEPT_BUFFERS = 16  # while nothing uses them
+MOST_ROOM = 8  # times the bytes that are asked for
 HUGE_PAGE = 2 << 20  # bytes
 ALIGNMENT = 64  # bytes, of each tensor
 
@@ -55,19 +55,15 @@ class HostMemory:
 
     def __init__(self, pinned: bool = False) -> None:
         self.pinned = pinned
-        self._free: dict[int, list[Buffer]] = defaultdict(list)  # by capacity
+        self._free: list[Buffer] = []  # the one used last at the end
         self._lent: dict[int, tuple[weakref.ref, Buffer]] = {}
 
     def block(self, size: int) -> HostBlock:
+        """Of `size` bytes."""
         if self.pinned:
             pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             return HostBlock(pinned, pinned.data_ptr())
-        capacity = max(SMALLEST, 1 << (size - 1).bit_length())
-        free = self._free[capacity]
-        try:
-            buffer = free.pop()
-        except IndexError:
-            buffer = make_buffer(capacity)
+        buffer = self._take(size) or make_buffer(max(SMALLEST, 1 << (size - 1).bit_length()))
         own = buffer.memory[:size]
         # The storages of all tensors of the block refer to `own`: it dies with the last of them, and of their views.
         # Not weakref.finalize, which takes 3 microseconds.
@@ -75,8 +71,22 @@ class HostMemory:
         self._lent[id(lent)] = lent, buffer
         return HostBlock(own, buffer.address)
 
+    def _take(self, size: int) -> Buffer | None:
+        """The buffer used last that is large enough, but not far too large: the fewer take turns, the more of them is
+        in the processor's caches. No lock, as `_give_back` may be called in between: each call on the list is whole."""
+        others, found = [], None
+        with suppress(IndexError):
+            while found is None:
+                buffer = self._free.pop()
+                if size <= len(buffer.memory) <= MOST_ROOM * max(size, SMALLEST):
+                    found = buffer
+                else:
+                    others.append(buffer)
+        self._free.extend(reversed(others))
+        return found
+
     def _give_back(self, lent: weakref.ref) -> None:
-        _, buffer = self._lent.pop(id(lent))
-        free = self._free[len(buffer.memory)]
-        if len(free) < KEPT_BUFFERS:
-            free.append(buffer)
+        self._free.append(self._lent.pop(id(lent))[1])
+        if len(self._free) > KEPT_BUFFERS:
+            with suppress(IndexError):
+                self._free.pop(0)

@@ -93,7 +93,7 @@ def same_but_length(shapes: Sequence[tuple[int, ...]], others: Sequence[tuple[in
 def copy_row(found: FoundRow, columns: Sequence[Column], number: int, block: HostBlock, reader: RowReader) -> None:
     """Copy the tensors of a row into the places of sample `number`; they are then what was written, or DamageError."""
     if found.shard is not None:
-        found.shard.check_again()
+        found.shard.check()
     copies = []
     for (_, _, _, start, size), (_, _, _, room, begin, _) in zip(found.layout.tensors, columns, strict=True):
         place = begin + number * room

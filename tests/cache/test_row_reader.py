@@ -1,6 +1,7 @@
 """Rows found for copying: those of the careful way, verified as often as asked for, whatever happens to the files."""
 
 import os
+import time
 from ctypes import string_at
 from itertools import pairwise
 from pathlib import Path
@@ -43,8 +44,9 @@ def make_set(store: Store, form: str, shards: int = 2, rows: int = 3) -> TrainSe
     return open_set(store, "s1", FAMILY, TASK)
 
 
-def read(reader: RowReader, rows: list[int], captions: list[int] | None = None, dropped: list[bool] | None = None):
-    """Name -> bytes of each sample, copied as `trainer.reading` does."""
+def read(reader: RowReader, rows, captions=None, dropped=None, wait: float = 0.002):
+    """Name -> bytes of each sample, copied as `trainer.reading` does. Files are looked at once a millisecond."""
+    time.sleep(wait)
     chosen = (np.array(rows), np.array(captions or [0] * len(rows)), np.array(dropped or [False] * len(rows)))
     found = []
     for sample in reader.find(*chosen, "32x32"):
@@ -149,8 +151,9 @@ def test_a_shard_that_is_cut_is_named_and_kills_nothing(tmp_path: Path, form, ve
     assert read(reader, [0, 1, 2])
     (path,) = [p for p in tmp_path.glob("latents/*/l00.*") if p.suffix in (".arrow", ".tar")]
     os.truncate(path, 100)
-    with pytest.raises(DamageError, match="it was cut while it was open"):
-        read(reader, [1])
+    for row in (1, 0, 1):  # at once after each other
+        with pytest.raises(DamageError, match="it was cut while it was open"):
+            read(reader, [row], wait=0.002 * (row == 1))
     assert read(reader, [3])
 
 
