@@ -120,7 +120,7 @@ def _describe(environ: dict[str, Any]) -> Request:
 
 
 @contextmanager
-def serve_s3() -> Iterator[S3Server]:
+def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
     moto = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     from werkzeug.serving import WSGIRequestHandler, make_server
@@ -135,8 +135,8 @@ def serve_s3() -> Iterator[S3Server]:
             self.close_connection = True
 
     app = S3Server(moto.DomainDispatcherApplication(moto.create_backend_app))
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
-    app.url = f"http://127.0.0.1:{server.port}"
+    server = make_server(address, 0, app, threaded=True, request_handler=Quiet)
+    app.url = f"http://{address}:{server.port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield app

@@ -17,6 +17,7 @@ SMALL = {
     "data_read": ["--tiny", "--repeat", "1", "--threads", "2"],
     "methods": ["--blocks", "3", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
     "noise": ["--repeat", "1", "--shape", "4,1,8,8"],
+    "object_store": ["--shards", "1500"],
     "planning": ["--items", "2000"],
     "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
     "ranks": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
@@ -83,6 +84,16 @@ def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None
 
 def test_planning(measured) -> None:
     assert re.search(r"^\| 2,000 \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("planning"), re.MULTILINE)
+
+
+def test_what_remains_on_an_object_store(measured) -> None:
+    pytest.importorskip("s3fs")
+    rows = [line.strip("| ").split(" | ") for line in measured("object_store").splitlines() if line.startswith("| ")][
+        1:
+    ]
+    (_, _, _, least, *_), (objects, _, _, requests, *_, remain) = rows
+    assert objects == "1,506" and remain == "1", "the last unit has no shard"
+    assert int(requests) == int(least) + 1, "1,000 shards more are one page more"
 
 
 def test_what_methods_cost(measured) -> None:
