@@ -81,7 +81,11 @@ DeviceOption = Annotated[
 WorkersOption = Annotated[
     int | None,
     typer.Option(
-        "--workers", min=1, max=MOST_PROCESSES, metavar="N", help="Processes on this machine.  [default: as configured]"
+        "--workers",
+        min=1,
+        max=MOST_PROCESSES,
+        metavar="N",
+        help="Processes on this machine, or actors on Ray.  [default: as configured]",
     ),
 ]
 

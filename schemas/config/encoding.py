@@ -1,16 +1,18 @@
 """Sections about the model, encoding, and what the stages may use of a machine."""
 
 import os
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from schemas.catalogue import FAMILIES, VISION_MODELS, get_flavour
-from schemas.config.section import Count, Device, Precision, Processes, Section
+from schemas.config.section import ADDRESS, Count, Device, Precision, Problem, Processes, Section
 from schemas.family import Condition, Family, Flavour, Task, Template
 
 StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode"]
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
+EngineName = Literal["local", "ray"]
 MOST_PREFETCH = 1_000_000
 MOST_READERS = 8  # beyond which a disk is rarely faster
 
@@ -136,9 +138,9 @@ def cores() -> int:
 
 
 class Resources(Section):
-    """What one stage may use on this machine."""
+    """What one stage may use of a machine."""
 
-    workers: Processes = Field(1, description="processes")
+    workers: Processes = Field(1, description="processes on this machine; on Ray those of the whole cluster")
     threads: Processes = Field(2, description="CPU threads of one process; recorded in the shards")
     device: Device = "auto"
 
@@ -148,15 +150,41 @@ class Encoding(Resources):
     prefetch: int | None = Field(
         None, ge=1, le=MOST_PREFETCH, description="members read ahead by one worker; default: 64, at most 1 GiB"
     )
+    num_cpus: float | None = Field(None, ge=0, le=4096, description="of one worker on Ray; default: `threads`")
+    num_gpus: float | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="of one worker on Ray; default: 1 where device is cuda, or auto and there are GPUs",
+    )
+    memory_gib: float | None = Field(None, gt=0, le=2**16, description="of one worker on Ray; default: not limited")
 
     @property
     def readers_per_worker(self) -> int:
         return self.readers or max(1, min(MOST_READERS, (cores() - 1) // self.workers))
 
 
+class RayCluster(Section):
+    address: str = Field(
+        "auto",
+        pattern=ADDRESS,
+        description="HOST:PORT of the cluster's head; auto: RAY_ADDRESS, or the cluster that runs on this machine",
+    )
+    ready_timeout_s: float = Field(
+        900.0,
+        gt=0,
+        le=7 * 86400,
+        description="for a worker to load its model, and for the cluster to have room for one",
+    )
+    stall_timeout_s: float = Field(
+        1800.0, gt=0, le=7 * 86400, description="a worker without progress for so long is replaced"
+    )
+
+
 class Stages(Section):
     order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="what `latentpress run` runs")
-    engine: Literal["local"] = "local"
+    engine: EngineName = Field("local", description="where the encoding stages run: this machine, or a Ray cluster")
+    ray: RayCluster = RayCluster()
     max_reject_fraction: float = Field(0.2, ge=0, le=1, description="a stage stops when more is set aside")
     item_timeout_s: float = Field(300.0, gt=0, le=7 * 86400, description="an item that takes longer is set aside")
     item_memory_mib: int = Field(8192, ge=256, le=2**24, description="an item that takes more memory is set aside")
@@ -165,6 +193,11 @@ class Stages(Section):
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")
     encode_vision: Encoding = Field(Encoding(), alias="encode-vision")
     decode: Resources = Resources()
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.engine == "ray" and self.ray.stall_timeout_s <= self.item_timeout_s:
+            limits = f"{self.ray.stall_timeout_s:g} s, and an item may take {self.item_timeout_s:g} s (item_timeout_s)"
+            yield ("ray", "stall_timeout_s"), f"it is {limits}; make it longer than that"
 
     def resources(self, stage: str) -> Resources:
         return getattr(self, stage.replace("-", "_"), Resources())

@@ -8,10 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"
+ADDRESS = r"^(auto|[A-Za-z0-9._-]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5})$"
 #: Pattern -> its description in an error.
 PATTERNS = {
     NAME_PATTERN: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
     DEVICE: "valid: auto, cpu, cuda, cuda:N",
+    ADDRESS: "valid: auto, and HOST:PORT as `ray start --head` prints it; addresses of Ray's client, ray://, are not",
     SIZE: "valid: WxH or WxH@F, for example 768x512@61",
 }
 

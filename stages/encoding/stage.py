@@ -6,8 +6,10 @@ any number of processes on any number of machines need no lock and no coordinati
 """
 
 import json
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import typer
+from pydantic import ValidationError
 
 from cache import rejects
 from cache.compatibility import pin_revision
@@ -25,7 +28,8 @@ from cache.store import Store
 from schemas.cli.console import Console, Options, Partition, Report
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.options import NOT_PARTITIONED
-from schemas.config.encoding import MOST_PREFETCH, Encoding
+from schemas.config.encoding import MOST_PREFETCH, Encoding, EngineName, Stages
+from schemas.config.error_messages import explain_error
 from schemas.config.pipeline import Config, Topic
 from schemas.config.section import MOST_PROCESSES
 from schemas.errors import USAGE, LatentpressError
@@ -34,11 +38,13 @@ from schemas.text_format import escape_unprintable, shorten
 from stages.discovery import missing_media
 from stages.discovery.media_locations import MediaLocations
 from stages.engines.jobs import Job, Worker
-from stages.engines.local import run_units
+from stages.engines.registry import load_engine
 from stages.planning.plan_lookup import current_plan
 
 MIN_REJECT_BASE = 10  # members that max_reject_fraction is a fraction of, at least: one of three stops nothing
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
+_ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  [default: as configured]"
+_ADDRESS_HELP = "Of the Ray cluster's head, or auto; implies --engine ray.  [default: as configured]"
 _PREFETCH_HELP = "Members read ahead by each process.  [default: as configured]"
 
 
@@ -78,6 +84,17 @@ class EncodingStage:
 
     def fingerprint(self, config: Config) -> str:
         return compute_fingerprint(self.fingerprint_inputs(config))
+
+    def load_elsewhere(self, job: Job) -> Worker:
+        """The worker, on another machine: its checkpoint must be the one by which the shards are named."""
+        found = self.fingerprint(job.config)
+        if found != job.fingerprint:
+            raise LatentpressError(
+                f"on {socket.gethostname()} weights or settings of {job.config.model.source} are not those where the "
+                f"stage was started: they make {self.kind}/{found} in place of {self.kind}/{job.fingerprint}",
+                "put the same checkpoint there, at the same path",
+            )
+        return self.load_worker(job)
 
     def state(self, store: Store, config: Config, plan: Plan, retry: bool = False) -> "StageState":
         """Compare the plan's units with the existing shards. retry: encode again every unit with members set aside."""
@@ -120,8 +137,12 @@ class EncodingStage:
         prefetch: Annotated[
             int | None, typer.Option(min=1, max=MOST_PREFETCH, metavar="N", help=_PREFETCH_HELP)
         ] = None,
+        engine: Annotated[EngineName | None, typer.Option(help=_ENGINE_HELP)] = None,
+        address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help=_ADDRESS_HELP)] = None,
     ) -> Report:
         """Encode what remains of this process' partition, and report."""
+        config = choose_engine(config, engine, address)
+        load_engine(config.stages.engine)  # or an error, before anything is read
         stop_handler, store = StopHandler(max_time), Store(config.root)
         plan = current_plan(store, config)
         if not options.dry_run:
@@ -150,7 +171,7 @@ class EncodingStage:
             overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
             resources = options.resources(config, self.name).model_copy(update=overrides)
             assert isinstance(resources, Encoding)
-            job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed)
+            job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
             with stop_handler.stop_on_signals():
                 self._run_units(job, plan, remaining, limit, console, report)
             state = self.state(store, config, plan)
@@ -174,8 +195,13 @@ class EncodingStage:
             store.publish_bytes(provenance, data)
         written, remarks = 0, Counter[str]()
         what = "texts" if self.member_kind == "text" else "samples"
-        with console.progress(_count_members(units), self.name, what) as progress:
-            for result in run_units(self.load_worker, job, iter(units), progress.advance, console.warn):
+        engine = load_engine(job.config.stages.engine)
+        load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
+        with (
+            console.progress(_count_members(units), self.name, what) as progress,
+            closing(engine.run_units(load, job, iter(units), progress.advance, console.warn)) as results,
+        ):
+            for result in results:
                 if result.shard_path is None:
                     report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
                     report.remaining += len(members[result.unit_id])
@@ -194,6 +220,24 @@ class EncodingStage:
         if remarks:
             rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
             report.details["remarks"] = rows
+
+
+def choose_engine(config: Config, engine: EngineName | None, address: str | None) -> Config:
+    """The configuration with what --engine and --address say. UsageError where they are not valid together."""
+    if address is not None and engine == "local":
+        raise UsageError("--address is of a Ray cluster, and --engine is local", "leave one of them out")
+    if engine is None and address is None:
+        return config
+    chosen = config.stages.model_dump(by_alias=True)
+    chosen["engine"] = engine or "ray"
+    if address is not None:
+        chosen["ray"]["address"] = address
+    try:
+        return config.model_copy(update={"stages": Stages.model_validate(chosen)})
+    except ValidationError as error:
+        problems = [problem for each in error.errors(include_url=False) for problem in explain_error(each)]
+        wrong = "; ".join(f"{'.'.join(map(str, ('stages', *path)))}: {message}" for path, message in problems)
+        raise UsageError(f"--engine {chosen['engine']}: {wrong}", "docs/cluster.md has examples") from error
 
 
 @dataclass(frozen=True)

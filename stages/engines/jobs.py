@@ -1,6 +1,6 @@
-"""What an engine runs: a worker, made once in each process from a job, which turns units into shards."""
+"""What an engine is and what it runs: a worker, made once in each process from a job, which turns units into shards."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from schemas.config.pipeline import Config
 @dataclass(frozen=True)
 class Job:
     """The input of a worker process; small, and pickled. process_index: its number, from 0. probed_members: members
-    whose files show whether the media are there."""
+    whose files show whether the media are there. stage: its name, for people."""
 
     config: Config
     generation: str
@@ -21,6 +21,7 @@ class Job:
     resources: Encoding
     process_index: int = 0
     probed_members: tuple[str, ...] = ()
+    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,19 @@ class Worker(Protocol):
 
 
 Load = Callable[[Job], Worker]
+
+
+class Engine(Protocol):
+    """A module beside this one, named like a value of stages.engine (`registry.py`)."""
+
+    def run_units(
+        self,
+        load: Load,
+        job: Job,
+        units: Iterator[Unit],
+        advance: Callable[[int], None],
+        warn: Callable[[str], object] = ...,
+    ) -> Generator[UnitResult, None, None]:
+        """Run the units, and yield their results in the order in which they end. A unit's result may be a failure.
+        Where a worker dies its unit is tried again by another, a few times; `warn` is called for each death. Closed
+        before its end, it ends the workers, which drop their units."""

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -36,9 +36,8 @@ def run_units(
     units: Iterator[Unit],
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
-) -> Iterator[UnitResult]:
-    """Run the units, and yield their results in the order in which they end. A unit's result may be a failure; `warn`
-    is called for each process that dies."""
+) -> Generator[UnitResult, None, None]:
+    """See stages.engines.jobs.Engine."""
     if job.resources.workers > 1:
         yield from _WorkerPool(load, job, advance, warn).run(units)
     else:

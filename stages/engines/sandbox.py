@@ -48,8 +48,8 @@ PRELOADED_MODULES = [  # imported once, not by each process: readers, the progra
     *("stages.discovery.sources.folder", "stages.discovery.media_table", "stages.encoding.stage"),
     *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "pandas"),
 ]
-#: Of sources: preloaded where the program itself has imported one, since it takes a second or two.
-SOURCE_LIBRARIES = ["datasets", "s3fs", "aiohttp"]
+#: Of sources, and of Ray's workers: preloaded where the program itself has imported one; it may take a second or two.
+SOURCE_LIBRARIES = ["datasets", "s3fs", "aiohttp", "ray"]
 MAX_INLINE_BYTES = 1 << 20  # of results' arrays; larger ones go through a file
 SHARED_MEMORY_FOLDER = "/dev/shm"  # files in memory
 FOLDER_PREFIX = "latentpress-"  # of the folders of results; the owner's process number follows

@@ -11,47 +11,15 @@ from pathlib import Path
 import pytest
 
 from cache.plans import Unit
-from schemas.config.encoding import Encoding
-from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.encoding.prefetcher import NextUnit
 from stages.engines import local
 from stages.engines.jobs import Job, UnitResult
 from stages.engines.local import run_units
 from tests.processes import ForkedWorkers
-
-
-class Echo:
-    """A worker that writes a file for each unit; units named die-* kill their process, the first time or always."""
-
-    def __init__(self, job: Job) -> None:
-        self.folder = Path(job.config.root)
-
-    def run_units(self, take: NextUnit, advance: Callable[[int], None]) -> Iterator[UnitResult]:
-        while (unit := take(True)) is not None:
-            yield self.run_unit(unit, advance)
-
-    def run_unit(self, unit: Unit, advance: Callable[[int], None]) -> UnitResult:
-        mark = self.folder / f"tried-{unit.unit_id}"
-        if unit.unit_id.startswith("die") and not (mark.exists() and "once" in unit.unit_id):
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if unit.unit_id == "error":
-            raise LatentpressError("no more room", "make some")
-        advance(len(unit.members))
-        (self.folder / unit.unit_id).write_text(str(os.getpid()))
-        return UnitResult(unit.unit_id, unit.unit_id, encoded=len(unit.members))
-
-
-def job(folder: Path, workers: int) -> Job:
-    config = Config.model_validate(
-        {"root": str(folder), "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
-    )
-    return Job(config, "generation", "fingerprint", Encoding(workers=workers))
-
-
-def units(*names: str) -> list[Unit]:
-    return [Unit(name, "latents", "8x8@1", ("a", "b"), 1) for name in names]
+from tests.stages.engines.engine_workers import Echo
+from tests.stages.engines.engine_workers import make_job as job
+from tests.stages.engines.engine_workers import make_units as units
 
 
 @pytest.fixture

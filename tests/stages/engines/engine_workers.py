@@ -1,0 +1,65 @@
+"""Workers for tests of the engines. Ray's processes import this module."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cache.plans import Unit
+from schemas.config.encoding import Encoding
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from stages.encoding.prefetcher import NextUnit
+from stages.engines.jobs import Job, UnitResult
+
+
+class Echo:
+    """A worker that writes a file for each unit. Units named die-* kill their process: always, or those of die-once the
+    first time. The first of hang-once hangs, slow-* wait until there is a file "go-on"."""
+
+    def __init__(self, job: Job) -> None:
+        self.folder = Path(job.config.root)
+        self.cleaned = self.folder / f"cleaned-{os.getpid()}"
+
+    def run_units(self, take: NextUnit, advance: Callable[[int], None]) -> Iterator[UnitResult]:
+        try:
+            while (unit := take(True)) is not None:
+                yield self.run_unit(unit, advance)
+        finally:
+            self.cleaned.touch()
+
+    def run_unit(self, unit: Unit, advance: Callable[[int], None]) -> UnitResult:
+        mark = self.folder / f"tried-{unit.unit_id}"
+        with mark.open("a") as tries:
+            tries.write(f"{os.getpid()}\n")
+        first = len(mark.read_text().splitlines()) == 1
+        if unit.unit_id.startswith("die") and (first or "once" not in unit.unit_id):
+            advance(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if unit.unit_id == "error":
+            raise LatentpressError("no more room", "make some")
+        while unit.unit_id.startswith("hang") and first:
+            time.sleep(0.05)
+        while unit.unit_id.startswith("slow") and not (self.folder / "go-on").exists():
+            advance(0)
+            time.sleep(0.05)
+        advance(len(unit.members))
+        (self.folder / unit.unit_id).write_text(str(os.getpid()))
+        return UnitResult(unit.unit_id, unit.unit_id, encoded=len(unit.members))
+
+
+def make_job(folder: Path, workers: int, resources: dict[str, Any] | None = None, **stages: Any) -> Job:
+    """Of a plan that is there."""
+    settings = {"root": str(folder), "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
+    plan = folder / "plans" / "generation" / "plan.json"
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    plan.write_text("{}")
+    config = Config.model_validate(settings | {"stages": stages})
+    encoding = Encoding(workers=workers, threads=1, **(resources or {}))
+    return Job(config, "generation", "fingerprint", encoding, stage="encode-text")
+
+
+def make_units(*names: str) -> list[Unit]:
+    return [Unit(name, "latents", "8x8@1", ("a", "b"), 1) for name in names]

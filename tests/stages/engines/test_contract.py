@@ -1,0 +1,86 @@
+"""What every engine does, by processes of this machine and by actors on a Ray cluster of two nodes."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from schemas.config.encoding import EngineName
+from schemas.errors import LatentpressError
+from stages.engines import local
+from stages.engines.jobs import Engine, Job
+from stages.engines.registry import LIBRARIES, EngineNotInstalled, load_engine
+from tests.processes import ForkedWorkers
+from tests.ray_cluster import ray_cluster
+from tests.stages.engines.engine_workers import Echo, make_job, make_units
+
+ENGINES = get_args(EngineName)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with ray_cluster(1, 1) as made:
+        yield made
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(local, "multiprocessing", ForkedWorkers().multiprocessing)
+    return load_engine(request.param)
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Job:
+    """For two workers."""
+    if engine is local:
+        return make_job(tmp_path, 2)
+    return make_job(tmp_path, 2, engine="ray", ray={"address": request.getfixturevalue("cluster").address})
+
+
+@pytest.mark.slow
+def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_left(
+    engine: Engine, job: Job, tmp_path: Path
+) -> None:
+    names, counted, said = ("u0", "die-once", "u1", "die-always", "u2"), [], []
+    found = engine.run_units(Echo, job, iter(make_units(*names)), counted.append, said.append)
+    results = {result.unit_id: result for result in found}
+    assert set(results) == set(names)
+    assert [name for name, result in results.items() if result.shard_path is None] == ["die-always"]
+    tries = len((tmp_path / "tried-die-always").read_text().splitlines())
+    assert f"{tries} " in results["die-always"].error and 1 < tries < 5
+    assert len((tmp_path / "tried-die-once").read_text().splitlines()) == 2
+    assert sum(counted) == 8 + (tries + 1 if engine is local else 0)  # local does not take back what is counted
+    assert sum("die-once" in line for line in said) == 1 and sum("die-always" in line for line in said) >= tries - 1
+
+
+@pytest.mark.slow
+def test_an_error_for_the_user_reaches_the_caller_and_the_workers_clean_up(
+    engine: Engine, job: Job, tmp_path: Path
+) -> None:
+    units = iter(make_units("slow-0", "error"))
+    with pytest.raises(LatentpressError, match="no more room") as caught:
+        list(engine.run_units(Echo, job, units, lambda n: None))
+    assert caught.value.next_step == "make some"
+    assert not (tmp_path / "slow-0").exists()
+    assert len(list(tmp_path.glob("cleaned-*"))) == 2
+
+
+@pytest.mark.slow
+def test_one_that_is_closed_early_drops_what_is_under_way(engine: Engine, job: Job, tmp_path: Path) -> None:
+    with closing(engine.run_units(Echo, job, iter(make_units("u0", "slow-1", "slow-2")), lambda n: None)) as results:
+        assert next(results).unit_id == "u0"
+    assert not list(tmp_path.glob("slow-*"))
+    assert len(list(tmp_path.glob("cleaned-*"))) == len({path.read_text() for path in tmp_path.glob("tried-*")})
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if LIBRARIES[name]])
+def test_the_extra_of_a_missing_library_is_named(name: EngineName, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, LIBRARIES[name], None)
+    monkeypatch.delitem(sys.modules, f"stages.engines.{name}", raising=False)
+    with pytest.raises(EngineNotInstalled) as caught:
+        load_engine(name)
+    assert f".[{LIBRARIES[name]}]" in caught.value.next_step and caught.value.exit_code == 2

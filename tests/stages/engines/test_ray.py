@@ -1,0 +1,80 @@
+"""The Ray engine without a cluster: what is refused before one is asked, and what a node checks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from schemas.config.loading import ConfigError
+from schemas.errors import USAGE, LatentpressError
+from stages import bucket, discover, encode_latents
+from stages.encoding.stage import UsageError, choose_engine
+from stages.engines.ray import run_units
+from stages.engines.ray_actor import CodeMismatch, RootMismatch, UnitActor, digest_code, digest_plan
+from stages.engines.ray_cluster import ClusterError, DeviceNotChoosable
+from tests.stages.engines.engine_workers import Echo, make_job, make_units
+
+
+def test_a_node_with_other_sources_or_another_root_loads_no_model(tmp_path: Path) -> None:
+    job, loaded = make_job(tmp_path, 1), []
+    actor = UnitActor(lambda job: loaded.append(job) or Echo(job), job)
+    code, plan = digest_code(), digest_plan(job)
+    assert isinstance(actor.load("other", plan), CodeMismatch)
+    error = actor.load(code, "other")
+    assert isinstance(error, RootMismatch) and f"a different plan generation under {tmp_path}" in error.message
+    error = UnitActor(Echo, replace(job, generation="later")).load(code, plan)
+    assert isinstance(error, RootMismatch) and "no plan later" in error.message
+    assert loaded == []
+    assert actor.load(code, plan) is None and loaded == [job]
+    (unit,) = make_units("u0")
+    counted, result = actor.run_unit(unit)
+    assert counted == 2 and result is not None and result.shard_path == "u0"
+    actor.stop()
+    assert list(tmp_path.glob("cleaned-*"))
+
+
+def test_a_card_is_not_chosen_by_number(tmp_path: Path) -> None:
+    job = make_job(tmp_path, 1, {"device": "cuda:1"}, engine="ray")
+    with pytest.raises(DeviceNotChoosable, match="cuda:1") as caught:
+        next(run_units(Echo, job, iter(()), lambda n: None))
+    assert "num_gpus" in caught.value.next_step
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2:9", "auto"])
+def test_where_there_is_no_cluster_the_next_step_starts_one(tmp_path: Path, monkeypatch, address: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.2:9")
+    job = make_job(tmp_path, 1, engine="ray", ray={"address": address})
+    with pytest.raises(ClusterError, match=r"127.0.0.2:9' can't be used: .*refused") as caught:
+        next(run_units(Echo, job, iter(()), lambda n: None))
+    assert "ray start --head" in caught.value.next_step
+
+
+def test_the_options_choose_engine_and_address(project) -> None:
+    config = project().config()
+    chosen = choose_engine(config, None, "first:6379").stages
+    assert (chosen.engine, chosen.ray.address) == ("ray", "first:6379")
+    assert choose_engine(config, "ray", None).stages.ray.address == "auto"
+    assert choose_engine(config, None, None) is config
+    with pytest.raises(UsageError, match="--engine is local"):
+        choose_engine(config, "local", "first:6379")
+    with pytest.raises(
+        UsageError, match=r"stages.ray.address: 'ray://first:10001' is not valid; .*HOST:PORT"
+    ) as caught:
+        choose_engine(config, None, "ray://first:10001")
+    assert caught.value.exit_code == USAGE
+
+
+def test_a_stall_is_longer_than_an_item_may_take(project) -> None:
+    home = project(stages={"engine": "ray", "item_timeout_s": 3600.0})
+    with pytest.raises(ConfigError, match=r"stages.ray.stall_timeout_s.*1800 s, and an item may take 3600 s"):
+        home.config()
+
+
+def test_another_checkpoint_on_a_node_is_refused(tmp_path: Path, project) -> None:
+    home = project()
+    home.image("one.png")
+    home.run(discover.run)
+    home.run(bucket.run)
+    job = replace(make_job(tmp_path, 1), config=home.config(), fingerprint="0" * 32)
+    with pytest.raises(LatentpressError, match=f"in place of latents/{'0' * 32}"):
+        encode_latents.STAGE.load_elsewhere(job)
