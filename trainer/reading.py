@@ -5,6 +5,7 @@ Copies and checksums run without Python's lock, so several threads read at once.
 
 from collections.abc import Sequence
 from ctypes import memmove, memset
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ def read_batch(
     them, or says what is wrong. DamageError and the like as of `RowReader.find`.
     """
     samples = reader.find(rows, captions, dropped, bucket)
-    planned, size = list[list[Column]](), 0
+    planned, size = list[Sequence[Column]](), 0
     for place, found in enumerate(samples[0].parts):
         columns = plan_columns([sample.parts[place].layout for sample in samples], found.part == TEXT, size)
         if columns is None:
@@ -56,28 +57,34 @@ def read_batch(
     return make_batch(samples, tensors, bucket) if {"latent", "text.embeds"} <= tensors.keys() else None
 
 
-def plan_columns(layouts: Sequence[RowLayout], text: bool, start: int) -> list[Column] | None:
+def plan_columns(layouts: Sequence[RowLayout], text: bool, start: int) -> Sequence[Column] | None:
     """The batch's tensors of one part of its samples, in the order of the layouts, from `start` in its memory. None
     where names, dtypes or shapes differ, beyond the length of a text."""
     first = longest = layouts[0]
-    embeds = next((place for place, kind in enumerate(first.kinds) if text and kind[0] == "embeds"), None)
     for layout in layouts:
         if layout is first:
             continue
         if layout.kinds != first.kinds:
             return None
         if layout.shapes != first.shapes:
+            embeds = next((place for place, (name, _) in enumerate(first.kinds) if text and name == "embeds"), None)
             if embeds is None or not same_but_length(layout.shapes, first.shapes, embeds):
                 return None
             if layout.shapes[embeds] > longest.shapes[embeds]:
                 longest = layout
+    return make_columns(longest, len(layouts), text, start)
+
+
+@lru_cache(maxsize=4096)
+def make_columns(layout: RowLayout, samples: int, text: bool, start: int) -> Sequence[Column] | None:
+    """Those of samples that all have this layout; None where it has no tensors, an empty one, or is no text's."""
     columns = []
-    for name, dtype, shape, _, size in longest.tensors:
+    for name, dtype, shape, _, size in layout.tensors:
         if not size or (text and name == "embeds" and len(shape) != 2):
             return None
         name = f"text.{name}" if text else name
-        columns.append(Column(name, (len(layouts), *shape), TORCH_DTYPES[dtype], size, start, len(layouts) * size))
-        start += len(layouts) * size
+        columns.append(Column(name, (samples, *shape), TORCH_DTYPES[dtype], size, start, samples * size))
+        start += samples * size
         start += -start % ALIGNMENT
     return columns or None
 
