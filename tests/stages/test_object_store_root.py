@@ -92,6 +92,21 @@ def test_from_media_to_a_trained_adapter(home: Project, s3: S3Server, tmp_path: 
             top: {name: local.read_bytes(f"{top}/{name}") for name in local.list_names(top)} for top in made
         } == made
         assert set_id == set(local.list_names("sets"))
+        # And of media on one store for caches on another.
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir("elsewhere")
+        media = Store("s3://elsewhere/photos")
+        for path in home.media.iterdir():
+            media.publish_bytes(path.name, path.read_bytes())
+        home.settings["root"], home.settings["datasets"][0]["instance_data_dir"] = f"s3://{BUCKET}/b", media.url
+        for program in programs:
+            report, requests = counted(home, s3, program)
+            assert requests <= 2 * FIXED + PER_SHARD * (shards + 8), program
+        other = Store(f"s3://{BUCKET}/b")
+        for top, shards_of_top in made.items():
+            assert {name: other.read_bytes(f"{top}/{name}") for name in other.list_names(top)} == shards_of_top
+        s3fs.S3FileSystem().rm("elsewhere", recursive=True)
 
 
 def test_killed_in_an_upload_and_in_trouble(home: Project, s3: S3Server) -> None:
