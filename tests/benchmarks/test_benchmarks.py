@@ -15,6 +15,7 @@ SMALL = {
     "discover": ["--images", "6", "--videos", "2", "--tree", "40", "--entries", "300", "--repeat", "1"],
     "buckets": [],
     "data_read": ["--tiny", "--repeat", "1", "--threads", "2"],
+    "engines": ["--images", "3", "--side", "64", "--workers", "1", "--unit-mib", "0.001"],
     "methods": ["--blocks", "3", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
     "noise": ["--repeat", "1", "--shape", "4,1,8,8"],
     "object_store": ["--shards", "1500"],
@@ -74,6 +75,12 @@ def test_the_reader_beside_other_ways_to_read(measured) -> None:
     rows = [line.strip("| ").split(" | ") for line in measured("data_read").splitlines() if line.startswith("| ")][1:]
     assert [row[:2] for row in rows] == [[case, "2"] for case in ("image", "video") for _ in range(10)]
     assert all(float(row[3]) >= 0 for row in rows)
+
+
+def test_one_worker_beside_other_engines(measured) -> None:
+    (row,) = [line.strip("| ").split(" | ") for line in measured("engines").splitlines() if line.startswith("| one")]
+    assert row[0] == "one worker" and row[-1] == "yes"
+    assert float(row[1]) >= float(row[3]) >= 0
 
 
 def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None:

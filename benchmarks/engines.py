@@ -1,0 +1,77 @@
+"""encode-latents by the engines: one worker, several processes, and as many actors on a Ray cluster.
+
+    python -m benchmarks.engines [--images 600] [--side 512] [--workers 2] [--channels 32] [--unit-mib 0.25]
+    RAY_worker_niceness=0 ray start --head --num-cpus 2 && python -m benchmarks.engines --address HOST:PORT
+
+Ray gives its workers a lower priority unless it is told not to, which counts where other programs compute.
+Every worker computes on one thread. "whole" is the program's time, from its start in this process to its report.
+"first shard" is when the first unit was done: start-up, loading, and one unit. "work" is from then to the last shard.
+The shards of all runs are compared.
+"""
+
+import io
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from benchmarks.common import make_parser, print_header, print_row, run_silently, write_config
+from benchmarks.latents import make_checkpoint, make_project
+from schemas.cli.console import Console, Options
+from schemas.config.loading import load_config
+from stages import bucket, discover, encode_latents
+
+
+def run(path: Path, workers: int, **engine: Any) -> tuple[float, float, float, str]:
+    """Seconds of the whole, until the first shard and from there to the last one, and a hash of all shards."""
+    latents = path.parent / "units" / "latents"
+    shutil.rmtree(latents, ignore_errors=True)
+    begin, clock = time.perf_counter(), time.time()
+    report = encode_latents.run(
+        load_config(path), Options(path, workers=workers), Console(stderr=io.StringIO()), **engine
+    )
+    whole = time.perf_counter() - begin
+    assert (report.exit_code, report.remaining) == (0, 0), report
+    shards = sorted(latents.rglob("*.arrow"))
+    times = [shard.stat().st_mtime for shard in shards]
+    content = xxhash.xxh3_128_hexdigest(b"".join(shard.read_bytes() for shard in shards))
+    return whole, min(times) - clock, max(times) - min(times), content
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--images", type=int, default=600)
+    parser.add_argument("--side", type=int, default=512)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--channels", type=int, default=32)
+    parser.add_argument("--unit-mib", type=float, default=0.25)
+    parser.add_argument("--address", help="of a Ray cluster that is running")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        model = make_checkpoint(Path(name) / "model", options.channels)
+        path = make_project(Path(name), options.images, options.side, model)
+        settings = json.loads(path.read_text()) | {"root": "units", "cache": {"unit_mib": options.unit_mib}}
+        write_config(path, settings)
+        for program in (discover.run, bucket.run):
+            run_silently(program, path)
+        cases: dict[str, dict[str, Any]] = {"one worker": {}}
+        if options.workers > 1:
+            cases[f"{options.workers} processes"] = {}
+        if options.address:
+            cases[f"{options.workers} actors on Ray"] = {"address": options.address}
+        print_header("engine", "whole, s", "first shard, s", "work, s", "of one worker's", "same shards")
+        one: tuple[float, float, float, str] | None = None
+        for case, engine in cases.items():
+            found = run(path, 1 if case == "one worker" else options.workers, **engine)
+            one = one or found
+            whole, first, work, content = found
+            share = f"{work / one[2]:.2f}" if one[2] else "-"
+            print_row(case, f"{whole:.1f}", f"{first:.1f}", f"{work:.1f}", share, "yes" if content == one[3] else "NO")
+
+
+if __name__ == "__main__":
+    main()
