@@ -97,6 +97,8 @@ class MappedShards:
 
     def open(self, number: int, rel: str) -> MappedShard | None:
         """Shard `number`, which is at `rel`; None where it can't be mapped. DamageError where it can't be read."""
+        if self._store.root is None:
+            return None
         reader = open_reader(self._store, rel)  # a disk may take long, so other threads do not wait for it
         if not isinstance(reader.file, pa.MemoryMappedFile):
             reader.close()

@@ -16,6 +16,7 @@ from cache.mapped_shards import MappedShard, MappedShards
 from cache.row_layouts import RowLayout, part_layout, view_layout
 from cache.schedule import Ints
 from cache.set_columns import BoolColumn, IntColumn, ListColumn, TextColumn
+from cache.shard import ShardRow
 from cache.tensor_checks import SAMPLE, find_shape_problems
 from cache.trainset import Location, TrainSet, check_distinct_names, missing_null_prompt, packed_row_id
 from schemas.config.training import VerifyRows
@@ -52,6 +53,14 @@ class FoundRow:
     shard: MappedShard | None = None
     codes: Any = None
     held: object = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether its file was written to since it was found. DamageError where it was cut."""
+        if self.shard is None:
+            return False
+        self.shard.check()
+        return self.shard.codes is not self.codes
 
     @property
     def location(self) -> Location:
@@ -125,6 +134,13 @@ class RowReader:
         """The parts of an export's row, in which they are all, verified in its place."""
         places = self._places[SAMPLE]
         whole = FoundRow(SAMPLE, places.shard(row), places.row(row), self._packed_ids, row)
+        names = (SAMPLE, *self.data.kinds, text)
+        if self.data.store.root is None:  # its files can't be mapped
+            stored = self.data.part_rows(row, names)
+            parts = [replace(whole, part=TEXT if name == text else name) for name in names]
+            for found, name in zip(parts, names, strict=True):
+                self._take(found, stored[name], bucket)
+            return parts
         self._locate(whole, bucket)
         if whole.codes is None or not whole.codes[whole.row]:
             self.data.part_rows(row)  # a row's first reading: whether its parts are those of the set, too
@@ -133,7 +149,8 @@ class RowReader:
             spans = ((start + one.start, start + one.start + one.size) for one in whole.layout.tensors)
             self.verify(whole, [view[first:end] for first, end in spans])
         parts = []
-        for part, name in ((SAMPLE, SAMPLE), *((kind, kind) for kind in self.data.kinds), (TEXT, text)):
+        for name in names:
+            part = TEXT if name == text else name
             found = replace(whole, part=part, layout=part_layout(whole.layout, name), verified=True)
             self._check_layout(found, bucket)
             parts.append(found)
@@ -182,21 +199,31 @@ class RowReader:
         found.codes[found.row] = self.shards.code(found.layout)
 
     def _read_carefully(self, found: FoundRow, bucket: str) -> None:
-        stored = self.data.read_row(found.location)
+        self._take(found, self.data.read_row(found.location), bucket)
+
+    def _take(self, found: FoundRow, stored: ShardRow, bucket: str) -> None:
+        """Complete a row that was read and verified."""
         found.base, found.layout, found.verified, found.held = 0, view_layout(stored.tensors, 0), True, stored
-        self._check_layout(found, bucket)
+        self._check_shapes(found, bucket)
 
     def _check_layout(self, found: FoundRow, bucket: str) -> None:
+        """`_check_shapes`, of each layout once."""
+        key = found.part, bucket, found.layout
+        if self.data.text_widths is None or key in self._sound:
+            return
+        self._check_shapes(found, bucket)
+        if len(self._sound) >= MAX_SOUND:
+            self._sound.clear()
+        self._sound.add(key)
+
+    def _check_shapes(self, found: FoundRow, bucket: str) -> None:
         """DamageError where tensors of these shapes can't be trained on, once `text_widths` are set."""
-        widths, key = self.data.text_widths, (found.part, bucket, found.layout)
-        if widths is None or key in self._sound:
+        widths = self.data.text_widths
+        if widths is None:
             return
         tensors = {one.name: one for one in found.layout.tensors}
         if problem := find_shape_problems(found.part, tensors, bucket, self.data.meta, widths):
             raise self.data.damage(found.location, problem)
-        if len(self._sound) >= MAX_SOUND:
-            self._sound.clear()
-        self._sound.add(key)
 
     def verify(self, found: FoundRow, copies: Sequence[memoryview]) -> None:
         """Compare the copied tensors of a row, in the order of its layout, with its checksum, and its id with the

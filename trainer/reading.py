@@ -37,8 +37,9 @@ def read_batch(
 ) -> Batch | None:
     """The samples of one bucket in their stored dtypes, text padded with zeros; arguments as of `RowReader.find`.
 
-    None where samples differ in more than the lengths of their texts: `trainer.data.collate` converts and completes
-    them, or says what is wrong. DamageError and the like as of `RowReader.find`.
+    None where samples differ in more than the lengths of their texts, and where a file was written to meanwhile:
+    `trainer.data.collate` converts and completes what the careful way reads, or says what is wrong. DamageError and the
+    like as of `RowReader.find`.
     """
     samples = reader.find(rows, captions, dropped, bucket)
     planned, size = list[Sequence[Column]](), 0
@@ -52,6 +53,8 @@ def read_batch(
     block = memory.block(size)
     for number, sample in enumerate(samples):
         for found, columns in zip(sample.parts, planned, strict=True):
+            if found.changed:
+                return None
             copy_row(found, columns, number, block, reader)
     tensors = {one.name: block.tensor(one.start, one.shape, one.dtype, one.size) for each in planned for one in each}
     return make_batch(samples, tensors, bucket) if {"latent", "text.embeds"} <= tensors.keys() else None
@@ -99,8 +102,6 @@ def same_but_length(shapes: Sequence[tuple[int, ...]], others: Sequence[tuple[in
 
 def copy_row(found: FoundRow, columns: Sequence[Column], number: int, block: HostBlock, reader: RowReader) -> None:
     """Copy the tensors of a row into the places of sample `number`; they are then what was written, or DamageError."""
-    if found.shard is not None:
-        found.shard.check()
     copies = []
     for (_, _, _, start, size), (_, _, _, room, begin, _) in zip(found.layout.tensors, columns, strict=True):
         place = begin + number * room

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
+    "big_set": ["--samples", "300", "2000", "--repeat", "1"],
     "discover": ["--images", "6", "--videos", "2", "--tree", "40", "--entries", "300", "--repeat", "1"],
     "buckets": [],
     "data_read": ["--tiny", "--repeat", "1", "--threads", "2"],
     "engines": ["--images", "3", "--side", "64", "--workers", "1", "--unit-mib", "0.001"],
+    "index": ["--items", "300"],
     "methods": ["--blocks", "3", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
     "noise": ["--repeat", "1", "--shape", "4,1,8,8"],
     "object_store": ["--shards", "1500"],
@@ -87,6 +91,19 @@ def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None
     rows = [line for line in measured("buckets").splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 9
     assert "\n".join([rows[0], "|" + "---|" * 7, *rows[1:]]) in (ROOT / "docs/datasets.md").read_text()
+
+
+def test_opening_a_large_set(monkeypatch, capsys) -> None:
+    """In processes of its own, whose memory is measured."""
+    monkeypatch.setattr(sys, "argv", ["big_set", *SMALL["big_set"]])
+    importlib.import_module("benchmarks.big_set").main()
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^\| (300|2,000) \| [\d.]+ \| [\d.]+ \([\d.]+\) \|", printed, re.MULTILINE)) == 2
+
+
+@pytest.mark.skipif(not LONG, reason="of the long form: it encodes texts first")
+def test_joining_a_set(measured) -> None:
+    assert re.search(r"^\| 300 \| \d+ \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("index"), re.MULTILINE)
 
 
 def test_planning(measured) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -147,6 +148,35 @@ def test_damage_arrives_at_its_place_with_any_threads(make_config, make_set, thr
         for each in steps:
             read.append(each.step)
     assert first > 0 and read == list(range(first)) and caught.value.row is not None
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+@pytest.mark.parametrize("form", ["arrow", "webdataset"])
+def test_a_file_that_is_written_to_before_the_copy_is_verified_again(
+    make_config, make_set, monkeypatch, form, verify
+) -> None:
+    config = make_config("t2i")
+    make_set(config, form=form)
+    data = opened(config)
+    loader = BatchLoader(data, BatchSchedule(data.spans, 3, 2, 2), 0.0, reading=Reading(verify=verify))
+    loader.step(0)  # verified once
+    wanted = data.sample(int(loader.schedule.step(0)[0].rows[1])).tensors["latent"].numpy().tobytes()
+    find = RowReader.find
+
+    def find_and_damage(reader, *arguments):
+        found = find(reader, *arguments)
+        for path in Path(config.root).glob("latents/*/*"):
+            raw = path.read_bytes()
+            if wanted in raw:
+                with open(path, "r+b") as file:
+                    file.seek(raw.index(wanted))
+                    file.write(bytes([wanted[0] ^ 1]))
+        time.sleep(0.002)  # a file's size and time are looked at once a millisecond
+        return found
+
+    monkeypatch.setattr(RowReader, "find", find_and_damage)
+    with pytest.raises(DamageError, match="checksum"):
+        loader.step(0)
 
 
 def test_several_threads_read_at_once_in_order_and_end() -> None:
