@@ -65,6 +65,31 @@ def trained_weights(config) -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(folder / file).items()}
 
 
+def result(config) -> dict[str, torch.Tensor]:
+    """The adapter or model that a run has saved."""
+    folders = [Path(config.output) / "run" / name for name in ("adapter", "model/transformer")]
+    files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+    return {name: value for path in files for name, value in load_file(path).items()}
+
+
+def check_result(config, reference) -> None:
+    """The adapter or model is that of one process, as far as AdamW lets roundings of small gradients grow."""
+    found, expected = result(config), result(reference)
+    assert found.keys() == expected.keys() and found
+    differences = torch.cat([(found[name] - value).flatten().abs() for name, value in expected.items()])
+    assert differences.mean() < 5e-5, "two steps move a weight by about 2e-3"
+
+
+def check_shown(config, reference, step: int, atol: float = 1e-3) -> None:
+    """The latents of the validation prompts after `step` steps are those of the other run."""
+    one, other = (Path(each.output) / f"run/validation/step-{step:06d}" for each in (config, reference))
+    names = sorted(path.name for path in other.iterdir())
+    assert names and sorted(path.name for path in one.iterdir()) == names
+    for name in names:
+        found, expected = (load_file(folder / name)["latent"] for folder in (one, other))
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
 def on_ranks(
     path: Path, codes: Sequence[int] = (OK, OK), signalled: Callable[[list[int]], object] | None = None
 ) -> dict:

@@ -132,11 +132,11 @@ def test_ranks_share_the_micro_batches_of_a_step(make_config, make_set) -> None:
     def flat(part) -> list:
         return [part.batch.ids, part.batch.text_BLD.tolist(), part.noise_BCTHW.tolist(), part.uniform_B.tolist()]
 
-    for step in range(3):
+    for step, world in enumerate((2, 4, 4)):
         drawing = {"dropout": 0.3, "low_discrepancy": step == 2}
         whole = feed(config, 2, 8, **drawing).step(step)
-        ranks = [feed(config, 2, 8, **drawing, rank=rank, world=2).step(step) for rank in (0, 1)]
-        assert [len(each.micro_batches) for each in ranks] == [2, 2]
+        ranks = [feed(config, 2, 8, **drawing, rank=rank, world=world).step(step) for rank in range(world)]
+        assert [len(each.micro_batches) for each in ranks] == [4 // world] * world
         together = [part for parts in zip(*(each.micro_batches for each in ranks), strict=True) for part in parts]
         assert [flat(part) for part in together] == [flat(part) for part in whole.micro_batches]
         assert {each.buckets == whole.buckets for each in ranks} == {True} and sum(whole.buckets.values()) == 4

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from schemas.config.training import Parallel
 from schemas.errors import OK
 from tests.processes import use_one_thread
 from tests.trainer.pipelines import KINDS
-from tests.trainer.runs import lines, on_ranks, train
+from tests.trainer.runs import check_result, check_shown, lines, on_ranks, train
 from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.setup import shard
 from trainer.setup.compile import compile_blocks
@@ -24,21 +23,6 @@ from trainer.setup.quantize import stored_bytes
 from trainer.sharded import local
 
 pytestmark = pytest.mark.slow
-
-
-def check_result(config, reference) -> None:
-    """The adapter or model is that of one process, as far as AdamW lets roundings of small gradients grow."""
-    found, expected = result(config), result(reference)
-    assert found.keys() == expected.keys()
-    differences = torch.cat([(found[name] - value).flatten().abs() for name, value in expected.items()])
-    assert differences.mean() < 5e-5, "two steps move a weight by about 2e-3"
-
-
-def result(config) -> dict[str, torch.Tensor]:
-    files = sorted(Path(config.output).glob("run/**/*.safetensors"))
-    own = [path for path in files if path.parent.name in ("adapter", "transformer") and "checkpoints" not in path.parts]
-    return {name: value for path in own for name, value in load_file(path).items()}
-
 
 FSDP = {"strategy": "fsdp2"}
 
@@ -144,6 +128,7 @@ def test_two_processes_share_a_model(
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     common = {"steps": 2, "caption_dropout": 0.3, "adapter": adapter, "batch_size": 2, "validation": look, **settings}
     common |= {"checkpoint_every": 2, "gradient_noise_every": 1}
+    common |= {"ema": {"decay": 0.5, "warmup": "none", "validate": True}}
     alone = make_config(kind, name="alone", accumulate=4, **common)
     two = make_config(kind, name="two", accumulate=2, parallel=parallel, **common)
     if "base_precision" in settings:
@@ -156,11 +141,14 @@ def test_two_processes_share_a_model(
     path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
     assert on_ranks(path)["done"] == 2
     assert sharded.exists()
-    assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
-    assert lines(two, "grad_norm") == pytest.approx(lines(alone, "grad_norm"), rel=1e-4)
-    assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-4)
+    rounded = "precision" in settings  # weights that differ in their last bits may be two bfloat16 numbers
+    assert lines(two) == pytest.approx(lines(alone), rel=1e-4 if rounded else 1e-5)
+    assert lines(two, "grad_norm") == pytest.approx(lines(alone, "grad_norm"), rel=1e-3 if rounded else 1e-4)
+    assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=2e-3 if rounded else 1e-4)
     noise = lines(alone, "gradient_noise_scale")
     assert noise and lines(two, "gradient_noise_scale") == pytest.approx(noise, rel=1e-3)
+    check_shown(two, alone, 0)
+    check_shown(two, alone, 2, 0.1 if rounded else 1e-3)
     check_result(two, alone)
 
 
@@ -180,7 +168,7 @@ def test_what_sharded_models_can_not_do_is_refused(make_config, other, reason) -
 @pytest.mark.parametrize(
     ("kind", "adapter", "settings"),
     [
-        ("i2v", {"rank": 4}, {}),
+        ("i2v", {"rank": 4}, {"ema": {"decay": 0.9, "warmup": "none"}}),
         ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2}),
     ],
     ids=["ddp", "fsdp2"],
