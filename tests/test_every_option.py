@@ -218,12 +218,12 @@ TABLE: dict[str, tuple[Kind, str]] = {
             "schedule": ", schedule: cosine",
             "warmup": ", warmup: 3",
             "decay_steps": ", decay_steps: 9, schedule: linear",
-            "weight_end": ", weight_end: 0.1",
-            "power": ", power: 2",
+            "weight_end": ", weight_end: 0.1, schedule: linear",
+            "power": ", power: 2, schedule: polynomial",
             "cutoff_step": ", cutoff_step: 5",
             "similarity_threshold": ", similarity_threshold: 0.9",
-            "similarity_ema_decay": ", similarity_ema_decay: 0.5",
-            "threshold_mode": ", threshold_mode: recoverable",
+            "similarity_ema_decay": ", similarity_ema_decay: 0.5, similarity_threshold: 0.9",
+            "threshold_mode": ", threshold_mode: recoverable, similarity_threshold: 0.9",
         }.items()
     },
     **{
@@ -235,9 +235,10 @@ TABLE: dict[str, tuple[Kind, str]] = {
     **{
         f"train.methods.scheduled_sampling.{option}": (RUN, f"train.methods.scheduled_sampling={{{option}: {value}}}")
         for option, value in (
-            *dict.fromkeys(("probability", "prob_start", "correction"), 0.1).items(),
+            *dict.fromkeys(("probability", "correction"), 0.1).items(),
             *dict.fromkeys(("start_step", "ramp_steps", "max_step_offset", "schedule_steps"), 7).items(),
-            *(("ramp_shape", "cosine"), ("strategy", "biased_late")),
+            *(("prob_start", "0.1, start_step: 7"), ("ramp_shape", "cosine, ramp_steps: 7")),
+            ("strategy", "biased_late"),
         )
     },
     "train.adapter.formats": (RUN, "train.adapter.formats=[diffusers, comfyui]"),

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from schemas.config.training import Adapter
+from schemas.config.adapter import Adapter
 from trainer.adapter_header import AdapterError, AdapterFile, Layer, read_adapter
 from trainer.lokr_header import SIDES, LokrLayer
 

@@ -15,8 +15,9 @@ import torch
 from cache.schedule import BatchSchedule
 from cache.trainset import TrainSet
 from schemas.cli.console import Console
+from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
-from schemas.config.training import AdapterFormat, Train
+from schemas.config.training import Train
 from schemas.identity import derive_seed
 from trainer import checkpoint, flow, losses, metrics, progress, resume, run_state, validation
 from trainer.batch import to_device

@@ -17,7 +17,7 @@ from cache.tensors import Array
 from cache.trainset import Sample, TrainSet
 from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
-from schemas.config.training import Validation
+from schemas.config.validation import Validation
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from trainer import flow

@@ -11,7 +11,8 @@ from benchmarks.gpu import sana, video_lite
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import GIB, Model, describe, forget_models
 from schemas.catalogue import FAMILIES
-from schemas.config.training import Adapter, Optimizer
+from schemas.config.adapter import Adapter
+from schemas.config.training import Optimizer
 from schemas.errors import LatentpressError
 from schemas.optimizers import OPTIMIZERS
 from trainer.families.base import module_of

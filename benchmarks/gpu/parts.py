@@ -29,14 +29,14 @@ class Part:
 #: shares are seconds where all run to their ends within the usual 9.5 minutes.
 PARTS = {
     "tests": Part("Tests marked gpu", "benchmarks.gpu.marked_tests", 70),
-    "video-lite": Part("Video Lite, LoRA at 512x768, 61 frames", "benchmarks.gpu.video_lite", 60),
-    "image-lite": Part("Image Lite, LoRA at 1024x1024", "benchmarks.gpu.image_lite", 45),
+    "video-lite": Part("Video Lite, LoRA at 512x768, 61 frames", "benchmarks.gpu.video_lite", 55),
+    "image-lite": Part("Image Lite, LoRA at 1024x1024", "benchmarks.gpu.image_lite", 40),
     "sana": Part("Sana 1.6B, full rank at 1024x1024", "benchmarks.gpu.sana", 35),
     "pro": Part("Video Pro, LoRA at 512x768", "benchmarks.gpu.pro", 45, least=40),
     "text": Part("Qwen2.5-VL-7B", "benchmarks.gpu.text_encoder", 45, least=40),
     "vae": Part("HunyuanVideo's autoencoder", "benchmarks.gpu.vae", 25),
     "nabla": Part("NABLA: compiled flex attention beside the dense mask", "benchmarks.gpu.nabla", 30),
-    "methods": Part("Methods, Video Lite at 512x768, 29 frames", "benchmarks.gpu.methods", 30),
+    "methods": Part("Methods, Video Lite at 512x768, 29 frames", "benchmarks.gpu.methods", 40),
     "attention": Part("Attention backends", "benchmarks.gpu.attention", 30),
     "optimizers": Part("Optimizers: the update alone", "benchmarks.gpu.optimizers", 15, least=12),
     "ranks": Part("Two processes: DDP and FSDP2", "benchmarks.gpu.ranks", 30, least=10),

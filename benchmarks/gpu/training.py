@@ -100,7 +100,8 @@ def make_set(model: Model, config: Config, bucket: str) -> None:
         if config.train.methods.crepa is not None:  # on the grid of Kandinsky's tokens
             _, frames, height, width = x0.shape
             vision = rng.standard_normal((frames, height // 2, width // 2, VISION_WIDTH)).astype(np.float32)
-        return Item(bucket, x0, [text()], vision=vision)
+        marked = config.train.methods.regularisation is not None
+        return Item(bucket, x0, [text()], regularisation=marked, vision=vision)
 
     items = [item() for _ in range(model.samples)]
     write_set(Path(config.root), config, items, text(), dtype="bfloat16")

@@ -5,7 +5,16 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from schemas.config.section import MOST_STEPS, Count, Problem, Section, Steps, UnitFloat
+from schemas.config.section import (
+    MOST_STEPS,
+    Count,
+    Problem,
+    Section,
+    Steps,
+    UnitFloat,
+    foreign_options,
+    idle_options,
+)
 
 MOST_LAYERS = 10_000
 
@@ -36,9 +45,19 @@ class MaskedLoss(Method):
         0.0, ge=0, le=1000, description="of the squared difference from the model without adapter where the mask is 0"
     )
 
+    def _problems(self) -> Iterator[Problem]:
+        if self.unmasked_probability == 1:
+            reason = "has no effect with unmasked_probability 1, which uses no mask; lower that, or remove this"
+            yield from idle_options(self, ("unmasked_weight", "normalise_area", "prior_weight"), reason)
+        elif self.unmasked_weight == 1:
+            reason = "has no effect with unmasked_weight 1: all factors are 1; lower that, or remove this"
+            yield from idle_options(self, ("normalise_area",), reason)
+
 
 class Route(Section):
-    selection_ratio: float = Field(ge=0, lt=1, description="share of the tokens that is dropped")
+    selection_ratio: float = Field(
+        ge=0, lt=1, description="share of the tokens that is dropped; of i2v not counting the first frame"
+    )
     start_layer_idx: int = Field(ge=-MOST_LAYERS, le=MOST_LAYERS, description="first block; -1 is the last of all")
     end_layer_idx: int = Field(
         ge=-MOST_LAYERS, le=MOST_LAYERS, description="last block, in which tokens are dropped too"
@@ -114,11 +133,15 @@ class CREPA(Method):
     def _problems(self) -> Iterator[Problem]:
         if self.weight_end > self.weight:
             yield ("weight_end",), f"{self.weight_end:g} is above train.methods.crepa.weight ({self.weight:g})"
-        if self.schedule == "constant" and self.decay_steps is not None:
-            yield (
-                ("decay_steps",),
-                "schedule is constant; set it to linear, cosine or polynomial, or remove this",
-            )
+        changing = ("linear", "cosine", "polynomial")
+        owners = {"decay_steps": changing, "weight_end": changing, "power": ("polynomial",)}
+        yield from foreign_options(self, "schedule", owners)
+        if self.similarity_threshold is None:
+            reason = "has no effect without similarity_threshold; set that, or remove this"
+            yield from idle_options(self, ("similarity_ema_decay", "threshold_mode"), reason)
+        if self.adjacent_distance == 0:
+            reason = "has no effect with adjacent_distance 0, as there are no neighbours; raise that, or remove this"
+            yield from idle_options(self, ("adjacent_tau", "cumulative_neighbors"), reason)
 
 
 class ScheduledSampling(Method):
@@ -133,6 +156,17 @@ class ScheduledSampling(Method):
     )
     schedule_steps: Count = Field(50, description="steps from noise to data, of which a rollout is a part")
     correction: UnitFloat = Field(1.0, description="share of the rollout's error that the target takes back")
+
+    def _problems(self) -> Iterator[Problem]:
+        if not self.ramp_steps:
+            reason = "has no effect without ramp_steps; set that, or remove this"
+            yield from idle_options(self, ("ramp_shape",), reason)
+        if not (self.start_step or self.ramp_steps):
+            reason = "has no effect without start_step and ramp_steps, as probability is in force from the first step; "
+            yield from idle_options(self, ("prob_start",), f"{reason}set one of them, or remove this")
+        if self.max_step_offset == 1:
+            reason = "has no effect with max_step_offset 1, as every rollout is one step; raise that, or remove this"
+            yield from idle_options(self, ("strategy",), reason)
 
 
 class InputPerturbation(Method):

@@ -11,7 +11,8 @@ from schemas.clips import largest_valid_frames
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Latents, Model, Stages, Text, Vision
 from schemas.config.section import Problem, Section
-from schemas.config.training import Train, Validation
+from schemas.config.training import Train
+from schemas.config.validation import Validation
 from schemas.folder_checks import find_obstacle
 from schemas.geometry import workable_step
 

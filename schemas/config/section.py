@@ -1,6 +1,7 @@
 """The base class of the sections of pipeline.yaml, and the types and limits that several of them share."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -57,9 +58,26 @@ class Section(BaseModel):
         yield from ()
 
 
+def check_pattern(pattern: str) -> str:
+    """ValueError where it is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return pattern
+
+
+def idle_options(section: Section, names: Sequence[str], reason: str) -> Iterator[Problem]:
+    """Those of `names` that are not their defaults, which have no effect for that reason."""
+    for name in names:
+        if getattr(section, name) != type(section).model_fields[name].default:
+            yield (name,), reason
+
+
 def foreign_options(section: Section, key: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
     """Options other than their defaults that the value of `key` does not use. owners: option -> values that use it."""
     chosen = getattr(section, key)
     for name, values in owners.items():
-        if chosen not in values and getattr(section, name) != type(section).model_fields[name].default:
-            yield (name,), f"it is an option of {key} {' or '.join(values)}, and {key} is {chosen}; remove it"
+        if chosen not in values:
+            reason = f"it is an option of {key} {' or '.join(values)}, and {key} is {chosen}; remove it"
+            yield from idle_options(section, (name,), reason)

@@ -1,18 +1,18 @@
-"""Sections about training: the adapter, the optimizer, the loop, and validation."""
+"""Sections about training: the optimizer, memory, several processes, and the loop."""
 
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from schemas.config.attention import AttentionBackend, TrainingBackend
+from schemas.config.adapter import Adapter
+from schemas.config.attention import TrainingBackend
 from schemas.config.methods import Methods
 from schemas.config.objective import Loss, Timesteps
 from schemas.config.section import (
     MOST_STEPS,
-    SIZE,
     Count,
     Device,
     Name,
@@ -21,86 +21,14 @@ from schemas.config.section import (
     Section,
     Seed,
     Steps,
-    UnitFloat,
+    check_pattern,
     foreign_options,
 )
 from schemas.optimizers import OPTIMIZERS, find_optimizer
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-AdapterFormat = Literal["diffusers", "comfyui"]
-DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
-
-
-def check_pattern(pattern: str) -> str:
-    """ValueError where it is no regular expression."""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-    return pattern
-
-
-Alpha = Annotated[float, Field(gt=0, le=1e6)]
 BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
-#: Options of an adapter's type -> the types.
-TYPE_OPTIONS = {
-    **dict.fromkeys(("rank", "alpha", "rank_pattern", "alpha_pattern", "formats"), ("lora", "lokr")),
-    **dict.fromkeys(("dropout", "rslora", "dora", "init_weights"), ("lora",)),
-    **dict.fromkeys(("decompose_factor", "decompose_both"), ("lokr",)),
-}
-
-
-class Adapter(Section):
-    type: Literal["lora", "lokr", "full"] = "lora"
-    rank: Count = Field(16, description="with init: default that of the file")
-    alpha: Alpha | None = Field(None, description="default: rank; with init: that of the file")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of a LoRA's input")
-    targets: tuple[str, ...] | None = Field(None, strict=False, description="regular expressions; default: by family")
-    rank_pattern: dict[str, Count] = Field({}, description="regular expression -> rank of the modules that it matches")
-    alpha_pattern: dict[str, Alpha] = Field({}, description="the same for alpha; default: each module's rank")
-    rslora: bool = Field(False, description="rank-stabilised: scaled by alpha / sqrt(rank), not alpha / rank")
-    dora: bool = Field(False, description="train the magnitude of each output's weights apart from their direction")
-    init_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
-        "default", description="peft's initialisations of a LoRA"
-    )
-    decompose_factor: int = Field(-1, ge=-1, le=65_536, description="of LoKr; -1: near the square root of each side")
-    decompose_both: bool = Field(False, description="LoKr: factorise the left matrix too")
-    formats: tuple[AdapterFormat, ...] = Field(("diffusers",), strict=False, min_length=1, description="of the result")
-    init: str | None = Field(None, min_length=1, description="adapter file or folder to start from; default: a new one")
-
-    @field_validator("targets", "rank_pattern", "alpha_pattern")
-    @classmethod
-    def _compile(cls, patterns: Any) -> Any:
-        for pattern in patterns or ():
-            check_pattern(pattern)
-        return patterns
-
-    @model_serializer(mode="wrap")
-    def _serialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without a rank that is that of the initial adapter, as the default would be a given rank when read again."""
-        values: dict[str, Any] = handler(self)
-        if self.init is not None and "rank" not in self.model_fields_set:
-            values.pop("rank", None)
-        return values
-
-    def _problems(self) -> Iterator[Problem]:
-        if self.init is not None and self.type == "full":
-            yield ("init",), "training starts from an adapter only with type: lora or lokr; merge it into the model"
-        more = [name for name in ("rank_pattern", "alpha_pattern") if getattr(self, name)]
-        more += ["init_weights"] if self.init_weights != "default" else []
-        if self.init is not None and more:
-            yield ("init",), f"ranks, alphas and weights at the start are those of the file; remove {', '.join(more)}"
-        yield from foreign_options(self, "type", TYPE_OPTIONS)
-        if self.init_weights in ("pissa", "olora") and self.dora:
-            yield (
-                ("init_weights",),
-                f"{self.init_weights} changes the base weights, so its file holds the difference of two LoRAs, which "
-                "DoRA has no place for; use gaussian or orthogonal, or dora: false",
-            )
-        if self.init_weights == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
-            yield ("init_weights",), "orthogonal needs even ranks, in rank and in rank_pattern"
-        if "comfyui" in self.formats and self.dora:
-            yield ("formats",), "comfyui's file has no place for DoRA's magnitudes here; use diffusers alone"
+Beta = Annotated[float, Field(ge=0, lt=1)]
+DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 
 
 class ParameterGroup(Section):
@@ -334,24 +262,3 @@ class Train(Section):
                 f"with {cause} there is no prediction without the adapter to compare with, as base weights change; set "
                 "it to 0",
             )
-
-
-class Prompt(Section):
-    name: Name
-    prompt: str
-    negative_prompt: str | None = Field(None, description="default: the pipeline's own")
-    image: str | None = Field(None, description="source image (i2i), first frame or clip (i2v)")
-
-
-class Validation(Section):
-    prompts: tuple[Prompt, ...] = Field((), strict=False)
-    size: str | None = Field(None, pattern=SIZE, description="WxH or WxH@F; default: the family's resolution, square")
-    every: Steps = Field(500, description="steps")
-    steps: int | None = Field(None, ge=1, le=10_000, description="denoising steps; default: the family's")
-    guidance: float | None = Field(None, ge=0, le=1000, description="default: the family's")
-    shift: float | None = Field(None, gt=0, le=1000, description="of the sampling schedule; default: the checkpoint's")
-    seed: Seed = 0
-    attention_backend: AttentionBackend | None = Field(None, description="of prompts; default: train.attention_backend")
-    eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
-    eval_sigmas: tuple[UnitFloat, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
-    fps: float | None = Field(None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's")

@@ -10,7 +10,7 @@ import pyarrow as pa
 from schemas import identity
 from schemas.clips import frames_available
 from schemas.config.pipeline import VALIDATION, Config
-from schemas.config.training import Prompt
+from schemas.config.validation import Prompt
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, cover_crop
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA

@@ -220,10 +220,11 @@ def test_other_parts_on_tiny_shapes(capsys, name) -> None:
 
 @pytest.mark.slow
 def test_methods_and_attention_backends_on_tiny_shapes(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(methods, "CASES", methods.CASES[:3])
+    monkeypatch.setattr(methods, "CASES", [*methods.CASES[:3], *methods.CASES[4:]])
     methods.run(TINY)
     _, *found = rows(capsys.readouterr().out)
-    assert [row[0] for row in found] == ["no method", "tread, half of the tokens", "crepa, dinov2_vits14"]
+    names = ["no method", "tread, half of the tokens", "crepa, dinov2_vits14"]
+    assert [row[0] for row in found] == [*names, "regularisation data", "input perturbation"]
     assert all(float(row[5]) > 0 for row in found)
     monkeypatch.setattr(attention, "CASES", attention.CASES[:2])
     attention.run(TINY)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from examples import load_adapter
-from schemas.config.training import Adapter
+from schemas.config.adapter import Adapter
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
 

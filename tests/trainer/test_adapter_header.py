@@ -9,7 +9,7 @@ import pytest
 from peft.utils.other import get_pattern_key
 from safetensors.numpy import save_file
 
-from schemas.config.training import Adapter
+from schemas.config.adapter import Adapter
 from trainer.adapter_header import AdapterError, check_fits, read_adapter, resolve_names
 from trainer.initial_adapter import read_initial
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Options, run_program
-from schemas.config.training import Adapter
+from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import (
     COMPONENTS,
     KINDS,

@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
 from schemas.cli.console import OK, USAGE
-from schemas.config.training import Adapter
+from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import KINDS, apply_as_comfyui, exact_output, output, pipeline, random, trained
 from tests.trainer.runs import LOADS, program
 from trainer.adapter_header import AdapterError

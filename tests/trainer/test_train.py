@@ -19,7 +19,7 @@ from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
-from schemas.config.training import Validation
+from schemas.config.validation import Validation
 from tests.trainer.runs import check_result, check_shown, lines, on_two_ranks, quiet, train, trained_weights
 from trainer import flow, metrics, validation
 from trainer import train as loop

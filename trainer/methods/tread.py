@@ -1,14 +1,15 @@
 """TREAD: in some blocks only a random part of the visual tokens is computed, which saves time.
 
-A route drops `selection_ratio` of the tokens at its first block; they come back after its last one as they were there.
-What belongs to a token (its position, NABLA's neighbourhoods) goes with it; texts, masks of texts and the modulation by
-the noise level are the sample's, and stay. Which tokens a block of a family takes, and how, `route_blocks` of the
-family says. Validation and eval run outside of `around`, and compute every token.
+A route drops `selection_ratio` of the tokens at its first block (in i2v, of those after the first frame); they come
+back after its last one as they were there. What belongs to a token (its position, NABLA's neighbourhoods) goes with it;
+texts, masks of texts and the modulation by the noise level are the sample's, and stay. Which tokens a block of a family
+takes, and how, `route_blocks` of the family says. Validation and eval run outside of `around`, and compute every token.
 
 Source: Krause et al. 2025, "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training",
 arXiv:2501.04765.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -61,7 +62,7 @@ class TreadMethod(Method):
         mask that leaves too few to drop lets the sample's batch mates keep more, too."""
         size, device = grid.square**2, step.batch.latents_BCTHW.device
         squares, given = grid.tokens // size, 0 if self.settings.drop_first_frame else given_squares(step, grid)
-        dropped = int(route.selection_ratio * (squares - given))
+        dropped = count_dropped(route.selection_ratio, squares - given)
         scores_BS = to_device(step.uniform(purpose, squares), device)  # the lowest are dropped, never one of 1 or more
         scores_BS[:, :given] += 1
         mask_BTHW = step.batch.extras.get("mask")
@@ -70,6 +71,11 @@ class TreadMethod(Method):
             dropped = min(dropped, int((scores_BS < 1).sum(1).min()))
         kept_BS = scores_BS.argsort(dim=1, stable=True)[:, dropped:].sort(1).values  # stable: some draws are equal
         return (kept_BS[..., None] * size + torch.arange(size, device=device)).flatten(1)
+
+
+def count_dropped(ratio: float, count: int) -> int:
+    """Of so many, rounded down; within 1e-9 of a whole number it is that one: in binary 0.29 * 100 is 28.999..."""
+    return math.floor(round(ratio * count, 9))
 
 
 def given_squares(step: MethodStep, grid: TokenGrid) -> int:

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftType, get_peft_model_state_dict
 from peft.tuners.lokr import LoKrLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from schemas.config.training import AdapterFormat
+from schemas.config.adapter import AdapterFormat
 from trainer.adapter_files import write_formats
 from trainer.adapter_header import AdapterError
 from trainer.families.base import Experts, components

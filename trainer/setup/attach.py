@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.config.training import Adapter
+from schemas.config.adapter import Adapter
 from trainer.adapter_header import AdapterError
 from trainer.families.base import FamilyModule
 from trainer.initial_adapter import read_initial

@@ -8,8 +8,8 @@ import torch
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from safetensors import safe_open
 
+from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
-from schemas.config.training import AdapterFormat
 from trainer.families.base import Experts, FamilyModule, components
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from schemas.config.training import Adapter
+from schemas.config.adapter import Adapter
 from trainer.adapter_files import load_layers
 from trainer.adapter_header import AdapterError, AdapterFile, check_fits, resolve_names
 from trainer.families.base import Experts, components

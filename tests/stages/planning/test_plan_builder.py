@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schemas import identity
 from schemas.clips import clip_times
 from schemas.config.pipeline import Config
-from schemas.config.training import Prompt, Validation
+from schemas.config.validation import Prompt, Validation
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from schemas.recipe import plan_key

@@ -13,6 +13,7 @@ from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import Console, Options, run_program
+from schemas.config.methods import MaskedLoss
 from schemas.errors import USAGE
 from trainer import flow, metrics
 from trainer import train as loop
@@ -150,6 +151,24 @@ def test_its_ends_are_the_plain_loss_and_none(make_config, make_set, made) -> No
         make_set(config, items, null, prompts)
         found[name] = first_loss(config)
     assert found["all"] == pytest.approx(found["plain"], rel=1e-6) and found["none"] == 0 < found["plain"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"unmasked_weight": 1.0, "normalise_area": True}, "no effect with unmasked_weight 1: .*lower that, or remove"),
+        *(
+            (
+                {"unmasked_probability": 1.0, name: value},
+                "no effect with unmasked_probability 1, .*lower that, or remove",
+            )
+            for name, value in (("unmasked_weight", 0.5), ("normalise_area", True), ("prior_weight", 1.0))
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(options, said) -> None:
+    with pytest.raises(ValidationError, match=said):
+        MaskedLoss(**options)
 
 
 def test_a_set_without_masks_is_refused_before_a_model_is_loaded(

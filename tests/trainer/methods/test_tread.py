@@ -1,9 +1,12 @@
 """TREAD against blocks that are run by hand on gathered tokens, one sample at a time, with drops by the definition."""
 
+import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +29,7 @@ from trainer.batch import Batch
 from trainer.families import kandinsky5
 from trainer.families.kandinsky5_attention import install_processors
 from trainer.methods.base import Method, MethodStep
+from trainer.methods.tread import count_dropped
 
 LAYERS = 5
 ROUTES = [
@@ -406,6 +410,13 @@ def test_two_ranks_train_as_one_and_eval_is_not_routed(start, tmp_path: Path, ki
     assert lines(configs["alone"])[1] != lines(configs["plain"])[1]
     evals = {name: lines(config, "eval_loss")[0] for name, config in configs.items()}
     assert evals["alone"] == evals["plain"], "before the first step"
+
+
+def test_shares_are_of_decimal_numbers_rounded_down() -> None:
+    shares = [f"{number / 1000:.3f}" for number in range(1000)]
+    for ratio, count in itertools.product(shares, (0, 1, 7, 100, 8160, 30000)):
+        assert count_dropped(float(ratio), count) == math.floor(Decimal(ratio) * count)
+    assert int(0.29 * 100) == 28 and count_dropped(0.29, 100) == 29 and count_dropped(0.2899999, 100) == 28
 
 
 # --- what is refused ---

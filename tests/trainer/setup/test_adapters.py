@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from schemas.config.training import Adapter
+from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import KINDS, output, pipeline, pipeline_class, random, trained
 from trainer.adapter_header import COMFYUI_PREFIX
 from trainer.families import kandinsky5, sana

@@ -5,7 +5,7 @@ import torch
 from peft import LoKrConfig
 from safetensors.torch import load_file
 
-from schemas.config.training import Adapter
+from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import KINDS, output, pipeline, random
 from trainer.setup import adapters, lokr
 from trainer.setup.attach import make_trainable

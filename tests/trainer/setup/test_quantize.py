@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from examples.tiny_models import make_model
+from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
-from schemas.config.training import Adapter, Train
+from schemas.config.training import Train
 from tests.processes import in_child
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights
