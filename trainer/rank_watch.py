@@ -1,9 +1,10 @@
 """Ranks that die or hang: found by the others in bounded time, and named.
 
-Each rank has a thread that writes to a TCPStore, every second or so, how often its main thread has moved on and what it
-is doing. Rank 0 reads all of them, the others rank 0's. A rank that has written nothing, or not moved on, for
-train.parallel.timeout seconds ends the run on every rank; of several that wait, the one that is behind is named. A rank
-that fails writes why, so that the others can say more than that a connection was closed.
+It begins right after the process group, so loading is watched as training is. Each rank has a thread that writes to a
+TCPStore, every second or so, how often its main thread has moved on and what it is doing. Rank 0 reads all of them,
+the others rank 0's. A rank that has written nothing, or not moved on, for train.parallel.timeout seconds ends the run
+on every rank; of several that wait, the one that is behind is named. A rank that fails writes why, so that the others
+can say more than that a connection was closed.
 
 torch's own means are not enough: a collective operation ends after its group's timeout without naming a rank, and
 torch.distributed.monitored_barrier, which does, works with gloo only.
@@ -24,12 +25,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch.distributed import DistError, TCPStore
+from torch.distributed.checkpoint.api import CheckpointException
 
 from schemas.cli.console import Console
 from schemas.errors import INCOMPLETE, LatentpressError
 
 ROOT = Path(__file__).resolve().parents[1]
-ANSWER_S = 15.0  # how long a rank that failed waits to learn which other one was the cause
+#: How long a rank that lost a connection waits to learn which other one was the cause, and how long one that did not
+#: goes on after another has failed: it may fail for the same reason, and says more of it.
+ANSWER_S = 15.0
 STORE_TIMEOUT = timedelta(seconds=30)
 HINT = "Start training again: it goes on from the last checkpoint."
 
@@ -50,6 +54,7 @@ class RankWatch:
         self._written = 0
         #: rank -> its last record, and when that was first seen here
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
+        self._failed: dict[int, float] = {}  # rank -> when its failure was first seen here
         if self.ranks > 1:
             self._store = self._open_store(accelerator)
             self._write()
@@ -66,29 +71,41 @@ class RankWatch:
         number = int(accelerator.reduce(port, "sum").item())
         return store if main else TCPStore(host, number, None, False, STORE_TIMEOUT, wait_for_workers=False)
 
-    def note(self, doing: str | None = None) -> None:
-        """The main thread has moved on, to `doing` if that is given. All ranks call it equally often."""
-        self._count, self._moved = self._count + 1, time.monotonic()
+    def note(self, doing: str | None = None, *, alone: bool = False) -> None:
+        """The main thread has moved on, to `doing` if that is given. All ranks call it equally often. alone: in work
+        that ranks do in turns or at different speeds: it is not counted, as it puts none ahead of the others."""
+        self._count, self._moved = self._count + (not alone), time.monotonic()
         self._doing = doing or self._doing
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """The body trains. RankLostError in place of an error that another rank has caused."""
+    def sharing_errors(self) -> Iterator[None]:
+        """The other ranks learn of an error of the body. RankLostError in place of one that another rank has caused."""
         try:
-            yield
+            try:
+                yield
+            except CheckpointException as error:  # torch.distributed.checkpoint: the errors of some ranks, on all
+                rank, (cause, _) = min(error.failures.items(), key=lambda each: (each[0] != self.rank, each[0]))
+                if rank == self.rank:
+                    raise cause from error
+                raise RankLostError(f"{self._name(rank)} failed: {describe_error(cause)}", HINT) from error
         except BaseException as error:
-            if self.ranks > 1:
+            if self.ranks > 1 and not isinstance(error, RankLostError):
                 self._fail(error)
-            raise
-        finally:
             self._ended.set()
+            raise
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The body trains to the end; see `sharing_errors`. After it other ranks may end."""
+        with self.sharing_errors():
+            yield
+        self._ended.set()
 
     def _fail(self, error: BaseException) -> None:
         """Write why this rank fails; if a connection broke, find the rank that broke it and raise RankLostError."""
         broken = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-        reason = "lost the connection" if broken else f"{type(error).__name__}: {error}".partition("\n")[0]
         with suppress(RuntimeError):
-            self._store.set(f"failed/{self.rank}", reason if not broken else "")
+            self._store.set(f"failed/{self.rank}", "" if broken else describe_error(error))
         if broken and (found := self._find_cause()):
             raise RankLostError(found, HINT) from error
 
@@ -116,14 +133,14 @@ class RankWatch:
         while not self._ended.wait(self._interval):
             try:
                 self._write()
-                message = self._read("ended") or self._find_problem()
+                message = self._read("ended") or self._find_failure() or self._find_problem()
             except RuntimeError:
                 message = "rank 0, whose process has the store, can't be reached"
             if message:
                 self._end(message)
 
     def _end(self, message: str) -> None:
-        """End this process, as its main thread may wait for ever. Not after `watching`, as the others may end first."""
+        """End this process, as its main thread may wait for ever. Not after the end, as the others may end first."""
         if self._ended.wait(2 * self._interval):
             return
         with suppress(RuntimeError):
@@ -162,9 +179,23 @@ class RankWatch:
         record = self._seen[rank][0] if rank in self._seen else json.loads(self._store.get(f"rank/{rank}"))
         return f"rank {rank} (process {record['process']} on {record['host']})"
 
+    def _watched(self) -> list[int]:
+        """The ranks that this one looks at."""
+        return list(range(self.ranks)) if self.rank == 0 else [0, self.rank]
+
+    def _find_failure(self) -> str | None:
+        """Which of these failed some seconds ago, while this one's main thread still does not know, as it loads."""
+        for rank in self._watched():
+            reason = self._read(f"failed/{rank}") if rank != self.rank else None
+            if reason:
+                since = self._failed.setdefault(rank, time.monotonic())
+                if time.monotonic() - since > min(ANSWER_S, self._timeout / 2):
+                    return f"{self._name(rank)} failed: {reason}"
+        return None
+
     def _find_problem(self) -> str | None:
-        """What is wrong with the ranks that this one looks at, if anything is."""
-        watched = range(self.ranks) if self.rank == 0 else [0, self.rank]
+        """What is wrong with these, if anything is."""
+        watched = self._watched()
         silent = [rank for rank in watched if self._silence(rank) > self._timeout]
         if silent:
             return "; ".join(
@@ -180,3 +211,7 @@ class RankWatch:
             f"{self._seen[rank][0]['doing']}, in {self._seen[rank][0]['place']}"
             for rank in hanging
         )
+
+
+def describe_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

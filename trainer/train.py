@@ -51,20 +51,23 @@ def train(
     non-finite steps, StoreError on a full disk.
     """
     with explain_failures(run_state.run_folder(config)):
-        return train_loop(prepare_training(config, data, schedule, console, device), stop)
+        run = prepare_training(config, data, schedule, console, device)
+        with unwrap_at_end(run):
+            return train_loop(run, stop)
 
 
 def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, Any]:
     """Train a prepared run; returns details for the report."""
     stop = stop or StopRequest()
     stop.finish_steps(run.accelerator, components(run.model).values(), run.watch.note)
-    config, found = run.config, resume_run(run)
+    config = run.config
+    with run.watch.sharing_errors():
+        found = resume_run(run)
     first = done = saved = found.step if found is not None else 0
     log_start(run)
     with (
         progress.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
         metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show) as record,
-        unwrap_at_end(run),
         run.watch.watching(),
     ):
         try:
@@ -94,6 +97,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
 def resume_run(run: TrainState) -> resume.Checkpoint | None:
     """Continue from the newest intact checkpoint and return it, if there is one. Writes config.yaml."""
     folder = run.folder / "checkpoints"
+    run.watch.note("looking for a checkpoint")
     if run.is_main:
         found, damaged = resume.newest_checkpoint(folder, verify=True)
         for path, reason in damaged:
@@ -103,6 +107,7 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
                 f"{path} is damaged ({reason}): the run goes on from {found.path.name}, the newest intact "
                 f"checkpoint, and the damaged one is kept as {kept.name}"
             )
+    run.watch.note("resuming")
     run.accelerator.wait_for_everyone()
     found, _ = resume.newest_checkpoint(folder)
     if found is not None:

@@ -108,13 +108,28 @@ def prepare_training(
     device: str,
     load: Callable[..., Any] | None = None,
 ) -> TrainState:
+    """Connect the ranks and watch them, then `prepare_run`."""
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    accelerator = make_accelerator(device, config.train.parallel)
+    watch = RankWatch(accelerator, console, config.train.parallel.timeout)
+    with watch.sharing_errors():
+        return prepare_run(config, data, schedule, console, accelerator, watch, load)
+
+
+def prepare_run(
+    config: Config,
+    data: TrainSet,
+    schedule: BatchSchedule,
+    console: Console,
+    accelerator: Accelerator,
+    watch: RankWatch,
+    load: Callable[..., Any] | None = None,
+) -> TrainState:
     """Load the transformer, add what is trained, and move both to the device. load: in place of the family's; the
     benchmarks draw random weights."""
     settings = config.train
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     signature = run_state.resume_signature(config, data, schedule)
-    accelerator = make_accelerator(device, settings.parallel)
     rank, ranks = accelerator.process_index, accelerator.num_processes
     assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
     check_offload(settings.offload, accelerator.device, ranks)
@@ -138,8 +153,9 @@ def prepare_training(
     methods = make_methods(run_state.used_methods(config, data))
     set_up_methods(methods, config, family, data)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
-    with by_turns(accelerator, sharded):
-        denoiser = prepare_model(config, data, family, methods, accelerator, signature, console, load)
+    with by_turns(accelerator, sharded, watch.note):
+        denoiser = prepare_model(config, data, family, methods, accelerator, watch, signature, console, load)
+    watch.note("bringing the ranks' models together")
     model, trainable = denoiser.model, denoiser.trainable()
     wrapped = denoiser if sharded else wrap_for_ranks(denoiser, accelerator, settings)
     optimizer = make_optimizer(trainable, settings.optimizer)
@@ -162,7 +178,7 @@ def prepare_training(
         bad_steps,
         GradientNoise(*measured),
         signature,
-        RankWatch(accelerator, console, settings.parallel.timeout),
+        watch,
     )
 
 
@@ -172,6 +188,7 @@ def prepare_model(
     family: FamilyModule,
     methods: Mapping[str, Method],
     accelerator: Accelerator,
+    watch: RankWatch,
     signature: dict[str, Any],
     console: Console,
     load: Callable[..., Any] | None = None,
@@ -179,6 +196,7 @@ def prepare_model(
     """The transformer with what is trained, on the device or sharded over devices; completes the signature."""
     settings, device = config.train, accelerator.device
     sharded = uses_sharding(settings.parallel, accelerator.num_processes)
+    watch.note("loading the transformer", alone=True)
     place = f"on {device}, computing in {run_state.train_precision(config)}"
     with console.activity(f"loading the transformer of {config.model.source} {place}"):
         model, autocast = load_transformer(config, family, loading_device(settings.offload, sharded, device), load)
@@ -186,11 +204,13 @@ def prepare_model(
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
         signature["base weights"] = fingerprint_model(model)  # before it is quantised: the same for any base_precision
         if settings.quantised:
+            watch.note("quantising the base", alone=True)
             with console.activity(f"quantising the base to {settings.base_precision}"):
                 home = loading_device(settings.offload, sharded, device)
                 said = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
             if accelerator.is_main_process:
                 console.log(said)
+        watch.note("adding what is trained", alone=True)
         make_trainable(model, family, settings.adapter, settings.weight_precision)
     signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
     if settings.attention_backend != NATIVE:

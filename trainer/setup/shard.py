@@ -7,7 +7,7 @@ DistributedDataParallel without a word.
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,18 +41,20 @@ def gathered_dtype(settings: Train, autocast: torch.dtype | None) -> torch.dtype
 
 
 @contextmanager
-def by_turns(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
+def by_turns(accelerator: Accelerator, wanted: bool, note: Callable[[str], object]) -> Iterator[None]:
     """Run the body in one process of this machine after the other, so that its memory holds one whole model at a
-    time."""
+    time. note: called before each wait, equally often by every rank."""
     if not wanted:
         yield
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
     turns = max(accelerator.gather(torch.tensor([here], device=accelerator.device)).tolist())
     for _ in range(accelerator.local_process_index):
+        note("waiting for its turn to load")
         accelerator.wait_for_everyone()
     yield
     for _ in range(turns - accelerator.local_process_index):
+        note("waiting for other ranks to load")
         accelerator.wait_for_everyone()
 
 
