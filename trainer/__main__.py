@@ -27,6 +27,7 @@ from trainer.run_state import (
     RunError,
     check_base_precision,
     check_methods,
+    check_parallel,
     find_resume_state,
     is_finished,
     result_folder,
@@ -58,6 +59,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         check_methods(config, data)
         require_initial_adapter(config)
         check_base_precision(config)
+        check_parallel(config.train.parallel, world)
         schedule = BatchSchedule(data.spans, config.train.seed, config.train.batch_size, global_batch)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule)

@@ -21,6 +21,7 @@ from cache.training_run import RESULT_NOTE
 from cache.trainset import TrainSet
 from schemas.config.methods import Method, Regularisation
 from schemas.config.pipeline import Config
+from schemas.config.training import Parallel
 from schemas.errors import USAGE, LatentpressError
 from schemas.geometry import Bucket
 from trainer.adapter_header import FILE_NAMES, find_adapter
@@ -170,6 +171,16 @@ def train_precision(config: Config) -> str:
             "Set train.precision to bfloat16 or float32.",
         )
     return name
+
+
+def check_parallel(settings: Parallel, ranks: int) -> None:
+    """RunError for what needs several processes and would be without effect in one."""
+    if ranks == 1 and settings.cpu_offload:
+        raise RunError(
+            "train.parallel.cpu_offload: one process trains the whole model and has no shards to keep on the host",
+            "Start several processes (docs/cluster.md), or set it to false. In one process train.offload.blocks, with "
+            "train.parallel.strategy ddp, keeps an adapter's frozen blocks on the host.",
+        )
 
 
 def check_base_precision(config: Config) -> None:

@@ -152,6 +152,7 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     run.gradient_noise.begin(step)
     for number, micro_batch in enumerate(data.micro_batches, 1):
         synchronised = number == len(data.micro_batches)
+        # A sharded model's gradients are reduced in each micro-batch: see docs/cluster.md.
         with nullcontext() if synchronised else run.accelerator.no_sync(run.denoiser):
             sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
         measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)

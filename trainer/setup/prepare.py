@@ -135,6 +135,8 @@ def prepare_run(
     check_offload(settings.offload, accelerator.device, ranks)
     check_compile(settings)
     sharded = uses_sharding(settings.parallel, ranks)
+    if settings.parallel.strategy == "fsdp2" and not sharded:
+        console.log("train.parallel.strategy fsdp2: there is one process, so the model is whole and not sharded")
     loader = BatchLoader(
         data,
         schedule,

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from schemas.config.training import Parallel
-from schemas.errors import OK
+from schemas.errors import OK, USAGE
 from tests.processes import use_one_thread
 from tests.trainer.pipelines import KINDS
-from tests.trainer.runs import check_result, check_shown, lines, on_ranks, train
+from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, program, train
 from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.setup import shard
 from trainer.setup.compile import compile_blocks
@@ -150,6 +150,17 @@ def test_two_processes_share_a_model(
     check_shown(two, alone, 0)
     check_shown(two, alone, 2, 0.1 if rounded else 1e-3)
     check_result(two, alone)
+
+
+def test_one_process_has_nothing_to_share(make_config, make_set, tmp_path, capsys) -> None:
+    common = {"steps": 1, "validation": {"eval_samples": 0, "every": 2}}
+    plain, offloaded = (make_config(parallel=FSDP | more, **common) for more in ({}, {"cpu_offload": True}))
+    make_set(plain)
+    code, report, said = program(offloaded, tmp_path, capsys)
+    assert code == USAGE and LOADS not in said and "train.parallel.cpu_offload" in report["error"]["message"]
+    assert "train.offload.blocks" in report["error"]["next_step"]
+    code, _, said = program(plain, tmp_path, capsys)
+    assert code == OK and "the model is whole and not sharded" in said
 
 
 @pytest.mark.parametrize(
