@@ -59,6 +59,7 @@ def test_wrong_use_ends_with_2(
             sys.stderr.write(done.stderr)
             return done.returncode
         monkeypatch.setattr(sys, "argv", ["latentpress", program, *words])
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # main sets it: afterwards it is as before
         with pytest.raises(SystemExit) as ended:
             cli.main()
         return ended.value.code

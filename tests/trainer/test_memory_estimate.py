@@ -144,9 +144,8 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config,
         make_set(config, items, captions[0])
     lines = [json.dumps(config.model_dump(mode="json", by_alias=True)) for config in configs]
     command = [sys.executable, "-m", "tests.trainer.peak_memory"]
-    ended = subprocess.run(
-        command, input="\n".join(lines), stdout=subprocess.PIPE, text=True, env={**os.environ, **MALLOC}, cwd=ROOT
-    )
+    environment = {**os.environ, **MALLOC, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, input="\n".join(lines), stdout=subprocess.PIPE, text=True, env=environment)
     assert ended.returncode == 0
     wrong = []
     measured = [json.loads(line) for line in ended.stdout.splitlines()]
