@@ -1,0 +1,158 @@
+"""One step with all methods, on i2v, in each way in which blocks are stored and computed, against a plain run of the
+same numbers."""
+
+import json
+import shutil
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.families.test_kandinsky5_attention import SPARSE, ByHand
+from tests.trainer.methods.test_tread import step_once
+from tests.trainer.runs import move_adapter, prepared
+from trainer import train as loop
+from trainer.families.kandinsky5_attention import install_processors
+from trainer.setup import adapters
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+METHODS: dict[str, dict[str, Any]] = {
+    "masked_loss": {"unmasked_weight": 0.2, "prior_weight": 0.5},
+    "tread": {"routes": [{"selection_ratio": 0.9, "start_layer_idx": 0, "end_layer_idx": -1}]},
+    "crepa": {"block_index": 1, "weight": 3.0},
+    "scheduled_sampling": {"probability": 1.0, "max_step_offset": 1, "schedule_steps": 10},
+    "input_perturbation": {"strength": 0.3},
+    "regularisation": {"weight": 0.5},
+}
+#: Without the base model's predictions, which adapters that change the base weights do not have.
+WITHOUT_BASE = METHODS | {
+    "masked_loss": {"unmasked_weight": 0.2},
+    "regularisation": {"weight": 0.5, "target": "data"},
+}
+NABLA = SPARSE | {"attention_type": "nabla"}
+ONE = {"batch_size": 1, "accumulate": 1}  # each shape is a graph, which takes seconds to trace
+PLAIN = {"gradient_checkpointing": False}
+
+
+@pytest.fixture
+def start(make_config, make_set, made, tmp_path) -> Callable[..., loop.TrainState]:
+    """start(name, nabla=, moved=, **train options): a run of four samples a step, of whose latents all but a square of
+    16x16 is masked, another one for each: 8x8 tokens, which is what NABLA's TREAD drops, and the only tokens that any
+    may drop. moved: whether the adapter is no longer at its start."""
+
+    def get(name: str, nabla: dict | None = None, moved: bool = True, **options: Any) -> loop.TrainState:
+        settings = {"batch_size": 2, "accumulate": 2, "caption_dropout": 0.5, "steps": 4, "methods": METHODS}
+        settings |= {"adapter": {"rank": 4}, "optimizer": {"max_grad_norm": 1e12, "warmup": 0}, **PLAIN}
+        config = make_config("i2v", name=name, **settings | options)
+        if nabla is not None:
+            folder = tmp_path / name / "checkpoint"
+            shutil.copytree(config.model.path, folder)
+            shape = json.loads((folder / "transformer/config.json").read_text()) | nabla
+            (folder / "transformer/config.json").write_text(json.dumps(shape))
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+        make_set(config, *samples(made, config))
+        torch.compiler.reset()
+        run = prepared(config)
+        # Rounding to bfloat16 would make a last bit's difference 60,000 times larger.
+        install_processors(run.model, float32_rotary=True)
+        if moved:
+            move_adapter(run)
+        return run
+
+    return get
+
+
+def samples(made, config):
+    rng, items = np.random.default_rng(0), []
+    for number in range(4):
+        x0 = made.latent(rng, config, "256x256@5")
+        item = made.Item("256x256@5", x0, [made.caption(rng, 3 + number)], x0[:, :1])
+        item.mask = rng.uniform(0.1, 1, x0.shape[1:]).astype(np.float32)
+        row, column = 16 * (number // 2), 16 * (number % 2)
+        item.mask[1, row : row + 16, column : column + 16] = 0
+        item.vision = rng.normal(size=(2, 8, 8, 8)).astype(np.float32)
+        item.regularisation = number != 3
+        items.append(item)
+    return items, made.caption(rng, 2), []
+
+
+def check_same(found: SimpleNamespace, expected: SimpleNamespace, rel: float = 1e-5) -> None:
+    assert found.loss == pytest.approx(expected.loss, rel=rel)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        error = (found.gradients[name] - gradient).norm()
+        assert error <= 10 * rel * gradient.norm().clamp(min=1e-3), (name, error, gradient.norm())
+
+
+def test_each_has_its_part(start) -> None:
+    losses = [step_once(start("all")).loss, step_once(start("captions", caption_dropout=0.0)).loss]
+    for name in METHODS:
+        others = {other: options for other, options in METHODS.items() if other != name}
+        losses.append(step_once(start(name, methods=others)).loss)
+    gaps = np.diff(sorted(losses))
+    assert (gaps > 1e-4).all(), losses
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"gradient_checkpointing": True, "offload": {"blocks": True, "activations": True}},
+        {"compile": "blocks", "compile_backend": "eager", **ONE},
+    ],
+    ids=["offload", "compile"],
+)
+def test_blocks_that_are_offloaded_or_compiled(start, way) -> None:
+    few = {key: value for key, value in way.items() if key in ONE}
+    check_same(step_once(start("way", **way)), step_once(start("plain", **few)))
+
+
+def test_nabla_that_leaves_nothing_out_is_the_plain_model(start) -> None:
+    """Whose tokens stand in another order: features, masks and dropped tokens must follow it."""
+    whole = NABLA | {"attention_P": 1.0}
+    check_same(step_once(start("whole", nabla=whole)), step_once(start("plain")))
+
+
+def test_nabla_is_that_of_its_definition(start) -> None:
+    found, by_hand = step_once(start("sparse", nabla=NABLA)), ByHand()
+    run = start("hand", nabla=NABLA)
+    for block in run.model.visual_transformer_blocks:
+        block.self_attention.set_processor(by_hand)
+    check_same(found, step_once(run))
+    assert np.mean(by_hand.densities) < 0.5
+    assert abs(step_once(start("plain")).loss - found.loss) > 1e-4
+
+
+def test_a_quantised_base_is_a_plain_one_of_the_same_numbers(start) -> None:
+    quantised, plain = start("quantised", base_precision="int8-quanto"), start("plain")
+    weights, changed = dict(quantised.model.named_parameters()), 0
+    for name, weight in plain.model.named_parameters():
+        if hasattr(weights[name], "dequantize") and not torch.equal(rounded := value(weights[name]), weight):
+            weight.data.copy_(rounded)
+            changed += 1
+    assert changed == len(adapters.list_adapted_modules(plain.model))
+    found = step_once(quantised)
+    check_same(found, step_once(plain), 1e-4)
+    assert abs(step_once(start("whole")).loss - found.loss) > 1e-5
+
+
+def value(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().dequantize()
+
+
+@pytest.mark.parametrize("init", ["olora", "pissa"])
+def test_adapters_that_begin_with_a_part_of_the_base(start, init) -> None:
+    """Their model is the base at the start, and the chain rule leads from the gradients of its weights to theirs."""
+    full = step_once(start("full", moved=False, methods=WITHOUT_BASE, adapter={"type": "full"}))
+    run = start(init, moved=False, methods=WITHOUT_BASE, adapter={"rank": 4, "alpha": 2, "init_weights": init})
+    own = {name: weight.detach().clone() for name, weight in run.trainable.items()}
+    found, expected = step_once(run), {}
+    for path in adapters.list_adapted_modules(run.model):
+        down, up = (f"{path}.lora_{part}.default.weight" for part in "AB")
+        gradient = 2 / 4 * full.gradients[f"{path}.weight"]
+        expected |= {down: own[up].T @ gradient, up: gradient @ own[down].T}
+    expected |= {name: gradient for name, gradient in full.gradients.items() if name.startswith("methods.")}
+    check_same(found, SimpleNamespace(loss=full.loss, gradients=expected), 1e-4)
