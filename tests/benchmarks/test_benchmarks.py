@@ -150,6 +150,7 @@ def test_noise_beside_that_of_torch(measured) -> None:
     assert [row[0] for row in rows[1:]] == ["(4, 1, 8, 8)"] and all(float(cell) > 0 for cell in rows[1][1:])
 
 
+@pytest.mark.skipif(not LONG, reason="of the long form: nine runs of two processes")
 def test_training_in_two_processes(measured) -> None:
     rows = [line.strip("| ").split(" | ") for line in measured("ranks").splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows[1:]] == ["LoRA of rank 16", "full rank", "full rank, accumulate 4"]
