@@ -15,6 +15,7 @@ from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import Console
+from tests.conftest import LONG
 from tests.processes import in_child
 from trainer import checkpoint, resume
 from trainer import train as loop
@@ -50,7 +51,7 @@ def kill_at_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), ("sana", {"type": "full"})])
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), *([("sana", {"type": "full"})] if LONG else [])])
 def test_the_checkpoint_before_is_never_harmed(make_config, make_set, kind, adapter) -> None:
     """Whenever it dies, the newest checkpoint is the old one or the new one, whole, and pruning takes none too many."""
     config = make_config(kind, steps=9, adapter=adapter, keep_checkpoints=1)
