@@ -4,6 +4,7 @@ Arrow makes an object for each value that is asked for: ten of them for each sam
 index into a memoryview takes a tenth of a microsecond; numpy's fancy indexing pays from twenty rows on.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from itertools import accumulate
 from typing import Generic, TypeVar
@@ -13,7 +14,7 @@ import pyarrow as pa
 View = TypeVar("View")
 
 
-class _Column(Generic[View]):
+class _Column(ABC, Generic[View]):
     """A column's chunks as `View`s, and the chunk in which a row is."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
@@ -21,8 +22,9 @@ class _Column(Generic[View]):
         self._starts = [0, *accumulate(map(len, chunks))]
         self._views = [self._open(chunk) for chunk in chunks]
 
+    @abstractmethod
     def _open(self, chunk: pa.Array) -> View:
-        raise NotImplementedError
+        """What `get` looks into."""
 
     def _find(self, row: int) -> tuple[View, int]:
         """The row's chunk and its number there; IndexError where there is no such row."""
