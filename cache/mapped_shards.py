@@ -17,8 +17,7 @@ import pyarrow as pa
 from cache.damage import DamageError
 from cache.row_layouts import RowLayout, TensorSpan, layouts_of
 from cache.shard import BaseShardReader
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.shard_supply import ShardSupply
 
 MAX_CODES = 1 << 16  # of layouts, as a row's code has 16 bits
 MAX_MAPS, FEWEST_MAPS = 1024, 32  # 1,024 shards of their usual size are 128 GiB
@@ -79,14 +78,15 @@ class MappedShard:
 class MappedShards:
     """The shards of a set by their numbers, at most `limit` mapped at a time. Threads may share it."""
 
-    def __init__(self, store: Store, limit: int | None = None) -> None:
-        self._store, self._limit = store, map_limit() if limit is None else limit
+    def __init__(self, supply: ShardSupply, limit: int | None = None) -> None:
+        self._supply, self._limit = supply, map_limit() if limit is None else limit
         self._mapped: dict[int, MappedShard] = {}
         self._known: dict[int, tuple[FileIdentity, array]] = {}  # of shards that are not mapped now
         self._lock = threading.Lock()
         self._layouts: list[RowLayout] = []
         self._codes: dict[RowLayout, int] = {}
         self._alike: dict[tuple[TensorSpan, ...], RowLayout] = {}
+        supply.watch(self.forget)
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -95,11 +95,11 @@ class MappedShards:
         """Shard `number` where it is mapped."""
         return self._mapped.get(number)
 
-    def open(self, number: int, rel: str) -> MappedShard | None:
-        """Shard `number`, which is at `rel`; None where it can't be mapped. DamageError where it can't be read."""
-        if self._store.root is None:
+    def open(self, number: int) -> MappedShard | None:
+        """Shard `number`; None where it can't be mapped. Errors as of `ShardSupply.open`."""
+        if not self._supply.local:
             return None
-        reader = open_reader(self._store, rel)  # a disk may take long, so other threads do not wait for it
+        reader = self._supply.open(number)  # it may take long, so other threads do not wait for it
         if not isinstance(reader.file, pa.MemoryMappedFile):
             reader.close()
             return None
@@ -113,6 +113,11 @@ class MappedShards:
                 shard.codes = codes
             self._mapped[number] = shard
             return shard
+
+    def forget(self, number: int) -> None:
+        """Let go of shard `number`: its file is about to be removed."""
+        with self._lock:
+            self._mapped.pop(number, None)
 
     def _make_room(self, weight: int) -> None:
         """Let go of the shards mapped first. To find those used longest ago each read would have to be noted, and in

@@ -89,7 +89,7 @@ class RowReader:
 
     def __init__(self, data: TrainSet, verify: VerifyRows = "always", limit: int | None = None) -> None:
         self.data, self.always = data, verify == "always"
-        self.shards = MappedShards(data.store, limit)
+        self.shards = MappedShards(data.supply, limit)
         index, texts = data.tables["index"], data.tables["texts"]
         self._ids, self._regularisation = TextColumn(index["sample_id"]), BoolColumn(index["regularisation"])
         self._texts, self._null_texts = ListColumn(index["texts"]), IntColumn(index["null_text"])
@@ -135,7 +135,7 @@ class RowReader:
         places = self._places[SAMPLE]
         whole = FoundRow(SAMPLE, places.shard(row), places.row(row), self._packed_ids, row)
         names = (SAMPLE, *self.data.kinds, text)
-        if self.data.store.root is None:  # its files can't be mapped
+        if not self.data.supply.local:  # its files can't be mapped
             stored = self.data.part_rows(row, names)
             parts = [replace(whole, part=TEXT if name == text else name) for name in names]
             for found, name in zip(parts, names, strict=True):
@@ -161,7 +161,7 @@ class RowReader:
         number, row = found.number, found.row
         shard = self.shards.find(number)
         if shard is None:
-            shard = self.shards.open(number, self.data.shard_path(number))
+            shard = self.shards.open(number)
         if shard is None or row >= len(shard.starts):
             return self._read_carefully(found, bucket)
         shard.check()

@@ -62,21 +62,31 @@ class ReaderPool:
         self._open: OrderedDict[str, tuple[BaseShardReader, threading.Lock]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, path: str, row: int, verify: bool = True) -> ShardRow:
-        """Row `row` of the shard at `path` (relative to the store)."""
-        reader, lock = self._get(path)
+    def read(
+        self, path: str, row: int, verify: bool = True, open: Callable[[], BaseShardReader] | None = None
+    ) -> ShardRow:
+        """Row `row` of the shard at `path` (relative to the store). open: where the shard is opened otherwise."""
+        reader, lock = self._get(path, open)
         with lock:
             return reader.read(row, verify)
 
     def meta(self, path: str) -> ShardMeta:
         return self._get(path)[0].meta
 
-    def _get(self, path: str) -> tuple[BaseShardReader, threading.Lock]:
+    def forget(self, path: str) -> None:
+        """Let go of the shard at `path`: the next read opens it anew."""
+        with self._lock:
+            self._open.pop(path, None)  # closed when no thread reads from it any more
+
+    def _get(
+        self, path: str, open: Callable[[], BaseShardReader] | None = None
+    ) -> tuple[BaseShardReader, threading.Lock]:
         with self._lock:
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
-        opened = open_reader(self.store, path), threading.Lock()  # may take long: other threads do not wait for it
+        reader = open_reader(self.store, path) if open is None else open()  # may take long: others do not wait for it
+        opened = reader, threading.Lock()
         with self._lock:
             if path not in self._open:
                 while len(self._open) >= self.limit:

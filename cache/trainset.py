@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from cache.json_checks import check_count, check_list, check_name, check_object,
 from cache.schedule import Ints, Span
 from cache.shard import ShardRow
 from cache.shard_io import ReaderPool
+from cache.shard_supply import ShardSupply, StoredShards
 from cache.store import Store
 from cache.table_checks import SET_ROLES, check_index, check_set_references, check_set_shards, check_set_texts
 from cache.tensor_checks import SAMPLE, find_tensor_problem
@@ -105,6 +106,7 @@ class TrainSet:
         self._check_file("index.arrow", check_set_references, self._index, self._texts, self._shards)
         self._check_file("set.json", check_set_json, meta, self._texts.num_rows, self._shards.num_rows)
         self._readers = ReaderPool(store, MAX_OPEN_SHARDS)
+        self.supply: ShardSupply = StoredShards(store, self.shard_path)
 
     def _check_file(self, file: str, check: Callable[..., object], *values: Any) -> None:
         """Call `check`; DamageError about a file of the set where it fails."""
@@ -247,8 +249,14 @@ class TrainSet:
         newest = plans.newest_plan(self.store, plans.load_plan(self.store, own).info["key"])
         return newest.name if newest is not None and newest.name > own else None
 
+    def use_supply(self, supply: ShardSupply) -> None:
+        """Read shards through `supply` from now on; `close` closes it. To be called before rows are read."""
+        self.supply = supply
+        supply.watch(lambda number: self._readers.forget(self.shard_path(number)))
+
     def close(self) -> None:
         self._readers.close()
+        self.supply.close()
 
     def text_id(self, number: int) -> str:
         return self._texts.column("text_id")[number].as_py()
@@ -258,8 +266,15 @@ class TrainSet:
         return self._shards.column("path")[number].as_py()
 
     def read_row(self, location: Location) -> ShardRow:
-        """The row at a location, checksum verified. SetError where it has another id than the set expects."""
-        stored = self._readers.read(self.shard_path(location.shard), location.row)
+        """The row at a location, checksum verified; once more where its shard's supply replaces damaged bytes. SetError
+        where it has another id than the set expects."""
+        path, open = self.shard_path(location.shard), partial(self.supply.open, location.shard)
+        try:
+            stored = self._readers.read(path, location.row, open=open)
+        except DamageError:
+            if not self.supply.damaged(location.shard):
+                raise
+            stored = self._readers.read(path, location.row, open=open)
         self.check_id(stored, location)
         return stored
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cache.damage import DamageError
 from cache.row_reader import RowReader
 from cache.schedule import BatchSchedule, Ints, MicroBatchRows, choose_captions, draw_caption_dropout
 from cache.tensors import Array
@@ -128,7 +129,10 @@ class BatchLoader:
 
     def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
         seed, chosen = self.schedule.seed, (drawn.rows, *self._choose_texts(step, drawn))
-        batch = read_batch(self._reader, self._memory, *chosen, drawn.bucket)
+        try:
+            batch = read_batch(self._reader, self._memory, *chosen, drawn.bucket)
+        except DamageError:
+            batch = None  # the careful way has damaged bytes replaced, where they can be, or says the same
         if batch is None:
             batch = collate(self._read_samples(*chosen), drawn.bucket)
         identities = [f"{seed}/{step}/{int(position)}" for position in drawn.positions]
