@@ -2,10 +2,11 @@
 
     python -m benchmarks.data_read [--case NAME] [--mib 512] [--threads 1,2] [--repeat 5] [--tiny] [--root DIR]
 
-A sample is a latent and a text of 20 to 250 tokens x 3584, bfloat16. Every way reads the same samples, in random order
-where it can, with the same number of threads, into batches; files are in the page cache. Ways take turns; figures are
-medians, in GB of tensors a second. The bare loops know where each tensor is, copy into as much memory as the reader's
-batches take, and clear the padding; the reader finds, checks, pads and stacks. Takes about 4 minutes.
+A sample is a latent and a text of 20 to 250 tokens x 3584, bfloat16; a step has four of them. Every way reads the same
+samples, in random order where it can, with the same number of threads, into batches; files are in the page cache. Ways
+take turns; figures are medians, in GB of tensors a second. The bare loops know where each tensor is, copy into as much
+memory as the reader's batches take, and clear the padding; the reader finds, checks, pads and stacks. Takes about 4
+minutes.
 """
 
 import gzip
@@ -39,7 +40,7 @@ from cache.tensors import Array
 from cache.trainset import TrainSet
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 from trainer.host_memory import HostMemory
-from trainer.reading import read_batch
+from trainer.reading import Chosen, read_batches
 
 CASES = {"image": ((16, 1, 128, 128), "1024x1024", 4), "video": ((16, 16, 64, 96), "768x512@61", 1)}
 SHARDS = 2  # of each kind
@@ -176,7 +177,7 @@ def divide(order: Sequence[int], threads: int) -> list[Sequence[int]]:
 
 def bare_loop(samples: Samples, threads: int, order: Sequence[int], hashed: bool, anew: bool) -> float:
     """Copies of tensors at known offsets into memory that is there already. anew: of a map without page tables."""
-    ahead = BATCHES_AHEAD * samples.batch  # samples in memory at once, as with the reader
+    ahead = STEPS_AHEAD * STEP  # samples in memory at once, as with the reader
     largest = max(size for each in samples.places for _, _, size in each)
     targets = [np.zeros((2 * ahead // threads, largest), np.uint8) for _ in range(threads)]
 
@@ -205,20 +206,24 @@ def bare_loop(samples: Samples, threads: int, order: Sequence[int], hashed: bool
     return in_threads(threads, parts, copy)  # type: ignore[arg-type]
 
 
-BATCHES_AHEAD = 4  # two that are read ahead, the one that is trained on, and the one that is read
+STEP = 4  # samples of an optimizer step
+STEPS_AHEAD = 4  # two that are read ahead, the one that is trained on, and the one that is read
 MAPS: dict[str, list[np.ndarray]] = {}
 
 
 def read_ours(samples: Samples, threads: int, order: Sequence[int], reader: RowReader, memory: HostMemory) -> float:
-    """Micro-batches, each thread its share, of which it keeps the last ones as reading ahead does."""
-    size, starts = samples.batch, range(0, len(order) - samples.batch + 1, samples.batch)
+    """Steps, each thread its share, of which it keeps the last ones as reading ahead does."""
+    size, starts = samples.batch, range(0, len(order) - STEP + 1, STEP)
     rows, captions, dropped = np.array(order), np.zeros(size, np.int64), np.zeros(size, np.bool_)
 
     def read(numbers: Sequence[int]) -> None:
-        ahead = deque[object](maxlen=max(1, BATCHES_AHEAD // threads - 1))  # and the one that is read
+        ahead = deque[object](maxlen=max(1, STEPS_AHEAD // threads - 1))  # and the one that is read
         for number in numbers:
-            ahead.append(read_batch(reader, memory, rows[number : number + size], captions, dropped, samples.bucket))
-            assert ahead[-1] is not None
+            firsts = range(number, number + STEP, size)
+            chosen = [Chosen(rows[first : first + size], captions, dropped, samples.bucket) for first in firsts]
+            batches = read_batches(reader, memory, chosen)
+            assert None not in batches
+            ahead.append(batches)
 
     return in_threads(threads, divide(starts, threads), read)
 

@@ -39,8 +39,9 @@ class TensorSpan(NamedTuple):
 class RowLayout:
     """Positions count from the row's start. tensors: sorted by name; kinds: their names and dtypes; shapes: theirs.
 
-    heads: of each tensor what its row's checksum covers before its bytes. id, info, checksum: (0, 0) where they are not
-    in the row's own bytes. end: after the last.
+    heads: of each tensor what its row's checksum covers before its bytes; next_heads: the same but of the first. id,
+    info, checksum: (0, 0) where they are not in the row's own bytes. end: after the last. text_length: tokens of its
+    embeddings; text_kind: equal where texts differ in nothing else.
     """
 
     tensors: tuple[TensorSpan, ...]
@@ -51,20 +52,25 @@ class RowLayout:
     end: int = 0
     kinds: tuple[tuple[str, str], ...] = field(init=False)
     shapes: tuple[tuple[int, ...], ...] = field(init=False)
+    text_length: int = field(init=False)
+    text_kind: tuple[object, ...] = field(init=False)
+    next_heads: tuple[bytes, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kinds", tuple((one.name, one.dtype) for one in self.tensors))
-        object.__setattr__(self, "shapes", tuple(one.shape for one in self.tensors))
+        def keep(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
 
-    def hash(self, id: bytes, info: bytes, tensors: Sequence[memoryview]) -> bytes:
-        """`cache.shard.row_checksum` of a row whose tensors have these bytes, in the order of `self.tensors`."""
-        head = b"".join((pack_length(len(id)), id, pack_length(len(info)), info, self.heads[0]))
-        state = xxhash.xxh3_128(head)
-        state.update(tensors[0])
-        for number in range(1, len(tensors)):
-            state.update(self.heads[number])
-            state.update(tensors[number])
-        return state.hexdigest().encode()
+        embeds = next((one.shape for one in self.tensors if one.name == "embeds"), ())
+        keep("kinds", tuple((one.name, one.dtype) for one in self.tensors))
+        keep("shapes", tuple(one.shape for one in self.tensors))
+        keep("text_length", embeds[0] if embeds else 0)
+        others = tuple(one.shape[1:] if one.name == "embeds" else one.shape for one in self.tensors)
+        keep("text_kind", (self.kinds, others, len(embeds)))
+        keep("next_heads", (b"", *(self.heads[1:] or [b""] * (len(self.tensors) - 1))))
+
+    def start_hash(self, id: bytes, info: bytes) -> xxhash.xxh3_128:
+        """Of `cache.shard.row_checksum`, up to the bytes of the first tensor; the others' follow their `heads`."""
+        return xxhash.xxh3_128(b"".join((pack_length(len(id)), id, pack_length(len(info)), info, self.heads[0])))
 
 
 class RowLayouts:

@@ -6,10 +6,11 @@ for a value that only has to be copied. What it does not know it reads the caref
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 
 from cache.mapped_shards import MappedShard, MappedShards
@@ -39,7 +40,7 @@ class FoundRow:
     """Row `row` of shard `number`. Its tensors stand `layout.tensors[i].start` bytes after address `base`.
 
     ids, entry: where the set says which id it has. verified: whether the bytes are known to be what was written. codes:
-    of its shard, as they were when it was found. held: what keeps the memory at `base`.
+    of its shard, as they were when it was found. held: what keeps the memory at `base`, where that is not the shard.
     """
 
     part: str
@@ -55,14 +56,6 @@ class FoundRow:
     held: object = None
 
     @property
-    def changed(self) -> bool:
-        """Whether its file was written to since it was found. DamageError where it was cut."""
-        if self.shard is None:
-            return False
-        self.shard.check()
-        return self.shard.codes is not self.codes
-
-    @property
     def location(self) -> Location:
         return Location(self.number, self.row, self.ids.get(self.entry).decode())
 
@@ -72,6 +65,19 @@ class PackedIds(TextColumn):
 
     def get(self, row: int) -> bytes:
         return packed_row_id(row, super().get(row).decode()).encode()
+
+
+class RowCheck(NamedTuple):
+    """A row of which the copy is compared with its checksum.
+
+    state: of the hash, to be updated with the bytes of its tensors in the order of its layout, each but the first after
+    its head.
+    """
+
+    found: FoundRow
+    id: bytes
+    checksum: bytes
+    state: xxhash.xxh3_128
 
 
 @dataclass(slots=True)
@@ -106,16 +112,17 @@ class RowReader:
         finite are not looked for.
         """
         found = list[FoundSample]()
+        of = self._text_places
         for row, caption, drop in zip(rows.tolist(), captions.tolist(), dropped.tolist(), strict=True):
-            text = self._null_text(row) if drop else self._texts.get(row, caption)
             if self.data.packed:
                 parts = self._unpack(row, "null" if drop else f"{TEXT}{caption}", bucket)
             else:
-                parts = [FoundRow(part, of.shard(row), of.row(row), of.ids, row) for part, of in self._places.items()]
-                of = self._text_places
-                parts.append(FoundRow(TEXT, of.shard(text), of.row(text), of.ids, text))
-                for part in parts:
-                    self._locate(part, bucket)
+                text = self._null_text(row) if drop else self._texts.get(row, caption)
+                parts = [
+                    self._locate(FoundRow(part, of.shard(row), of.row(row), of.ids, row), bucket)
+                    for part, of in self._places.items()
+                ]
+                parts.append(self._locate(FoundRow(TEXT, of.shard(text), of.row(text), of.ids, text), bucket))
             id = self._ids.get(row).decode()
             if len(parts) > 2:
                 check_distinct_names({one.part: [each.name for each in one.layout.tensors] for one in parts[:-1]}, id)
@@ -156,18 +163,16 @@ class RowReader:
             parts.append(found)
         return parts
 
-    def _locate(self, found: FoundRow, bucket: str) -> None:
+    def _locate(self, found: FoundRow, bucket: str) -> FoundRow:
         """Complete a row."""
         number, row = found.number, found.row
-        shard = self.shards.find(number)
-        if shard is None:
-            shard = self.shards.open(number)
+        shard = self.shards.find(number) or self.shards.open(number)
         if shard is None or row >= len(shard.starts):
             return self._read_carefully(found, bucket)
         shard.check()
         codes, start = shard.codes, shard.starts[row]
         code = codes[row]
-        found.shard, found.codes, found.base, found.held = shard, codes, shard.address + start, shard
+        found.shard, found.codes, found.base = shard, codes, shard.address + start
         if code and not (self.always and shard.reader is not None):
             found.layout = self.shards.layout(code)
             found.verified = not self.always
@@ -179,14 +184,15 @@ class RowReader:
                 self._read_carefully(found, bucket)
                 layout = shard.layouts.find(shard.view, start)
                 if layout is None:
-                    return None
-                found.base, found.held = shard.address + start, shard
+                    return found
+                found.base, found.held = shard.address + start, None
             found.layout, found.verified = layout, False
         if start + found.layout.end > shard.size:
             return self._read_carefully(found, bucket)
-        return self._check_layout(found, bucket)
+        self._check_layout(found, bucket)
+        return found
 
-    def _read_tar(self, found: FoundRow, bucket: str) -> None:
+    def _read_tar(self, found: FoundRow, bucket: str) -> FoundRow:
         """A row of a tar, verified in its place, of which the layout is kept."""
         shard = found.shard
         assert shard is not None and shard.reader is not None
@@ -194,17 +200,19 @@ class RowReader:
             stored = shard.reader.read(found.row)
         self.data.check_id(stored, found.location)
         found.layout = self.shards.same_layout(view_layout(stored.tensors, found.base))
-        found.held = shard, stored
+        found.held = stored
         self._check_layout(found, bucket)
         found.codes[found.row] = self.shards.code(found.layout)
+        return found
 
-    def _read_carefully(self, found: FoundRow, bucket: str) -> None:
-        self._take(found, self.data.read_row(found.location), bucket)
+    def _read_carefully(self, found: FoundRow, bucket: str) -> FoundRow:
+        return self._take(found, self.data.read_row(found.location), bucket)
 
-    def _take(self, found: FoundRow, stored: ShardRow, bucket: str) -> None:
+    def _take(self, found: FoundRow, stored: ShardRow, bucket: str) -> FoundRow:
         """Complete a row that was read and verified."""
         found.base, found.layout, found.verified, found.held = 0, view_layout(stored.tensors, 0), True, stored
         self._check_shapes(found, bucket)
+        return found
 
     def _check_layout(self, found: FoundRow, bucket: str) -> None:
         """`_check_shapes`, of each layout once."""
@@ -225,21 +233,33 @@ class RowReader:
         if problem := find_shape_problems(found.part, tensors, bucket, self.data.meta, widths):
             raise self.data.damage(found.location, problem)
 
-    def verify(self, found: FoundRow, copies: Sequence[memoryview]) -> None:
-        """Compare the copied tensors of a row, in the order of its layout, with its checksum, and its id with the
-        set's; DamageError or SetError. To be called unless it is verified already."""
+    def verify(self, found: FoundRow, tensors: Sequence[memoryview]) -> None:
+        """`start_check` and `finish_check` of a row's tensors, in the order of its layout."""
+        check = self.start_check(found)
+        for head, tensor in zip(found.layout.next_heads, tensors, strict=True):
+            check.state.update(head)
+            check.state.update(tensor)
+        self.finish_check(check)
+
+    def start_check(self, found: FoundRow) -> "RowCheck":
+        """To be finished once the row is copied, unless it is verified already."""
         shard, layout = found.shard, found.layout
         assert shard is not None
         start, view = found.base - shard.address, shard.view
         id, info, checksum = (
             view[start + first : start + end].tobytes() for first, end in (layout.id, layout.info, layout.checksum)
         )
-        if id != found.ids.get(found.entry) or layout.hash(id, info, copies) != checksum:
+        return RowCheck(found, id, checksum, layout.start_hash(id, info))
+
+    def finish_check(self, check: "RowCheck") -> None:
+        """DamageError or SetError where the copied row is not what was written, or is another than the set's."""
+        found = check.found
+        if check.id != found.ids.get(found.entry) or check.state.hexdigest().encode() != check.checksum:
             location = found.location
             self.data.read_row(location)
             raise self.data.damage(location, "it was written to while it was read")
         if not found.codes[found.row]:
-            found.codes[found.row] = self.shards.code(layout)
+            found.codes[found.row] = self.shards.code(found.layout)
 
     def caption_counts(self, rows: Ints) -> Ints:
         """(n,) the number of captions of each of `rows`."""

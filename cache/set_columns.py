@@ -6,6 +6,7 @@ index into a memoryview takes a tenth of a microsecond; numpy's fancy indexing p
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -39,6 +40,12 @@ class _Column(ABC, Generic[View]):
 class IntColumn(_Column[tuple[memoryview, memoryview | None, int]]):
     """Of int32, with or without nulls."""
 
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        super().__init__(column)
+        self.number: Callable[[int], int] = self._number
+        if len(self._views) == 1:
+            self.number = self._views[0][0].__getitem__
+
     def _open(self, chunk: pa.Array) -> tuple[memoryview, memoryview | None, int]:
         valid, _ = chunk.buffers()
         return _numbers(chunk), (_view(valid) if chunk.null_count else None), chunk.offset
@@ -47,7 +54,7 @@ class IntColumn(_Column[tuple[memoryview, memoryview | None, int]]):
         (values, valid, offset), row = self._find(row)
         return values[row] if valid is None or _bit(valid, row + offset) else None
 
-    def number(self, row: int) -> int:
+    def _number(self, row: int) -> int:
         """As `get`, of a column without nulls."""
         (values, _, _), row = self._find(row)
         return values[row]

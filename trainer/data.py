@@ -27,7 +27,7 @@ from schemas.family import Family
 from trainer.batch import Batch, pad_text, stack
 from trainer.host_memory import HostMemory
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
-from trainer.reading import read_batch
+from trainer.reading import Chosen, read_batches
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def to_tensor(array: Array) -> torch.Tensor:
 
 def collate(samples: Sequence[Sample], bucket: str) -> Batch:
     """Samples of one bucket as a batch on the CPU as they are stored, moments too (`draw_latents`); text is padded with
-    zeros to the longest. `trainer.reading.read_batch` makes the same batch with one copy."""
+    zeros to the longest. `trainer.reading.read_batches` makes the same batch with one copy."""
     columns = []
     for sample in samples:
         tensors = {name: to_tensor(array) for name, array in sample.tensors.items()}
@@ -123,18 +123,20 @@ class BatchLoader:
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
-        rows = self.schedule.step(number, self.rank, self.world)
-        micro_batches = [self._read(number, each) for each in rows]
-        return StepBatches(number, rows[0].epoch, self.schedule.step_buckets(number), micro_batches)
-
-    def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
-        seed, chosen = self.schedule.seed, (drawn.rows, *self._choose_texts(step, drawn))
+        drawn = self.schedule.step(number, self.rank, self.world)
+        chosen = [Chosen(each.rows, *self._choose_texts(number, each), each.bucket) for each in drawn]
         try:
-            batch = read_batch(self._reader, self._memory, *chosen, drawn.bucket)
+            batches = read_batches(self._reader, self._memory, chosen)
         except DamageError:
-            batch = None  # the careful way has damaged bytes replaced, where they can be, or says the same
-        if batch is None:
-            batch = collate(self._read_samples(*chosen), drawn.bucket)
+            batches = [None] * len(chosen)  # the careful way has damaged bytes replaced, or says the same
+        micro_batches = [
+            self._complete(number, of, collate(self._read_samples(each), of.bucket) if batch is None else batch)
+            for of, each, batch in zip(drawn, chosen, batches, strict=True)
+        ]
+        return StepBatches(number, drawn[0].epoch, self.schedule.step_buckets(number), micro_batches)
+
+    def _complete(self, step: int, drawn: MicroBatchRows, batch: Batch) -> MicroBatch:
+        seed = self.schedule.seed
         identities = [f"{seed}/{step}/{int(position)}" for position in drawn.positions]
         uniform = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
@@ -148,16 +150,16 @@ class BatchLoader:
         captions = choose_captions(self.schedule.seed, drawn.rows, drawn.passes, counts)
         return captions, draw_caption_dropout(self.schedule.seed, step, drawn.positions, self.caption_dropout)
 
-    def _read_samples(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> list[Sample]:
+    def _read_samples(self, chosen: Chosen) -> list[Sample]:
         """The samples of a micro-batch, every one of their numbers checked."""
-        chosen = zip(rows.tolist(), captions.tolist(), dropped.tolist(), strict=True)
-        return [self.data.sample(*each) for each in chosen]
+        rows = zip(chosen.rows.tolist(), chosen.captions.tolist(), chosen.dropped.tolist(), strict=True)
+        return [self.data.sample(*each) for each in rows]
 
     def check_step(self, number: int) -> None:
         """DamageError where a number of the step is NaN or infinite, which its checksum does not show. The training
         step looks for such numbers on the device, where that costs nothing, and asks here which row has one."""
         for drawn in self.schedule.step(number, self.rank, self.world):
-            self._read_samples(drawn.rows, *self._choose_texts(number, drawn))
+            self._read_samples(Chosen(drawn.rows, *self._choose_texts(number, drawn), drawn.bucket))
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by threads."""

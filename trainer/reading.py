@@ -3,22 +3,30 @@
 Copies and checksums run without Python's lock, so several threads read at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import memmove, memset
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cache.mapped_shards import MappedShard
 from cache.row_layouts import RowLayout
-from cache.row_reader import TEXT, FoundRow, FoundSample, RowReader
+from cache.row_reader import TEXT, FoundSample, RowCheck, RowReader
 from cache.schedule import Ints
 from cache.tensors import NUMPY_DTYPES
 from trainer.batch import Batch, text_mask
 from trainer.host_memory import ALIGNMENT, HostBlock, HostMemory
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in NUMPY_DTYPES}
+
+
+#: Address to copy to, address to copy from, bytes; address and bytes of the padding; of a row that is to be verified,
+#: what updates its hash, what precedes the tensor in it, and the copied tensor.
+Move = tuple[int, int, int, int, int, Callable[[bytes | memoryview], object] | None, bytes, memoryview]
 
 
 class Column(NamedTuple):
@@ -32,16 +40,62 @@ class Column(NamedTuple):
     size: int
 
 
-def read_batch(
-    reader: RowReader, memory: HostMemory, rows: Ints, captions: Ints, dropped: NDArray, bucket: str
-) -> Batch | None:
-    """The samples of one bucket in their stored dtypes, text padded with zeros; arguments as of `RowReader.find`.
+class Chosen(NamedTuple):
+    """The samples of one micro-batch, all of one bucket; as of `RowReader.find`."""
 
-    None where samples differ in more than the lengths of their texts, and where a file was written to meanwhile:
-    `trainer.data.collate` converts and completes what the careful way reads, or says what is wrong. DamageError and the
-    like as of `RowReader.find`.
+    rows: Ints
+    captions: Ints
+    dropped: NDArray[np.bool_]
+    bucket: str
+
+
+def read_batches(reader: RowReader, memory: HostMemory, chosen: Sequence[Chosen]) -> list[Batch | None]:
+    """The micro-batches of a step in their stored dtypes, text padded with zeros.
+
+    None for one of which the samples differ in more than the lengths of their texts, or of which a file was written to
+    meanwhile: `trainer.data.collate` converts and completes what the careful way reads, or says what is wrong.
+    DamageError and the like as of `RowReader.find`.
+
+    All is prepared before the first copy: what runs between copies, which fill the processor's caches, takes twice as
+    long as it does before them.
     """
-    samples = reader.find(rows, captions, dropped, bucket)
+    prepared = [prepare_batch(reader, memory, each) for each in chosen]
+    return [None if each is None else each.read(reader) for each in prepared]
+
+
+@dataclass
+class PreparedBatch:
+    """A batch of which the memory is not filled yet. samples: hold what is copied from. codes: of each shard, as they
+    were when its rows were found."""
+
+    batch: Batch
+    samples: Sequence[FoundSample]
+    moves: Sequence[Move]
+    checks: Sequence[RowCheck]
+    codes: Mapping[MappedShard, Any]
+
+    def read(self, reader: RowReader) -> Batch | None:
+        """The batch, of which the rows are what was written, or DamageError. None where a file was written to since
+        its rows were found."""
+        for shard, codes in self.codes.items():
+            shard.check()
+            if shard.codes is not codes:
+                return None
+        for to, source, size, end, padding, update, head, copy in self.moves:
+            memmove(to, source, size)
+            if padding:
+                memset(end, 0, padding)
+            if update is not None:
+                update(head)
+                update(copy)
+        for check in self.checks:
+            reader.finish_check(check)
+        return self.batch
+
+
+def prepare_batch(reader: RowReader, memory: HostMemory, chosen: Chosen) -> PreparedBatch | None:
+    """None and errors as of `read_batches`."""
+    samples = reader.find(*chosen)
     planned, size = list[Sequence[Column]](), 0
     for place, found in enumerate(samples[0].parts):
         columns = plan_columns([sample.parts[place].layout for sample in samples], found.part == TEXT, size)
@@ -51,13 +105,38 @@ def read_batch(
         size = columns[-1].start + columns[-1].size
         size += -size % ALIGNMENT
     block = memory.block(size)
-    for number, sample in enumerate(samples):
-        for found, columns in zip(sample.parts, planned, strict=True):
-            if found.changed:
-                return None
-            copy_row(found, columns, number, block, reader)
     tensors = {one.name: block.tensor(one.start, one.shape, one.dtype, one.size) for each in planned for one in each}
-    return make_batch(samples, tensors, bucket) if {"latent", "text.embeds"} <= tensors.keys() else None
+    if not {"latent", "text.embeds"} <= tensors.keys():
+        return None
+    batch = make_batch(samples, tensors, chosen.bucket)
+    return PreparedBatch(batch, samples, *plan_moves(samples, planned, block, reader))
+
+
+def plan_moves(
+    samples: Sequence[FoundSample], planned: Sequence[Sequence[Column]], block: HostBlock, reader: RowReader
+) -> tuple[Sequence[Move], Sequence[RowCheck], Mapping[MappedShard, Any]]:
+    """What `PreparedBatch.read` does."""
+    moves, checks, codes = list[Move](), list[RowCheck](), dict[MappedShard, Any]()
+    address, memory = block.address, block.bytes
+    for place, columns in enumerate(planned):
+        for number, sample in enumerate(samples):
+            found = sample.parts[place]
+            layout, base, update = found.layout, found.base, None
+            if found.shard is not None:
+                codes[found.shard] = found.codes
+            if not found.verified:
+                check = reader.start_check(found)
+                checks.append(check)
+                update = check.state.update
+            for (_, _, _, start, size), head, (_, _, _, room, begin, _) in zip(
+                layout.tensors, layout.next_heads, columns, strict=True
+            ):
+                begin += number * room
+                end = address + begin + size
+                moves.append(
+                    (end - size, base + start, size, end, room - size, update, head, memory[begin : begin + size])
+                )
+    return moves, checks, codes
 
 
 def plan_columns(layouts: Sequence[RowLayout], text: bool, start: int) -> Sequence[Column] | None:
@@ -67,14 +146,13 @@ def plan_columns(layouts: Sequence[RowLayout], text: bool, start: int) -> Sequen
     for layout in layouts:
         if layout is first:
             continue
-        if layout.kinds != first.kinds:
-            return None
-        if layout.shapes != first.shapes:
-            embeds = next((place for place, (name, _) in enumerate(first.kinds) if text and name == "embeds"), None)
-            if embeds is None or not same_but_length(layout.shapes, first.shapes, embeds):
+        if text:
+            if layout.text_kind != first.text_kind or not layout.text_length:
                 return None
-            if layout.shapes[embeds] > longest.shapes[embeds]:
+            if layout.text_length > longest.text_length:
                 longest = layout
+        elif layout.kinds != first.kinds or layout.shapes != first.shapes:
+            return None
     return make_columns(longest, len(layouts), text, start)
 
 
@@ -90,28 +168,6 @@ def make_columns(layout: RowLayout, samples: int, text: bool, start: int) -> Seq
         start += samples * size
         start += -start % ALIGNMENT
     return columns or None
-
-
-def same_but_length(shapes: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]], embeds: int) -> bool:
-    """Whether only the first dimension of tensor `embeds` differs, of which there is something."""
-    return all(
-        (one[1:] == other[1:] and one[0] > 0 and other[0] > 0) if number == embeds and one and other else one == other
-        for number, (one, other) in enumerate(zip(shapes, others, strict=True))
-    )
-
-
-def copy_row(found: FoundRow, columns: Sequence[Column], number: int, block: HostBlock, reader: RowReader) -> None:
-    """Copy the tensors of a row into the places of sample `number`; they are then what was written, or DamageError."""
-    copies = []
-    for (_, _, _, start, size), (_, _, _, room, begin, _) in zip(found.layout.tensors, columns, strict=True):
-        place = begin + number * room
-        memmove(block.address + place, found.base + start, size)
-        if size < room:
-            memset(block.address + place + size, 0, room - size)
-        if not found.verified:
-            copies.append(block.bytes[place : place + size])
-    if copies:
-        reader.verify(found, copies)
 
 
 def make_batch(samples: Sequence[FoundSample], tensors: dict[str, torch.Tensor], bucket: str) -> Batch:

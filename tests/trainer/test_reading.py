@@ -20,7 +20,7 @@ from trainer import data as data_module
 from trainer.batch import Batch
 from trainer.data import BatchLoader, collate, prefetch
 from trainer.host_memory import HostMemory
-from trainer.reading import read_batch
+from trainer.reading import Chosen, read_batches
 
 
 def opened(config):
@@ -59,7 +59,7 @@ def test_batches_are_those_of_the_careful_way(make_config, make_set, made, kind,
             [data.sample(int(row), 0, bool(drop)) for row, drop in zip(drawn.rows, dropped, strict=True)], drawn.bucket
         )
         for reader in readers:
-            found = read_batch(reader, memory, drawn.rows, captions, dropped, drawn.bucket)
+            (found,) = read_batches(reader, memory, [Chosen(drawn.rows, captions, dropped, drawn.bucket)])
             assert found is not None and same(found, wanted)
         if kind == "t2i" and found.pooled_BD is not None:
             found.text_BLD.fill_(7)  # its memory comes back like this
@@ -76,7 +76,7 @@ def test_samples_that_do_not_stack_are_left_to_the_careful_way(make_config, make
     make_set(config, items, null, prompts)
     data = opened(config)
     reader, rows, none = RowReader(data), np.arange(4), np.zeros(4, np.int64)
-    assert read_batch(reader, HostMemory(), rows, none, none > 0, "64x64") is None
+    assert read_batches(reader, HostMemory(), [Chosen(rows, none, none > 0, "64x64")]) == [None]
     found = BatchLoader(data, BatchSchedule(data.spans, 0, 4, 4), 0.0).step(0).micro_batches[0].batch
     assert found.extras["mask"].sum((1, 2, 3)).unique().tolist() == [0.0, float(mask.size)]
 
