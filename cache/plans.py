@@ -147,7 +147,7 @@ class Plan:
             (self.active_sample_ids, pc.list_flatten(_filter_kind(units, "latents").column("members"))),
             (self.active_text_ids, pc.list_flatten(_filter_kind(units, "text").column("members"))),
         )
-        return all(not len(ids) or pc.all(pc.is_in(ids, value_set=pa.array(found))).as_py() for ids, found in pairs)
+        return all(not len(ids) or pc.all(pc.is_in(ids, value_set=found)).as_py() for ids, found in pairs)
 
     def _all(self, what: str) -> pa.Table:
         """The table `what` of this and of each earlier generation."""

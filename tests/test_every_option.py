@@ -20,7 +20,9 @@ from schemas.config.section import Section
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index, status
 from tests.project import Project
+from trainer import memory_estimate
 from trainer.__main__ import run as train
+from trainer.memory_estimate import MemoryEstimate, estimate_memory
 
 SOURCES = Path(__file__).resolve().parent.parent
 ITEMS = {"datasets": "clips", "prompts": "one", "groups": "0", "routes": "0"}
@@ -253,7 +255,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.adapter.dora": (MACHINE, "train.adapter.dora=true"),
     "train.adapter.init_weights": (RUN, "train.adapter.init_weights=gaussian"),
     "train.base_precision": (RUN, "train.base_precision=nf4-bnb"),
-    "train.quantize_via": (RUN, "train.quantize_via=cpu"),
+    "train.quantize_via": (RUN, "train.base_precision=nf4-bnb train.quantize_via=cpu"),
     "train.adapter.targets": (RUN, "train.adapter.targets=[.*to_query]"),
     "train.precision": (RUN, "train.precision=bfloat16"),
     "train.device": (RUN, "train.device=cpu"),
@@ -275,7 +277,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.reading.verify": (RUN, "train.reading.verify=first"),
     "train.attention_backend": (RUN, "train.attention_backend=_native_flash"),
     "train.compile": (RUN, "train.compile=blocks"),
-    "train.compile_backend": (RUN, "train.compile_backend=eager"),
+    "train.compile_backend": (RUN, "train.compile=blocks train.compile_backend=eager"),
     **{
         f"train.{name}": (RUN, f"train.{name}=7")
         for name in ("checkpoint_every", "gradient_noise_every", "keep_checkpoints", "keep_every", "log_every")
@@ -335,6 +337,11 @@ def test_no_option_is_one_that_nothing_reads() -> None:
 
 
 @pytest.fixture(scope="module")
+def predictions() -> dict[str, MemoryEstimate]:
+    return {}
+
+
+@pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> tuple[Project, str]:
     """A clip, everything made of it, and the id of its set."""
     folder = tmp_path_factory.mktemp("options")
@@ -365,6 +372,19 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> tuple[Project, 
     return home, report.details["set"]
 
 
+@pytest.fixture(autouse=True)
+def predicted_once(monkeypatch: pytest.MonkeyPatch, predictions: dict[str, MemoryEstimate]) -> None:
+    """What a dry run of training predicts for equal settings is predicted once: most of the time of these tests."""
+
+    def predict(config: Config, *rest: Any) -> MemoryEstimate:
+        key = repr((config.model, config.train, rest))
+        if key not in predictions:
+            predictions[key] = estimate_memory(config, *rest)
+        return predictions[key]
+
+    monkeypatch.setattr(memory_estimate, "estimate_memory", predict)
+
+
 STAGES = {"encode-text": encode_text, "encode-latents": encode_latents, "encode-vision": encode_vision, "index": index}
 
 
@@ -374,10 +394,7 @@ def test_a_change_is_refused_made_again_or_without_effect(made: tuple[Project, s
     home, name = made
     kind, given = TABLE[option]
     places = {"COPY": str(home.folder / "copy"), "DINO": str(home.folder / "dino")}
-    values = [
-        re.sub("COPY|DINO", lambda found: places[found[0]], part)
-        for part in re.split(r" (?=(?:datasets|train)\.)", given)
-    ]
+    values = [re.sub("COPY|DINO", lambda found: places[found[0]], part) for part in _split(given)]
     if kind is REFUSED:
         with pytest.raises((ConfigError, LatentpressError)):
             home.run(train, *values, dry_run=True)
@@ -399,10 +416,15 @@ def test_a_change_is_refused_made_again_or_without_effect(made: tuple[Project, s
 def test_options_of_training_and_validation_need_nothing_made_again(made: tuple[Project, str]) -> None:
     """All of them at once; whatever one of them asks for shows."""
     home, name = made
-    values = [value for kind, value in TABLE.values() if kind is RUN]
+    values = [part for kind, given in TABLE.values() if kind is RUN for part in _split(given)]
     assert len(values) > 30
     _same_set(home, name, values)
     _made_again(home, RUN, values)
+
+
+def _split(given: str) -> list[str]:
+    """The overrides of a row."""
+    return re.split(r" (?=(?:datasets|train)\.)", given)
 
 
 def _same_set(home: Project, name: str, values: list[str]) -> None:

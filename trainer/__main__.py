@@ -67,7 +67,10 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         if options.dry_run:
             report.skipped = min(state["step"], config.train.steps) if state else 0
             report.remaining = config.train.steps - report.skipped
-            report.details |= predict_memory(config, schedule, world, options.device or config.train.device, console)
+            device = options.device or config.train.device
+            report.details |= predict_memory(config, schedule, world, device, console)
+            if "memory" in report.details:  # the transformer's config.json was there
+                report.details["attention"] = try_attention(config, device, console)
             return report
         if is_finished(config, state):
             report.skipped = config.train.steps
@@ -187,6 +190,22 @@ def predict_memory(
     return {"memory_of_bucket": found.bucket, "memory": rows}
 
 
+def try_attention(config: Config, device: str, console: Console) -> list[dict[str, Any]]:
+    """For a dry run: options, the attention backends that they name, and whether these can be used on the device; a
+    warning where not."""
+    with garbage_collection_paused():
+        from trainer.attention import describe_backends
+        from trainer.families.base import module_of
+        from trainer.setup.wrap import find_device
+
+    try:
+        found = find_device(device)
+    except RunError as error:
+        console.warn(f"attention backends are not tried: {error}")
+        return []
+    return describe_backends(config, module_of(config.model.family_spec), found, console)
+
+
 def read_shape(config: Config) -> dict[str, Any]:
     """config.json of the transformer."""
     model = config.model
@@ -247,8 +266,8 @@ def warn_of_learning_rate(settings: Train, console: Console) -> None:
 
 app = make_app(
     "train",
-    "Train an adapter or a model on a training set. --dry-run predicts the memory that it takes, by part; for that it "
-    "imports torch and reads the transformer's config.json.",
+    "Train an adapter or a model on a training set. --dry-run predicts the memory that it takes, by part, and tries "
+    "the attention backend; for that it imports torch and reads the transformer's config.json.",
     run,
     extra="train",
 )

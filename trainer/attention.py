@@ -15,6 +15,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 
 from cache.weights import read_component_config
+from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer.families.base import FamilyModule, components
 from trainer.run_state import RunError, train_precision
@@ -29,26 +30,51 @@ TOLERANCE_8_BITS = 0.15
 def check_attention(config: Config, family: FamilyModule, device: torch.device) -> None:
     """RunError where train.attention_backend or that of the validation prompts can't compute this model's attention on
     the device."""
-    chosen = {"train.attention_backend": config.train.attention_backend}
+    for option in chosen_backends(config):
+        try_backend(config, option, family, device)
+
+
+def chosen_backends(config: Config) -> dict[str, str]:
+    """Option -> the backend that it names, of those that are in force."""
+    chosen: dict[str, str] = {"train.attention_backend": config.train.attention_backend}
     if config.validation.attention_backend and config.validation.prompts:
         chosen["validation.attention_backend"] = config.validation.attention_backend
-    for option, name in chosen.items():
-        if name == NATIVE:
-            continue
-        part = config.model.family_spec.components[0]
-        with torch.device("meta"):
-            model = family.untrained(read_component_config(config.model.source, config.model.revision, part))
+    return chosen
+
+
+def try_backend(config: Config, option: str, family: FamilyModule, device: torch.device) -> None:
+    """RunError where the backend of one of `chosen_backends` can't compute this model's attention on the device."""
+    name = chosen_backends(config)[option]
+    if name == NATIVE:
+        return
+    part = config.model.family_spec.components[0]
+    with torch.device("meta"):
+        model = family.untrained(read_component_config(config.model.source, config.model.revision, part))
+    try:
+        head_size = family.dense_attention(next(iter(components(model).values())))[1]
+    except ValueError as error:
+        raise RunError(f"{option} {name}: {error}", f"Set {option} to {NATIVE}.") from error
+    dtype = torch.float32 if train_precision(config) == "float32" else torch.bfloat16
+    if problem := find_problem(name, head_size, dtype, device, gradient=option.startswith("train")):
+        where = f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {head_size}"
+        raise RunError(
+            f"{option}: {name} can't compute attention on {where}: {problem}",
+            f"Install what it needs, or set {option} to {NATIVE}, which is torch's choice for the device.",
+        )
+
+
+def describe_backends(config: Config, family: FamilyModule, device: torch.device, console: Console) -> list[dict]:
+    """For a dry run: each option, its backend and whether that can be used on the device; a warning with the reason
+    where it can't."""
+    rows = []
+    for option, name in chosen_backends(config).items():
+        rows.append({"option": option, "backend": name, "device": str(device), "usable": True})
         try:
-            head_size = family.dense_attention(next(iter(components(model).values())))[1]
-        except ValueError as error:
-            raise RunError(f"{option} {name}: {error}", f"Set {option} to {NATIVE}.") from error
-        dtype = torch.float32 if train_precision(config) == "float32" else torch.bfloat16
-        if problem := find_problem(name, head_size, dtype, device, gradient=option.startswith("train")):
-            where = f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {head_size}"
-            raise RunError(
-                f"{option}: {name} can't compute attention on {where}: {problem}",
-                f"Install what it needs, or set {option} to {NATIVE}, which is torch's choice for the device.",
-            )
+            try_backend(config, option, family, device)
+        except RunError as error:
+            rows[-1]["usable"] = False
+            console.warn(f"{error.message} Training here would end with that. {error.next_step}")
+    return rows
 
 
 def find_problem(name: str, head_size: int, dtype: torch.dtype, device: torch.device, gradient: bool) -> str | None:

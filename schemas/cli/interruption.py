@@ -62,7 +62,8 @@ class StopHandler:
         try:
             if self._end is not None:
                 timer.start()
-            yield
+            with _interrupt_waiting():
+                yield
         except KeyboardInterrupt:
             if not self.reason:
                 raise
@@ -84,3 +85,34 @@ class StopHandler:
         if not self.reason:
             self.reason = "--max-time"
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _interrupt_waiting() -> Iterator[None]:
+    """In the body, each signal ends what the main thread waits for, so that its handler is called at once.
+
+    The kernel gives a signal to any thread where the main one has another pending, as when SIGTERM from `run` meets
+    Ctrl-C from the terminal. Python calls handlers in the main thread, which would go on waiting: SIGURG, ignored by
+    default, is sent to it after each other signal.
+    """
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def interrupt() -> None:
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            while (number := pipe.read(1)[0]) != 0:
+                if number != signal.SIGURG:
+                    signal.pthread_kill(main_thread, signal.SIGURG)
+
+    before = signal.signal(signal.SIGURG, lambda number, frame: None)
+    wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup_before)
+        os.write(writing, b"\0")
+        os.close(writing)
+        signal.signal(signal.SIGURG, before)

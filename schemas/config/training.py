@@ -23,6 +23,7 @@ from schemas.config.section import (
     Steps,
     check_pattern,
     foreign_options,
+    idle_options,
 )
 from schemas.optimizers import OPTIMIZERS, find_optimizer
 
@@ -220,6 +221,13 @@ class Train(Section):
             yield from ((("methods", method), reason) for reason in section.find_conflicts(self))
         if not self.gradient_checkpointing and self.gradient_checkpointing_interval != 1:
             yield ("gradient_checkpointing_interval",), "it is for gradient_checkpointing: true; remove it"
+        if self.compile == "none":
+            yield from idle_options(
+                self, ("compile_backend",), "has no effect with compile none; set that, or remove this"
+            )
+        if not self.quantised:
+            reason = f"has no effect with base_precision {name}, which quantises nothing; set that, or remove this"
+            yield from idle_options(self, ("quantize_via",), reason)
         if self.parallel.strategy == "fsdp2" and name == "nf4-bnb" and adapter.dora:
             yield (
                 ("base_precision",),

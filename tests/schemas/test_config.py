@@ -9,6 +9,7 @@ from schemas.config.encoding import STAGE_ORDER, Model
 from schemas.config.error_messages import explain_error
 from schemas.config.pipeline import PACKAGES, Config
 from schemas.config.section import InconsistentValues
+from schemas.config.training import Train
 
 
 def data(**changes):
@@ -257,6 +258,23 @@ def test_validation_sizes_that_fit(family, size):
 def test_several_problems_are_told_at_once():
     found = problems(root=str(PACKAGES[0]), datasets=[dataset("a"), dataset("a", dataset_type="video")])
     assert set(found) == {("root",), ("datasets", 1, "id"), ("datasets", 1, "dataset_type")}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "reason"),
+    [
+        ({"compile_backend": "eager"}, "compile_backend", "no effect with compile none; set that, or remove this"),
+        ({"quantize_via": "cpu"}, "quantize_via", "no effect with base_precision no_change, which quantises nothing"),
+        ({"quantize_via": "cpu", "base_precision": "bf16"}, "quantize_via", "no effect with base_precision bf16"),
+    ],
+)
+def test_options_of_training_without_effect_are_refused(values, key, reason):
+    with pytest.raises(ValidationError) as caught:
+        Train.model_validate(values)
+    (found,) = (problem for error in caught.value.errors() for problem in explain_error(error))
+    assert found[0] == (key,) and reason in found[1]
+    used = {"compile": "blocks", "base_precision": "nf4-bnb"} | {key: values[key]}
+    assert Train.model_validate(used)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import time
 
 import pyarrow as pa
@@ -264,6 +265,22 @@ def test_a_plan_of_another_version_is_none(photos):
     with pytest.raises(LatentpressError, match="no plan"):
         current_plan(store, photos.config())
     assert plan(photos).details["generation"].startswith("000002-")
+
+
+@pytest.mark.slow
+def test_what_was_removed_is_planned_again(photos):
+    """A generation with every sample; the one after it has a text of its own and no sample."""
+    plan(photos)
+    store = Store(photos.root)
+    (first,) = plans.list_plans(store)
+    (photos.media / "1.txt").write_text("another caption")
+    plan(photos)
+    second = current_plan(store, photos.config())
+    assert second.is_complete and not len(second.own_table("samples"))
+    shutil.rmtree(photos.root / "plans" / first)
+    assert not second.is_complete
+    assert plan(photos).details["new_units"]["latents"] > 0
+    assert current_plan(store, photos.config()).is_complete
 
 
 def test_rows_are_found_by_their_id_and_the_first_of_equal_ones_counts():

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schemas.cli.console import Console
 from schemas.config.loading import ConfigError
-from tests.trainer.runs import LOADS, lines, plan_batches, prepared, train
+from schemas.errors import OK
+from tests.trainer.runs import LOADS, lines, plan_batches, prepared, program, train
 from trainer import train as loop
 from trainer.attention import find_problem
 from trainer.run_state import RunError
@@ -142,6 +143,27 @@ def test_what_can_not_be_is_refused_before_a_model_is_loaded(
     with pytest.raises(RunError, match=words) as caught:
         loop.prepare_training(config, *data_of(config), Console(), "cpu")
     assert "native" in caught.value.next_step and LOADS not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_whether_a_backend_can_be_used(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
+    """And goes on, as it may be asked on a machine without the card."""
+    validation = {"prompts": [{"name": "one", "prompt": "any"}], "attention_backend": "_native_flash"}
+    config = make_config("t2i", attention_backend="flash", validation=validation)
+    make_set(config)
+    code, report, said = program(config, tmp_path, capsys, dry_run=True)
+    keys = ("option", "backend", "device", "usable")
+    expected = [("train.attention_backend", "flash", False), ("validation.attention_backend", "_native_flash", True)]
+    rows = [dict(zip(keys, (option, backend, "cpu", usable), strict=True)) for option, backend, usable in expected]
+    assert code == OK and report["details"]["attention"] == rows and report["details"]["memory"]
+    said = " ".join(said.split())
+    assert "warning: train.attention_backend: flash can't compute attention on cpu in float32 with heads of" in said
+    assert "Please install `flash-attn" in said and "Training here would end with that. Install what it needs" in said
+    config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda:7"})})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    code, report, said = program(config, tmp_path, capsys, dry_run=True)
+    assert code == OK and report["details"]["attention"] == []
+    assert "not tried: device cuda:7 was asked for and this torch" in " ".join(said.split())
 
 
 def data_of(config):

@@ -73,8 +73,8 @@ class Denoiser(torch.nn.Module):
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
-def make_accelerator(device: str, parallel: Parallel) -> Accelerator:
-    """Accelerate on this device. Without the check it would silently use the CPU where there is no GPU."""
+def find_device(device: str) -> torch.device:
+    """What auto, cpu, cuda or cuda:N is here. RunError where there is no such card."""
     if device.startswith("cuda"):
         index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
         if index >= count:
@@ -82,8 +82,15 @@ def make_accelerator(device: str, parallel: Parallel) -> Accelerator:
                 f"device {device} was asked for and this torch ({torch.__version__}) sees {count} CUDA devices",
                 "Use --device cpu, or install the torch build for your card (README, Installing for a GPU).",
             )
-        if ":" in device:
-            torch.cuda.set_device(device)
+        return torch.device(device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if device == "cpu" or accelerator is None else accelerator
+
+
+def make_accelerator(device: str, parallel: Parallel) -> Accelerator:
+    """Accelerate on this device. Without `find_device` it would silently use the CPU where there is no GPU."""
+    if find_device(device).index is not None:
+        torch.cuda.set_device(device)
     # Shards on the host are gathered by gloo.
     both = parallel.cpu_offload and device != "cpu" and torch.cuda.is_available()
     wait = InitProcessGroupKwargs(backend="cuda:nccl,cpu:gloo" if both else None, timeout=PROCESS_TIMEOUT)

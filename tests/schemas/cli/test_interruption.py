@@ -1,9 +1,15 @@
-"""--max-time is read. What it does: test_interruption.py in tests/stages/encoding and in tests/trainer."""
+"""--max-time is read, and signals interrupt waiting. What they do: test_interruption.py in tests/stages/encoding and in
+tests/trainer."""
+
+import os
+import signal
+import threading
+import time
 
 import pytest
 import typer
 
-from schemas.cli.interruption import parse_duration
+from schemas.cli.interruption import StopHandler, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -17,3 +23,38 @@ def test_times_are_read(text: str, seconds: float) -> None:
 def test_what_is_no_time_is_refused_with_examples(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="1h30m"):
         parse_duration(text)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_ctrl_c_that_comes_with_another_signal_does_not_wait() -> None:
+    """Of a process with several threads: the kernel then gives one of the two signals to another thread."""
+
+    def wait_for_second() -> None:
+        received = []
+
+        def stop() -> None:
+            received.append(time.monotonic())
+            if len(received) == 2:
+                os._exit(0)
+            os.write(writing, b"1")
+
+        with StopHandler(stop=stop).stop_on_signals():
+            for _ in range(3):
+                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            os.write(writing, b"0")
+            time.sleep(60)
+
+    for _ in range(10):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            wait_for_second()
+        os.read(reading, 1)
+        os.kill(child, signal.SIGTERM)
+        os.read(reading, 1)
+        began = time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(child, number)
+        assert os.waitpid(child, 0)[1] == 0 and time.monotonic() - began < 30
+        os.close(reading)
+        os.close(writing)
