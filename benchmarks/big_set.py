@@ -1,6 +1,6 @@
 """A training set of ten million samples beside one of a thousand: start, memory, planning an epoch.
 
-    python -m benchmarks.big_set [--samples 1000 10000000] [--repeat 3] [--root DIR] [--cold]
+    python -m benchmarks.big_set [--samples 1000 10000000] [--repeat 3] [--root DIR] [--cold] [--shuffle-shards N]
 
 The sets are synthetic, without shards: eight buckets of two datasets with repeats and weights, one to three captions a
 sample, as many texts as samples, a hundredth held out, 250 rows a shard. Each measurement is a process of its own, with
@@ -8,7 +8,8 @@ the tables in the page cache (--cold: removed from it before). Medians of second
 
 "start": open the set, which checks its tables, make the batch schedule, locate everything that the first micro-batch
 reads. "signature": what `train` compares when it resumes, and records otherwise. "eval rows": the choice of held-out
-samples. "epoch": the rows and passes of every micro-batch of an epoch, batches of 4, 64 samples a step. Memory, MiB:
+samples. "epoch": the rows and passes of every micro-batch of an epoch, batches of 4, 64 samples a step; with
+--shuffle-shards in the order by shards. Memory, MiB:
 "anonymous" belongs to the process alone (Anonymous in /proc/self/smaps_rollup), at its end and at most (looked up
 every 3 ms); "resident" counts the pages of the tables that it has read, too, which are page cache.
 """
@@ -34,7 +35,9 @@ from benchmarks.common import MIB, make_parser, print_header, print_row
 from cache.exporter import publish_set
 from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
+from cache.shard_order import make_schedule
 from cache.store import Store
+from schemas.config.training import Train
 from schemas.import_time import leave_out_pandas
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 from trainer.run_state import data_signature
@@ -108,7 +111,7 @@ def read_kib(process: int | str, file: str, name: str) -> int:
     return 0
 
 
-def measure(root: str) -> dict[str, float]:
+def measure(root: str, shuffle_shards: int | None = None) -> dict[str, float]:
     """Of this process: seconds by name of TIMES, processor seconds (the same with " CPU"), MiB by name of SIZES."""
     leave_out_pandas()  # as `latentpress train` does
     found = dict[str, float]()
@@ -121,7 +124,8 @@ def measure(root: str) -> dict[str, float]:
 
     def start() -> tuple[Any, BatchSchedule]:
         data = open_set(Store(root), "current", FAMILY, TASK)
-        schedule = BatchSchedule(data.spans, 0, BATCH_SIZE, GLOBAL_BATCH)
+        settings = Train(batch_size=BATCH_SIZE, accumulate=GLOBAL_BATCH // BATCH_SIZE, shuffle_shards=shuffle_shards)
+        schedule = make_schedule(data, settings)
         rows = schedule.step(0)[0].rows
         data.caption_counts(rows)
         for row in rows.tolist():
@@ -145,13 +149,14 @@ def drop_from_page_cache(root: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def run_process(root: Path) -> dict[str, float]:
+def run_process(root: Path, shuffle_shards: int | None) -> dict[str, float]:
     program = (
         "import time; begin = time.perf_counter(); import json, sys; from benchmarks import big_set; "
         "imports = {'imports': time.perf_counter() - begin, 'imports CPU': time.process_time()}; "
-        "print(json.dumps(big_set.measure(sys.argv[1]) | imports))"
+        "print(json.dumps(big_set.measure(sys.argv[1], *map(int, sys.argv[2:])) | imports))"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(root)], stdout=subprocess.PIPE, text=True) as process:
+    arguments = [str(root), *([] if shuffle_shards is None else [str(shuffle_shards)])]
+    with subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
         most = 0
         while process.poll() is None:
             most = max(most, read_kib(process.pid, "status", "RssAnon"))
@@ -164,6 +169,7 @@ def main() -> None:
     parser = make_parser(__doc__, repeat=3, root=True)
     parser.add_argument("--samples", type=int, nargs="+", default=[1000, 10_000_000])
     parser.add_argument("--cold", action="store_true", help="remove the tables from the page cache before each process")
+    parser.add_argument("--shuffle-shards", type=int, help="train.shuffle_shards")
     options = parser.parse_args()
     print_header("samples", "MiB on disk", *TIMES, *SIZES)
     for count in options.samples:
@@ -174,7 +180,7 @@ def main() -> None:
             for _ in range(options.repeat):
                 if options.cold:
                     drop_from_page_cache(Path(folder))
-                found.append(run_process(Path(folder)))
+                found.append(run_process(Path(folder), options.shuffle_shards))
             middle = {name: statistics.median(one[name] for one in found) for name in found[0]}
             times = (f"{middle[name]:.2f} ({middle[f'{name} CPU']:.2f})" for name in TIMES)
             print_row(f"{count:,}", f"{size:.1f}", *times, *(f"{middle[name]:.0f}" for name in SIZES))

@@ -3,10 +3,10 @@
 An optimizer step takes a global batch, which is made of micro-batches of `batch_size` samples, each of one bucket: what
 one rank computes in one forward pass. An epoch is a list of micro-batches; a step takes the next ones, so a step may
 end one epoch and begin the next, and no sample is repeated to fill it. The order of the draws within a bucket and that
-of the steps within an epoch are pseudo-random permutations, computed at a point (a Feistel network over the next power
-of four, repeated until the result is in range). Nothing is shuffled, stored or replayed: any step takes the same few
-microseconds a sample for ten samples or a billion, and resuming is an integer. `Generator.permutation` would keep eight
-bytes per sample and pass, and its stream may change between releases of numpy.
+of the steps within an epoch are pseudo-random permutations, computed at a point (a Feistel network). Nothing is
+shuffled, stored or replayed: any step takes the same few microseconds a sample for ten samples or a billion, and
+resuming is an integer. `Generator.permutation` would keep eight bytes per sample and pass, and its stream may change
+between releases of numpy.
 
 Draws: a bucket consists of spans, the rows of one dataset that share `repeats` and `weight`. A span of n rows is drawn
 from d = max(1, n (1 + repeats) weight, halves rounded up) times in each epoch. Over the epochs its draws cycle through
@@ -27,25 +27,27 @@ order of the epoch's own), cuts this list into steps, and takes the steps in a r
 of neighbours in the list where a bucket's micro-batches do not divide by those of a step. What the epoch before left of
 a step comes first, what is left for the next epoch last; every other epoch lists its buckets from the most expensive to
 the cheapest, so that these two are neighbours, too.
+
+This is `WholeOrder`. With `train.shuffle_shards`, `cache.shard_order` orders the same steps, for few shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.geometry import Bucket
 from schemas.identity import derive_seed
-from schemas.randomness import mix_bits, to_unit_interval
+from schemas.randomness import permute
 
 Ints = NDArray[np.int64]
 
 LIKE_COST = 1.25  # buckets whose costs differ by less are taken for equal
-_ROUNDS = 8
 _PLANNED_DRAWS = 1 << 12  # of the steps that `step` plans together: alone, a step takes several times as long
-_BLOCK = 1 << 13  # positions permuted at a time, so that they stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -107,28 +109,90 @@ class BucketDraws:
     fill: int
 
 
+@dataclass(frozen=True)
+class EpochDraws:
+    """What every epoch draws, and how it is cut. size: micro-batches of a step. tables: of each bucket."""
+
+    seed: int
+    batch_size: int
+    size: int
+    tables: list["DrawTable"]
+
+    @cached_property
+    def counts(self) -> Ints:
+        """(buckets,) micro-batches of an epoch."""
+        return np.array([-(-table.draws // self.batch_size) for table in self.tables], np.int64)
+
+    @cached_property
+    def _classes(self) -> Ints:
+        return _cost_classes([Bucket.parse(table.bucket) for table in self.tables])
+
+    def listed(self, epoch: int) -> "EpochList":
+        key = derive_seed(f"{self.seed}/{epoch}", "buckets")
+        order = np.lexsort((permute(np.arange(len(self.tables)), len(self.tables), key), self._classes))
+        order, total = order[::-1] if epoch % 2 else order, int(self.counts.sum())
+        first = min(-epoch * total % self.size, total)
+        return EpochList(order, np.cumsum(self.counts[order]), self.counts, first, (total - first) // self.size)
+
+
+@dataclass(frozen=True)
+class EpochList:
+    """An epoch's list of micro-batches. order, ends: (buckets,) as they are listed, their numbers and where they end.
+    first: micro-batches that complete a step which the epoch before began. steps: whole steps after these."""
+
+    order: Ints
+    ends: Ints
+    counts: Ints
+    first: int
+    steps: int
+
+    def find(self, places: Ints) -> tuple[Ints, Ints]:
+        """(n,) of the micro-batches at these places in the list: the bucket, and the number within it."""
+        which = np.searchsorted(self.ends, places, side="right")
+        buckets = self.order[which]
+        return buckets, places - (self.ends[which] - self.counts[buckets])
+
+
+class Order(Protocol):
+    """An order of the micro-batches of an epoch, and of the draws of a bucket."""
+
+    @property
+    def digest(self) -> str | None:
+        """Of what determines it beside `EpochDraws` and options: which rows are in a shard together."""
+
+    def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
+        """(n,) of the micro-batches trained as these numbers of an epoch: the bucket, and the number within it."""
+
+    def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
+        """(n, B) rows and passes of a bucket's micro-batches that have these numbers in an epoch."""
+
+
+MakeOrder = Callable[[EpochDraws], Order]
+
+
 class BatchSchedule:
-    """The micro-batches of every step: a pure function of (spans, seed, batch size, global batch).
+    """The micro-batches of every step: a pure function of (spans, seed, batch size, global batch, order).
 
     batch_size: samples of one micro-batch. global_batch: samples of one optimizer step, all ranks together. ValueError
     where it is not a multiple of the batch size. Spans of one bucket may be anywhere in the list; empty ones are left
-    out. Memory: nothing per sample.
+    out. order: `WholeOrder`, or what `cache.shard_order.order_by_shards` returns. Memory: nothing per sample.
     """
 
-    def __init__(self, spans: Sequence[Span], seed: int, batch_size: int, global_batch: int):
-        if batch_size < 1 or global_batch < 1 or global_batch % batch_size:
+    def __init__(
+        self, spans: Sequence[Span], seed: int, batch_size: int, global_batch: int, order: MakeOrder | None = None
+    ):
+        if min(batch_size, global_batch) < 1 or global_batch % batch_size:
             raise ValueError(f"a global batch of {global_batch} can't be divided into micro-batches of {batch_size}")
         self.seed, self.batch_size, self.global_batch = seed, batch_size, global_batch
         grouped: dict[str, list[Span]] = {}
-        for span in spans:
-            if span.count:
-                grouped.setdefault(span.bucket, []).append(span)
+        for span in filter(lambda span: span.count, spans):
+            grouped.setdefault(span.bucket, []).append(span)
         if not grouped:
             raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
-        self._tables = [_DrawTable(name, members) for name, members in grouped.items()]
-        self._counts = np.array([-(-table.draws // batch_size) for table in self._tables], np.int64)
+        tables = [DrawTable(name, members) for name, members in grouped.items()]
+        self._draws = EpochDraws(seed, batch_size, global_batch // batch_size, tables)
         self._planned: tuple[tuple[int, int, int], PlannedRows] | None = None
-        self._classes = _cost_classes([Bucket.parse(table.bucket) for table in self._tables])
+        self.order = (order or WholeOrder)(self._draws)
 
     @property
     def micro_batches_per_step(self) -> int:
@@ -136,7 +200,7 @@ class BatchSchedule:
 
     @property
     def micro_batches_per_epoch(self) -> int:
-        return int(self._counts.sum())
+        return int(self._draws.counts.sum())
 
     @property
     def steps_per_epoch(self) -> float:
@@ -146,7 +210,7 @@ class BatchSchedule:
     def buckets(self) -> list[BucketDraws]:
         """Of each bucket, in the order in which their first spans were given."""
         found = []
-        for table, count in zip(self._tables, self._counts.tolist(), strict=True):
+        for table, count in zip(self._draws.tables, self._draws.counts.tolist(), strict=True):
             samples, distinct = int(table.counts.sum()), int(np.minimum(table.counts, table.each).sum())
             fill = count * self.batch_size - table.draws
             found.append(BucketDraws(table.bucket, samples, distinct, table.draws, fill))
@@ -171,7 +235,7 @@ class BatchSchedule:
         return [
             MicroBatchRows(
                 int(found.epochs[number]),
-                self._tables[found.buckets[number]].bucket,
+                self._draws.tables[found.buckets[number]].bucket,
                 found.places[number] * self.batch_size + within,
                 found.rows[number],
                 found.passes[number],
@@ -190,11 +254,11 @@ class BatchSchedule:
         epochs, buckets, within = self._locate(numbers[own])
         rows, passes = np.empty((2, len(places), self.batch_size), np.int64)
         # Of each bucket in each epoch together.
-        group = epochs * len(self._tables) + buckets
+        group = epochs * len(self._draws.tables) + buckets
         order = np.argsort(group, kind="stable")
         for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
             epoch, bucket = int(epochs[members[0]]), int(buckets[members[0]])
-            rows[members], passes[members] = self._draw(epoch, self._tables[bucket], within[members])
+            rows[members], passes[members] = self.order.draw(epoch, bucket, within[members])
         for array in (rows, passes):
             array.flags.writeable = False  # `step` gives views of them several times
         return PlannedRows(epochs, buckets, places, rows, passes)
@@ -203,17 +267,7 @@ class BatchSchedule:
         """Bucket -> its micro-batches in a step, of all ranks together."""
         size = self.micro_batches_per_step
         which, counts = np.unique(self._locate(np.arange(step * size, (step + 1) * size))[1], return_counts=True)
-        return {self._tables[bucket].bucket: int(count) for bucket, count in zip(which, counts, strict=True)}
-
-    def _draw(self, epoch: int, table: "_DrawTable", numbers: Ints) -> tuple[Ints, Ints]:
-        """(n, B) rows and passes of the micro-batches of a bucket in an epoch that have these numbers."""
-        position = (numbers[:, None] * self.batch_size + np.arange(self.batch_size)).ravel()
-        repetition = position // table.draws if position.max() >= table.draws else np.int64(0)
-        position -= repetition * table.draws
-        key = derive_seed(f"{self.seed}/{epoch}/{table.bucket}", "samples")
-        rows, passes, most = table.rows_of(epoch, permute(position, table.draws, key))
-        passes += repetition * most
-        return rows.reshape(-1, self.batch_size), passes.reshape(-1, self.batch_size)
+        return {self._draws.tables[bucket].bucket: int(count) for bucket, count in zip(which, counts, strict=True)}
 
     def _locate(self, numbers: Ints) -> tuple[Ints, Ints, Ints]:
         """(n,) of each micro-batch, numbered over all epochs: its epoch, the number of its bucket, its number within
@@ -221,32 +275,38 @@ class BatchSchedule:
         epochs, rest = np.divmod(numbers, self.micro_batches_per_epoch)
         buckets, numbers = np.empty_like(epochs), np.empty_like(epochs)
         for epoch in np.unique(epochs).tolist():
-            own, order = epochs == epoch, self._bucket_order(epoch)
-            ends = np.cumsum(self._counts[order])
-            places = self._places_in_list(epoch, rest[own])
-            which = np.searchsorted(ends, places, side="right")
-            buckets[own] = order[which]
-            numbers[own] = places - (ends[which] - self._counts[order[which]])
+            own = epochs == epoch
+            buckets[own], numbers[own] = self.order.locate(epoch, rest[own])
         return epochs, buckets, numbers
 
-    def _bucket_order(self, epoch: int) -> Ints:
-        """(buckets,) numbers of the buckets as the epoch lists them."""
-        key = derive_seed(f"{self.seed}/{epoch}", "buckets")
-        order = np.lexsort((permute(np.arange(len(self._tables)), len(self._tables), key), self._classes))
-        return order[::-1] if epoch % 2 else order
 
-    def _places_in_list(self, epoch: int, numbers: Ints) -> Ints:
-        """(n,) where in the epoch's list the micro-batches are that are trained as these `numbers` of the epoch."""
-        count, size = self.micro_batches_per_epoch, self.micro_batches_per_step
-        first = min(-epoch * count % size, count)  # the rest of a step that the epoch before began
-        steps = (count - first) // size
-        within = (numbers >= first) & (numbers < first + steps * size)
-        step, place = np.divmod(numbers[within] - first, size)
-        key = derive_seed(f"{self.seed}/{epoch}", "batches")
-        found = numbers.copy()
+class WholeOrder:
+    """Draws and steps in random order over the whole set."""
+
+    digest = None
+
+    def __init__(self, draws: EpochDraws):
+        self._draws = draws
+
+    def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
+        listed, size = self._draws.listed(epoch), self._draws.size
+        within = (numbers >= listed.first) & (numbers < listed.first + listed.steps * size)
+        step, place = np.divmod(numbers[within] - listed.first, size)
+        key = derive_seed(f"{self._draws.seed}/{epoch}", "batches")
+        places = numbers.copy()
         if len(step):
-            found[within] = first + permute(step, steps, key) * size + place
-        return found
+            places[within] = listed.first + permute(step, listed.steps, key) * size + place
+        return listed.find(places)
+
+    def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
+        size, table = self._draws.batch_size, self._draws.tables[bucket]
+        position = (numbers[:, None] * size + np.arange(size)).ravel()
+        repetition = position // table.draws if position.max() >= table.draws else np.int64(0)
+        position -= repetition * table.draws
+        key = derive_seed(f"{self._draws.seed}/{epoch}/{table.bucket}", "samples")
+        rows, passes, most = table.rows_of(epoch, permute(position, table.draws, key))
+        passes += repetition * most
+        return rows.reshape(-1, size), passes.reshape(-1, size)
 
 
 def _cost_classes(buckets: Sequence[Bucket]) -> Ints:
@@ -260,8 +320,8 @@ def _cost_classes(buckets: Sequence[Bucket]) -> Ints:
     return classes
 
 
-class _DrawTable:
-    """The spans of one bucket as arrays, (S,) each, in which `BatchSchedule` looks draws up."""
+class DrawTable:
+    """The spans of one bucket as arrays, (S,) each, in which an order looks draws up."""
 
     def __init__(self, bucket: str, spans: Sequence[Span]):
         self.bucket = bucket
@@ -287,48 +347,3 @@ def small_bucket_advice(buckets: Sequence[BucketDraws]) -> str:
         "`max_aspect`, a larger `bucket_step`, up to a quarter of the edge, or `crop_aspect: square`); more samples. "
         "`repeats` does not: it shows the same ones more often"
     )
-
-
-def choose_captions(seed: int, rows: Ints, passes: Ints, alternatives: Ints) -> Ints:
-    """The caption that each row uses in a pass: alternatives take turns, from a random start.
-
-    Arrays are (n,). Over `alternatives[i]` consecutive passes row i uses each of its captions once.
-    """
-    offset = mix_bits(rows.astype(np.uint64) ^ np.uint64(derive_seed(str(seed), "captions")))
-    return ((offset % alternatives.astype(np.uint64)).astype(np.int64) + passes) % alternatives
-
-
-def draw_caption_dropout(seed: int, step: int, positions: Ints, share: float) -> NDArray[np.bool_]:
-    """(n,) whether the null prompt replaces the caption at each position of the global batch of `step`."""
-    bits = mix_bits(positions.astype(np.uint64) ^ np.uint64(derive_seed(f"{seed}/{step}", "dropout")))
-    return to_unit_interval(bits) < share
-
-
-def permute(positions: Ints, size: int, key: int) -> Ints:
-    """The images of `positions` under the pseudo-random permutation of range(size) that `key` chooses."""
-    if size == 1:
-        return np.zeros_like(positions)
-    half = max(2, ((size - 1).bit_length() + 1) // 2)
-    keys = mix_bits(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(key))
-    found = positions.astype(np.uint64)
-    outside = np.arange(len(found))
-    while len(outside):  # on average less than four rounds: the domain is smaller than 4 size
-        for start in range(0, len(outside), _BLOCK):
-            block = outside[start : start + _BLOCK]
-            found[block] = _feistel(found[block], half, keys)
-        outside = outside[found[outside] >= size]
-    return found.view(np.int64)
-
-
-def _feistel(values: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of range(4**half): each round mixes one half of the bits into the other."""
-    width, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = values >> width, values & mask
-    for key in keys:
-        mixed = mix_bits(right ^ key)
-        mixed &= mask
-        mixed ^= left
-        left, right = right, mixed
-    left <<= width
-    left |= right
-    return left

@@ -6,13 +6,16 @@ index into a memoryview takes a tenth of a microsecond; numpy's fancy indexing p
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Generic, TypeVar
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 View = TypeVar("View")
+Ints = NDArray[np.int64]
 
 
 class _Column(ABC, Generic[View]):
@@ -36,6 +39,13 @@ class _Column(ABC, Generic[View]):
         number = bisect_right(self._starts, row) - 1
         return self._views[number], row - self._starts[number]
 
+    def _split(self, rows: Ints) -> Iterator[tuple[View, Ints, Ints]]:
+        """For each chunk that has some of `rows`: its view, which of them, and their numbers there."""
+        chunk = np.searchsorted(self._starts, rows, side="right") - 1
+        for number in np.unique(chunk).tolist():
+            own = np.flatnonzero(chunk == number)
+            yield self._views[number], own, rows[own] - self._starts[number]
+
 
 class IntColumn(_Column[tuple[memoryview, memoryview | None, int]]):
     """Of int32, with or without nulls."""
@@ -58,6 +68,26 @@ class IntColumn(_Column[tuple[memoryview, memoryview | None, int]]):
         """As `get`, of a column without nulls."""
         (values, _, _), row = self._find(row)
         return values[row]
+
+    def between(self, first: int, last: int) -> NDArray[np.int32]:
+        """(last - first,) the numbers of rows from `first` to below `last`, of a column without nulls: a view where
+        they are in one chunk."""
+        parts = [np.frombuffer(self._views[0][0] if self._views else b"", np.int32)[:0]]
+        for start, (values, _, _) in zip(self._starts, self._views, strict=False):
+            if start < last and first < start + len(values):
+                parts.append(np.frombuffer(values, np.int32)[max(0, first - start) : last - start])
+        return parts[1] if len(parts) == 2 else np.concatenate(parts)
+
+    def take(self, rows: Ints, null: int = -1) -> Ints:
+        """(n,) as `get` of each row, and `null` for null."""
+        found = np.empty(len(rows), np.int64)
+        for (values, valid, offset), own, at in self._split(rows):
+            numbers = np.frombuffer(values, np.int32)[at]
+            if valid is not None:
+                bits = np.frombuffer(valid, np.uint8)[(at + offset) >> 3] >> ((at + offset) & 7) & 1
+                numbers = np.where(bits, numbers, null)
+            found[own] = numbers
+        return found
 
 
 class BoolColumn(_Column[tuple[memoryview, int]]):
@@ -87,6 +117,21 @@ class ListColumn(_Column[tuple[memoryview, memoryview]]):
         if not 0 <= place < ends[row + 1] - ends[row]:
             raise IndexError(f"place {place} of a list of {ends[row + 1] - ends[row]}")
         return values[ends[row] + place]
+
+    def lengths(self, rows: Ints) -> Ints:
+        """(n,) as `length` of each row."""
+        found = np.empty(len(rows), np.int64)
+        for (ends, _), own, at in self._split(rows):
+            all_ends = np.frombuffer(ends, np.int32)
+            found[own] = all_ends[at + 1] - all_ends[at]
+        return found
+
+    def take(self, rows: Ints, places: Ints) -> Ints:
+        """(n,) as `get` of each row and place, which must be within the row's list."""
+        found = np.empty(len(rows), np.int64)
+        for (ends, values), own, at in self._split(rows):
+            found[own] = np.frombuffer(values, np.int32)[np.frombuffer(ends, np.int32)[at] + places[own]]
+        return found
 
 
 class TextColumn(_Column[tuple[memoryview, memoryview]]):

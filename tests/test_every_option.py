@@ -273,6 +273,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.offload.streams": (MACHINE, "train.offload={blocks: true, streams: true}"),
     "train.offload.activations": (MACHINE, "train.offload.activations=true"),
     "train.offload.to": (REFUSED, "train.offload.to=disk"),
+    "train.shuffle_shards": (RUN, "train.shuffle_shards=2"),
     "train.reading.threads": (RUN, "train.reading.threads=3"),
     "train.reading.verify": (RUN, "train.reading.verify=first"),
     "train.attention_backend": (RUN, "train.attention_backend=_native_flash"),

@@ -10,6 +10,7 @@ from cache import compatibility, weights
 from cache.damage import DamageError, rebuild_advice
 from cache.schedule import BatchSchedule, small_bucket_advice
 from cache.set_lookup import open_configured_set
+from cache.shard_order import make_schedule
 from cache.trainset import TrainSet
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption
@@ -55,12 +56,11 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
     try:
         compatibility.check_task(config.model)
         data = open_configured_set(config, console.warn)
-        global_batch = config.train.batch_size * config.train.accumulate * world
         check_methods(config, data)
         require_initial_adapter(config)
         check_base_precision(config)
         check_parallel(config.train.parallel, world)
-        schedule = BatchSchedule(data.spans, config.train.seed, config.train.batch_size, global_batch)
+        schedule = make_schedule(data, config.train, world)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule)
         log_warnings(config, data, schedule, state, console)

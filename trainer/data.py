@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cache.captions import choose_captions, draw_caption_dropout
 from cache.damage import DamageError
 from cache.row_reader import RowReader
-from cache.schedule import BatchSchedule, Ints, MicroBatchRows, choose_captions, draw_caption_dropout
+from cache.schedule import BatchSchedule, Ints, MicroBatchRows
 from cache.tensors import Array
 from cache.trainset import Sample, TrainSet
 from schemas.catalogue import FAMILIES

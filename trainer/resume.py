@@ -27,6 +27,7 @@ SETTINGS = {
     "family": "model.family",
     "task": "model.flavour",
     "seed": "train.seed",
+    "shuffle_shards": "train.shuffle_shards",
     "caption_dropout": "train.caption_dropout",
     "shift": "train.shift",
     "batch size": "train.batch_size",
@@ -46,6 +47,7 @@ HINTS = {
     "transformer": "Set model.path, model.flavour or model.revision back.",
 }
 HINTS["random numbers"] = "Continue with the release that began the run, whose noise was another."
+HINTS["shuffle_shards"] = "Set train.shuffle_shards back, and train.set to the shards that the run began with."
 HINTS["base weights"] = HINTS["transformer"]
 HINTS["initial adapter"] = "Set train.adapter.init back, or its file."
 #: Hashes in the signature -> the message in place of their values.
@@ -166,7 +168,7 @@ def check_signature(found: Checkpoint, signature: Mapping[str, Any]) -> None:
     different = [key for key in sorted(current) if _comparable(key, saved.get(key)) != _comparable(key, current[key])]
     if different:
         lines = [line for key in different for line in _describe_difference(key, saved.get(key), current[key])]
-        hints = HINTS | {key: f"Set {setting} back." for key, setting in SETTINGS.items()}
+        hints = {key: f"Set {setting} back." for key, setting in SETTINGS.items()} | HINTS
         steps = dict.fromkeys(hints[key] for key in different if key in hints)
         message = f"{found.path} can't be continued with this configuration:"
         raise ResumeError("\n".join([message, *lines]), " ".join([*steps, NEW_RUN_HINT]))

@@ -45,6 +45,7 @@ class RunError(LatentpressError):
 
 def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
+    shards = config.train.shuffle_shards
     return {
         "data": data_signature(data, {name for method in config.train.methods.used.values() for name in method.needs}),
         "family": config.model.family,
@@ -53,6 +54,7 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "random numbers": RANDOM_NUMBERS,
         "batch size": schedule.batch_size,
         "global batch": schedule.global_batch,
+        "shuffle_shards": shards and {"shards": shards, "rows of shards": schedule.order.digest},
         "caption_dropout": config.train.caption_dropout,
         "shift": None if config.train.timesteps.auto_shift else fixed_shift(config),
         "timesteps": config.train.timesteps.model_dump(mode="json"),

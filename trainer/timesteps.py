@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.schedule import permute
 from schemas.config.objective import Timesteps
 from schemas.identity import derive_seed
+from schemas.randomness import permute
 from trainer.flow import shift_sigma
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2

@@ -155,6 +155,9 @@ class Train(Section):
     batch_size: Count = Field(1, description="samples of one forward pass on one device")
     accumulate: Count = Field(1, description="forward passes of one optimizer step")
     seed: Seed = 0
+    shuffle_shards: int | None = Field(
+        None, ge=2, le=10**9, description="shards that the order of samples needs at a time; default: all of the set"
+    )
     precision: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.precision")
     weight_precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of a full-rank run's weights; bfloat16 needs an optimizer with Kahan summation"

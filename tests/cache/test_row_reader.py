@@ -202,10 +202,16 @@ def test_columns_of_any_chunks() -> None:
 
         column = IntColumn(chunk(ints.cast(pa.int32())))
         assert [column.get(i) for i in range(7)] == numbers and column.number(3) == 7
+        some = np.array([6, 1, 3, 3, 4, 0])
+        assert column.take(some).tolist() == [2, -1, 7, 7, -1, 3] and column.take(some[:0]).tolist() == []
+        for first, last in ((0, 1), (2, 4), (5, 7), (2, 2)):  # without nulls
+            assert column.between(first, last).tolist() == numbers[first:last]
         assert [BoolColumn(chunk(bools)).get(i) for i in range(7)] == marks
         assert [TextColumn(chunk(strings)).get(i).decode() for i in range(7)] == texts
         column = ListColumn(chunk(nested))
         assert [[column.get(i, j) for j in range(column.length(i))] for i in range(7)] == lists
+        assert column.lengths(some).tolist() == [len(lists[i]) for i in some]
+        assert column.take(np.array([6, 4, 4, 0]), np.array([0, 2, 0, 0])).tolist() == [8, 7, 5, 1]
         for wrong in (lambda c=column: c.get(1, 0), lambda c=column: c.get(7, 0), lambda c=column: c.get(-1, 0)):
             with pytest.raises(IndexError):
                 wrong()

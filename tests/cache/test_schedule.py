@@ -15,17 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.buckets import photograph_sizes
+from cache.captions import choose_captions, draw_caption_dropout
 from cache.schedule import (
     BatchSchedule,
     BucketDraws,
     MicroBatchRows,
     Span,
-    choose_captions,
-    draw_caption_dropout,
-    permute,
     small_bucket_advice,
 )
 from schemas.geometry import choose_buckets, resolution_buckets
+from schemas.randomness import permute
 
 BUCKETS = ("64x64@1", "64x96@1", "640x640@5")
 A, B, _ = BUCKETS

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
+from cache.shard_order import make_schedule
 from cache.store import Store
 from schemas.cli.console import OK, Console, Options, run_program
 from tests.processes import use_one_thread
@@ -36,8 +37,7 @@ def train(config) -> dict:
 
 def plan_batches(config, data) -> BatchSchedule:
     """Of one process."""
-    settings = config.train
-    return BatchSchedule(data.spans, settings.seed, settings.batch_size, settings.batch_size * settings.accumulate)
+    return make_schedule(data, config.train)
 
 
 def prepared(config) -> loop.TrainState:

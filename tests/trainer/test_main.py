@@ -72,16 +72,20 @@ def test_without_a_model_index_the_transformers_config_tells(
 
 @pytest.mark.slow
 def test_what_needs_no_model_is_compared_before_one_is_loaded(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=1)
+    config = make_config("t2i", steps=1, shuffle_shards=4)
     make_set(config)
     assert program(config, tmp_path, capsys)[0] == OK
     for change, words in (
+        ({"shuffle_shards": 2}, "train.shuffle_shards.shards: 4 in the checkpoint, 2 now"),
+        ({"shuffle_shards": None}, "shuffle_shards: {"),
         ({"adapter": {"rank": 4}}, "train.adapter.rank: 16 in the checkpoint, 4 now"),
         ({"caption_dropout": 0.5}, "train.caption_dropout: 0.1 in the checkpoint, 0.5 now"),
         ({"resume": False}, "train.resume is false"),
     ):
         for dry_run in (True, False):
-            code, report, log = program(make_config("t2i", steps=2, **change), tmp_path, capsys, dry_run=dry_run)
+            code, report, log = program(
+                make_config("t2i", steps=2, **{"shuffle_shards": 4, **change}), tmp_path, capsys, dry_run=dry_run
+            )
             assert code == USAGE and LOADS not in log and words in report["error"]["message"]
             assert "another train.run" in report["error"]["next_step"]
 

@@ -1,0 +1,23 @@
+"""Which caption of its sample a draw uses: functions of the draw, the same on any rank."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.schedule import Ints
+from schemas.identity import derive_seed
+from schemas.randomness import mix_bits, to_unit_interval
+
+
+def choose_captions(seed: int, rows: Ints, passes: Ints, alternatives: Ints) -> Ints:
+    """The caption that each row uses in a pass: alternatives take turns, from a random start.
+
+    Arrays are (n,). Over `alternatives[i]` consecutive passes row i uses each of its captions once.
+    """
+    offset = mix_bits(rows.astype(np.uint64) ^ np.uint64(derive_seed(str(seed), "captions")))
+    return ((offset % alternatives.astype(np.uint64)).astype(np.int64) + passes) % alternatives
+
+
+def draw_caption_dropout(seed: int, step: int, positions: Ints, share: float) -> NDArray[np.bool_]:
+    """(n,) whether the null prompt replaces the caption at each position of the global batch of `step`."""
+    bits = mix_bits(positions.astype(np.uint64) ^ np.uint64(derive_seed(f"{seed}/{step}", "dropout")))
+    return to_unit_interval(bits) < share
