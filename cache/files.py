@@ -75,11 +75,13 @@ def check_folder(path: str | Path) -> None:
 
 
 class Entry(NamedTuple):
-    """A file: name, size in bytes, time of the last write (seconds since 1970; infinity where it is not known)."""
+    """A file: name, size in bytes, time of the last write (seconds since 1970; infinity where it is not known).
+    version: of an object, what changes when it is replaced, as of `object_store.object_version`."""
 
     name: str
     size: int
     modified: float
+    version: str = ""
 
 
 def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:

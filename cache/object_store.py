@@ -18,7 +18,7 @@ import fsspec
 import pyarrow as pa
 from fsspec.caching import BaseCache, register_cache
 
-from cache.files import Entry, StoreError
+from cache.files import Entry, StoreError, explained
 from schemas.errors import LatentpressError
 
 #: Read with the first request that touches the end of a file, where an Arrow file has its description.
@@ -30,6 +30,7 @@ PART_BYTES = 32 << 20
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
 #: Tries of one request to S3, unless AWS_MAX_ATTEMPTS says otherwise.
 ATTEMPTS = 5
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of this machine, as no store answers
 SHORT_READS = 3  # in a row that bring nothing, of a server that sends less than was asked for
 
 AGAIN = "run the same command again: what is finished is kept"
@@ -216,9 +217,16 @@ def read_object(fs: Any, path: str, size: int) -> bytes:
 
 
 def copy_object(fs: Any, path: str, target: str, size: int) -> None:
-    """Copy an object into the local file `target`. StoreError where other than `size` bytes come."""
+    """Copy an object into the local file `target`. StoreError where other than `size` bytes come, or where the disk of
+    `target` is full."""
     with explained_object(path):
-        fs.get_file(path, target)
+        try:
+            fs.get_file(path, target)
+        except OSError as error:
+            if error.errno in FULL_DISK:
+                with explained(target):
+                    raise
+            raise
         if (came := os.stat(target).st_size) != size:
             raise OSError(errno.EIO, f"it sent {came} of {size} bytes")
 
@@ -245,7 +253,8 @@ def list_objects(fs: Any, folder: str) -> Iterator[Entry]:
         bucket, prefix = _split_folder(folder)
         for page in _pages(fs, "list_objects_v2", {"ContinuationToken": "NextContinuationToken"}, bucket, prefix):
             for about in page.get("Contents", ()):
-                yield Entry(about["Key"][len(prefix) :], about["Size"], about["LastModified"].timestamp())
+                version = object_version({**about, "size": about["Size"]})
+                yield Entry(about["Key"][len(prefix) :], about["Size"], about["LastModified"].timestamp(), version)
         return
     fs.invalidate_cache()
     try:
@@ -254,7 +263,8 @@ def list_objects(fs: Any, folder: str) -> Iterator[Entry]:
         return
     for name, about in found.items():
         if name.startswith(folder + "/"):
-            yield Entry(name[len(folder) + 1 :], about["size"] or 0, _object_time(about))
+            about = {**about, "size": about["size"] or 0}
+            yield Entry(name[len(folder) + 1 :], about["size"], _object_time(about), object_version(about))
 
 
 def _split_folder(folder: str) -> tuple[str, str]:

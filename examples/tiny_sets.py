@@ -56,11 +56,12 @@ class Prompt:
 
 @dataclass
 class SetWriter:
-    """Writes text and latent shards, two of each, and the set's tables over them."""
+    """Writes text and latent shards, `parts` of each, and the set's tables over them."""
 
     store: Store
     form: str
     dtype: str = "float32"
+    parts: int = 2
     shards: list[dict] = field(default_factory=list)
 
     def array(self, value: np.ndarray) -> Array:
@@ -70,14 +71,14 @@ class SetWriter:
         return Array.from_numpy(bits.numpy(), "bfloat16")
 
     def shard(self, kind: str, rows: Sequence[tuple[str, Tensors]]) -> list[tuple[int, int]]:
-        """Write two shards with every other row each; (shard, row) of each given row."""
+        """Write shards with every `parts`-th row each; (shard, row) of each given row."""
         places = {}
-        for half in (0, 1):
+        for part in range(self.parts):
             unit = f"{kind}-{len(self.shards)}"
             meta = ShardMeta(kind, "f" * 24, unit, "")
             columns = {name: self.dtype for _, tensors in rows for name in tensors}
             with open_writer(self.store, f"{kind}/{'f' * 24}/{unit}", meta, columns, self.form) as out:
-                for number, (id, tensors) in enumerate(rows[half::2]):
+                for number, (id, tensors) in enumerate(rows[part :: self.parts]):
                     out.add(ShardRow(id, {name: self.array(value) for name, value in tensors.items()}))
                     places[id] = (len(self.shards), number)
                 self.shards.append({"path": out.finish(), "kind": kind})
@@ -95,10 +96,11 @@ def write_set(
     dtype: str = "float32",
     name: str = "set1",
     ids: str = "set1",
+    parts: int = 2,
 ) -> Path:
     """Write a whole training set under `root` and make it the current one. Text 0 is the null prompt. ids: what the ids
-    of samples and texts begin with."""
-    out, items = SetWriter(Store(root), form, dtype), sorted(items, key=lambda item: item.place)
+    of samples and texts begin with. parts: shards of each kind."""
+    out, items = SetWriter(Store(root), form, dtype, parts), sorted(items, key=lambda item: item.place)
     texts = [null, *(text for item in items for text in item.texts), *(prompt.text for prompt in prompts)]
     text_places = out.shard("text", [(f"{ids}-text{i}", text) for i, text in enumerate(texts)])
     latents = [{"latent": item.latent} for item in items]

@@ -164,6 +164,7 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         "AWS_CONFIG_FILE": str(tmp_path / "none"),
         "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
         "NO_PROXY": "*",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -3,11 +3,12 @@
 import os
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from cache import compatibility, weights
 from cache.damage import DamageError, rebuild_advice
+from cache.local_cache import Ranks, supply_from_copies
 from cache.schedule import BatchSchedule, small_bucket_advice
 from cache.set_lookup import open_configured_set
 from cache.shard_order import make_schedule
@@ -52,10 +53,11 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (only rank 0 reports)
         console = Console(stdout=nowhere, stderr=nowhere)
     report = Report("train", dry_run=options.dry_run)
-    stop = StopRequest(max_time, console, world)
+    stop, ending = StopRequest(max_time, console, world), ExitStack()
     try:
         compatibility.check_task(config.model)
         data = open_configured_set(config, console.warn)
+        ending.callback(data.close)
         check_methods(config, data)
         require_initial_adapter(config)
         check_base_precision(config)
@@ -64,6 +66,10 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule)
         log_warnings(config, data, schedule, state, console)
+        if not is_finished(config, state):
+            ranks = Ranks(read_launch_variable("RANK", 0), world, read_launch_variable("LOCAL_WORLD_SIZE", 1))
+            steps = range(state["step"] if state else 0, config.train.steps)
+            supply_from_copies(config.train, data, schedule, steps, ranks, console.warn)
         if options.dry_run:
             report.skipped = min(state["step"], config.train.steps) if state else 0
             report.remaining = config.train.steps - report.skipped
@@ -96,6 +102,8 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         report.damage.append({**location, "reason": "damaged", "message": message})
         report.next_steps = [rebuild_advice(damage.path)]
         return report
+    finally:
+        ending.close()
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.details |= summary
     if "saved" not in summary:

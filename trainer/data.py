@@ -5,8 +5,8 @@ batch), so a resumed run, or one on another number of ranks, gets the same. On a
 them, on other devices the step does, so that nothing of them is copied and no thread computes them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -20,6 +20,7 @@ from cache.captions import choose_captions, draw_caption_dropout
 from cache.damage import DamageError
 from cache.row_reader import RowReader
 from cache.schedule import BatchSchedule, Ints, MicroBatchRows
+from cache.shard_needs import needed_shards
 from cache.tensors import Array
 from cache.trainset import Sample, TrainSet
 from schemas.catalogue import FAMILIES
@@ -32,8 +33,6 @@ from trainer.reading import Chosen, read_batches
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
-
-PREFETCH_STEPS = 2  # steps read ahead
 
 
 @dataclass(frozen=True)
@@ -163,11 +162,17 @@ class BatchLoader:
             self._read_samples(Chosen(drawn.rows, *self._choose_texts(number, drawn), drawn.bucket))
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
-        """Steps first..last-1, read ahead by threads."""
-        return prefetch(self.step, range(first, last), threads=self.reading.threads)
+        """Steps first..last-1, read ahead by threads. Their shards' supply knows which ones come."""
+        planned = self.data, self.schedule, self.caption_dropout, first, last, self.rank, self.world
+        self.data.supply.follow(first, (numbers.tolist() for numbers in needed_shards(*planned)))
+        ahead, threads = self.reading.steps_ahead, self.reading.threads
+        with closing(prefetch(self.step, range(first, last), ahead, threads)) as steps:
+            for batches in steps:
+                self.data.supply.finished(batches.step)
+                yield batches
 
 
-def prefetch(read: Callable[[int], T], numbers: range, depth: int = PREFETCH_STEPS, threads: int = 1) -> Iterator[T]:
+def prefetch(read: Callable[[int], T], numbers: range, depth: int = 2, threads: int = 1) -> Generator[T]:
     """`read(n)` of each number in order, at most `depth` or `threads` results ahead, by background threads.
 
     An exception in a thread is raised at its place in the order. Leaving the iterator ends the threads. Threads are

@@ -147,6 +147,21 @@ class Reading(Section):
         "always", description="checksums: each time a row is read, or first: once a process and version of its file"
     )
 
+    @property
+    def steps_ahead(self) -> int:
+        """Of training."""
+        return max(2, self.threads)
+
+
+class LocalCache(Section):
+    """Copies of the shards of a root on an object store, on the machine that trains. A local root needs none."""
+
+    folder: str | None = Field(None, min_length=1, description="default: latentpress/shards in ~/.cache")
+    max_gb: float | None = Field(
+        None, gt=0, le=1e9, description="10^9 bytes of all copies; default: 200, or half of what the disk has free"
+    )
+    downloads: Processes = Field(4, description="shards fetched at the same time")
+
 
 class Train(Section):
     run: Name = "run"
@@ -176,6 +191,7 @@ class Train(Section):
     loss: Loss = Loss()
     caption_dropout: float = Field(0.1, ge=0, le=1, description="share of samples given the null prompt")
     reading: Reading = Reading()
+    local_cache: LocalCache = LocalCache()
     methods: Methods = Methods()
     adapter: Adapter = Adapter()
     optimizer: Optimizer = Optimizer()

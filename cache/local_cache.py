@@ -1,0 +1,114 @@
+"""train.local_cache: where the copies of a remote set's shards are on this machine, how many bytes they may have, and
+whether that suits a run."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cache.copy_folder import CopyFolder
+from cache.files import check_folder
+from cache.local_shards import LocalShards
+from cache.remote_shards import LocalCacheError, ShardCopies
+from cache.schedule import BatchSchedule
+from cache.shard_needs import needed_shards
+from cache.trainset import TrainSet
+from schemas.config.training import LocalCache, Train
+
+DEFAULT_BYTES = 200 * 10**9  # unless half of the disk's free space is less
+CHECKED_DRAWS = 1 << 16  # samples of which the shards are looked up before a model is loaded
+
+
+class Ranks(NamedTuple):
+    """This process among those of the run. local: those on this machine."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 1
+
+
+def cache_folder(settings: LocalCache) -> Path:
+    """train.local_cache.folder, by default latentpress/shards in the user's folder for caches."""
+    if settings.folder is not None:
+        return Path(settings.folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latentpress" / "shards"
+
+
+def cache_limit(settings: LocalCache, folder: Path) -> int:
+    """Bytes that the copies may have. LocalCacheError where the disk has less for them."""
+    check_folder(folder)
+    there = next(place for place in (folder, *folder.parents) if place.is_dir())
+    present = sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder)) if folder.is_dir() else 0
+    room = shutil.disk_usage(there).free + present
+    if settings.max_gb is None:
+        return min(DEFAULT_BYTES, room // 2)
+    limit = int(settings.max_gb * 1e9)
+    if limit > room:
+        raise LocalCacheError(
+            f"train.local_cache.max_gb is {settings.max_gb:g}, and the disk of {folder} has room for {room / 1e9:.3g}",
+            "Lower it, free space there, or set train.local_cache.folder to a folder on another disk.",
+        )
+    return limit
+
+
+def supply_from_copies(
+    settings: Train,
+    data: TrainSet,
+    schedule: BatchSchedule,
+    steps: range,
+    ranks: Ranks,
+    warn: Callable[[str], None],
+) -> None:
+    """Let a remote set read its shards through copies on this machine; nothing is done for a local one. `data.close`
+    ends it. One listing of each folder of shards.
+
+    steps: those of the run that remain. LocalCacheError where they can't be read ahead within the limit, as far as the
+    first CHECKED_DRAWS samples tell; a warning where the whole set does not fit and the order needs all of it.
+    """
+    if data.store.root is not None:
+        return
+    options, folder = settings.local_cache, cache_folder(settings.local_cache)
+    limit = cache_limit(options, folder)
+    paths = data.tables["shards"].column("path").to_pylist()
+    copies = ShardCopies(data.store, paths, CopyFolder(folder, limit))
+    data.use_supply(LocalShards(copies, options.downloads))
+    sizes = [shard.bytes for shard in copies.shards]
+    last = min(steps.stop, steps.start + max(1, CHECKED_DRAWS // schedule.global_batch))
+    planned = schedule, settings.caption_dropout, steps.start, last, ranks.rank, ranks.world
+    needs = [set(numbers.tolist()) for numbers in needed_shards(data, *planned)]
+    ahead = settings.reading.steps_ahead + 1
+    if (most := largest_window(needs, sizes, ahead)) > limit // ranks.local:
+        share = f", which {ranks.local} processes of this machine share" if ranks.local > 1 else ""
+        raise LocalCacheError(
+            f"train.local_cache.max_gb is {limit / 1e9:.3g}{share}: the shards of the {ahead} steps that are read at a "
+            f"time and one more have up to {most / 1e9:.3g} GB",
+            f"Raise it to {ranks.local * most / 1e9:.3g} or more; or let a step need fewer shards, by a lower "
+            "train.batch_size or train.accumulate, or by train.shuffle_shards.",
+        )
+    if sum(sizes) > limit and settings.shuffle_shards is None and ranks.rank == 0:
+        latents = data.tables["shards"].column("kind").to_pylist().count("latents") or len(paths)
+        warn(explain_order(data.id, limit, sum(sizes), ranks.local * mean_bytes(needs, sizes), latents))
+
+
+def largest_window(needs: Sequence[set[int]], sizes: Sequence[int], steps: int) -> int:
+    """The most bytes that the shards of so many steps in a row have together, and beside them one more shard."""
+    windows = (set[int]().union(*needs[first : first + steps]) for first in range(max(1, len(needs) - steps + 1)))
+    return max(sum(sizes[number] for number in window) for window in windows) + max(sizes, default=0)
+
+
+def mean_bytes(needs: Sequence[set[int]], sizes: Sequence[int]) -> float:
+    """Of the shards of one step, on average."""
+    return sum(sizes[number] for numbers in needs for number in numbers) / max(1, len(needs))
+
+
+def explain_order(set_id: str, limit: int, total: int, step: float, shards: int) -> str:
+    """What an order over the whole set asks of the store. limit, total, step: bytes of the cache, of the set, and of
+    the shards of one step. shards: those that are put in order, of latents; others come with them."""
+    each, fitting = step * (1 - limit / total) / 1e6, max(2, int(0.8 * limit * shards / total))
+    return (
+        f"the shards of set {set_id} have {total / 1e9:.3g} GB, and train.local_cache.max_gb is {limit / 1e9:.3g}. In "
+        f"an order over the whole set most shards are fetched again for each sample: about {each:,.0f} MB a step, or "
+        f"{each:,.0f} MB/s for steps of one second. Set train.shuffle_shards: {fitting}, or raise max_gb to "
+        f"{total / 1e9:.3g}"
+    )

@@ -1,0 +1,120 @@
+"""The shards of a set in a remote store: which versions are there, and their copies, fetched, verified and opened."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from cache.copy_folder import CopyFolder, FileVersion, HeldCopy, StartedCopy
+from cache.damage import DamageError
+from cache.object_store import copy_object
+from cache.shard import ARROW_SUFFIX, SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
+from cache.shard_io import open_reader, verify
+from cache.store import Store
+from schemas.errors import USAGE, LatentpressError
+
+
+class LocalCacheError(LatentpressError):
+    """train.local_cache does not suit the run or this machine."""
+
+    exit_code = USAGE
+
+
+class RemoteShard(NamedTuple):
+    """A shard as it was listed. name: of its copy, which is another when the shard is replaced. bytes: with a tar's
+    description. sidecar: bytes of that description, 0 for an Arrow shard. bytes 0: it is not there."""
+
+    name: str
+    bytes: int
+    sidecar: int
+
+
+def list_shards(store: Store, paths: Sequence[str]) -> list[RemoteShard]:
+    """The shards of a set, by one listing of each folder that they are in."""
+    wanted = {path: number for number, path in enumerate(paths)}
+    found = {}
+    for folder in sorted({path.rpartition("/")[0] for path in paths}):
+        for entry in store.list_files(folder):
+            rel = f"{folder}/{entry.name}"
+            if rel in wanted or rel.removesuffix(SIDECAR_SUFFIX) + TAR_SUFFIX in wanted:
+                found[rel] = entry
+    shards = []
+    for path in paths:
+        sidecar = path.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX if path.endswith(TAR_SUFFIX) else None
+        files = [found[rel] for rel in (path, sidecar) if rel in found]
+        if path not in found:
+            shards.append(RemoteShard("", 0, 0))
+            continue
+        key = "\n".join([store.url.rstrip("/"), path, *(f"{entry.size} {entry.version}" for entry in files)])
+        suffix = TAR_SUFFIX if sidecar else ARROW_SUFFIX
+        sizes = [entry.size for entry in files]
+        shards.append(RemoteShard(xxhash.xxh3_128_hexdigest(key.encode()) + suffix, max(1, sum(sizes)), sum(sizes[1:])))
+    return shards
+
+
+class CopyStore(Store):
+    """The shard at `rel` of a remote store, and its description, opened from a copy, under the originals' names."""
+
+    def __init__(self, remote: Store, folder: Path, rel: str, copy: str) -> None:
+        super().__init__(folder)
+        self._remote = remote
+        self._stem, self._copy = (name.removesuffix(TAR_SUFFIX) for name in (rel, copy))
+
+    def path(self, rel: str) -> str:
+        return self._remote.path(rel)
+
+    def local(self, rel: str) -> Path:
+        return Path(self.base, self._copy + rel.removeprefix(self._stem))
+
+
+class ShardCopies:
+    """The shards at `paths` of a remote store, by number, as copies in a folder. Threads may share it, each with shards
+    of its own."""
+
+    def __init__(self, store: Store, paths: Sequence[str], folder: CopyFolder) -> None:
+        self.folder, self.shards = folder, list_shards(store, paths)
+        self._store, self._paths = store, paths
+        self._verified: dict[int, FileVersion] = {}
+
+    def size_of(self, numbers: Iterable[int]) -> int:
+        """Bytes."""
+        return sum(self.shards[number].bytes for number in numbers)
+
+    def missing(self, number: int) -> DamageError:
+        return DamageError(self._store.path(self._paths[number]), "the file is missing")
+
+    def fetch(self, number: int, started: StartedCopy) -> HeldCopy:
+        """Copy the shard. StoreError where that fails, DamageError where it is not there any more."""
+        shard, rel = self.shards[number], self._paths[number]
+        try:
+            if shard.sidecar:
+                described = rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX
+                copy_object(self._store.fs, self._store.path(described), str(started.description), shard.sidecar)
+            copy_object(self._store.fs, self._store.path(rel), str(started.part), shard.bytes - shard.sidecar)
+            return started.finish()
+        except FileNotFoundError as error:
+            started.abandon()
+            raise self.missing(number) from error
+        except BaseException:
+            started.abandon()
+            raise
+
+    def is_sound(self, number: int, copy: HeldCopy) -> bool:
+        """Whether each row of a copy is what was written; found once for each version of its file."""
+        if self._verified.get(number) == copy.version:
+            return True
+        if verify(self._copy_store(number), self._paths[number]):
+            return False
+        self._verified[number] = copy.version
+        return True
+
+    def open(self, number: int) -> BaseShardReader:
+        return open_reader(self._copy_store(number), self._paths[number])
+
+    def remove(self, number: int) -> None:
+        self._verified.pop(number, None)
+        self.folder.remove(self.shards[number].name)
+
+    def _copy_store(self, number: int) -> CopyStore:
+        return CopyStore(self._store, self.folder.folder, self._paths[number], self.shards[number].name)

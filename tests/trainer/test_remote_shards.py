@@ -1,0 +1,179 @@
+"""Training on a set in an S3 store, through copies of its shards: as on a disk, killed, damaged, by two ranks."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.remote_shards import LocalCacheError
+from cache.store import Store
+from schemas.cli.console import OK
+from schemas.config.pipeline import Config
+from schemas.errors import DAMAGE, USAGE
+from tests.conftest import LONG
+from tests.processes import forget_forkserver, use_one_thread
+from tests.s3_server import BUCKET, Request, S3Server
+from tests.trainer.runs import lines, on_two_ranks, program
+from trainer.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+PARTS = 4  # shards of each kind
+#: Requests of a run that do not depend on the number of shards or samples.
+FIXED = 40
+VALIDATION: dict[str, Any] = {"eval_samples": 3, "every": 4}
+
+
+class Remote:
+    """A set in the bucket and the same on a disk, and configurations that train on them."""
+
+    def __init__(self, folder: Path, make_config: Callable[..., Config], make_set: Callable, form: str) -> None:
+        self.folder, self._make = folder, make_config
+        self.here = self.config("local")
+        make_set(self.here, form=form, parts=PARTS)
+        store, local = Store(f"s3://{BUCKET}/work"), Store(self.here.root)
+        for name in local.list_names():
+            store.publish_bytes(name, local.read_bytes(name))
+        self.shards = [name for name in local.list_names() if name.startswith(("text/", "latents/"))]
+
+    def config(self, name: str, **train: Any) -> Config:
+        """A run of its own; not a local one has the remote root."""
+        settings = {"steps": 8, "batch_size": 2, "caption_dropout": 0.3, "gradient_noise_every": 0, "trackers": ()}
+        made = self._make("t2i", name=name, validation=VALIDATION, **(settings | train))
+        return made if name.startswith("local") else made.model_copy(update={"root": f"s3://{BUCKET}/work"})
+
+    @property
+    def copies(self) -> list[Path]:
+        return sorted(path for path in (self.folder / "cache/latentpress/shards").glob("*") if path.is_file())
+
+
+@pytest.fixture
+def remote(s3: S3Server, tmp_path: Path, make_config, make_set, request: pytest.FixtureRequest) -> Remote:
+    return Remote(tmp_path, make_config, make_set, getattr(request, "param", "arrow"))
+
+
+def fetched(config: Config) -> float:
+    lines = read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    return sum(line.get("shards_fetched", 0) for line in lines)
+
+
+def gets(s3: S3Server) -> list[str]:
+    """Shards and descriptions of tars that were read, one for each request."""
+    found = [request.key.removeprefix("work/") for request in s3.requests if request.operation == "GetObject"]
+    return sorted(name for name in found if name.startswith(("text/", "latents/")))
+
+
+@pytest.mark.parametrize("remote", ["arrow", "webdataset"], indirect=True)
+def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, tmp_path, capsys) -> None:
+    """A second run finds the copies, one of which is damaged; eval losses and validation prompts read them too."""
+    assert program(remote.here, tmp_path, capsys)[0] == OK
+    wanted = lines(remote.here), lines(remote.here, "eval_loss")
+    assert len(wanted[0]) == 8 and len(wanted[1]) == 3
+    first = remote.config("first")
+    s3.reset()
+    assert program(first, tmp_path, capsys)[0] == OK
+    assert (lines(first), lines(first, "eval_loss")) == wanted
+    assert gets(s3) == sorted(remote.shards), "whole shards, each once, and no rows"
+    assert len(s3.requests) <= FIXED + len(remote.shards)
+    assert {path.suffix for path in remote.copies} <= {".arrow", ".tar", ".json", ""}
+    damaged = next(path for path in remote.copies if path.suffix in (".arrow", ".tar"))
+    whole = bytearray(damaged.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    damaged.write_bytes(whole)
+    second = remote.config("second")
+    s3.reset()
+    assert program(second, tmp_path, capsys)[0] == OK
+    assert (lines(second), lines(second, "eval_loss")) == wanted
+    assert len({name.partition(".")[0] for name in gets(s3)}) == 1 and fetched(second) <= 1
+
+
+def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
+    assert program(remote.here, tmp_path, capsys)[0] == OK
+    arrived = threading.Semaphore(0)
+    config = remote.config("killed", checkpoint_every=1, local_cache={"downloads": 1})
+    seen = set[str]()
+
+    def notice(request: Request) -> str:
+        is_shard = request.operation == "GetObject" and request.key.endswith(".arrow") and "/sets/" not in request.key
+        if is_shard:
+            seen.add(request.key)
+        late = is_shard and killing and len(seen) == 2 * PARTS
+        if late:
+            arrived.release()
+        return "cut" if late else ""
+
+    killing, s3.answer = True, notice
+    child = os.fork()
+    if child == 0:
+        forget_forkserver()
+        use_one_thread()
+        try:
+            program(config, tmp_path, capsys)
+        finally:
+            os._exit(1)
+    assert arrived.acquire(timeout=120)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    killing = False
+    done = len(lines(config))
+    assert [path.suffix for path in remote.copies].count(".part") == 1
+    code, report, _ = program(config, tmp_path, capsys)
+    assert code == OK and report["done"] >= 8 - done - 1
+    assert lines(config) == lines(remote.here)
+    assert [path for path in remote.copies if path.suffix == ".part"] == []
+
+
+def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
+    """After two fetches, with the row, by the remote name; nothing is trained on it."""
+    name = next(name for name in remote.shards if name.startswith("latents"))
+    path = Path(remote.here.root) / name
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+    Store(f"s3://{BUCKET}/work").publish_bytes(name, bytes(whole))
+    found = [program(config, tmp_path, capsys)[:2] for config in (remote.here, remote.config("far"))]
+    assert [code for code, _ in found] == [DAMAGE, DAMAGE]
+    (local,), (far,) = (report["damage"] for _, report in found)
+    assert far["path"] == f"{BUCKET}/work/{name}" and local["path"] == str(path)
+    assert {key: far[key] for key in ("item", "row", "message")} == {
+        key: local[key] for key in ("item", "row", "message")
+    }
+    assert gets(s3).count(name) == 2
+
+
+def test_two_ranks_share_the_copies(remote, s3, tmp_path) -> None:
+    local, far = remote.config("local-ranks", batch_size=1), remote.config("ranks", batch_size=1)
+    for config in (local, far) if LONG else (far,):
+        path = tmp_path / f"{Path(config.output).parent.name}.json"
+        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+        s3.reset()
+        on_two_ranks(path)
+    assert gets(s3) == sorted(remote.shards)
+    assert (len(lines(far)) == 8 and not LONG) or lines(far) == lines(local)
+
+
+def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, tmp_path, capsys) -> None:
+    sizes = {name: (Path(remote.here.root) / name).stat().st_size for name in remote.shards}
+    config = remote.config("small", local_cache={"max_gb": max(sizes.values()) / 1e9})
+    for dry in (True, False):
+        code, report, said = program(config, tmp_path, capsys, dry_run=dry)
+        assert code == USAGE and "loading the transformer" not in said
+        assert "train.local_cache.max_gb" in report["error"]["message"] and "read at a time" in str(report)
+    config = remote.config("large", local_cache={"max_gb": 1e6})
+    code, report, _ = program(config, tmp_path, capsys)
+    assert code == USAGE and "has room for" in report["error"]["message"]
+    # Less than the set, and enough for the steps: a warning with the rate that the order needs.
+    total = sum(sizes.values())
+    config = remote.config(
+        "warned", batch_size=1, reading={"threads": 1}, local_cache={"max_gb": 0.99 * total / 1e9}, steps=2
+    )
+    code, report, said = program(config, tmp_path, capsys)
+    assert code == OK and "In an order over the whole set" in said and "MB a step" in said
+    assert "Set train.shuffle_shards: 3, or raise max_gb" in said
+    assert sum(path.stat().st_size for path in remote.copies) <= 0.99 * total
+    assert issubclass(LocalCacheError, Exception)
