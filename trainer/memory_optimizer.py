@@ -1,6 +1,7 @@
 """The memory of an optimizer, measured with small matrices: any class will do, and none has to be in a table."""
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import torch
@@ -33,8 +34,15 @@ LIKE_ADAMW = OptimizerMemory(8, 4, 0, False)
 
 
 def measure_optimizer(settings: Optimizer, dtype: torch.dtype, cpu: bool) -> OptimizerMemory:
-    """From steps on a CPU with few matrices and with more. cpu: whether training runs on one, too; elsewhere torch's
-    own optimizers take all parameters at once. RunError where the optimizer is not installed."""
+    """From steps on a CPU with few matrices and with more, once in a process for equal settings. cpu: whether training
+    runs on one, too; elsewhere torch's own optimizers take all parameters at once. RunError where the optimizer is not
+    installed."""
+    return _measure(settings.model_dump_json(), dtype, cpu)
+
+
+@cache
+def _measure(settings_json: str, dtype: torch.dtype, cpu: bool) -> OptimizerMemory:
+    settings = Optimizer.model_validate_json(settings_json)
     kind, arguments = find_class(settings.name), dict(settings.arguments)
     chosen = {*arguments, *find_optimizer(settings.name).arguments}
     if not cpu and kind.__module__.startswith("torch.optim") and not {"foreach", "fused"} & chosen:

@@ -27,6 +27,7 @@ from benchmarks.gpu import (
     video_lite,
 )
 from benchmarks.gpu.parts import CARD, CARD_SECONDS, PARTS, Part, PartOptions
+from tests.conftest import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = PartOptions("cpu", tiny=True, seconds=300, peak_flops=1e10)
@@ -134,12 +135,16 @@ def test_make_takes_the_environment_that_is_there(tmp_path: Path) -> None:
     assert words_of_make() == [".venv/bin/python", *words]
 
 
-@pytest.mark.slow
-def test_every_part_is_there_and_the_tests_are_found(capsys, monkeypatch) -> None:
+def test_every_part_is_there() -> None:
     for name in (*PARTS.values(), CARD):
         assert (ROOT / f"{name.module.replace('.', '/')}.py").is_file()
     names = {path.relative_to(ROOT / "tests").as_posix() for path in marked_tests.marked_files()}
     assert {"trainer/gpu/test_runs.py", "trainer/setup/test_quantize.py"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="of the long form: a process of pytest, which imports torch, to collect one file")
+def test_its_tests_are_found(capsys, monkeypatch) -> None:
     monkeypatch.setattr(marked_tests, "marked_files", lambda: [ROOT / "tests" / "trainer" / "gpu" / "test_runs.py"])
     marked_tests.run(TINY)
     assert re.search(r"\d+ tests collected", capsys.readouterr().out)

@@ -138,7 +138,7 @@ def on_two_ranks(path: Path, signalled: Callable[[list[int]], object] | None = N
 def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict, str]:
     """Exit code, report, and what was said."""
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     code = run_program("train", program_run, Options(path, json=True, **options))
     said = capsys.readouterr()
     return code, json.loads(said.out), said.err

@@ -134,7 +134,7 @@ def test_training_ends_as_damage_does(make_config, make_set, made, tmp_path, cap
     craft(items, null, prompts)
     make_set(config, items, null, [])
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     assert run_program("train", program_run, Options(path, json=True)) == DAMAGE
     report = json.loads(capsys.readouterr().out)
     damage = report["damage"][0]

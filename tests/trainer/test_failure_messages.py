@@ -31,7 +31,7 @@ def train(config) -> dict:
 
 def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict]:
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     code = run_program("train", program_run, Options(path, json=True, **options))
     return code, json.loads(capsys.readouterr().out)
 

@@ -27,7 +27,7 @@ DROPOUT = {"rank": 4, "dropout": 0.3}
 
 
 def write(config, path: Path) -> Path:
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     return path
 
 

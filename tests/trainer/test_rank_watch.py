@@ -29,7 +29,7 @@ def run_ranks(make_config, make_set, tmp_path):
         config = make_config("t2i", steps=100_000, parallel={"timeout": timeout, "strategy": strategy})
         make_set(config)
         path = tmp_path / "pipeline.yaml"
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
 
         def send(children: list[int]) -> None:
             deadline = time.monotonic() + 120

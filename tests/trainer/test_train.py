@@ -129,7 +129,7 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
     make_set(two, items, null, prompts)
     train(alone)
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     assert on_two_ranks(path)["done"] == 4, "one report, from rank 0"
     assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
     assert len(list(entered.iterdir())) == 3, "this process and both ranks"
@@ -427,7 +427,7 @@ def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path
         train(config)
     assert caught.value.id is not None and caught.value.id not in seen
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     assert run_program("train", program_run, Options(path, json=True)) == DAMAGE
     report = json.loads(capsys.readouterr().out)
     damage = report["damage"][0]
@@ -460,7 +460,7 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, mak
 
 def program(config, tmp_path: Path, capsys, *, dry_run: bool = False, **options) -> tuple[int, dict]:
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     code = run_program("train", program_run, Options(path, json=True, dry_run=dry_run, **options))
     return code, json.loads(capsys.readouterr().out)
 
@@ -494,7 +494,7 @@ def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) 
     config = make_config("t2i", batch_size=5, validation={"prompts": [{"name": "new", "prompt": "x"}]})
     make_set(config)
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     run_program("train", program_run, Options(path, dry_run=True))
     said = capsys.readouterr().err
     assert "96x64 (4)" in said and "train.batch_size: 4;" in said

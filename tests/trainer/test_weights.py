@@ -97,7 +97,7 @@ def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(make_confi
         ("plain", "optimi-adamw", "bfloat16"),
     ):
         settings = {"name": optimizer, "lr": 1e-5, "warmup": 0, "weight_decay": 0.0}
-        train = {"weight_precision": precision, "precision": "bfloat16", "adapter": {"type": "full"}, "steps": 30}
+        train = {"weight_precision": precision, "precision": "bfloat16", "adapter": {"type": "full"}, "steps": 15}
         config = make_config("sana", name=name, batch_size=2, optimizer=settings, **train)
         make_set(config)
         run = prepare(config)

@@ -77,7 +77,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(make_config, make_set
     killed = config("killed", 100_000)
     make_set(killed)
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(killed.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(killed.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     child = subprocess.Popen(
         [sys.executable, "-m", "trainer", "--config", str(path), "--json"],
         stdout=subprocess.DEVNULL,

@@ -346,7 +346,7 @@ def test_two_processes_have_the_losses_of_one(make_config, make_set, made, tmp_p
             train(config)
         else:
             path = tmp_path / "pipeline.yaml"
-            path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+            path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
             assert on_two_ranks(path)["done"] == 3
         names = ("loss", "crepa_loss", "crepa_similarity", "crepa_weight", "grad_norm")
         found.append([lines(config, name) for name in names])

@@ -178,7 +178,7 @@ def test_a_set_without_masks_is_refused_before_a_model_is_loaded(
     config = make_config("t2i", methods={"masked_loss": {}})
     make_set(config)
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     for dry_run in (True, False):
         assert run_program("train", program_run, Options(path, dry_run=dry_run)) == USAGE
         said = capsys.readouterr().err

@@ -162,7 +162,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
         make_set(config, items, *others)
     train(alone)
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     assert on_two_ranks(path)["done"] == 2
     assert lines(two) == pytest.approx(lines(alone), rel=1e-4)
     if strategy == "fsdp2":
@@ -194,14 +194,14 @@ def test_what_has_no_base_is_refused_before_a_model_is_loaded(
     items[0].regularisation = every < 99
     config = make_config("t2i", **settings)
     make_set(config, items, null, prompts)
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     assert run_program("train", program_run, Options(path)) == USAGE
     printed = " ".join(capsys.readouterr().err.split())
     assert "train.methods.regularisation" in printed and said in printed
     if every < 99:
         assert "set train.methods.regularisation.target to data" in printed
         allowed = make_config("t2i", **settings, methods={"regularisation": {"target": "data"}})
-        path.write_text(json.dumps(allowed.model_dump(mode="json", by_alias=True)))
+        path.write_text(json.dumps(allowed.model_dump(mode="json", by_alias=True, exclude_unset=True)))
         assert run_program("train", program_run, Options(path, dry_run=True, json=True)) == OK
         assert json.loads(capsys.readouterr().out)["details"]["methods"] == "regularisation"
     assert not (Path(config.output) / "run" / "checkpoints").exists()

@@ -404,7 +404,7 @@ def test_two_ranks_train_as_one_and_eval_is_not_routed(start, tmp_path: Path, ki
     for name in ("alone", "plain"):
         train(configs[name])
     path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(configs["two"].model_dump(mode="json", by_alias=True)))
+    path.write_text(json.dumps(configs["two"].model_dump(mode="json", by_alias=True, exclude_unset=True)))
     on_two_ranks(path)
     assert lines(configs["two"]) == pytest.approx(lines(configs["alone"]), rel=1e-5)
     assert lines(configs["alone"])[1] != lines(configs["plain"])[1]
