@@ -8,7 +8,7 @@ any number of processes on any number of machines need no lock and no coordinati
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -37,6 +37,7 @@ from schemas.identity import compute_fingerprint
 from schemas.text_format import escape_unprintable, shorten
 from stages.discovery import missing_media
 from stages.discovery.media_locations import MediaLocations
+from stages.encoding import stealing
 from stages.engines.jobs import Job, Worker
 from stages.engines.registry import load_engine
 from stages.planning.plan_lookup import current_plan
@@ -45,6 +46,7 @@ MIN_REJECT_BASE = 10  # members that max_reject_fraction is a fraction of, at le
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
 _ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  [default: as configured]"
 _ADDRESS_HELP = "Of the Ray cluster's head, or auto; implies --engine ray.  [default: as configured]"
+_STEAL_HELP = "With --shard: once its own part is done, go on with units that other parts have not begun."
 _PREFETCH_HELP = "Members read ahead by each process.  [default: as configured]"
 
 
@@ -139,9 +141,12 @@ class EncodingStage:
         ] = None,
         engine: Annotated[EngineName | None, typer.Option(help=_ENGINE_HELP)] = None,
         address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help=_ADDRESS_HELP)] = None,
+        steal: Annotated[bool, typer.Option("--steal", help=_STEAL_HELP)] = False,
     ) -> Report:
         """Encode what remains of this process' partition, and report."""
         config = choose_engine(config, engine, address)
+        if steal and config.stages.engine != "local":
+            raise UsageError("--steal is for --shard: on a Ray cluster one program hands out all units", "leave it out")
         load_engine(config.stages.engine)  # or an error, before anything is read
         stop_handler, store = StopHandler(max_time), Store(config.root)
         plan = current_plan(store, config)
@@ -165,15 +170,19 @@ class EncodingStage:
             _report_set_aside(store, self, state, report)
             return report
         limit = RejectLimit(self, store, config, state)
-        if remaining:
-            probed = missing_media.select_probed_members(plan, self.kind, state.wanted_members(remaining))
+        steal = steal and options.partition.total > 1
+        if remaining or (steal and todo):
+            wanted = state.wanted_members(todo if steal else remaining)
+            probed = missing_media.select_probed_members(plan, self.kind, wanted)
             missing_media.require_media(MediaLocations(config, plan), self.kind, probed)
             overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
             resources = options.resources(config, self.name).model_copy(update=overrides)
             assert isinstance(resources, Encoding)
             job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
             with stop_handler.stop_on_signals():
-                self._run_units(job, plan, remaining, limit, console, report)
+                shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
+                taken = stealing.take_units(remaining, state.units, options.partition, resources.workers, shards)
+                self._run_units(job, state, remaining, taken if steal else iter(remaining), limit, console, report)
             state = self.state(store, config, plan)
             if stop_handler.reason:
                 left = state.remaining_units(options.partition)
@@ -184,22 +193,24 @@ class EncodingStage:
         return report
 
     def _run_units(
-        self, job: Job, plan: Plan, units: list[Unit], limit: "RejectLimit", console: Console, report: Report
-    ) -> None:
-        store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in units}
+        self, job: Job, state: "StageState", own: list[Unit], units: Iterator[Unit], limit: "RejectLimit",
+        console: Console, report: Report,
+    ) -> None:  # fmt: skip
+        store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
         # The settings behind the fingerprint. A damaged provenance.json is written again.
         provenance = f"{self.kind}/{job.fingerprint}/provenance.json"
         record = {"fingerprint": job.fingerprint, **self.fingerprint_inputs(job.config)}
         data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()
         if not store.exists(provenance) or store.read_bytes(provenance) != data:
             store.publish_bytes(provenance, data)
-        written, remarks = 0, Counter[str]()
+        written, stolen, remarks = 0, 0, Counter[str]()
+        names = {unit.unit_id for unit in own}
         what = "texts" if self.member_kind == "text" else "samples"
         engine = load_engine(job.config.stages.engine)
         load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
         with (
-            console.progress(_count_members(units), self.name, what) as progress,
-            closing(engine.run_units(load, job, iter(units), progress.advance, console.warn)) as results,
+            console.progress(_count_members(own), self.name, what) as progress,
+            closing(engine.run_units(load, job, units, progress.advance, console.warn)) as results,
         ):
             for result in results:
                 if result.shard_path is None:
@@ -208,15 +219,17 @@ class EncodingStage:
                     continue
                 folder = reject_folder(self.name, job.fingerprint)
                 rejects.write_rejects(store, folder, result.unit_id, list(result.set_aside))
-                report.truncated += format_truncated(plan, result.truncated)
+                report.truncated += format_truncated(state.plan, result.truncated)
                 remarks.update(result.remarks)
                 if result.fitting_batch:
                     console.warn(f"unit {result.unit_id}: out of memory; {result.fitting_batch}")
                     report.details["units_in_smaller_batches"] = report.details.get("units_in_smaller_batches", 0) + 1
                 report.done += result.encoded
                 written += result.bytes
+                stolen += result.unit_id not in names
                 limit.add({result.unit_id: result.set_aside})
         report.details["written_mib"] = round(written / 2**20, 2)
+        report.details |= {"units_of_other_parts": stolen} if stolen else {}
         if remarks:
             rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
             report.details["remarks"] = rows

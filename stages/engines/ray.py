@@ -231,7 +231,7 @@ class _ActorPool:
         self._deaths[name] += 1
         if self._deaths[name] < MAX_UNIT_TRIES:
             self._warn(f"{actor} was lost: {reason}. Its unit {name} is done again by another")
-            self._waiting.append(actor.unit)
+            self._waiting.appendleft(actor.unit)  # at the end the others would wait for it (benchmarks/scale_sim.py)
         else:
             self._warn(f"{actor} was lost: {reason}. Its unit {name} is left")
             yield UnitResult(name, None, error=f"{MAX_UNIT_TRIES} workers were lost with it; the last: {reason}")

@@ -12,7 +12,7 @@ from cache import rejects
 from cache.damage import DamageError
 from cache.shard_io import open_reader
 from cache.store import Store
-from schemas.errors import LatentpressError
+from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index, status
 
 IMAGE = "kandinsky5-image-t2i"
@@ -113,6 +113,29 @@ def test_three_parts_give_the_same_shards_as_one_run(photos, format: str) -> Non
             str(p.relative_to(folder / kind)): p for p in (folder / kind).rglob("*.*") if p.suffix in (".arrow", ".tar")
         }
         assert {name: path.read_bytes() for name, path in parts.items()} == shards
+
+
+@pytest.mark.slow
+def test_a_part_goes_on_with_units_of_others(project) -> None:
+    """All but the one that the owner of the other part is at; started at last, that does one unit. The bytes are those
+    of one run."""
+    home = project(IMAGE, cache={"unit_mib": 0.004})
+    plan_four(home)
+    home.run(encode_latents.run)
+    whole = home.shards("latents")
+    assert len(whole) == 4
+    prepare(home, "root=parts")
+    reports = [home.run(encode_latents.run, "root=parts", shard=f"{part}/2", steal=True) for part in (1, 0, 1)]
+    assert [(report.done, report.exit_code) for report in reports] == [(3, 0), (1, 0), (0, 0)]
+    assert [report.details.get("units_of_other_parts") for report in reports] == [1, None, None]
+    folder = home.folder / "parts" / "latents"
+    assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.arrow")} == whole
+
+
+def test_stealing_is_for_parts(photos) -> None:
+    with pytest.raises(LatentpressError, match="--steal is for --shard") as caught:
+        photos.run(encode_latents.run, steal=True, engine="ray")
+    assert caught.value.exit_code == USAGE
 
 
 def changed(home, *overrides: str) -> tuple[int, int]:

@@ -1,0 +1,104 @@
+"""`--steal`: a process whose own part is done goes on with units of parts that are not, the last ones first.
+
+Nobody hands them out. The parts that are done divide what remains by a listing of shards alone: a unit goes to the part
+of the highest random weight (rendezvous hashing: Thaler and Ravishankar 1998, "Using name-based mappings to increase
+hit rates"), so a part that is done later takes some units over, and all others stay where they are. What others encode
+at the moment is not seen, so some units are done twice, with the same bytes. benchmarks/results/scale_sim.md has how
+many, and other ways to choose.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.plans import Unit
+from cache.shard import SUFFIXES, find_done_units
+from cache.store import Store
+from schemas.cli.options import Partition
+from schemas.randomness import mix_bits
+
+LISTING_S = 60.0  # between two listings of the shards by one process, at least
+LISTING_FACTOR = 20  # and this times what a listing takes: of a million shards, a minute
+
+
+class Claims:
+    """Which part takes which unit, by number in the plan's order. `remaining`: (n,) sorted numbers of units without a
+    shard, all that may ever be chosen. leave: units at the head of each part that stay with their owner, which is at
+    them."""
+
+    def __init__(self, remaining: NDArray[np.int64], total: int, leave: int = 1) -> None:
+        self._units, self._total, self._leave = remaining, total, leave
+        self._owners = np.full(len(remaining), -1)
+        self._weights = np.zeros(len(remaining), np.uint64)
+        self._finished: set[int] = set()
+
+    def add_finished(self, parts: Collection[int]) -> None:
+        """Parts that are done, from now on."""
+        for part in set(parts) - self._finished:
+            weights = mix_bits((self._units * self._total + part + 1).astype(np.uint64))
+            higher = weights > self._weights
+            self._weights[higher], self._owners[higher] = weights[higher], part
+            self._finished.add(part)
+
+    def choose(self, remaining: NDArray[np.int64], part: int) -> NDArray[np.int64]:
+        """What `part` takes of these units, sorted numbers: first those that their owners would come to last."""
+        order = np.argsort(remaining % self._total, kind="stable")
+        units = remaining[order]
+        starts = np.flatnonzero(np.diff(units % self._total, prepend=-1))
+        ahead = np.arange(len(units)) - np.repeat(starts, np.diff(starts, append=len(units)))
+        taken = (ahead >= self._leave) & (self._owners[np.searchsorted(self._units, units)] == part)
+        return units[taken][np.argsort(-ahead[taken], kind="stable")]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Where the shards of a stage are. again: units that have one and are encoded again, by their owners."""
+
+    store: Store
+    folder: str
+    format: str
+    again: Collection[str] = ()
+
+    def has(self, unit: Unit) -> bool:
+        """One request."""
+        name = f"{self.folder}/{unit.unit_id}{SUFFIXES[self.format]}"
+        return unit.unit_id not in self.again and self.store.exists(name)
+
+
+def take_units(
+    own: Sequence[Unit],
+    units: Sequence[Unit],
+    partition: Partition,
+    leave: int,
+    shards: Shards,
+    listing_s: float = LISTING_S,
+) -> Iterator[Unit]:
+    """The units of this part, `own`, without those that another process did meanwhile; then, one by one, units of other
+    parts, as long as this part has a share in what remains. units: all of the plan. leave: see Claims. A unit that
+    failed here is not tried again here."""
+    begun = {unit.unit_id for unit in own}
+    for unit in own:
+        if not shards.has(unit):
+            yield unit
+    claims, chosen, next_listing = None, deque[int](), -np.inf
+    while True:
+        if not chosen or time.monotonic() > next_listing:
+            begin = time.monotonic()
+            done = find_done_units(shards.store, shards.folder)
+            remaining = np.array([n for n, unit in enumerate(units) if unit.unit_id not in done], np.int64)
+            claims = claims or Claims(remaining, partition.total, leave)
+            unfinished = set((remaining % partition.total).tolist()) - {partition.number}
+            claims.add_finished(set(range(partition.total)) - unfinished)
+            numbers = claims.choose(remaining, partition.number).tolist()
+            chosen = deque(n for n in numbers if units[n].unit_id not in begun)
+            if not chosen:
+                return
+            next_listing = begin + max(listing_s, LISTING_FACTOR * (time.monotonic() - begin))
+        unit = units[chosen.popleft()]
+        if not shards.has(unit):
+            begun.add(unit.unit_id)
+            yield unit

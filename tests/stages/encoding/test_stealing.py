@@ -1,0 +1,126 @@
+"""`--steal`: which units a part takes of others, and how little is done twice."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache.plans import Unit
+from cache.store import Store
+from schemas.cli.options import Partition
+from schemas.randomness import mix_bits
+from stages.encoding.stealing import Claims, Shards, take_units
+
+
+def rank(unit: int, part: int, total: int) -> int:
+    return int(mix_bits(np.array([unit * total + part + 1], np.uint64))[0])
+
+
+def choices(remaining: list[int], finished: list[int], total: int, leave: int = 1) -> dict[int, list[int]]:
+    claims = Claims(np.array(remaining), total, leave)
+    claims.add_finished(finished)
+    return {part: claims.choose(np.array(remaining), part).tolist() for part in finished}
+
+
+@pytest.mark.parametrize("leave", [1, 3])
+def test_parts_that_are_done_divide_what_remains(leave: int) -> None:
+    """Each unit goes to the part of the highest random weight, and the first of each part stay where they are."""
+    total, finished = 7, [1, 4, 6]
+    random = np.random.default_rng(0)
+    remaining = sorted(n for n in random.choice(200, 120, replace=False).tolist() if n % total not in finished)
+    found = choices(remaining, finished, total, leave)
+    own = {part: [n for n in remaining if n % total == part] for part in range(total)}
+    ahead = {n: place for units in own.values() for place, n in enumerate(units)}
+    assert sorted(n for units in found.values() for n in units) == [n for n in remaining if ahead[n] >= leave]
+    for part, units in found.items():
+        assert units, "it has a share"
+        assert all(max(finished, key=lambda each: rank(n, each, total)) == part for n in units)
+        assert [ahead[n] for n in units] == sorted((ahead[n] for n in units), reverse=True), "the last ones first"
+
+
+def test_a_part_that_is_done_later_takes_units_over_and_moves_no_others() -> None:
+    remaining = [n for n in range(1000) if n % 10 > 3]
+    before, after = (choices(remaining, finished, 10) for finished in ([0, 1, 2], [0, 1, 2, 3]))
+    assert all(set(after[part]) <= set(before[part]) for part in (0, 1, 2))
+    assert 100 < len(after[3]) < 200, "about a quarter of 594"
+    again = Claims(np.array(remaining), 10)
+    for part in (3, 0, 2, 1):  # as they happen to end
+        again.add_finished([part])
+    assert again.choose(np.array(remaining), 3).tolist() == after[3]
+
+
+class Cluster:
+    """Parts with a store in common. A shard appears when its unit ends, `pace` steps after it began."""
+
+    def __init__(self, folder: Path, units: int, pace: list[int], format: str = "arrow") -> None:
+        self.store, self.pace, self.done = Store(folder), pace, Counter[str]()
+        self.units = [Unit(f"u{number:03d}", "latents", "8x8@1", ("a",), 1) for number in range(units)]
+        self.format = format
+
+    def work_of(self, number: int) -> Iterator[Unit]:
+        part = Partition(number, len(self.pace))
+        shards = Shards(self.store, "latents/f", self.format)
+        return take_units(part.select(self.units), self.units, part, 1, shards, listing_s=0.0)
+
+    def end(self, unit: Unit) -> None:
+        self.done[unit.unit_id] += 1
+        self.store.publish_bytes(f"latents/f/{unit.unit_id}.{'tar' if self.format == 'webdataset' else 'arrow'}", b"")
+
+    def run(self) -> int:
+        """Steps until all have ended."""
+        work = {number: self.work_of(number) for number in range(len(self.pace))}
+        busy: dict[int, tuple[Unit, int]] = {}
+        for step in range(10_000):
+            for number, (unit, begun) in list(busy.items()):
+                if step - begun == self.pace[number]:
+                    self.end(unit)
+                    del busy[number]
+            for number in [number for number in work if number not in busy]:
+                unit = next(work[number], None)
+                if unit is None:
+                    del work[number]
+                else:
+                    busy[number] = unit, step
+            if not work:
+                return step
+        raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("format", ["arrow", "webdataset"])
+def test_a_slow_part_is_helped_and_little_is_done_twice(tmp_path: Path, format: str) -> None:
+    """Of 60 units, 15 each, one part takes eight times as long: alone 120 steps, together 60 / 3.125 = 19.2."""
+    cluster = Cluster(tmp_path, 60, [1, 1, 8, 1], format)
+    steps = cluster.run()
+    assert set(cluster.done) == {unit.unit_id for unit in cluster.units}
+    assert steps <= 30
+    assert cluster.done.total() - 60 <= 3
+
+
+def test_parts_of_one_pace_do_their_own(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 40, [2, 2, 2, 2])
+    assert cluster.run() == 20
+    assert cluster.done.total() == 40
+
+
+def test_the_unit_that_a_lost_part_was_at_stays(tmp_path: Path) -> None:
+    """Others do the rest of its part. Started again it does that one."""
+    cluster = Cluster(tmp_path, 12, [1, 1, 1])
+    for number in (0, 1):
+        for unit in cluster.work_of(number):
+            cluster.end(unit)
+    assert {unit.unit_id for unit in cluster.units} - set(cluster.done) == {"u002"}
+    assert [unit.unit_id for unit in cluster.work_of(2)] == ["u002"]
+
+
+def test_what_is_encoded_again_is_its_owners(tmp_path: Path) -> None:
+    """Its shard exists, and lacks members whose files are there now."""
+    cluster = Cluster(tmp_path, 4, [1, 1])
+    for unit in cluster.units:
+        cluster.end(unit)
+    for number, expected in ((0, ["u002"]), (1, [])):
+        part = Partition(number, 2)
+        own = [unit for unit in part.select(cluster.units) if unit.unit_id == "u002"]
+        shards = Shards(cluster.store, "latents/f", "arrow", again={"u002"})
+        assert [unit.unit_id for unit in take_units(own, cluster.units, part, 1, shards)] == expected
