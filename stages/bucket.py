@@ -68,7 +68,8 @@ def run(config: Config, options: Options, console: Console) -> Report:
         report.remaining = new_samples.num_rows + new_texts.num_rows
         report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.remaining
         return report
-    new_units = pa.concat_tables([units.sample_units(config, new_samples), units.text_units(config, new_texts)])
+    new_text_units = units.text_units(config, new_texts, plan.active)
+    new_units = pa.concat_tables([units.sample_units(config, new_samples), new_text_units])
     before = plans.list_plans(store)
     tables = {"samples": new_samples, "texts": new_texts, "units": new_units, "active": plan.active}
     generation = plans.publish_plan(store, key, tables, info)

@@ -1,8 +1,14 @@
-"""Work units: samples of one bucket, or texts of similar length, of about cache.unit_mib of output."""
+"""Work units: samples of one bucket, or their texts, of about cache.unit_mib of output.
+
+Samples are in the order of their ids, and texts in the order of the samples that use them, so that the texts of a unit
+of samples are in few units: training that keeps to few shards at a time (`train.shuffle_shards`) reads few of texts,
+too. Among the texts of TEXT_GROUP units those of similar length share a unit, so that batches need little padding.
+"""
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from schemas import identity
 from schemas.config.pipeline import VALIDATION, Config
@@ -10,6 +16,7 @@ from schemas.geometry import Bucket
 from schemas.randomness import mix_bits
 from schemas.tables import UNITS_SCHEMA
 
+TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding.md has the padding and what it costs
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -51,35 +58,75 @@ def sample_units(config: Config, samples: pa.Table) -> pa.Table:
     ids, codes = samples.column("sample_id").combine_chunks(), np.asarray(group.indices)
     order = np.lexsort((identity.id_prefixes(ids), codes))
     ends = np.cumsum(np.bincount(codes, minlength=len(group.dictionary)))
-    sizes = sample_tensor_bytes(config, samples)
+    sizes, limit = sample_tensor_bytes(config, samples), int(config.cache.unit_mib * 2**20)
     units = [UNITS_SCHEMA.empty_table()]
     for name, code in sorted((name, code) for code, name in enumerate(group.dictionary.to_pylist())):
         rows = order[ends[code - 1] if code else 0 : ends[code]]
         members = ids.take(pa.array(rows))
-        units.append(_split_into_units("latents", name.split("|")[0], members, sizes[rows], config.cache.unit_mib))
+        units.append(_split_into_units("latents", name.split("|")[0], members, sizes[rows], limit))
     return pa.concat_tables(units)
 
 
-def text_units(config: Config, texts: pa.Table) -> pa.Table:
-    """Divide texts into units of similar length, so that batches need little padding. Texts with an image are sorted
-    by its size, then by the image, and share a unit where they fit: the image is then read and encoded once."""
-    sizes = text_tensor_bytes(config, texts)
+def text_units(config: Config, texts: pa.Table, active: pa.Table) -> pa.Table:
+    """Divide texts into units. Without an image: in the order of the first of the `active` samples that use them, and
+    sorted by length among about TEXT_GROUP units. Texts with an image are sorted by its size, then in the order of the
+    image's first sample, and those of one image share a unit where they fit: it is then read and encoded once."""
+    if not len(texts):
+        return UNITS_SCHEMA.empty_table()
+    sizes, limit = text_tensor_bytes(config, texts), int(config.cache.unit_mib * 2**20)
     ids = texts.column("text_id").combine_chunks()
     buckets = _image_buckets(texts)
     bucket = np.argsort(np.argsort(buckets.dictionary.to_pylist()))[np.asarray(buckets.indices)]
+    prefixes, lengths = identity.id_prefixes(ids), np.asarray(pc.utf8_length(texts.column("text")))
+    places = _first_uses(prefixes, active)
     image = np.zeros(len(ids), np.uint64)  # a number for the image in each prompt, file and crop; 0 without one
+    group = np.zeros(len(ids), np.int64)  # of texts sorted by length
     if texts.column("image_id").null_count < len(ids):
         image = mix_bits(identity.id_prefixes(texts.column("image_id")))
         for name in ("resize_w", "resize_h", "x", "y"):
             values = pc.fill_null(pc.struct_field(texts.column("image_geometry"), name), 0)
             image = mix_bits(image + np.asarray(values).astype(np.uint64))
+        which = np.unique(image, return_inverse=True)[1]
+        first = np.full(which.max() + 1, places.max())
+        np.minimum.at(first, which, places)
+        group = first[which]
+    else:
+        # So few bytes that units of sorted texts, each with room for less than one more, are no more than TEXT_GROUP.
+        most = TEXT_GROUP * limit - (TEXT_GROUP - 1) * min(limit, int(sizes.max()))
+        order = np.lexsort((prefixes, places))
+        cuts = _cut(np.cumsum(sizes[order]), most)
+        group[order] = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
     # Sorted by numbers: sorting a million ids as text takes ten times as long.
-    order = np.lexsort((identity.id_prefixes(ids), np.asarray(pc.utf8_length(texts.column("text"))), image, bucket))
-    units = [
-        _split_into_units("text", "", ids.take(pa.array(rows)), sizes[rows], config.cache.unit_mib, image[rows])
-        for rows in np.split(order, np.flatnonzero(np.diff(bucket[order])) + 1)
-    ]
-    return pa.concat_tables(units)
+    order = np.lexsort((prefixes, lengths, image, group, bucket))
+    borders = np.diff(bucket[order]) != 0 if image.any() else np.diff(group[order]) != 0
+    return _split_into_units("text", "", ids.take(pa.array(order)), sizes[order], limit, image[order], borders)
+
+
+def _first_uses(prefixes: NDArray[np.uint64], active: pa.Table) -> NDArray[np.int64]:
+    """(n,) of each text, by the first half of its id, the place of the first sample that uses it, in the order in which
+    `sample_units` lists samples; -1 for a text that none uses."""
+    bucket = active.column("bucket").combine_chunks().dictionary_encode()
+    ranks = np.argsort(np.argsort(bucket.dictionary.to_pylist()))
+    validation = np.asarray(pc.equal(active.column("role"), VALIDATION))
+    samples = identity.id_prefixes(active.column("sample_id"))
+    order = np.lexsort((samples, validation, ranks[np.asarray(bucket.indices)] if len(bucket) else validation))
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order))
+    counts = np.asarray(pc.fill_null(pc.list_value_length(active.column("texts")), 0))
+    used = [identity.id_prefixes(pc.list_flatten(active.column("texts")))]
+    used_at = [np.repeat(places, counts)]
+    if active.column("null_text").null_count < len(places):
+        own = active.column("null_text").is_valid()
+        used.append(identity.id_prefixes(active.column("null_text").filter(own)))
+        used_at.append(places[np.asarray(own)])
+    by_id = np.argsort(prefixes)
+    known, names = prefixes[by_id], np.concatenate(used)
+    at = np.minimum(np.searchsorted(known, names), len(known) - 1)
+    found = known[at] == names
+    first = np.full(len(prefixes), len(places))
+    np.minimum.at(first, by_id[at[found]], np.concatenate(used_at)[found])
+    first[first == len(places)] = -1
+    return first
 
 
 def _image_buckets(texts: pa.Table) -> pa.DictionaryArray:
@@ -88,21 +135,21 @@ def _image_buckets(texts: pa.Table) -> pa.DictionaryArray:
 
 
 def _split_into_units(
-    kind: str, bucket: str, ids: pa.Array, sizes: np.ndarray, unit_mib: float, group: np.ndarray | None = None
+    kind: str,
+    bucket: str,
+    ids: pa.Array,
+    sizes: np.ndarray,
+    limit: int,
+    group: np.ndarray | None = None,
+    borders: np.ndarray | None = None,
 ) -> pa.Table:
-    """Cut a list of ids into units of at most unit_mib; a larger member is a unit of its own.
+    """Cut a list of ids into units of at most `limit` bytes; a larger member is a unit of its own.
 
-    group: (n,) numbers; neighbours with the same number share a unit if they fit into one.
+    group: (n,) numbers; neighbours with the same number share a unit if they fit into one. borders: (n - 1,) whether a
+    unit ends after a member.
     """
-    limit = int(unit_mib * 2**20)
     ends = np.cumsum(sizes, dtype=np.int64)
-    group_ends = np.append([] if group is None else np.flatnonzero(np.diff(group)) + 1, len(ids)).astype(np.int64)
-    cuts = [0]
-    while cuts[-1] < len(ids):
-        before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-        cut = max(cuts[-1] + 1, int(np.searchsorted(ends, before + limit, side="right")))
-        group_end = int(group_ends[max(0, int(np.searchsorted(group_ends, cut, side="right")) - 1)])
-        cuts.append(group_end if cuts[-1] < group_end < cut else cut)
+    cuts = _cut(ends, limit, None if group is None else np.diff(group) != 0, borders)
     members = pa.ListArray.from_arrays(pa.array(cuts, pa.int32()), ids)
     columns = {
         "unit_id": [identity.unit_id(bucket or kind, unit.as_py()) for unit in members],
@@ -112,3 +159,24 @@ def _split_into_units(
         "estimated_bytes": np.diff(np.append(0, ends)[cuts]),
     }
     return pa.table(columns, schema=UNITS_SCHEMA)
+
+
+def _cut(
+    ends: NDArray[np.int64],
+    limit: int,
+    wanted: NDArray[np.bool_] | None = None,
+    required: NDArray[np.bool_] | None = None,
+) -> list[int]:
+    """Where to cut a list into pieces of at most `limit` bytes, or of one member, from 0 to its length. ends: (n,)
+    bytes of the members up to each. wanted, required: (n - 1,) whether the list may be cut after a member rather than
+    elsewhere, and whether it has to be."""
+    wished = np.append([] if wanted is None else np.flatnonzero(wanted) + 1, len(ends)).astype(np.int64)
+    borders = np.append([] if required is None else np.flatnonzero(required) + 1, len(ends)).astype(np.int64)
+    cuts = [0]
+    while cuts[-1] < len(ends):
+        before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
+        cut = max(cuts[-1] + 1, int(np.searchsorted(ends, before + limit, side="right")))
+        cut = min(cut, int(borders[np.searchsorted(borders, cuts[-1], side="right")]))
+        wish = int(wished[max(0, int(np.searchsorted(wished, cut, side="right")) - 1)])
+        cuts.append(wish if cuts[-1] < wish < cut else cut)
+    return cuts

@@ -31,6 +31,7 @@ SMALL = {
     "shard_write": ["--mib", "1", "--shards", "1", "--repeat", "1", "--captions", "2"],
     "speed": ["--blocks", "2", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
     "tables": ["--rows", "1000", "--repeat", "1"],
+    "text_units": ["--samples", "600", "--unit-mib", "4", "--shuffle-shards", "8", "--groups", "4", "0"],
     "training": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
     "vae_memory": ["--autoencoder", "flux"],
     "waiting": [],

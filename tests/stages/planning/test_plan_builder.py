@@ -91,7 +91,7 @@ def test_the_order_of_listing_changes_no_sample_text_or_unit(found: list[tuple[i
     first, second = planned(config(), rows), planned(config(), shuffled)
     assert ids(first) == ids(second)
     assert sample_units(config(), first.samples).equals(sample_units(config(), second.samples))
-    assert text_units(config(), first.texts).equals(text_units(config(), second.texts))
+    assert text_units(config(), first.texts, first.active).equals(text_units(config(), second.texts, second.active))
 
 
 @pytest.mark.slow
@@ -117,9 +117,12 @@ def test_units_hold_each_sample_once_in_one_bucket_and_within_the_size(found: li
         assert {samples[name]["geometry"]["bucket"] for name in unit["members"]} == {unit["bucket"]}
         assert len(unit["members"]) == 1 or unit["estimated_bytes"] <= unit_mib * 2**20
     texts = {row["text_id"]: row["text"] for row in plan.texts.to_pylist()}
-    members = [name for unit in text_units(settings_, plan.texts).to_pylist() for name in unit["members"]]
-    assert sorted(members) == sorted(texts)
-    assert [len(texts[name]) for name in members] == sorted(map(len, texts.values()))
+    units = text_units(settings_, plan.texts, plan.active).to_pylist()
+    assert sorted(name for unit in units for name in unit["members"]) == sorted(texts)
+    for unit in units:
+        lengths = [len(texts[name]) for name in unit["members"]]
+        assert lengths == sorted(lengths)
+        assert len(lengths) == 1 or unit["estimated_bytes"] <= unit_mib * 2**20
 
 
 def test_an_identity_is_the_hash_of_the_record_that_is_documented():

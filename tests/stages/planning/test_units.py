@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schemas.config.pipeline import Config
 from schemas.identity import hash_json
-from schemas.tables import TEXTS_SCHEMA
+from schemas.tables import ACTIVE_SCHEMA, TEXTS_SCHEMA
 from stages.planning.units import text_tensor_bytes, text_units
 
 SIZES = ["64x64@1", "96x64@1", "64x96@1"]
@@ -47,7 +47,7 @@ images = st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.s
 def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuffler: random.Random) -> None:
     rows = {row["text_id"]: row for *image, lengths in found for row in (text(*image, n) for n in {0, *lengths})}
     table = pa.Table.from_pylist([*rows.values()], schema=TEXTS_SCHEMA)
-    units = text_units(config(unit_mib), table)
+    units = text_units(config(unit_mib), table, ACTIVE_SCHEMA.empty_table())
     members = [[rows[name] for name in unit] for unit in units.column("members").to_pylist()]
     order = [row for unit in members for row in unit]
     assert len(order) == len(rows) == len({row["text_id"] for row in order})
@@ -68,7 +68,8 @@ def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuf
 
     shuffled = [*rows.values()]
     shuffler.shuffle(shuffled)
-    assert text_units(config(unit_mib), pa.Table.from_pylist(shuffled, schema=TEXTS_SCHEMA)).equals(units)
+    again = pa.Table.from_pylist(shuffled, schema=TEXTS_SCHEMA)
+    assert text_units(config(unit_mib), again, ACTIVE_SCHEMA.empty_table()).equals(units)
 
 
 def test_texts_without_an_image_are_cut_where_a_unit_is_full() -> None:
@@ -76,5 +77,5 @@ def test_texts_without_an_image_are_cut_where_a_unit_is_full() -> None:
     rows = [text(number, 0, 0, 9) | blank for number in range(100)]
     table = pa.Table.from_pylist(rows, schema=TEXTS_SCHEMA)
     each = int(text_tensor_bytes(config(1), table)[0])
-    units = text_units(config(each * 30.5 / 2**20), table)
+    units = text_units(config(each * 30.5 / 2**20), table, ACTIVE_SCHEMA.empty_table())
     assert np.diff(units.column("members").combine_chunks().offsets).tolist() == [30, 30, 30, 10]

@@ -1,0 +1,128 @@
+"""What texts in units by their samples cost and save: padding of encoding, shards of texts that training reads.
+
+    python -m benchmarks.text_units [--samples 50000] [--unit-mib 128] [--shuffle-shards 64] [--groups 1 2 4 8 0]
+
+A plan of so many images of about a megapixel, one caption each: lognormal numbers of words, median 70, sigma 0.5. For
+each number of units among which texts are sorted by length (0: all, as it was before units followed the samples):
+
+"padding": of batches of 4,096 tokens, by the plan's estimate of tokens. "cost": tokens that passes compute, with 256
+more for each pass (`stages.encoding.text.prefix_cache`), as a multiple of the texts' own. "latents at a time", "texts
+at a time": shards that steps in a row read which use up a quarter of `--shuffle-shards` of latents, on average and at
+most. "texts read": how often an epoch reads each shard of texts, if it is kept while a section lasts. All are counts,
+so a busy machine gives the same.
+"""
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.common import make_parser, print_header, print_row
+from benchmarks.planning import WORDS, make_media_table
+from cache.schedule import BatchSchedule, Ints, Span
+from cache.set_columns import IntColumn
+from cache.shard_order import order_by_shards
+from schemas.config.pipeline import Config
+from schemas.tables import MEDIA_SCHEMA
+from stages.encoding.text.prefix_cache import PASS_OVERHEAD_TOKENS, split_by_length
+from stages.planning import units
+from stages.planning.plan_builder import DraftPlan, build_plan
+
+BATCH_TOKENS, BATCH_SIZE, GLOBAL_BATCH = 4096, 4, 64
+ALL = 10**6  # units
+
+
+def make_plan(samples: int, unit_mib: float) -> tuple[Config, DraftPlan]:
+    rng = np.random.default_rng(0)
+    table, words = make_media_table(samples, "image", 0.0), np.array(WORDS, object)
+    counts = np.clip(rng.lognormal(np.log(70), 0.5, samples), 3, 300).astype(int)
+    captions = [" ".join(words[rng.integers(0, len(words), count)]) for count in counts]
+    lists = pa.ListArray.from_arrays(np.arange(samples + 1, dtype=np.int32), pa.array(captions, pa.string()))
+    table = table.set_column(MEDIA_SCHEMA.get_field_index("captions"), "captions", lists)
+    dataset = {"id": "items", "instance_data_dir": "media", "resolution": 1024}
+    model = {"family": "kandinsky5-image", "flavour": "t2i-lite-sft"}
+    settings = {"root": "work", "model": model, "cache": {"unit_mib": unit_mib}, "datasets": [dataset]}
+    config = Config.model_validate(settings)
+    return config, build_plan(config, {"items": table}, 16)
+
+
+def place(table: pa.Table) -> dict[str, int]:
+    """Member -> number of its unit."""
+    return {name: number for number, unit in enumerate(table.column("members").to_pylist()) for name in unit}
+
+
+def measure_padding(table: pa.Table, tokens: dict[str, int]) -> tuple[float, float]:
+    """Share of padding in batches, and what the passes cost, as multiples of the texts' tokens."""
+    own = padded = cost = 0
+    overhead = PASS_OVERHEAD_TOKENS["cuda"]
+    for unit in table.column("members").to_pylist():
+        batch: list[int] = []
+        for count in [*(tokens[name] for name in unit), 0]:
+            if not count or max([*batch, count]) * (len(batch) + 1) > BATCH_TOKENS:
+                own, padded = own + sum(batch), padded + len(batch) * max(batch, default=0)
+                passes = [[batch[row] for row in rows] for rows in split_by_length(batch, overhead)] if batch else []
+                cost += sum(len(rows) * max(rows) + overhead for rows in passes)
+                batch = []
+            batch.append(count)
+    return 1 - own / padded, cost / own
+
+
+def training_shards(plan: DraftPlan, latents: dict[str, int], texts: dict[str, int]) -> tuple[list[Span], Ints, Ints]:
+    """The rows to train on as `index` sorts them, and the shard of latents and of texts of each."""
+    active = plan.active.sort_by([("bucket", "ascending"), ("sample_id", "ascending")])
+    buckets = active.column("bucket").to_pylist()
+    names, counts = np.unique(buckets, return_counts=True)
+    starts = (np.cumsum(counts) - counts).tolist()
+    spans = [Span(name, start, count) for name, start, count in zip(names, starts, counts.tolist(), strict=True)]
+    own = [latents[name] for name in active.column("sample_id").to_pylist()]
+    return spans, np.array(own), np.array([texts[names[0]] for names in active.column("texts").to_pylist()])
+
+
+def count_windows(shards: Ints, window: int) -> tuple[float, int]:
+    """shards: (steps, n). Distinct ones in `window` steps in a row: mean, most."""
+    found = [len(np.unique(shards[first : first + window])) for first in range(0, len(shards) - window, window // 2)]
+    return float(np.mean(found)), max(found)
+
+
+def count_reads(shards: Ints, kept: int) -> float:
+    """shards: (steps, n). How often a shard is read on average, if it is let go after `kept` steps without a use."""
+    steps = np.repeat(np.arange(len(shards)), shards.shape[1])
+    order = np.lexsort((steps, shards.ravel()))
+    number, step = shards.ravel()[order], steps[order]
+    again = (np.diff(number) == 0) & (np.diff(step) <= kept)
+    return (len(number) - int(again.sum())) / len(np.unique(number))
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--samples", type=int, default=50_000)
+    parser.add_argument("--unit-mib", type=float, default=128)
+    parser.add_argument("--shuffle-shards", type=int, default=64)
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 0])
+    options = parser.parse_args()
+    config, plan = make_plan(options.samples, options.unit_mib)
+    latents = place(units.sample_units(config, plan.samples))
+    length = (8 + length // 4 for length in map(len, plan.texts.column("text").to_pylist()))
+    tokens = dict(zip(plan.texts.column("text_id").to_pylist(), length, strict=True))
+    print_header(
+        *("sorted among", "units of latents, texts", "padding", "cost"),
+        *("latents at a time", "texts at a time", "texts read"),
+    )
+    for group in options.groups:
+        units.TEXT_GROUP = group or ALL
+        table = units.text_units(config, plan.texts, plan.active)
+        spans, own, texts = training_shards(plan, latents, place(table))
+        order = order_by_shards(IntColumn(pa.chunked_array([pa.array(own, pa.int32())])), options.shuffle_shards)
+        schedule = BatchSchedule(spans, 0, BATCH_SIZE, GLOBAL_BATCH, order)
+        steps = int(schedule.steps_per_epoch)
+        rows = schedule.plan(0, steps).rows.reshape(steps, -1)
+        section = max(2, options.shuffle_shards // 2 * len(own) // (own.max() + 1) // GLOBAL_BATCH)
+        padding, cost = measure_padding(table, tokens)
+        windows = [
+            f"{mean:.0f}, {most}" for mean, most in (count_windows(of[rows], section // 2) for of in (own, texts))
+        ]
+        read = count_reads(texts[rows], section)
+        counts = f"{own.max() + 1}, {table.num_rows}"
+        print_row(group or "all", counts, f"{padding:.1%}", f"{cost:.3f}", *windows, f"{read:.2f}")
+
+
+if __name__ == "__main__":
+    main()
