@@ -27,6 +27,10 @@ LOCK, USERS = ".lock", ".users"
 DESCRIPTION = ".json"
 
 
+class CopyIsBusy(Exception):
+    """Another process, or thread, is fetching it."""
+
+
 class FileVersion(NamedTuple):
     """While it is the same, nobody wrote to the file."""
 
@@ -93,7 +97,7 @@ class CopyFolder:
     def share(self) -> int:
         """Bytes that this process may hold: the limit divided by the processes that use the folder now."""
         users = 0
-        for path in (self.folder / USERS).iterdir():
+        for path in (self.folder / USERS).glob("*"):
             with suppress(FileNotFoundError), open(path, "rb") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -131,8 +135,9 @@ class CopyFolder:
     def start(
         self, name: str, size: int, needed: Collection[str], expendable: Iterable[str]
     ) -> tuple[StartedCopy | HeldCopy | None, list[str]]:
-        """Make room for the copy `name` of `size` bytes and promise it, unless it is there; None where there is no room
-        or another process is at it. And the names of the copies that were removed, also where that was not enough.
+        """Make room for the copy `name` of `size` bytes and promise it, unless it is there; None where there is no
+        room. And the names of the copies that were removed, also where that was not enough. CopyIsBusy where another
+        process is at it.
 
         needed: names that stay. expendable: those of them that may be removed if need be, the first first; who gives
         them lets go of each before it comes.
@@ -151,7 +156,7 @@ class CopyFolder:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(descriptor)
-                return None, removed
+                raise CopyIsBusy from None
             return StartedCopy(path, part, descriptor, self), removed
 
     def remove(self, name: str) -> None:

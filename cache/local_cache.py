@@ -88,7 +88,8 @@ def supply_from_copies(
         )
     if sum(sizes) > limit and settings.shuffle_shards is None and ranks.rank == 0:
         latents = data.tables["shards"].column("kind").to_pylist().count("latents") or len(paths)
-        warn(explain_order(data.id, limit, sum(sizes), ranks.local * mean_bytes(needs, sizes), latents))
+        step, fitting = ranks.local * mean_bytes(needs, sizes), fitting_shards(limit // ranks.local, sizes, latents)
+        warn(explain_order(data.id, limit, sum(sizes), step, fitting))
 
 
 def largest_window(needs: Sequence[set[int]], sizes: Sequence[int], steps: int) -> int:
@@ -102,10 +103,18 @@ def mean_bytes(needs: Sequence[set[int]], sizes: Sequence[int]) -> float:
     return sum(sizes[number] for numbers in needs for number in numbers) / max(1, len(needs))
 
 
-def explain_order(set_id: str, limit: int, total: int, step: float, shards: int) -> str:
+def fitting_shards(limit: int, sizes: Sequence[int], latents: int) -> int:
+    """The train.shuffle_shards that `limit` bytes allow for, where `latents` of the shards are put in order. With each
+    come those of the same samples' texts, one of which it shares with others; and one more is begun than are counted.
+    """
+    each = sum(sizes) / latents + max(sizes)
+    return max(2, int((limit - max(sizes)) / each) - 1)
+
+
+def explain_order(set_id: str, limit: int, total: int, step: float, fitting: int) -> str:
     """What an order over the whole set asks of the store. limit, total, step: bytes of the cache, of the set, and of
-    the shards of one step. shards: those that are put in order, of latents; others come with them."""
-    each, fitting = step * (1 - limit / total) / 1e6, max(2, int(0.8 * limit * shards / total))
+    the shards of one step. fitting: of `fitting_shards`."""
+    each = step * (1 - limit / total) / 1e6
     return (
         f"the shards of set {set_id} have {total / 1e9:.3g} GB, and train.local_cache.max_gb is {limit / 1e9:.3g}. In "
         f"an order over the whole set most shards are fetched again for each sample: about {each:,.0f} MB a step, or "

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
-from cache.copy_folder import HeldCopy, StartedCopy
+from cache.copy_folder import CopyIsBusy, HeldCopy, StartedCopy
 from cache.remote_shards import LocalCacheError, ShardCopies
 from cache.shard import BaseShardReader
 from cache.step_needs import StepNeeds
@@ -22,7 +22,7 @@ from cache.step_needs import StepNeeds
 MOST_STEPS, MOST_ENTRIES = 4096, 1 << 17  # in sight: steps, and shards of all of them together
 STEPS_AT_A_TIME = 16  # read from the plan before the next shard is fetched
 MOST_HELD = 512  # copies that a process holds, each with an open file
-LOOK_AGAIN_S = 0.05  # after which a shard is tried again for which there was no room, or at which another process was
+LOOK_AGAIN_S = 0.05  # after which a shard is tried again that could not be had
 LONGEST_SLEEP_S = 1.0
 LONGEST_END_S = 5.0
 MOST_SKIPPED = 8  # of shards that were tried a moment ago
@@ -49,6 +49,7 @@ class LocalShards:
         self._errors: dict[int, BaseException] = {}
         self._plan_error: BaseException | None = None
         self._tried: dict[int, float] = {}  # when
+        self._full_until = 0.0  # there is no room for what nobody waits for, until then or until a step is finished
         self._stuck: dict[int, float] = {}  # since when a reader waits in vain
         self._replaced = set[int]()  # fetched once more because of damage
         self._watchers = list[Callable[[int], None]]()
@@ -72,11 +73,12 @@ class LocalShards:
         with self._changed:
             self._start_threads()
             self._errors.pop(number, None)  # of a time when nobody waited: the store may be well again
+            self._tried.pop(number, None)
             self._wanted[number] += 1
             self._opening[number] += 1
+            self._changed.notify_all()
             try:
                 while number not in self._held:
-                    self._changed.notify_all()
                     self._changed.wait()
                     if number in self._errors:
                         raise self._errors[number]
@@ -99,11 +101,12 @@ class LocalShards:
     def _done_opening(self, number: int) -> None:
         self._opening -= Counter([number])
         if number not in self._needs and number not in self._opening:
-            self._release(number)
+            self._let_go(number)
 
     def finished(self, step: int) -> None:
         with self._changed:
-            self._tried.clear()  # there is more room now
+            self._full_until = 0.0
+            self._tried.clear()
             for number in self._needs.finish(step):
                 if number not in self._opening:
                     self._let_go(number)
@@ -139,7 +142,7 @@ class LocalShards:
         for thread in self._threads:  # a copy on its way ends with the process, and is begun again by the next
             thread.join(max(0.0, end - time.monotonic()))
         for number in list(self._held):
-            self._release(number)
+            self._let_go(number)
         self._copies.folder.close()
 
     # -- what the threads do -------------------------------------------------------------------------------------------
@@ -153,10 +156,10 @@ class LocalShards:
         while not self._closed:
             advanced = self._look_ahead()
             with self._changed:
-                number, others = self._choose()
+                number, again = self._choose()
                 if number is None:
                     if not advanced:
-                        self._changed.wait(LOOK_AGAIN_S if others else LONGEST_SLEEP_S)
+                        self._changed.wait(LOOK_AGAIN_S if again else LONGEST_SLEEP_S)
                         self._keep_to_share(0, self._needs.first)  # there may be more processes now
                     continue
                 self._coming.add(number)
@@ -199,8 +202,8 @@ class LocalShards:
             self._planning.release()
 
     def _choose(self) -> tuple[int | None, bool]:
-        """The shard to get next: one that a reader waits for, by its step, else the one that is needed first. And
-        whether there are others for which there was no room a moment ago."""
+        """The shard to get next: one that a reader waits for, by its step, else the one that is needed first, unless
+        there was no room just now. And whether there are others that were tried a moment ago."""
         now, skipped, chosen = time.monotonic(), list[int](), None
 
         def is_possible(number: int) -> bool:
@@ -209,7 +212,9 @@ class LocalShards:
         missing = [number for number in self._wanted if number not in self._held and number not in self._coming]
         if waiting := [number for number in missing if is_possible(number)]:
             return min(waiting, key=self._urgency), True
-        while chosen is None and len(skipped) < MOST_SKIPPED and (number := self._needs.take()) is not None:
+        while chosen is None and len(skipped) < MOST_SKIPPED and now >= self._full_until:
+            if (number := self._needs.take()) is None:
+                break
             if number in self._held or number in self._coming:
                 continue
             if is_possible(number):
@@ -235,7 +240,13 @@ class LocalShards:
                 self._tried[number] = time.monotonic()
                 if self._closed or (number not in self._needs and number not in self._wanted):
                     return
-                got = self._start(number, self._urgency(number))
+                try:
+                    got = self._start(number, self._urgency(number))
+                except CopyIsBusy:
+                    got = None
+                else:
+                    if got is None and number not in self._wanted:
+                        self._full_until = time.monotonic() + LONGEST_SLEEP_S
                 if got is None:
                     self._check_hope(number)
                     return
@@ -254,11 +265,11 @@ class LocalShards:
                     continue
                 self._held[number] = copy
                 if number not in self._needs and number not in self._opening:
-                    self._release(number)
+                    self._let_go(number)
                 return
 
     def _start(self, number: int, step: int) -> StartedCopy | HeldCopy | None:
-        """The copy of a shard, or the beginning of one; None where there is no room or another process is at it."""
+        """The copy of a shard, or the beginning of one; None where there is no room."""
         shard = self._copies.shards[number]
         if not self._keep_to_share(shard.bytes, self._gives_way(number, step)):
             return None
@@ -305,14 +316,15 @@ class LocalShards:
         that is not enough."""
         share = self._copies.folder.share() - size
         held = self._copies.size_of(self._held) + self._copies.size_of(self._coming) - size
-        if held <= share and len(self._held) < self._most_held:
+        most = self._most_held - (size > 0)
+        if held <= share and len(self._held) <= most:
             return True
         for number in self._needs.later_than(step, list(self._held)):
             if number not in self._opening:
                 held -= self._copies.shards[number].bytes
                 self._let_go(number)
                 self._needs.put_back(number)
-            if held <= share and len(self._held) < self._most_held:
+            if held <= share and len(self._held) <= most:
                 return True
         return False
 
@@ -323,14 +335,9 @@ class LocalShards:
 
     def _let_go(self, number: int) -> None:
         """Hold a copy no longer: any process may remove it."""
-        if self._release(number):
-            self._tell_watchers(number)
-
-    def _release(self, number: int) -> bool:
-        copy = self._held.pop(number, None)
-        if copy is not None:
+        if (copy := self._held.pop(number, None)) is not None:
             copy.release()
-        return copy is not None
+            self._tell_watchers(number)
 
     def _tell_watchers(self, number: int) -> None:
         for forget in self._watchers:

@@ -25,6 +25,10 @@ SMALL = {
     "noise": ["--repeat", "1", "--shape", "4,1,8,8"],
     "object_store": ["--shards", "1500"],
     "planning": ["--items", "2000"],
+    "remote_read": [
+        *("--tiny", "--set-mib", "2", "--unit-mib", "0.05", "--steps", "6", "--step-s", "0.01"),
+        *("--latency-ms", "1", "--case", "image", "--case", "image, whole", "--case", "image, whole, again"),
+    ],
     "verify": ["--mib", "2", "--items", "200", "--repeat", "1", "--unit-mib", "128"],
     "ranks": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],

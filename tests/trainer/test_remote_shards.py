@@ -22,6 +22,7 @@ from tests.trainer.runs import lines, on_two_ranks, program
 from trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
+LONG_ONLY = pytest.mark.skipif(not LONG, reason="of the long form: tests/cache has the same with less")
 
 PARTS = 4  # shards of each kind
 #: Requests of a run that do not depend on the number of shards or samples.
@@ -33,19 +34,19 @@ class Remote:
     """A set in the bucket and the same on a disk, and configurations that train on them."""
 
     def __init__(self, folder: Path, make_config: Callable[..., Config], make_set: Callable, form: str) -> None:
-        self.folder, self._make = folder, make_config
-        self.here = self.config("local")
+        self.folder, self._make, self._root = folder, make_config, make_config("t2i", name="local").root
+        self.here = self.config("local", far=False)
         make_set(self.here, form=form, parts=PARTS)
         store, local = Store(f"s3://{BUCKET}/work"), Store(self.here.root)
         for name in local.list_names():
             store.publish_bytes(name, local.read_bytes(name))
         self.shards = [name for name in local.list_names() if name.startswith(("text/", "latents/"))]
 
-    def config(self, name: str, **train: Any) -> Config:
-        """A run of its own; not a local one has the remote root."""
+    def config(self, name: str, far: bool = True, **train: Any) -> Config:
+        """A run of its own, with the remote root or the local one."""
         settings = {"steps": 8, "batch_size": 2, "caption_dropout": 0.3, "gradient_noise_every": 0, "trackers": ()}
         made = self._make("t2i", name=name, validation=VALIDATION, **(settings | train))
-        return made if name.startswith("local") else made.model_copy(update={"root": f"s3://{BUCKET}/work"})
+        return made.model_copy(update={"root": f"s3://{BUCKET}/work" if far else self._root})
 
     @property
     def copies(self) -> list[Path]:
@@ -68,7 +69,7 @@ def gets(s3: S3Server) -> list[str]:
     return sorted(name for name in found if name.startswith(("text/", "latents/")))
 
 
-@pytest.mark.parametrize("remote", ["arrow", "webdataset"], indirect=True)
+@pytest.mark.parametrize("remote", ["arrow", pytest.param("webdataset", marks=LONG_ONLY)], indirect=True)
 def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, tmp_path, capsys) -> None:
     """A second run finds the copies, one of which is damaged; eval losses and validation prompts read them too."""
     assert program(remote.here, tmp_path, capsys)[0] == OK
@@ -146,24 +147,24 @@ def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
     assert gets(s3).count(name) == 2
 
 
+@LONG_ONLY
 def test_two_ranks_share_the_copies(remote, s3, tmp_path) -> None:
-    local, far = remote.config("local-ranks", batch_size=1), remote.config("ranks", batch_size=1)
-    for config in (local, far) if LONG else (far,):
+    local, far = remote.config("ranks-here", far=False, batch_size=1), remote.config("ranks", batch_size=1)
+    for config in (local, far):
         path = tmp_path / f"{Path(config.output).parent.name}.json"
         path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
         s3.reset()
         on_two_ranks(path)
     assert gets(s3) == sorted(remote.shards)
-    assert (len(lines(far)) == 8 and not LONG) or lines(far) == lines(local)
+    assert len(lines(far)) == 8 and lines(far) == lines(local)
 
 
 def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, tmp_path, capsys) -> None:
     sizes = {name: (Path(remote.here.root) / name).stat().st_size for name in remote.shards}
     config = remote.config("small", local_cache={"max_gb": max(sizes.values()) / 1e9})
-    for dry in (True, False):
-        code, report, said = program(config, tmp_path, capsys, dry_run=dry)
-        assert code == USAGE and "loading the transformer" not in said
-        assert "train.local_cache.max_gb" in report["error"]["message"] and "read at a time" in str(report)
+    code, report, said = program(config, tmp_path, capsys)
+    assert code == USAGE and "loading the transformer" not in said
+    assert "train.local_cache.max_gb" in report["error"]["message"] and "read at a time" in str(report)
     config = remote.config("large", local_cache={"max_gb": 1e6})
     code, report, _ = program(config, tmp_path, capsys)
     assert code == USAGE and "has room for" in report["error"]["message"]
@@ -174,6 +175,6 @@ def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, tmp_path, ca
     )
     code, report, said = program(config, tmp_path, capsys)
     assert code == OK and "In an order over the whole set" in said and "MB a step" in said
-    assert "Set train.shuffle_shards: 3, or raise max_gb" in said
+    assert "Set train.shuffle_shards: 2, or raise max_gb" in said
     assert sum(path.stat().st_size for path in remote.copies) <= 0.99 * total
     assert issubclass(LocalCacheError, Exception)

@@ -1,0 +1,278 @@
+"""How long training steps wait for data of a slow object store, through copies on this machine.
+
+    python -m benchmarks.remote_read [--case NAME] [--steps 200] [--step-s 0.5] [--latency-ms 100] [--mb-per-s 200]
+                                     [--set-mib 4096] [--unit-mib 128] [--root DIR] [--tiny]
+
+The store is an S3 server on loopback, a process of its own, that waits `--latency-ms` before each answer and sends
+`--mb-per-s` (10^6 bytes) over all connections together. A step reads the trainer's batches and then sleeps for
+`--step-s`. Samples have the sizes of the flavours: a latent of a picture of 1024x1024 or of 61 frames of 768x512, and a
+text of 135 tokens x 3584, all bfloat16; shards of `--unit-mib`. Texts are in the order of their samples.
+
+`shards`: the copies may have half of the set's bytes, and training goes in the order of shards that the program names
+for that (`train.shuffle_shards`); the folder is empty at first. `eight cards`: as many samples a step as eight ranks
+read that take two each. `whole`: an order over the whole set, and room for it, from an empty folder. `again`: the same
+once more, with the copies that are there.
+
+waiting: share of the time after the first step; at the start, seconds until the first step's data were there. Sets are
+written first (`--set-mib` each, on the disk, twice that with the copies). Takes about 9 minutes.
+"""
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+import pyarrow as pa
+
+from benchmarks.common import MIB, cpu_seconds, make_parser, make_rows, print_header, print_row, write_shard
+from cache.local_cache import Ranks, fitting_shards, supply_from_copies
+from cache.set_lookup import open_set
+from cache.shard import ShardMeta
+from cache.shard_order import make_schedule
+from cache.store import Store
+from schemas.config.training import Train
+from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
+from trainer.data import BatchLoader
+from trainer.metrics import StepTimer
+
+FAMILY, TASK = "kandinsky5-image", "t2i"
+TOKENS, WIDTH = 135, 3584
+PIECE = 1 << 20  # bytes sent at a time
+
+
+class Case(NamedTuple):
+    """shape: of a latent. samples: of a step. order: shards, or whole. warm: with the copies of the case before."""
+
+    shape: tuple[int, ...]
+    bucket: str
+    samples: int
+    order: str = "shards"
+    warm: bool = False
+
+
+IMAGE, VIDEO = ((16, 1, 128, 128), "1024x1024"), ((16, 16, 64, 96), "768x512@61")
+CASES = {
+    "image": Case(*IMAGE, 4),
+    "video": Case(*VIDEO, 1),
+    "image, eight cards": Case(*IMAGE, 16),
+    "image, whole": Case(*IMAGE, 4, "whole"),
+    "image, whole, again": Case(*IMAGE, 4, "whole", warm=True),
+}
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+class SlowStore(BaseHTTPRequestHandler):
+    """The files below `root` as objects of one bucket: HEAD, GET and listings, as S3 answers them."""
+
+    protocol_version = "HTTP/1.1"
+    root: ClassVar[Path]
+    latency_s: ClassVar[float]
+    bytes_per_s: ClassVar[float]
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    free_at: ClassVar[float] = 0.0  # when the line is free again
+
+    def _begin(self, status: int, size: int, etag: str = "") -> None:
+        time.sleep(self.latency_s)
+        self.send_response(status)
+        self.send_header("Content-Length", str(size))
+        if etag:
+            self.send_header("ETag", f'"{etag}"')
+        self.end_headers()
+
+    def _object(self) -> Path:
+        return self.root / unquote(urlsplit(self.path).path.lstrip("/").partition("/")[2])
+
+    def do_HEAD(self) -> None:
+        path = self._object()
+        if path.is_file():
+            self._begin(200, path.stat().st_size, _etag(path))
+        else:
+            self._begin(404, 0)
+
+    def do_GET(self) -> None:
+        query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
+        if "list-type" in query:
+            return self._list(query.get("prefix", ""))
+        path = self._object()
+        if not path.is_file():
+            body = b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>"
+            self._begin(404, len(body))
+            self.wfile.write(body)
+            return None
+        size = path.stat().st_size
+        self._begin(200, size, _etag(path))
+        with path.open("rb") as file:
+            for start in range(0, size, PIECE):
+                self._send(file.fileno(), start, min(PIECE, size - start))
+
+    def _send(self, file: int, start: int, count: int) -> None:
+        """A part of a file, when the line is free."""
+        with self.lock:
+            now = time.monotonic()
+            begin = max(now, SlowStore.free_at)
+            SlowStore.free_at = begin + count / self.bytes_per_s
+        time.sleep(max(0.0, begin - now))
+        while count:
+            sent = os.sendfile(self.connection.fileno(), file, start, count)
+            start, count = start + sent, count - sent
+
+    def _list(self, prefix: str) -> None:
+        found = (path for path in sorted((self.root / prefix).rglob("*")) if path.is_file())
+        rows = "".join(
+            f"<Contents><Key>{escape(str(path.relative_to(self.root)))}</Key>"
+            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>&quot;{_etag(path)}&quot;</ETag>"
+            f"<Size>{path.stat().st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
+            for path in found
+        )
+        body = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
+        self._begin(200, len(body))
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def _etag(path: Path) -> str:
+    return f"{path.stat().st_mtime_ns:x}"
+
+
+def serve(port: Connection, root: Path, latency_s: float, bytes_per_s: float) -> None:
+    """In a process of its own: send the port, then answer."""
+    SlowStore.root, SlowStore.latency_s, SlowStore.bytes_per_s = root, latency_s, bytes_per_s
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SlowStore)
+    port.send(server.server_port)
+    server.serve_forever()
+
+
+# -- the set -----------------------------------------------------------------------------------------------------------
+
+
+def write_set(root: Path, case: Case, set_mib: float, unit_mib: float, tokens: int) -> int:
+    """A set of about `set_mib` in shards of `unit_mib`; returns its bytes."""
+    store = Store(root)
+    (latent, *_), (text, *_) = make_rows("latent", case.shape, 1), make_rows("embeds", (tokens, WIDTH), 1)
+    sizes = {"latents": latent.tensors["latent"].nbytes, "text": text.tensors["embeds"].nbytes}
+    count = max(4 * case.samples, int(set_mib * MIB / sum(sizes.values())))
+    shards, places = list[tuple[str, str]](), dict[str, list[tuple[int, int]]]()
+    for kind, name, shape in (("latents", "latent", case.shape), ("text", "embeds", (tokens, WIDTH))):
+        each = max(1, int(unit_mib * MIB / sizes[kind]))
+        places[kind] = [(len(shards) + number // each, number % each) for number in range(count)]
+        rows = make_rows(name, shape, count)
+        for first in range(0, count, each):
+            meta = ShardMeta(kind, "f" * 24, f"u{first:08}", case.bucket if kind == "latents" else "")
+            shards.append((write_shard(store, meta, rows[first : first + each]), kind))
+    ids = [f"{number:032x}" for number in range(count)]
+    index = [(ids[i], "train", "d", case.bucket, 0, 1.0, False, *places["latents"][i], [i], 0) for i in range(count)]
+    texts = [(ids[i], *places["text"][i]) for i in range(count)]
+    tables = (("shards", SET_SHARDS_SCHEMA, shards), ("texts", SET_TEXTS_SCHEMA, texts), ("index", INDEX_SCHEMA, index))
+    for name, schema, values in tables:
+        table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in values], schema)
+        store.write_table(f"sets/s/{name}.arrow", table)
+    meta = {"format_version": TABLES_VERSION, "id": "s", "family": FAMILY, "task": TASK, "null_text": 0}
+    store.publish_json("sets/s/set.json", meta | {"validation": [], "generation": "none"})
+    return sum((root / path).stat().st_size for path, _ in shards)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Reading(NamedTuple):
+    """start_s: until the first step's data were there. waited_s, total_s: of the steps after it. fetched: bytes."""
+
+    start_s: float
+    waited_s: float
+    total_s: float
+    fetched: float
+    cpu_s: float
+    held: int
+
+
+def train(case: Case, folder: Path, limit: int, shuffle_shards: int | None, steps: int, step_s: float) -> Reading:
+    """Read so many steps from the store, and sleep in each; the limit is looked at all the while."""
+    cache = {"folder": str(folder), "max_gb": limit / 1e9}
+    settings = Train.model_validate(
+        {"batch_size": case.samples, "steps": steps, "shuffle_shards": shuffle_shards, "local_cache": cache}
+    )
+    data = open_set(Store("s3://bucket/"), "s", FAMILY, TASK)
+    schedule = make_schedule(data, settings)
+    cpu, held = cpu_seconds(), 0
+    supply_from_copies(settings, data, schedule, range(steps), Ranks(), print)
+    loader = BatchLoader(data, schedule, 0.0, draw_noise=False)
+    clock, waits, fetched = StepTimer(0, steps, case.samples), list[float](), 0.0
+    for done, _ in enumerate(clock.time_waits(loader.steps(0, steps)), 1):
+        time.sleep(step_s)
+        waits.append(clock.rates(done)["data_wait_s"])
+        fetched += data.supply.metrics()["shards_fetched_mb"] * 1e6
+        held = max(held, sum(path.stat().st_size for path in folder.glob("*") if path.is_file()))
+    data.close()
+    later = waits[1:]
+    return Reading(waits[0], sum(later), sum(later) + step_s * len(later), fetched, cpu_seconds() - cpu, held)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, root=True)
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--step-s", type=float, default=0.5)
+    parser.add_argument("--latency-ms", type=float, default=100.0)
+    parser.add_argument("--mb-per-s", type=float, default=200.0)
+    parser.add_argument("--set-mib", type=float, default=4096)
+    parser.add_argument("--unit-mib", type=float, default=128)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ["NO_PROXY"] = "*"
+    print_header(
+        *("case", "set, GB", "limit, GB", "most held, GB", "order", "at the start, s", "waiting", "fetched, GB"),
+        *("needed, MB/s", "processor"),
+    )
+    with tempfile.TemporaryDirectory(dir=options.root) as top:
+        total, written = 0, None
+        for name in options.case or CASES:
+            case = CASES[name]
+            tokens = 2 if options.tiny else TOKENS
+            if options.tiny:
+                case = case._replace(shape=(16, 1, 8, 8))
+            root, folder = Path(top, "store"), Path(top, "copies")
+            if written != (case.shape, case.bucket):
+                shutil.rmtree(root, ignore_errors=True)
+                total, written = (
+                    write_set(root, case, options.set_mib, options.unit_mib, tokens),
+                    (case.shape, case.bucket),
+                )
+            if not case.warm:
+                shutil.rmtree(folder, ignore_errors=True)
+            limit = total // 2 if case.order == "shards" else 2 * total
+            latents = len(list(root.glob("latents/*/*")))
+            sizes = [path.stat().st_size for path in root.glob("*/*/u*")]
+            shards = fitting_shards(limit, sizes, latents) if case.order == "shards" else None
+            ours, theirs = Pipe()
+            speed = options.latency_ms / 1e3, options.mb_per_s * 1e6
+            server = get_context("fork").Process(target=serve, args=(theirs, root, *speed), daemon=True)
+            server.start()
+            os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{ours.recv()}"
+            try:
+                found = train(case, folder, limit, shards, options.steps, options.step_s)
+            finally:
+                server.terminate()
+            sample = total / len(Store(root).read_table("sets/s/index.arrow"))
+            print_row(
+                *(name, f"{total / 1e9:.1f}", f"{limit / 1e9:.1f}", f"{found.held / 1e9:.1f}"),
+                *(f"shuffle_shards: {shards}" if shards else "whole", f"{found.start_s:.2f}"),
+                *(f"{found.waited_s / found.total_s:.2%}", f"{found.fetched / 1e9:.2f}"),
+                *(f"{case.samples * sample / options.step_s / 1e6:.1f}", f"{found.cpu_s / found.total_s:.0%}"),
+            )
+
+
+if __name__ == "__main__":
+    main()
