@@ -15,6 +15,7 @@ import pytest
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
 from tests.trainer.runs import LOADS, program
 from trainer import metrics
+from trainer.__main__ import warn_of_learning_rate
 from trainer.output_lock import LOCK_NAME, OutputLocked, lock_output
 
 
@@ -261,13 +262,24 @@ def test_files_have_the_permissions_of_the_umask(make_config, make_set, tmp_path
         ("sana", "lora", 1e-4, False),
     ],
 )
-def test_a_loras_learning_rate_for_every_weight_is_warned_of(
-    make_config, make_set, tmp_path, capsys, kind, adapter, rate, warned
-) -> None:
-    config = make_config(kind, adapter={"type": adapter}, optimizer={"lr": rate})
+def test_a_loras_learning_rate_for_every_weight_is_warned_of(make_config, kind, adapter, rate, warned) -> None:
+    said = warnings_of(make_config(kind, adapter={"type": adapter}, optimizer={"lr": rate}))
+    assert (f"train.optimizer.lr is {rate:g}" in said and "1e-05" in said) == warned
+
+
+def warnings_of(config) -> str:
+    """Of the learning rate."""
+    with io.StringIO() as said:
+        warn_of_learning_rate(config.train, Console(stderr=said))
+        return " ".join(said.getvalue().split())
+
+
+@pytest.mark.slow
+def test_a_learning_rate_is_warned_of_before_training(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("sana", adapter={"type": "full"}, optimizer={"lr": 1e-4})
     make_set(config)
     code, _, said = program(config, tmp_path, capsys, dry_run=True)
-    assert code == OK and (f"train.optimizer.lr is {rate:g}" in said and "1e-05" in said) == warned
+    assert code == OK and warnings_of(config) in " ".join(said.split()) and "train.optimizer.lr is 0.0001" in said
 
 
 @pytest.mark.parametrize(
@@ -286,12 +298,9 @@ def test_a_loras_learning_rate_for_every_weight_is_warned_of(
         ({"name": "optimi-lion", "lr": 1e-5}, None),
     ],
 )
-def test_the_warning_knows_the_optimizer(make_config, make_set, tmp_path, capsys, optimizer, warned) -> None:
-    config = make_config("sana", adapter={"type": "full"}, optimizer=optimizer)
-    make_set(config)
-    code, _, said = program(config, tmp_path, capsys, dry_run=True)
-    said = " ".join(said.split())
-    assert code == OK and (re.search(warned, said) if warned else "train.optimizer" not in said)
+def test_the_warning_knows_the_optimizer(make_config, optimizer, warned) -> None:
+    said = warnings_of(make_config("sana", adapter={"type": "full"}, optimizer=optimizer))
+    assert re.search(warned, said) if warned else "train.optimizer" not in said
 
 
 @pytest.mark.slow

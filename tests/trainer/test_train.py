@@ -1,11 +1,8 @@
-"""The loop: equal however it is cut, exact when resumed, stopped by damage, complete in what it leaves behind."""
+"""The loop: equal however it is cut, stopped by damage, complete in what it leaves behind."""
 
 import io
 import json
 import os
-import shutil
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +17,10 @@ from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
 from schemas.config.validation import Validation
-from tests.trainer.runs import check_result, check_shown, lines, on_two_ranks, quiet, train, trained_weights
+from tests.trainer.runs import check_result, check_shown, lines, on_two_ranks, program, quiet, train, trained_weights
 from trainer import flow, metrics, validation
 from trainer import train as loop
 from trainer.__main__ import run as program_run
-from trainer.resume import ResumeError
 from trainer.setup.optim import DivergedError
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
@@ -150,50 +146,6 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
     check_result(two, alone)
 
 
-DROPOUT = {"rank": 4, "dropout": 0.3}
-
-
-def killable(make_config, make_set, name: str, **settings):
-    config = make_config(
-        "t2i", name=name, steps=9, batch_size=2, checkpoint_every=3, caption_dropout=0.3, adapter=DROPOUT, **settings
-    )
-    make_set(config)
-    return config
-
-
-def kill_at(config, step: int) -> None:
-    """Train in a forked child and SIGKILL it as soon as it has recorded `step`."""
-    child = os.fork()
-    if child == 0:
-        try:
-            train(config)
-        finally:
-            os._exit(0)
-    deadline = time.monotonic() + 60
-    while max(lines(config), default=0) < step and time.monotonic() < deadline:
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it ended before it was killed"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_killed_and_resumed_gives_the_same_losses(make_config, make_set) -> None:
-    """Bit for bit, with dropout in the adapter and of captions, in the order of shards, killed twice."""
-    torch.set_num_threads(1)
-    whole = killable(make_config, make_set, "whole", shuffle_shards=2)
-    train(whole)
-    cut = killable(make_config, make_set, "cut", shuffle_shards=2)
-    for step in (4, 7):
-        kill_at(cut, step)
-        assert max(lines(cut)) < 9, "work was really cut off"
-    result = train(cut)
-    assert 0 < result["skipped"] < 9 and result["done"] == 9 - result["skipped"]
-    assert lines(cut) == lines(whole) and list(lines(cut)) == list(range(1, 10))
-    for name, value in trained_weights(whole).items():
-        assert torch.equal(value, trained_weights(cut)[name])
-
-
 @pytest.mark.slow
 def test_the_optimizer_has_the_rate_of_its_step(make_config, make_set) -> None:
     """A LoRA's B begins at 0, and AdamW's first step moves every number by the rate: half of 1e-2 in the warm-up."""
@@ -270,137 +222,6 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     assert len(read) == (held_out or 5) and set(read) <= set(rows)
 
 
-def scalars(config) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run: name -> (step, value)."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(Path(config.output) / "run" / "tensorboard"))
-    events.Reload()
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
-    """In metrics.jsonl and in TensorBoard alike, though steps after the checkpoint had been told before."""
-    torch.set_num_threads(1)
-    look = {"eval_samples": 1, "eval_sigmas": [0.5], "every": 2}
-    config = killable(make_config, make_set, "told", validation=look)
-    kill_at(config, 5)
-    time.sleep(1.1)  # TensorBoard reads its files in the order of the second they were begun in
-    with (Path(config.output) / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "lo')
-    assert train(config)["skipped"] == 3
-    told = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
-    assert [line["step"] for line in told if "loss" in line] == list(range(1, 10))
-    assert [line["step"] for line in told if "eval_loss" in line] == [0, 2, 4, 6, 8, 9]
-    shown = scalars(config)
-    assert {"loss", "grad_norm", "lr", "eval_loss"} <= shown.keys()
-    assert {"eval_by_sigma/0.5", "loss_by_bucket/64x64"} <= shown.keys()
-    for name in ("loss", "grad_norm", "lr", "eval_loss"):
-        assert dict(shown[name]) == pytest.approx(lines(config, name), rel=1e-6), name
-        assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
-
-
-@pytest.mark.slow
-def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
-    config = make_config("t2i", steps=2)
-    make_set(config)
-    train(config)
-    before = lines(config)
-    assert train(config)["done"] == 0
-    assert lines(config) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        ({"checkpoint_every": 1, "keep_checkpoints": 2}, [1, 5, 6]),
-        ({"checkpoint_every": 4, "keep_checkpoints": 1, "keep_every": 3}, [3, 4, 6]),  # 2.5, 2.3, 2.4
-        ({"checkpoint_every": 5, "keep_checkpoints": 1}, [5, 6]),  # 2.2, 2.4
-    ],
-)
-def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
-    make_config, make_set, monkeypatch, settings, kept
-) -> None:
-    """With eval losses of which that of step 1 is the lowest."""
-    given = iter([3.0, 1.0, 2.0, 2.5, 2.3, 2.2, 2.4])
-    monkeypatch.setattr(validation, "compute_eval_loss", lambda *_: {"eval_loss": next(given), "eval_id": "one"})
-    config = make_config("t2i", steps=6, validation={"eval_samples": 2, "every": 1}, **settings)
-    make_set(config)
-    result, folder = train(config), Path(config.output) / "run" / "checkpoints"
-    assert [int(path.name[5:]) for path in sorted(folder.iterdir())] == kept
-    best, other = result["best_step"], result.get("best_checkpoint")
-    assert (best["step"], best["eval_loss"]) == (1, 1.0) and (other is None) == (1 in kept)
-    named = other or best
-    assert (
-        named["checkpoint"] == str(folder / f"step-{named['step']:06d}")
-        and named["step"] == kept[0 if 1 in kept else -2]
-    )
-
-
-@pytest.mark.slow
-def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> None:
-    config = make_config("t2i", steps=2)
-    make_set(config)
-    train(config)
-    longer = make_config("t2i", steps=3)
-    assert train(longer)["done"] == 1
-    for change, said in (
-        ({"seed": 5}, "train.seed: 0 in"),
-        ({"accumulate": 2}, "global batch: 1 in the checkpoint, 2 now"),
-        ({"timesteps": {"sampling": "uniform"}}, 'train.timesteps.sampling: "logit_normal" in'),
-    ):
-        with pytest.raises(ResumeError, match=said):
-            train(make_config("t2i", steps=3, **change))
-    for path in Path(config.output).glob(
-        "run/checkpoints/*/state.json"
-    ):  # as before the generator of noise was another
-        state = json.loads(path.read_text())
-        del state["terms"]["random numbers"]
-        path.write_text(json.dumps(state))
-    with pytest.raises(ResumeError, match='random numbers: default in the checkpoint, "philox4x64-10" now'):
-        train(longer)
-
-
-@pytest.mark.slow
-def test_fewer_steps_than_were_done_change_nothing_and_are_said(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=3)
-    make_set(config)
-    train(config)
-    saved = Path(config.output) / "run" / "adapter" / "pytorch_lora_weights.safetensors"
-    for lost in (False, True):  # the note of the result: with it nothing is to do, without it the result is saved anew
-        if lost:
-            (Path(config.output) / "run" / "result.json").unlink()
-        code, report = program(make_config("t2i", steps=2), tmp_path, capsys)
-        assert (code, report["done"], report["remaining"]) == (OK, 0, 0)
-        with safe_open(saved, "pt") as file:
-            assert file.metadata()["latentpress.steps"] == "3"
-    run_program("train", program_run, Options(tmp_path / "pipeline.yaml", dry_run=True))
-    assert "has done 3 steps, more than train.steps (2)" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_other_base_weights_are_refused(make_config, make_set, tmp_path) -> None:
-    """Those of another checkpoint of the same shape; a copy of the same, elsewhere and in bfloat16, is none."""
-    from examples.tiny_models import build
-
-    config = make_config("t2i", steps=1)
-    make_set(config)
-    train(config)
-
-    def other(path: Path, **settings):
-        changed = make_config("t2i", steps=2, **settings)
-        return changed.model_copy(update={"model": changed.model.model_copy(update={"path": str(path)})})
-
-    build("kandinsky5-image-t2i", tmp_path / "other", seed=1, only=["transformer", "scheduler"])
-    with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
-        train(other(tmp_path / "other"))
-    shutil.copytree(Path(config.model.path), tmp_path / "same")
-    assert train(other(tmp_path / "same", precision="bfloat16"))["done"] == 1
-
-
 def flip(config) -> None:
     """One bit in the middle of every latent shard."""
     for path in Path(config.root).glob("latents/*/*.arrow"):
@@ -458,17 +279,10 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, mak
         train(other)
 
 
-def program(config, tmp_path: Path, capsys, *, dry_run: bool = False, **options) -> tuple[int, dict]:
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    code = run_program("train", program_run, Options(path, json=True, dry_run=dry_run, **options))
-    return code, json.loads(capsys.readouterr().out)
-
-
 def test_dry_run_says_what_would_be_trained(make_config, make_set, tmp_path, capsys) -> None:
     config = make_config("t2i", steps=40, batch_size=5, timesteps={"auto_shift": True})
     make_set(config)
-    code, report = program(config, tmp_path, capsys, dry_run=True)
+    code, report, _ = program(config, tmp_path, capsys, dry_run=True)
     assert code == OK and report["remaining"] == 40 and report["details"]["samples"] == 12
     assert report["details"]["steps_per_epoch"] == 3
     buckets = {row["bucket"]: row for row in report["details"]["buckets"]}
@@ -482,11 +296,11 @@ def test_dry_run_says_what_would_be_trained(make_config, make_set, tmp_path, cap
 def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys) -> None:
     config = make_config("t2i", steps=2)
     make_set(config)
-    code, report = program(config, tmp_path, capsys)
+    code, report, _ = program(config, tmp_path, capsys)
     assert code == OK and report["done"] == 2 and report["details"]["trainable_parameters"] > 0
     assert program(config, tmp_path, capsys)[1]["skipped"] == 2
     missing = make_config("sana", name="work")
-    code, report = program(missing, tmp_path, capsys)
+    code, report, _ = program(missing, tmp_path, capsys)
     assert code == INCOMPLETE and "no training set for sana t2i" in report["error"]["message"]
 
 
@@ -510,5 +324,5 @@ def test_a_wrong_model_or_target_is_explained(make_config, make_set, tmp_path, c
     make_set(config)
     if "path" in change:
         config = config.model_copy(update={"model": config.model.model_copy(update=change)})
-    code, report = program(config, tmp_path, capsys)
+    code, report, _ = program(config, tmp_path, capsys)
     assert code == USAGE and said in report["error"]["message"]

@@ -1,19 +1,14 @@
-import json
 import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from schemas.config.datasets import TagShuffle
-from schemas.config.error_messages import is_section, section_fields, type_at
-from schemas.config.loading import ConfigError, dump_yaml, json_schema, load_config
+from schemas.config.error_messages import type_at
+from schemas.config.loading import ConfigError, dump_yaml, load_config
 from schemas.config.migration_hints import HINTS
-from schemas.config.overrides import parse_override, set_value
 from schemas.config.pipeline import Config
+from tests.schemas.config.test_example import every_key
 
-ROOT = Path(__file__).resolve().parents[3]
 OPTIMIZER_KEYS = (
     "name, arguments, lr, betas, weight_decay, eps, groups, schedule, warmup, lr_end, cycles, power, max_grad_norm"
 )
@@ -98,72 +93,6 @@ def test_the_resolved_configuration_reads_back_as_itself(write):
     ]
     config = load_config(write(), sets)
     assert load_config(write(dump_yaml(config), "again.yaml")) == config
-
-
-# ------------------------------------------------------------------------------------- the example
-
-
-def test_the_example_is_valid_and_for_people_with_one_card():
-    config = load_config(ROOT / "pipeline.yaml")
-    assert (config.model.family, config.model.task) == ("kandinsky5-video", "t2v")
-    assert config.datasets[0].video.num_frames == 61
-    assert config.root == str(ROOT / "work")
-
-
-def uncommented(text):
-    """The example with each key that is commented out put in force."""
-    keys = "|".join({key for _, key in every_key(Config)})
-    return re.sub(rf"^( *)# (?=(?:{keys}):(?: |$))", r"\1", text, flags=re.MULTILINE)
-
-
-def every_key(section, above=()):
-    for key, kind in section_fields(section).items():
-        yield above, key
-        inner = kind.__args__[0] if getattr(kind, "__origin__", None) is tuple else kind
-        if is_section(inner):
-            yield from every_key(inner, (*above, key))
-
-
-def test_the_example_mentions_every_key_with_its_default(tmp_path):
-    text = uncommented((ROOT / "pipeline.yaml").read_text())
-    (tmp_path / "pipeline.yaml").write_text(text)
-    whole = load_config(tmp_path / "pipeline.yaml")
-    example = load_config(ROOT / "pipeline.yaml")
-    here = {"instance_data_dir": whole.datasets[0].instance_data_dir}  # it starts at the file, as the others do
-    datasets = tuple(dataset.model_copy(update=here) for dataset in example.datasets)
-    same = {"root": whole.root, "output": whole.output, "datasets": datasets}
-    assert whole == example.model_copy(update=same), "a commented key shows something other than its default"
-    written = {"datasets": whole.datasets[0], "prompts": whole.validation.prompts[0]}
-    missing = []
-    for above, key in every_key(Config):
-        section = whole
-        for step in above:
-            section = written.get(step) or getattr(section, step.replace("-", "_"))
-        if section != () and key.replace("-", "_") not in section.model_fields_set:
-            missing.append(".".join((*above, key)))
-    assert missing == []
-    assert re.search(r"groups: \[\] +# \[\{match: .*, lr: .*, weight_decay: .*\}\]", text), "its keys"
-    assert re.search(r"tag_shuffle: .*\{variants: 4, delimiter: \",\", keep: 0\}", text), "its keys and defaults"
-    assert TagShuffle().model_dump() == {"variants": 4, "delimiter": ",", "keep": 0}
-
-
-def test_the_example_points_editors_at_the_schema():
-    first = (ROOT / "pipeline.yaml").read_text().splitlines()[0]
-    assert first == "# yaml-language-server: $schema=schemas/pipeline.schema.json"
-
-
-def test_the_json_schema_is_up_to_date():
-    written = json.loads((ROOT / "schemas" / "pipeline.schema.json").read_text())
-    assert written == json_schema(), "run: python -m schemas.config.loading > schemas/pipeline.schema.json"
-
-
-def test_the_json_schema_knows_families_flavours_and_every_key():
-    schema = json_schema()
-    model = schema["$defs"]["Model"]
-    assert "sana" in model["properties"]["family"]["enum"]
-    assert "t2v-lite-sft-5s" in model["allOf"][1]["then"]["properties"]["flavour"]["enum"]
-    assert all(not part["additionalProperties"] for part in (schema, *schema["$defs"].values()))
-    assert "encode-text" in schema["$defs"]["Stages"]["properties"]
 
 
 # ------------------------------------------------------------------------------------- errors, file
@@ -345,52 +274,6 @@ def test_errors_of_overrides_and_of_the_file_come_together(write):
         "--set train.steps",
         "pipeline.yaml:5",
     ]
-
-
-words = st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True)
-scalars = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()
-
-
-@pytest.mark.slow
-@given(st.lists(words, min_size=1, max_size=5), scalars)
-def test_a_value_lands_at_its_key_and_nowhere_else(path, value):
-    text = json.dumps(value) if isinstance(value, bool) else repr(value)
-    key, read = parse_override(f"{'.'.join(path)}={text}")
-    config: dict = {}
-    assert set_value(config, key, read) == tuple(path)
-    for step in path:
-        assert list(config) == [step]
-        config = config[step]
-    assert config == value
-    assert type(config) is type(value)
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
-def test_quoted_text_of_any_kind_arrives_as_it_is(text):
-    assert parse_override(f"validation.x={json.dumps(text)}") == ("validation.x", text)
-
-
-@given(st.lists(words, min_size=1, max_size=4, unique=True), st.data())
-def test_items_are_found_by_id_and_by_number(names, data):
-    i = data.draw(st.integers(0, len(names) - 1))
-    for name in (names[i], str(i)):
-        config = {"datasets": [{"id": name} for name in names]}
-        assert set_value(config, f"datasets.{name}.repeats", 3) == ("datasets", i, "repeats")
-        assert [item.get("repeats") for item in config["datasets"]] == [
-            3 if k == i else None for k in range(len(names))
-        ]
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_any_override_is_read_or_refused(text):
-    try:
-        key, value = parse_override(text)
-    except ValueError:
-        return
-    try:
-        set_value({"datasets": [{"id": "a"}], "root": "x"}, key, value)
-    except ValueError as error:
-        assert str(error)
 
 
 def test_types_are_found_by_path():

@@ -13,7 +13,6 @@ from schemas.clips import clip_times
 from stages.media import decord_backend, video
 from stages.media.container import open_video
 from stages.media.errors import MediaError
-from stages.media.files import Blob
 from stages.media.orientation import orientation_of_frame, orientation_of_header
 from stages.media.video import probe_video, read_frames
 from tests.processes import same_scheduling
@@ -88,27 +87,6 @@ def reason(action, path):
 
 def first_frame(path):
     return next(iter(read_frames(path, [0.0])))
-
-
-class Bytes(Blob):
-    """A file in memory that counts what is read of it."""
-
-    def __init__(self, content, name="clips.tar/a.mp4"):
-        self.content, self.name, self.read = content, name, 0
-
-    def size(self):
-        return len(self.content)
-
-    def open(self):
-        owner = self
-
-        class Reader(io.BytesIO):
-            def read(self, size=-1):
-                found = super().read(size)
-                owner.read += len(found)
-                return found
-
-        return Reader(self.content)
 
 
 ENCODERS = ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "mpeg4", "prores_ks")
@@ -191,69 +169,6 @@ def test_a_clip_deep_in_a_long_video_is_found_by_both(tmp_path):
     assert numbers(path, clip_times(55.0, 25, 12), decord_backend) == list(range(1375, 1387))
 
 
-@pytest.fixture(scope="module")
-def heavy():
-    """4 MB: noise under the numbers, a keyframe every ten frames, the index at the end."""
-    draw = np.random.default_rng(0)
-
-    def frames():
-        for number in range(150):
-            frame = marked(number, 128).copy()
-            frame[64:] = draw.integers(0, 256, (64, WIDTH, 3))
-            yield frame
-
-    with io.BytesIO() as file:
-        file.name = "heavy.mp4"
-        with av.open(file, "w", format="mp4") as output:
-            stream = output.add_stream("libx264", rate=25, options={**FAST, "qp": "12"})
-            stream.width, stream.height, stream.pix_fmt = WIDTH, 128, "yuv420p"
-            for number, picture in enumerate(frames()):
-                frame = av.VideoFrame.from_ndarray(picture)
-                frame.pts = number
-                output.mux(stream.encode(frame))
-            output.mux(stream.encode(None))
-        return file.getvalue()
-
-
-def test_a_video_that_is_no_file_is_read_by_ranges(heavy):
-    blob = Bytes(heavy)
-    assert len(heavy) > 3_000_000
-    assert probe_video(blob).frames == 150
-    assert blob.read < 0.1 * len(heavy)
-    for first in (140, 117):  # on a keyframe, and behind one
-        blob.read = 0
-        frames = read_frames(blob, clip_times(first / 25, 25, 5))
-        assert [number_of(frame[:64]) for frame in frames] == list(range(first, first + 5))
-        assert blob.read < 0.25 * len(heavy)
-
-
-def test_decord_reads_what_is_no_file(heavy):
-    pytest.importorskip("decord")
-    frames = decord_backend.read_frames(Bytes(heavy), clip_times(5.6, 25, 5))
-    assert [number_of(frame[:64]) for frame in frames] == list(range(140, 145))
-
-
-@pytest.mark.parametrize("action", [probe_video, first_frame])
-def test_errors_of_what_is_no_file_are_media_errors(action, heavy):
-    assert reason(action, Bytes(b"")) == "empty-file"
-    assert reason(action, Bytes(b"no video, whatever its name says" * 40)) == "not-a-video"
-    assert reason(action, Bytes(heavy[: len(heavy) // 2])) == "not-a-video"  # its index was at the end
-
-    class Lost(Bytes):
-        def open(self):
-            class Reader(io.BytesIO):
-                def read(self, _=-1):
-                    raise self.error
-
-            reader = Reader(self.content)
-            reader.error = self.error
-            return reader
-
-    lost = Lost(heavy)
-    for lost.error, expected in ((ConnectionResetError(104, "reset"), "unreadable"), (MemoryError(), "out-of-memory")):
-        assert reason(action, lost) == expected
-
-
 MATRICES = {
     (1, 0, 0, 1): lambda p: p,
     (-1, 0, 0, 1): lambda p: p[:, ::-1],
@@ -307,89 +222,6 @@ def test_decord_refuses_a_mirrored_video_and_wide_colours(tmp_path):
     for path in (mirrored, wide):
         with pytest.raises(MediaError, match="use the decoder pyav"):
             numbers(path, [0.0], decord_backend)
-
-
-@pytest.mark.parametrize(
-    ("size", "matrix"), [((64, 592), 2), ((1280, 64), 2), ((64, 592), 1), ((64, 592), 5), ((64, 64), 2)]
-)
-def test_decord_gives_the_colours_of_pyav_or_refuses(tmp_path, size, matrix):
-    """(200, 40, 90) as high definition that is not tagged would come 39 levels too green."""
-    pytest.importorskip("decord")
-    frames = flat((71, 137, 193), size, "yuv420p")
-    path = write(tmp_path / "a.mp4", frames, layout="yuv420p", prepare=tagged(2, 2, matrix))
-    if matrix == 2 and size != (64, 64):
-        with pytest.raises(MediaError, match="use the decoder pyav") as caught:
-            numbers(path, [0.0], decord_backend)
-        assert caught.value.reason == "unsupported-colour"
-        return
-    theirs = next(iter(decord_backend.read_frames(path, [0.0])))
-    assert np.abs(theirs.astype(int) - first_frame(path)).max() <= 2
-
-
-def linear(values):
-    return np.where(values < 0.081, values / 4.5, ((values + 0.099) / 1.099) ** (1 / 0.45))
-
-
-def gamma(light):
-    return np.where(light < 0.018, 4.5 * light, 1.099 * np.maximum(light, 0) ** 0.45 - 0.099)
-
-
-@pytest.mark.parametrize(
-    ("name", "codec", "options", "layout"),
-    [
-        ("a.mp4", "libx264", {"preset": "ultrafast", "qp": "1"}, "yuv420p10le"),
-        ("a.mkv", "libx265", {"x265-params": "log-level=none:lossless=1"}, "yuv420p10le"),
-        ("a.mov", "prores_ks", {"qscale": "1"}, "yuv422p10le"),
-    ],
-)
-@pytest.mark.parametrize("wide", [False, True])
-def test_10_bits_and_wide_colours_are_converted(tmp_path, name, codec, options, layout, wide):
-    """Against BT.709 and BT.2020: R'G'B' from Y'CbCr; then from their light to that of BT.709 (ITU-R BT.2087)."""
-    y, u, v = 401, 590, 442
-    tags = tagged(1, 9, 9) if wide else tagged(1, 1, 1)
-    path = write(tmp_path / name, flat((y, u, v), layout=layout), codec, options, layout=layout, prepare=tags)
-    red, blue = (0.2627, 0.0593) if wide else (0.2126, 0.0722)
-    light, cb, cr = (y - 64) / 876, (u - 512) / 896, (v - 512) / 896
-    r, b = light + 2 * (1 - red) * cr, light + 2 * (1 - blue) * cb
-    colour = np.array([r, (light - red * r - blue * b) / (1 - red - blue), b])
-    if wide:
-        change = [[1.6605, -0.5876, -0.0728], [-0.1246, 1.1329, -0.0083], [-0.0182, -0.1006, 1.1187]]
-        narrow = gamma(np.clip(np.array(change) @ linear(colour), 0, 1))
-        assert np.abs(narrow - colour).max() * 255 > 4
-        colour = narrow
-    assert np.abs(first_frame(path).reshape(-1, 3) - colour * 255).max() <= 1.6
-    assert probe_video(path).wide == wide
-
-
-@pytest.mark.parametrize("transfer", [16, 18])
-@pytest.mark.parametrize(
-    ("name", "codec", "options", "layout"),
-    [
-        ("a.mp4", "libx264", FAST, "yuv420p10le"),
-        ("b.mkv", "libx265", X265, "yuv420p10le"),
-        ("c.mp4", "libsvtav1", {"preset": "12"}, "yuv420p10le"),
-        ("d.mov", "prores_ks", {}, "yuv422p10le"),
-    ],
-)
-def test_high_dynamic_range_is_refused(tmp_path, transfer, name, codec, options, layout):
-    frames = flat((401, 512, 512), layout=layout)
-    path = write(tmp_path / name, frames, codec, options, layout=layout, prepare=tagged(transfer, 9, 9))
-    for action in (probe_video, first_frame):
-        with pytest.raises(MediaError, match="tone-map") as caught:
-            action(path)
-        assert caught.value.reason == "hdr"
-
-
-def test_dolby_vision_without_a_standard_layer_is_refused(tmp_path):
-    path = write(tmp_path / "a.mp4", map(marked, range(3)), "libx265", X265)
-    assert probe_video(path).codec == "hevc"
-    path.write_bytes(path.read_bytes().replace(b"hev1", b"dvhe"))
-    assert reason(probe_video, path) == reason(first_frame, path) == "hdr"
-
-
-def test_a_matrix_that_nobody_converts_is_refused(tmp_path):
-    path = write(tmp_path / "ycgco.mp4", map(marked, range(3)), prepare=tagged(1, 1, 8))
-    assert reason(probe_video, path) == reason(first_frame, path) == "unsupported-colour"
 
 
 @pytest.mark.parametrize(

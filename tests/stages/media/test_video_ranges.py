@@ -1,0 +1,97 @@
+"""Videos that are no file: read by ranges of bytes, whoever decodes, with errors of the item alone."""
+
+import io
+
+import av
+import numpy as np
+import pytest
+
+from schemas.clips import clip_times
+from stages.media import decord_backend
+from stages.media.files import Blob
+from stages.media.video import probe_video, read_frames
+from tests.stages.media.test_video_formats import FAST, WIDTH, first_frame, marked, number_of, reason
+
+
+class Bytes(Blob):
+    """A file in memory that counts what is read of it."""
+
+    def __init__(self, content, name="clips.tar/a.mp4"):
+        self.content, self.name, self.read = content, name, 0
+
+    def size(self):
+        return len(self.content)
+
+    def open(self):
+        owner = self
+
+        class Reader(io.BytesIO):
+            def read(self, size=-1):
+                found = super().read(size)
+                owner.read += len(found)
+                return found
+
+        return Reader(self.content)
+
+
+@pytest.fixture(scope="module")
+def heavy():
+    """4 MB: noise under the numbers, a keyframe every ten frames, the index at the end."""
+    draw = np.random.default_rng(0)
+
+    def frames():
+        for number in range(150):
+            frame = marked(number, 128).copy()
+            frame[64:] = draw.integers(0, 256, (64, WIDTH, 3))
+            yield frame
+
+    with io.BytesIO() as file:
+        file.name = "heavy.mp4"
+        with av.open(file, "w", format="mp4") as output:
+            stream = output.add_stream("libx264", rate=25, options={**FAST, "qp": "12"})
+            stream.width, stream.height, stream.pix_fmt = WIDTH, 128, "yuv420p"
+            for number, picture in enumerate(frames()):
+                frame = av.VideoFrame.from_ndarray(picture)
+                frame.pts = number
+                output.mux(stream.encode(frame))
+            output.mux(stream.encode(None))
+        return file.getvalue()
+
+
+def test_a_video_that_is_no_file_is_read_by_ranges(heavy):
+    blob = Bytes(heavy)
+    assert len(heavy) > 3_000_000
+    assert probe_video(blob).frames == 150
+    assert blob.read < 0.1 * len(heavy)
+    for first in (140, 117):  # on a keyframe, and behind one
+        blob.read = 0
+        frames = read_frames(blob, clip_times(first / 25, 25, 5))
+        assert [number_of(frame[:64]) for frame in frames] == list(range(first, first + 5))
+        assert blob.read < 0.25 * len(heavy)
+
+
+def test_decord_reads_what_is_no_file(heavy):
+    pytest.importorskip("decord")
+    frames = decord_backend.read_frames(Bytes(heavy), clip_times(5.6, 25, 5))
+    assert [number_of(frame[:64]) for frame in frames] == list(range(140, 145))
+
+
+@pytest.mark.parametrize("action", [probe_video, first_frame])
+def test_errors_of_what_is_no_file_are_media_errors(action, heavy):
+    assert reason(action, Bytes(b"")) == "empty-file"
+    assert reason(action, Bytes(b"no video, whatever its name says" * 40)) == "not-a-video"
+    assert reason(action, Bytes(heavy[: len(heavy) // 2])) == "not-a-video"  # its index was at the end
+
+    class Lost(Bytes):
+        def open(self):
+            class Reader(io.BytesIO):
+                def read(self, _=-1):
+                    raise self.error
+
+            reader = Reader(self.content)
+            reader.error = self.error
+            return reader
+
+    lost = Lost(heavy)
+    for lost.error, expected in ((ConnectionResetError(104, "reset"), "unreadable"), (MemoryError(), "out-of-memory")):
+        assert reason(action, lost) == expected
