@@ -159,8 +159,13 @@ class CopyFolder:
                 raise CopyIsBusy from None
             return StartedCopy(path, part, descriptor, self), removed
 
-    def remove(self, name: str) -> None:
-        """Remove the copy `name`, also where others hold it: they can still read what they have open."""
+    def discard(self, name: str, version: FileVersion) -> None:
+        """Remove the copy `name` if it is still that file, also where others hold it: they can still read it."""
+        with self.locked(), suppress(FileNotFoundError):
+            if os.stat(self.folder / name).st_ino == version.inode:
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
         for each in (name, name + DESCRIPTION):
             (self.folder / each).unlink(missing_ok=True)
 
@@ -192,9 +197,10 @@ class CopyFolder:
                 if entry.is_file(follow_symlinks=False) and entry.name != LOCK:
                     about = entry.stat()
                     found[entry.name] = about.st_size, about.st_atime_ns
-        for name in [name for name in found if name.removesuffix(DESCRIPTION) in found.keys() - {name}]:
-            described, size = name.removesuffix(DESCRIPTION), found.pop(name)[0]
-            found[described] = found[described][0] + size, found[described][1]
+        for name in [name for name in found if name.endswith(DESCRIPTION)]:
+            described = name.removesuffix(DESCRIPTION)
+            if described in found:
+                found[described] = found[described][0] + found.pop(name)[0], found[described][1]
         parts = {name: int(part[2]) for name in found if (part := PART.fullmatch(name))}
         return [(name, max(size, parts.get(name, 0)), used) for name, (size, used) in found.items()]
 
@@ -207,7 +213,7 @@ class CopyFolder:
             return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.remove(name)
+            self._remove(name)
             return True
         except BlockingIOError:
             return False

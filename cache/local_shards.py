@@ -56,7 +56,7 @@ class LocalShards:
         self._counted = Counter[str]()
         self._closed = False
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most_held = MOST_HELD if files == resource.RLIM_INFINITY else max(16, min(MOST_HELD, files // 8))
+        self._most_held = MOST_HELD if files == resource.RLIM_INFINITY else min(MOST_HELD, max(16, files // 8))
 
     # -- what readers call ---------------------------------------------------------------------------------------------
 
@@ -116,8 +116,8 @@ class LocalShards:
         with self._changed:
             if number in self._replaced:
                 return False
-            self._replaced.add(number)
-            self._discard(number)
+            if copy := self._held.get(number) or self._copies.folder.hold(self._copies.shards[number].name):
+                self._discard(number, copy)
             return True
 
     def watch(self, forget: Callable[[int], None]) -> None:
@@ -202,8 +202,8 @@ class LocalShards:
             self._planning.release()
 
     def _choose(self) -> tuple[int | None, bool]:
-        """The shard to get next: one that a reader waits for, by its step, else the one that is needed first, unless
-        there was no room just now. And whether there are others that were tried a moment ago."""
+        """The shard to get next: what a reader waits for, by its step, else what is needed first, unless there was no
+        room just now. And whether there are others that were tried a moment ago."""
         now, skipped, chosen = time.monotonic(), list[int](), None
 
         def is_possible(number: int) -> bool:
@@ -242,11 +242,10 @@ class LocalShards:
                     return
                 try:
                     got = self._start(number, self._urgency(number))
-                except CopyIsBusy:
-                    got = None
-                else:
                     if got is None and number not in self._wanted:
                         self._full_until = time.monotonic() + LONGEST_SLEEP_S
+                except CopyIsBusy:
+                    got = None
                 if got is None:
                     self._check_hope(number)
                     return
@@ -259,9 +258,7 @@ class LocalShards:
                 else:
                     self._counted += Counter(fetched=1, bytes=shard.bytes)
                 if not sound and number not in self._replaced:
-                    self._replaced.add(number)
-                    copy.release()
-                    self._discard(number)
+                    self._discard(number, copy)
                     continue
                 self._held[number] = copy
                 if number not in self._needs and number not in self._opening:
@@ -285,11 +282,9 @@ class LocalShards:
         """LocalCacheError where a reader waits for a shard for which there can't be room, or was none for too long."""
         if number not in self._wanted:
             return
-        now = {*self._needs.now, number}
-        if self._urgency(number) == self._needs.first and self._copies.size_of(now) > self._copies.folder.share():
-            raise self._no_room(
-                f"the shards of step {self._needs.first + 1} have {self._copies.size_of(now) / 1e9:.3g} GB"
-            )
+        first, size = self._needs.first, self._copies.size_of({*self._needs.now, number})
+        if self._urgency(number) == first and size > self._copies.folder.share():
+            raise self._no_room(f"the shards of step {first + 1} have {size / 1e9:.3g} GB")
         began = self._stuck.setdefault(number, time.monotonic())
         if time.monotonic() - began > GIVE_UP_S:
             del self._stuck[number]
@@ -307,8 +302,8 @@ class LocalShards:
 
     def _gives_way(self, number: int, step: int) -> int:
         """The step after which copies are needed that may give way to shard `number` of `step`. Where nobody waits,
-        twice as far from now: something better may become free meanwhile. With room for 4 of 10 shards, reading ahead
-        fetched a quarter more of them than were necessary without this, and a seventh more with it."""
+        twice as far from now: something better may become free. With room for 4 of 10 shards, a seventh more were
+        fetched than necessary, and without this a quarter more."""
         return step if number in self._wanted else 2 * step - self._needs.first
 
     def _keep_to_share(self, size: int, step: int) -> bool:
@@ -328,9 +323,12 @@ class LocalShards:
                 return True
         return False
 
-    def _discard(self, number: int) -> None:
+    def _discard(self, number: int, copy: HeldCopy) -> None:
+        """Throw a damaged copy away, to be fetched once more."""
+        self._replaced.add(number)
+        self._copies.discard(number, copy)
+        self._held[number] = copy
         self._let_go(number)
-        self._copies.remove(number)
         self._needs.put_back(number)
 
     def _let_go(self, number: int) -> None:

@@ -112,9 +112,10 @@ class ShardCopies:
     def open(self, number: int) -> BaseShardReader:
         return open_reader(self._copy_store(number), self._paths[number])
 
-    def remove(self, number: int) -> None:
+    def discard(self, number: int, copy: HeldCopy) -> None:
+        """Remove a damaged copy, unless another process did and fetched another."""
         self._verified.pop(number, None)
-        self.folder.remove(self.shards[number].name)
+        self.folder.discard(self.shards[number].name, copy.version)
 
     def _copy_store(self, number: int) -> CopyStore:
         return CopyStore(self._store, self.folder.folder, self._paths[number], self.shards[number].name)

@@ -1,6 +1,7 @@
 """Copies of remote shards: fetched once, verified, within the limit, shared by processes, killed and begun again."""
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from cache.step_needs import StepNeeds
 from cache.store import Store
 from cache.tensors import Array
 from tests.cache.test_row_reader import FORMS
+from tests.processes import in_child
 from tests.s3_server import BUCKET, Request, S3Server
 
 ROWS, ROW_BYTES = 4, 4000
@@ -180,6 +182,20 @@ def belady(steps: list[set[int]], room: int) -> int:
     return fetches
 
 
+def test_more_shards_than_a_process_may_hold(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for all of them, so each is fetched once; those let go of are held again."""
+    monkeypatch.setattr(local_shards, "MOST_HELD", 3)
+    supply = place.supply()
+    supply.follow(0, iter([{step % COUNT, (step + 3) % COUNT} for step in range(3 * COUNT)]))
+    for step in range(3 * COUNT):
+        read(supply, step % COUNT)
+        read(supply, (step + 3) % COUNT)
+        supply.finished(step)
+    found = total(supply)
+    assert found["shards_fetched"] == COUNT and found["shards_found"] >= COUNT
+    supply.close()
+
+
 def test_steps_that_do_not_fit_are_refused(place: Place) -> None:
     supply = place.supply(limit=2)
     supply.follow(0, iter([{0, 1}, {2, 3, 4}]))
@@ -289,6 +305,42 @@ def test_a_shard_that_is_no_arrow_file_is_named(place: Place) -> None:
         assert caught.value.path == place.store.path(place.paths[4])
     assert total(supply)["shards_fetched"] == 2
     supply.close()
+
+
+def test_a_damaged_copy_that_another_process_replaced_stays(place: Place) -> None:
+    supply = place.supply()
+    read(supply, 0)
+    supply.close()
+    (path,) = place.copies()
+    folder = CopyFolder(place.folder, 10**9)
+    held = folder.hold(path.name)
+    assert held is not None
+    fresh = path.with_name("fresh")
+    fresh.write_bytes(path.read_bytes())
+    fresh.rename(path)
+    folder.discard(path.name, held.version)
+    assert path.exists()
+    held.release()
+    held = folder.hold(path.name)
+    assert held is not None
+    folder.discard(path.name, held.version)
+    folder.discard(path.name, held.version)
+    assert not path.exists()
+    held.release()
+    folder.close()
+
+
+def test_a_disk_that_takes_no_more_is_named(place: Place) -> None:
+    def fetch() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        supply = place.supply(threads=1)
+        with pytest.raises(StoreError, match="a file may not grow larger") as caught:
+            supply.open(1)
+        assert caught.value.path.endswith(".part") and caught.value.path.startswith(str(place.folder))
+        assert place.copies() == []
+
+    assert in_child(fetch) == 0
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
