@@ -209,9 +209,12 @@ class ShardOrder:
         taken = plan.order.taken[which] + position - np.append(0, plan.order.ends)[which]
         passes, place = np.divmod(taken, self._blocks.count[block])
         rows = self._blocks.first[block] + place
-        for scattered in np.unique(block[self._scattered[block]]).tolist() if self._any_scattered else ():
-            own = block == scattered
-            rows[own] = self._rows_of(scattered)[place[own]]
+        if self._any_scattered:
+            own = np.flatnonzero(self._scattered[block])
+            scattered, which = np.unique(block[own], return_inverse=True)
+            found = [np.zeros(0, np.int64), *map(self._rows_of, scattered.tolist())]
+            starts = np.cumsum([len(each) for each in found])[:-1]
+            rows[own] = np.concatenate(found)[starts[which] + place[own]]
         passes += repetition * -(-self._blocks.draws[block] // self._blocks.rows[block])
         return rows.reshape(-1, size), passes.reshape(-1, size)
 
