@@ -13,7 +13,7 @@ UNIT_PATTERN = "[A-Za-z0-9][A-Za-z0-9@_-]*"
 _FINGERPRINT, _SET, _DATASET = "[0-9a-f]{24}", "[0-9a-f]{16}", NAME_PATTERN.strip("^$")
 _PLAN, _PLAN_FILES = "[0-9]{6,9}-[0-9a-f]{12}", r"(?:(?:samples|texts|units|active)\.arrow|plan\.json)"
 _SHARD = rf"(?:{'|'.join(SHARD_PROGRAMS)})/{_FINGERPRINT}/{UNIT_PATTERN}"
-_UNIT_REJECTS = rf"(?:{'|'.join(ENCODE_PROGRAMS.values())})/{_FINGERPRINT}/{UNIT_PATTERN}"
+_STAGE_OF_CACHE = rf"(?:{'|'.join(ENCODE_PROGRAMS.values())})/{_FINGERPRINT}"
 _PATTERNS = (
     rf"{_SHARD}\.(?:arrow|tar|tar\.json)",
     rf"(?:{'|'.join(ENCODE_PROGRAMS)})/{_FINGERPRINT}/provenance\.json",
@@ -23,7 +23,8 @@ _PATTERNS = (
     rf"plans/{_PLAN}/{_PLAN_FILES}",
     rf"sets/{_SET}/(?:(?:index|texts|shards)\.arrow|set\.json)",
     r"sets/current-[a-z0-9-]+\.json",
-    rf"rejects/(?:(?:discover|bucket)/{_DATASET}|{_UNIT_REJECTS})\.arrow",
+    rf"rejects/(?:(?:discover|bucket)/{_DATASET}|{_STAGE_OF_CACHE}(?:/{UNIT_PATTERN})?)\.arrow",
+    rf"jobs/{_STAGE_OF_CACHE}/[0-9a-f]{{16}}\.json",
     r"weights/[0-9a-f]{32}\.json",
 )
 _PROJECT_FILES = re.compile("|".join(_PATTERNS), re.ASCII)

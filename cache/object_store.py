@@ -90,18 +90,18 @@ def _s3_session(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
 
 
 @contextmanager
-def explained_object(path: str) -> Iterator[None]:
-    """Turn what a store's library raises into a StoreError about `path`. A missing object stays FileNotFoundError. Each
+def explained_object(url: str) -> Iterator[None]:
+    """Turn what a store's library raises into a StoreError about `url`. A missing object stays FileNotFoundError. Each
     library has exceptions of its own, which can't be imported here: hence all of `Exception`."""
     try:
         yield
     except (LatentpressError, MemoryError, AssertionError):
         raise
     except Exception as error:
-        _raise_explained(path, error)
+        _raise_explained(url, error)
 
 
-def _raise_explained(path: str, error: Exception) -> NoReturn:
+def _raise_explained(url: str, error: Exception) -> NoReturn:
     cause: Any = error if hasattr(error, "response") else error.__cause__
     answer = getattr(cause, "response", None)
     code = str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, Mapping) else ""
@@ -120,7 +120,7 @@ def _raise_explained(path: str, error: Exception) -> NoReturn:
     else:
         reason = f"the store can't be reached or broke off ({said})"
         step = f"check the network and the URL, and {AGAIN}"
-    raise StoreError(path, reason, step) from error
+    raise StoreError(url, reason, step) from error
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -183,12 +183,12 @@ class _ObjectFile:
     closed = False
 
     def __init__(self, fs: Any, path: str) -> None:
-        self._path = path
-        with explained_object(path):
+        self._url = fs.unstrip_protocol(path)
+        with explained_object(self._url):
             self._file = fs.open(path, "rb", cache_type=ObjectCache.name)
 
     def read(self, size: int = -1) -> bytes:
-        with explained_object(self._path):
+        with explained_object(self._url):
             return self._file.read(size)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -209,7 +209,7 @@ def open_object(fs: Any, path: str) -> pa.NativeFile:
 
 def read_object(fs: Any, path: str, size: int) -> bytes:
     """A whole object. StoreError where other than `size` bytes come."""
-    with explained_object(path):
+    with explained_object(fs.unstrip_protocol(path)):
         data = fs.cat_file(path)
         if len(data) != size:
             raise OSError(errno.EIO, f"it sent {len(data)} of {size} bytes")
@@ -219,7 +219,7 @@ def read_object(fs: Any, path: str, size: int) -> bytes:
 def copy_object(fs: Any, path: str, target: str, size: int) -> None:
     """Copy an object into the local file `target`. StoreError where other than `size` bytes come, or where the disk of
     `target` is full."""
-    with explained_object(path):
+    with explained_object(fs.unstrip_protocol(path)):
         try:
             fs.get_file(path, target)
         except OSError as error:
@@ -307,7 +307,7 @@ def put_object(fs: Any, source: Path, path: str) -> None:
     """Upload a local file: one put, or a multipart upload that is completed at the end and aborted where it fails. So
     the object is there whole or not at all."""
     options = {"chunksize": PART_BYTES} if hasattr(fs, "call_s3") else {}
-    with explained_object(path):
+    with explained_object(fs.unstrip_protocol(path)):
         try:
             fs.put_file(str(source), path, **options)
         except FileNotFoundError:

@@ -97,16 +97,26 @@ class Plan:
         return pc.unique(pa.chunked_array([*captions.chunks, *null.chunks, pa.array(named, pa.string())], pa.string()))
 
     def units(self, kind: str) -> list[Unit]:
-        """Units of this and all earlier generations with at least one active member, in plan order."""
+        """Units of this and all earlier generations with at least one active member, in plan order, without those that
+        a later generation divided into smaller ones."""
+        replaced = pa.array(sorted(self.replaced_units), pa.string())
         active = self.active_text_ids if kind == "text" else self.active_sample_ids
         units = []
-        for batch in _filter_kind(self._all("units"), kind).to_batches():
+        of_kind = _filter_kind(self._all("units"), kind)
+        kept = of_kind.filter(pc.invert(pc.is_in(of_kind.column("unit_id"), value_set=replaced)))
+        for batch in kept.to_batches():
             needed, members = np.zeros(batch.num_rows, bool), batch.column("members")
             parents = np.asarray(pc.list_parent_indices(members))
             needed[parents[np.asarray(pc.is_in(members.flatten(), value_set=active))]] = True
             for row in batch.filter(pa.array(needed)).to_pylist():
                 units.append(Unit(**{**row, "members": tuple(row["members"])}))
         return units
+
+    @cached_property
+    def replaced_units(self) -> set[str]:
+        """Ids of units whose members are in smaller units of this or an earlier generation."""
+        earlier = (load_plan(self.store, name) for name in list_plans(self.store) if name < self.name)
+        return {unit for plan in (self, *earlier) for unit in plan.info.get("replaced_units", ())}
 
     @property
     def sample_table(self) -> pa.Table:
@@ -203,6 +213,8 @@ def load_plan(store: Store, name: str) -> Plan:
     info = store.read_json(rel)
     with as_damage(store.path(rel), "its values can't be right"):
         check_name(info["key"], "key")
+        for unit in check_list(info.get("replaced_units", []), "replaced_units"):
+            check_text(unit, "the id of a unit")
         ids = [info["null_text"]]
         for entry in check_list(info["validation"], "validation"):
             prompt = check_object(entry, "a validation prompt")
@@ -248,7 +260,7 @@ def publish_plan(store: Store, key: str, tables: Mapping[str, pa.Table], info: d
     cast = {name: tables[name].cast(schema) for name, schema in _SCHEMAS.items()}
     active = cast["active"] = cast["active"].combine_chunks()  # compared and hashed below
     if current is not None and not any(len(tables[name]) for name in ("samples", "texts", "units")):
-        same = all(current.info[name] == value for name, value in json.loads(json.dumps(info)).items())
+        same = all(current.info.get(name) == value for name, value in json.loads(json.dumps(info)).items())
         if same and current.active.equals(active) and current.is_complete:
             return current
     parent = max(list_plans(store), default=None)

@@ -65,12 +65,15 @@ class Store:
         return explained(path) if self.root is not None else object_store.explained_object(path)
 
     def path(self, rel: str) -> str:
-        """The full name of `rel`, for messages and for the file system."""
+        """The full name of `rel`, for messages: a path of this machine, or a URL."""
+        return self.key(rel) if self.root is not None else self._fs.unstrip_protocol(self.key(rel))
+
+    def key(self, rel: str) -> str:
+        """The full name of `rel` in the file system."""
         return f"{self.base}/{rel}" if rel else self.base
 
     def relative(self, path: str) -> str:
-        """The inverse of `path`."""
-        return path.removeprefix(f"{self.base}/")
+        return path.removeprefix(f"{self.path('')}/")
 
     def local(self, rel: str) -> Path | None:
         """The path of `rel` on this machine's disk; None on an object store."""
@@ -82,7 +85,7 @@ class Store:
             if local is not None:
                 return local.exists()
             try:
-                object_store.object_info(self.fs, self.path(rel))
+                object_store.object_info(self.fs, self.key(rel))
             except FileNotFoundError:
                 return False
             return True
@@ -100,7 +103,7 @@ class Store:
     def list_files(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
         """As `list_names`, with sizes and times. temporaries: what stores did not finish instead; of an object store
         the uploads that were begun, and the files in the scratch folder of this machine."""
-        found, local, top = list[Entry](), self.local(prefix), self.path(prefix.rstrip("/"))
+        found, local, top = list[Entry](), self.local(prefix), self.key(prefix.rstrip("/"))
         if local is None and temporaries:
             with self._explained(prefix):
                 found = [entry for entry, _ in object_store.list_uploads(self.fs, top) if is_project_file(entry.name)]
@@ -122,12 +125,12 @@ class Store:
             local = self.local(rel)
             if local is not None:
                 return local.stat().st_size
-            return object_store.object_info(self.fs, self.path(rel))["size"]
+            return object_store.object_info(self.fs, self.key(rel))["size"]
 
     def read_bytes(self, rel: str) -> bytes:
         with self._explained(rel):
             local = self.local(rel)
-            return local.read_bytes() if local is not None else self.fs.cat_file(self.path(rel))
+            return local.read_bytes() if local is not None else self.fs.cat_file(self.key(rel))
 
     def open(self, rel: str) -> pa.NativeFile:
         """`rel` for random access, not by several threads at once: a memory map where it is local, else requests, as
@@ -135,7 +138,7 @@ class Store:
         with self._explained(rel):
             local = self.local(rel)
             if local is None:
-                return object_store.open_object(self.fs, self.path(rel))
+                return object_store.open_object(self.fs, self.key(rel))
             if not local.stat().st_size:  # an empty file can't be mapped
                 return pa.BufferReader(b"")
             return pa.memory_map(str(local), "r")
@@ -144,12 +147,12 @@ class Store:
         """`rel` to be read completely: an object in memory, by two requests; StoreError where not all of it came."""
         if self.root is not None:
             return self.open(rel)
-        return pa.BufferReader(object_store.read_object(self.fs, self.path(rel), self.size(rel)))
+        return pa.BufferReader(object_store.read_object(self.fs, self.key(rel), self.size(rel)))
 
     def read_table(self, rel: str, check: Callable[[pa.Table], object] | None = None) -> pa.Table:
-        """A table of `write_table`, in memory maps where it is local, every byte of it compared with its checksum.
-        check: raises ValueError where the values are not those of the wanted table. DamageError where anything is
-        wrong. A file that did not change is read once."""
+        """A table of `write_table`, in memory maps where it is local, every byte compared with its checksum. check:
+        raises ValueError where the values are not those of the wanted table. DamageError where anything is wrong. A
+        file that did not change is read once."""
         path, known = self.path(rel), self._tables.get(rel)
         if known is not None and known[:2] == (self._version(rel), check):
             return known[2]
@@ -173,23 +176,22 @@ class Store:
         """A whole object and its version. A large one is copied to this machine and mapped: it is fetched once and
         needs no memory. The copy has no name and goes with the process."""
         with self._explained(rel):
-            about = object_store.object_info(self.fs, self.path(rel))
+            about = object_store.object_info(self.fs, self.key(rel))
         version = object_store.object_version(about)
         if about["size"] < MAPPED_BYTES:
-            return pa.BufferReader(object_store.read_object(self.fs, self.path(rel), about["size"])), version
+            return pa.BufferReader(object_store.read_object(self.fs, self.key(rel), about["size"])), version
         with self.open_temp(rel) as copy:
             try:
-                object_store.copy_object(self.fs, self.path(rel), copy.name, about["size"])
+                object_store.copy_object(self.fs, self.key(rel), copy.name, about["size"])
                 return pa.memory_map(copy.name, "r"), version
             finally:
                 self._remove_temp(Path(copy.name))
 
     def _version(self, rel: str) -> Any:
-        """What changes when the file `rel` does."""
         with self._explained(rel):
             if self.root is not None:
-                return _file_signature(os.stat(self.path(rel)))
-            return object_store.object_version(object_store.object_info(self.fs, self.path(rel)))
+                return _file_signature(os.stat(self.key(rel)))
+            return object_store.object_version(object_store.object_info(self.fs, self.key(rel)))
 
     def read_json(self, rel: str) -> dict[str, Any]:
         """The JSON object in `rel` without its checksum, which earlier releases did not write. DamageError where that
@@ -230,7 +232,7 @@ class Store:
         try:
             local = self.local(rel)
             if local is None:
-                object_store.put_object(self.fs, Path(temp), self.path(rel))
+                object_store.put_object(self.fs, Path(temp), self.key(rel))
             else:
                 with explained(self.path(rel)):
                     files.put(Path(temp), local)
@@ -292,8 +294,8 @@ class Store:
         with self._explained(rel):
             source, to = self.local(rel), self.local(target)
             if source is None or to is None:
-                self.fs.cp_file(self.path(rel), self.path(target))
-                self.fs.rm_file(self.path(rel))
+                self.fs.cp_file(self.key(rel), self.key(target))
+                self.fs.rm_file(self.key(rel))
                 return
             files.make_folders(to.parent)
             files.replace(str(source), str(to))
@@ -307,7 +309,7 @@ class Store:
             if local is not None:
                 local.unlink(missing_ok=True)
             elif self.exists(rel):  # in a bucket with versions, removing what is not there leaves a marker
-                self.fs.rm_file(self.path(rel))
+                self.fs.rm_file(self.key(rel))
 
     def remove_empty_folders(self, prefix: str) -> None:
         """Remove the empty folders at and below `prefix`; an object store has none."""
@@ -334,7 +336,7 @@ class Store:
                 for upload, name in list(object_store.list_uploads(self.fs, self.base)):
                     if is_project_file(upload.name) and upload.modified < before:
                         with suppress(FileNotFoundError):  # completed, or aborted by another process
-                            object_store.abort_upload(self.fs, self.path(upload.name), name)
+                            object_store.abort_upload(self.fs, self.key(upload.name), name)
                             removed.append(f"{self.path(upload.name)} (an upload that was not completed)")
         return sorted(removed)
 

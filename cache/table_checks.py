@@ -91,6 +91,11 @@ def check_rejects(table: pa.Table) -> None:
     _check_columns(table, tables.REJECTS_SCHEMA, ("item", "reason", "message", "retry"))
 
 
+def check_merged_rejects(table: pa.Table) -> None:
+    required = ("list", "version", "item", "reason", "message", "retry")
+    _check_columns(table, tables.MERGED_REJECTS_SCHEMA, required)
+
+
 def check_index(table: pa.Table) -> None:
     kinds = [kind for kind in tables.further_kinds(table.column_names) if kind in ENCODE_PROGRAMS]
     _check_columns(table, tables.index_schema(kinds), [name for name in table.column_names if name != "null_text"])

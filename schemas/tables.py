@@ -107,6 +107,9 @@ SET_SHARDS_SCHEMA = pa.schema([("path", _str), ("kind", _str)])
 #: rejects/<stage>/...: everything set aside. retry: whether the next run tries again.
 REJECTS_SCHEMA = pa.schema([*_fields(_str, "stage", "item", "path", "reason", "message"), ("retry", pa.bool_())])
 
+#: rejects/<stage>/<fingerprint>.arrow, on object stores: rows of many lists. list: its name. version: its object's.
+MERGED_REJECTS_SCHEMA = pa.schema([*_fields(_str, "list", "version"), *REJECTS_SCHEMA])
+
 
 def index_schema(kinds: Sequence[str]) -> pa.Schema:
     """INDEX_SCHEMA with <kind>_shard and <kind>_row of each further kind of shard."""

@@ -5,10 +5,11 @@ the complete list of active samples. If nothing changed, nothing is published.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import typer
 
 from cache import plans, rejects
 from cache.compatibility import bucket_side_multiple
@@ -24,6 +25,7 @@ from stages.encoding.stage import refuse_partition
 from stages.media.errors import MediaError
 from stages.planning import summary, units
 from stages.planning.plan_builder import DraftPlan, build_plan
+from stages.planning.smaller_units import find_open_members
 from stages.planning.validation_prompts import add_validation_prompts
 
 TableRow = dict[str, Any]
@@ -31,7 +33,16 @@ MAX_LISTED_ITEMS = 30  # excluded items, and items of a warning, that are listed
 MAX_LISTED_BUCKETS = 10  # buckets listed in a warning
 
 
-def run(config: Config, options: Options, console: Console) -> Report:
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    divide_again: Annotated[
+        bool,
+        typer.Option("--divide-again", help="Divide units above cache.unit_mib that have no shard into smaller ones."),
+    ] = False,
+) -> Report:
     refuse_partition(options, "bucket")
     pa.set_memory_pool(pa.system_memory_pool())  # saves a fifth of time and memory with large temporary tables
     store = Store(config.root)
@@ -52,7 +63,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     new_samples = _new_rows(plan.samples, "sample_id", plans.planned_ids(store, "latents"))
     new_texts = _new_rows(plan.texts, "text_id", plans.planned_ids(store, "text"))
     key = plan_key(config, multiple)
-    info = {
+    info: TableRow = {
         "family": config.model.family,
         "task": config.model.task,
         "template": config.model.template.name,
@@ -68,8 +79,16 @@ def run(config: Config, options: Options, console: Console) -> Report:
         report.remaining = new_samples.num_rows + new_texts.num_rows
         report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.remaining
         return report
-    new_text_units = units.text_units(config, new_texts, plan.active)
-    new_units = pa.concat_tables([units.sample_units(config, new_samples), new_text_units])
+    divided = find_open_members(plans.newest_plan(store, key) if divide_again else None, config.cache.unit_mib)
+    new_units = pa.concat_tables(
+        [
+            units.sample_units(config, pa.concat_tables([new_samples, divided.samples])),
+            units.text_units(config, pa.concat_tables([new_texts, divided.texts]), plan.active),
+        ]
+    )
+    if divided.unit_ids:
+        info["replaced_units"] = divided.unit_ids
+        report.details["divided_again"] = len(divided.unit_ids)
     before = plans.list_plans(store)
     tables = {"samples": new_samples, "texts": new_texts, "units": new_units, "active": plan.active}
     generation = plans.publish_plan(store, key, tables, info)

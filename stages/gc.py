@@ -37,7 +37,7 @@ KEEP_DAYS = 30.0
 IN_PROGRESS_S = 3600.0  # seconds in which a set or plan gets all its files and is pointed at
 MIB = 1 << 20
 #: Top folders in the order of removal: what refers to others first.
-REMOVAL_ORDER = ("sets", "plans", *stage_registry.SHARD_KINDS, "rejects", "media", "damaged", "")
+REMOVAL_ORDER = ("sets", "plans", *stage_registry.SHARD_KINDS, "rejects", "jobs", "media", "damaged", "")
 REMOVED_FIRST, REMOVED_LAST = ("set.json", "plan.json"), ("provenance.json",)  # of one folder
 
 
@@ -158,6 +158,8 @@ class UnusedFiles:
             return entry.modified < roots.since and not self._is_used_list(name, file)
         if top == "damaged":
             return entry.modified < roots.since
+        if top == "jobs":
+            return entry.modified < min(roots.since, time.time() - IN_PROGRESS_S)
         if CONFIG_POINTER_PATTERN.fullmatch(entry.name):
             return entry.modified < roots.since and entry.name not in roots.pointers
         if not file or top not in ("sets", "plans", "media"):  # pointers to sets, weights/, an export's shards
@@ -183,7 +185,8 @@ class UnusedFiles:
         if stage in kinds:
             fingerprint, _, unit = name.partition("/")
             cache = f"{kinds[stage]}/{fingerprint}"
-            return unit in roots.units_of_others or (cache in roots.caches and unit in roots.units)
+            # Without a unit it is all lists of a cache, merged.
+            return unit in roots.units_of_others or (cache in roots.caches and (not unit or unit in roots.units))
         return name in (roots.datasets if stage == "discover" else roots.reject_lists)
 
     def _describe(self, store: Store, folder: str, partly: bool) -> str:
@@ -209,6 +212,7 @@ class UnusedFiles:
             "plans": "a plan that nothing is made of",
             "rejects": "lists of what was set aside, of caches or datasets that are not used",
             "media": "the media table of a dataset that no configuration given names",
+            "jobs": "reports of jobs that ended",
             "damaged": "damaged shards and plans that verify --repair or bucket set aside",
         }[top]
 

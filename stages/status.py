@@ -5,10 +5,11 @@ Its cost grows with the number of shards: names, sizes and times are listed, and
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,15 +30,20 @@ from schemas.errors import LatentpressError
 from stages.discovery.media_table import find_media_table
 from stages.discovery.missing_media import spread_evenly
 from stages.encoding import stage_registry
-from stages.encoding.stage import EncodingStage, StageState, refuse_partition
+from stages.encoding.job_reports import JobReport, State, read_reports, sum_rates
+from stages.encoding.stage import EncodingStage, refuse_partition
+from stages.encoding.stage_state import StageState
 from stages.planning.plan_lookup import current_plan
 
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
+MAX_SHOWN_JOBS = 30
 LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damaged")
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # which the trainer writes before anything else
 RECENT_S = 3600.0  # shards published before do not count in a rate
 MAX_COUNTED_SHARDS = 32  # in a rate
 MIN_PAUSE_FACTOR = 4  # building a report may take at most this fraction of the time: 1/4
+
+JOB_STATES = get_args(State)  # in the order of interest
 
 TableRow = dict[str, Any]
 
@@ -96,16 +102,18 @@ def build_report(config: Config, options: Options) -> Report:
         report.next_steps = [error.next_step]
         report.remaining = report.remaining or 1
         return report
+    jobs = read_reports(store, {stage.name: state.fingerprint for stage, state in states}, time.time())
     for stage, state in states:
-        row = _stage_row(stage, state, listed[stage.kind])
+        row = _stage_row(stage, state, listed[stage.kind], jobs[stage.name])
         rows.append(row)
         if row["remaining"]:
             report.next_steps.append(f"latentpress {stage.name}")
         report.remaining += row["remaining"]
         report.done += row["done"]
-    for column in ("items_per_second", "left") if report.remaining else ():
-        for row in rows:
+    for column in ("units", "jobs", "items_per_second", "left"):
+        for row in rows if any(column in row for row in rows) else ():
             row.setdefault(column, "")
+    report.details |= describe_jobs(jobs, most=None if options.json else MAX_SHOWN_JOBS)
     report.details["training_set"] = _describe_training_set(store, config, plan)
     report.details["made_with"] = _library_versions(store, states, listed)
     report.details["under_root_mib"] = {
@@ -122,14 +130,19 @@ def _row(stage: str, what: str, done: int, remaining: int, set_aside: int, entri
     return {"stage": stage, "what": what, **counts, "mib": _mib(entries)}
 
 
-def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry]) -> TableRow:
+def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry], jobs: Sequence[JobReport]) -> TableRow:
     todo = {unit.unit_id for unit in state.remaining_units()}
     remaining = sum(state.counts[unit] for unit in todo)
     set_aside = sum(len(rows) for unit, rows in state.rejects_by_unit.items() if unit not in todo)
     entries = [entry for entry in listed if entry.name.startswith(f"{state.fingerprint}/")]
     what, done = "texts" if stage.member_kind == "text" else "samples", len(state.wanted_ids) - remaining - set_aside
     row = _row(stage.name, what, done, remaining, set_aside, entries)
-    if remaining:
+    row["units"] = f"{len(state.units) - len(todo)} of {len(state.units)}"
+    if jobs:
+        row["jobs"] = count_states(jobs)
+    if remaining and (rate := sum_rates(jobs)):
+        row |= format_rate(rate, remaining)
+    elif remaining:
         modified = {entry.name: entry.modified for entry in entries}
         shards = ((path.partition("/")[2], unit) for unit, path in state.done.items() if unit in state.counts)
         published = [(modified[name], state.counts[unit]) for name, unit in shards if name in modified]
@@ -148,11 +161,44 @@ def estimate_rate(published: Sequence[tuple[float, int]], remaining: int, now: f
     items = sum(count for _, count in recent[1:])
     if not items:
         return {"items_per_second": "", "left": ""}
-    rate = items / max(now - recent[0][0], 1e-3)
+    return format_rate(items / max(now - recent[0][0], 1e-3), remaining)
+
+
+def format_rate(rate: float, remaining: int) -> TableRow:
+    """rate: items per second, not 0."""
     return {
         "items_per_second": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
         "left": str(timedelta(seconds=round(remaining / rate))),
     }
+
+
+def count_states(jobs: Iterable[JobReport]) -> str:
+    """Like "3 running, 1 lost"."""
+    found = Counter(job.state for job in jobs)
+    return ", ".join(f"{found[state]} {state}" for state in JOB_STATES if found[state])
+
+
+def describe_jobs(jobs: Mapping[str, Sequence[JobReport]], most: int | None) -> TableRow:
+    """A row for each job of each stage: what runs first, then what was lost or failed. most: rows that are shown."""
+    ranked = [(JOB_STATES.index(job.state), stage, job) for stage, found in jobs.items() for job in found]
+    shown = sorted(ranked, key=lambda each: each[0])[:most]
+    rows = [
+        {
+            "stage": stage,
+            "state": job.state + (f": {job.reason}" if job.reason else ""),
+            "where": f"{job.host}, process {job.process}",
+            "engine": f"{job.engine}, {job.workers} worker{'s' if job.workers != 1 else ''}",
+            "shard": job.shard,
+            "done": f"{job.done} of {job.members}",
+            "set_aside": job.set_aside,
+            "units": f"{job.units_done} of {job.units}" + (f", {job.units_failed} failed" if job.units_failed else ""),
+            "items_per_second": "" if job.items_per_second is None else f"{job.items_per_second:.3g}",
+            "took": str(timedelta(seconds=round(job.seconds))),
+        }
+        for _, stage, job in shown
+    ]
+    more = {"more_jobs": len(ranked) - len(shown)} if len(ranked) > len(shown) else {}
+    return ({"jobs": rows} if rows else {}) | more
 
 
 def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
@@ -220,6 +266,7 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                 for row in report.details.get("stages", []):
                     line = f"{row['stage']}: {row['done']} {row['what']} done, {row['remaining']} remaining"
                     line += f", {row['set_aside']} set aside" if row["set_aside"] else ""
+                    line += f", jobs: {row['jobs']}" if row.get("jobs") else ""
                     rate = f", {row['items_per_second']} {row['what']}/s, {row['left']} left" if row.get("left") else ""
                     lines[line] = line + rate
                 training = report.details.get("training", [])

@@ -5,7 +5,7 @@ Several shards are checked at once, in threads: reading, hashing and searching f
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from math import ceil
@@ -188,7 +188,7 @@ def _repair_shards(
 def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:
     """Run the program that writes the damaged tables under `top`, "plans" or "sets": it makes those of this
     configuration again."""
-    program = {"plans": bucket.run, "sets": index.run}[top]
+    program: Callable[..., Report] = bucket.run if top == "plans" else index.run
     if not any(path.startswith(f"{top}/") for path in damaged):
         return
     try:

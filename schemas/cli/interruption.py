@@ -1,5 +1,6 @@
 """What Ctrl-C, SIGTERM and the end of `--max-time` do to a program that can be stopped and started again."""
 
+import math
 import os
 import re
 import signal
@@ -50,13 +51,16 @@ class StopHandler:
         self._stop, self._is_stopping = stop, False
         self._end = None if max_time is None else time.monotonic() + max_time
 
+    def seconds_left(self) -> float:
+        """Of `max_time`; infinity without one."""
+        return math.inf if self._end is None else self._end - time.monotonic()
+
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
             yield
             return
-        seconds_left = 0 if self._end is None else max(0.0, self._end - time.monotonic())
-        timer = threading.Timer(seconds_left, self._on_timeout)
+        timer = threading.Timer(0 if self._end is None else max(0.0, self.seconds_left()), self._on_timeout)
         timer.daemon = True
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -8,9 +8,9 @@ any number of processes on any number of machines need no lock and no coordinati
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,9 +25,8 @@ from cache.damage import DamageError
 from cache.plans import Plan, Unit
 from cache.shard import TruncatedText, find_done_units
 from cache.store import Store
-from schemas.cli.console import Console, Options, Partition, Report
+from schemas.cli.console import Console, Options, Report
 from schemas.cli.interruption import MaxTimeOption, StopHandler
-from schemas.cli.options import NOT_PARTITIONED
 from schemas.config.encoding import MOST_PREFETCH, Encoding, EngineName, Stages
 from schemas.config.error_messages import explain_error
 from schemas.config.pipeline import Config, Topic
@@ -38,6 +37,9 @@ from schemas.text_format import escape_unprintable, shorten
 from stages.discovery import missing_media
 from stages.discovery.media_locations import MediaLocations
 from stages.encoding import stealing
+from stages.encoding.job_reports import JobReport, JobReporter
+from stages.encoding.stage_state import StageState, wanted_rows
+from stages.encoding.timed_units import TimedUnits
 from stages.engines.jobs import Job, Worker
 from stages.engines.registry import load_engine
 from stages.planning.plan_lookup import current_plan
@@ -98,13 +100,15 @@ class EncodingStage:
             )
         return self.load_worker(job)
 
-    def state(self, store: Store, config: Config, plan: Plan, retry: bool = False) -> "StageState":
-        """Compare the plan's units with the existing shards. retry: encode again every unit with members set aside."""
+    def state(self, store: Store, config: Config, plan: Plan, retry: bool = False, merge: bool = False) -> StageState:
+        """Compare the plan's units with the existing shards. retry: encode again every unit with members set aside.
+        merge: see rejects.read_stage."""
         fingerprint = self.fingerprint(config)
         wanted = plan.active_text_ids if self.member_kind == "text" else plan.active_sample_ids
         done = find_done_units(store, f"{self.kind}/{fingerprint}")
         damaged: dict[str, DamageError] = {}
-        rejected = _wanted_rows(rejects.read_stage(store, reject_folder(self.name, fingerprint), damaged), wanted)
+        folder = reject_folder(self.name, fingerprint)
+        rejected = wanted_rows(rejects.read_stage(store, folder, damaged, merge), wanted)
         locations = MediaLocations(config, plan)
         again = {
             unit
@@ -152,7 +156,7 @@ class EncodingStage:
         plan = current_plan(store, config)
         if not options.dry_run:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
-        state = self.state(store, config, plan, retry_set_aside)
+        state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
         remaining, todo = state.remaining_units(options.partition), state.remaining_units()
         for damage in state.damaged_lists.values():
             console.warn(f"{damage.message}; its unit is encoded again")
@@ -179,11 +183,27 @@ class EncodingStage:
             resources = options.resources(config, self.name).model_copy(update=overrides)
             assert isinstance(resources, Encoding)
             job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
-            with stop_handler.stop_on_signals():
-                shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
-                taken = stealing.take_units(remaining, state.units, options.partition, resources.workers, shards)
-                self._run_units(job, state, remaining, taken if steal else iter(remaining), limit, console, report)
-            state = self.state(store, config, plan)
+            shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
+            taken = stealing.take_units(remaining, state.units, options.partition, resources.workers, shards)
+            queue = TimedUnits(taken if steal else iter(remaining), resources.workers, stop_handler.seconds_left)
+
+            def stopped_by() -> str:
+                return stop_handler.reason or queue.reason
+
+            about = JobReport(
+                engine=config.stages.engine,
+                workers=resources.workers,
+                shard=str(options.partition),
+                members=_count_members(remaining),
+                units=len(remaining),
+            )
+            with (
+                stop_handler.stop_on_signals(),
+                JobReporter(config.root, self.name, state.fingerprint, about, stopped_by) as reporter,
+            ):
+                self._run_units(job, state, remaining, queue, limit, console, report, reporter)
+            stop_handler.reason = stopped_by()
+            state = self.state(store, config, plan, merge=True)
             if stop_handler.reason:
                 left = state.remaining_units(options.partition)
                 report.details["stopped"] = f"by {stop_handler.reason}; {len(left)} units remain, what is done is kept"
@@ -193,8 +213,8 @@ class EncodingStage:
         return report
 
     def _run_units(
-        self, job: Job, state: "StageState", own: list[Unit], units: Iterator[Unit], limit: "RejectLimit",
-        console: Console, report: Report,
+        self, job: Job, state: StageState, own: list[Unit], units: TimedUnits, limit: "RejectLimit",
+        console: Console, report: Report, reporter: JobReporter,
     ) -> None:  # fmt: skip
         store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
         # The settings behind the fingerprint. A damaged provenance.json is written again.
@@ -203,33 +223,39 @@ class EncodingStage:
         data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()
         if not store.exists(provenance) or store.read_bytes(provenance) != data:
             store.publish_bytes(provenance, data)
-        written, stolen, remarks = 0, 0, Counter[str]()
+        written, stolen, smaller_batches, remarks = 0, 0, 0, Counter[str]()
         names = {unit.unit_id for unit in own}
         what = "texts" if self.member_kind == "text" else "samples"
         engine = load_engine(job.config.stages.engine)
         load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
-        with (
-            console.progress(_count_members(own), self.name, what) as progress,
-            closing(engine.run_units(load, job, units, progress.advance, console.warn)) as results,
-        ):
-            for result in results:
-                if result.shard_path is None:
-                    report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
-                    report.remaining += len(members[result.unit_id])
-                    continue
-                folder = reject_folder(self.name, job.fingerprint)
-                rejects.write_rejects(store, folder, result.unit_id, list(result.set_aside))
-                report.truncated += format_truncated(state.plan, result.truncated)
-                remarks.update(result.remarks)
-                if result.fitting_batch:
-                    console.warn(f"unit {result.unit_id}: out of memory; {result.fitting_batch}")
-                    report.details["units_in_smaller_batches"] = report.details.get("units_in_smaller_batches", 0) + 1
-                report.done += result.encoded
-                written += result.bytes
-                stolen += result.unit_id not in names
-                limit.add({result.unit_id: result.set_aside})
+        with console.progress(_count_members(own), self.name, what) as progress:
+
+            def advance(members: int) -> None:
+                for count in (progress.advance, reporter.advance, units.advance):
+                    count(members)
+
+            with closing(engine.run_units(load, job, units, advance, console.warn)) as results:
+                for result in results:
+                    units.finish_unit()
+                    reporter.add(result)
+                    if result.shard_path is None:
+                        report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
+                        report.remaining += len(members[result.unit_id])
+                        continue
+                    folder = reject_folder(self.name, job.fingerprint)
+                    rejects.write_rejects(store, folder, result.unit_id, list(result.set_aside))
+                    report.truncated += format_truncated(state.plan, result.truncated)
+                    remarks.update(result.remarks)
+                    if result.fitting_batch:
+                        console.warn(f"unit {result.unit_id}: out of memory; {result.fitting_batch}")
+                        smaller_batches += 1
+                    report.done += result.encoded
+                    written += result.bytes
+                    stolen += result.unit_id not in names
+                    limit.add({result.unit_id: result.set_aside})
         report.details["written_mib"] = round(written / 2**20, 2)
         report.details |= {"units_of_other_parts": stolen} if stolen else {}
+        report.details |= {"units_in_smaller_batches": smaller_batches} if smaller_batches else {}
         if remarks:
             rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
             report.details["remarks"] = rows
@@ -251,43 +277,6 @@ def choose_engine(config: Config, engine: EngineName | None, address: str | None
         problems = [problem for each in error.errors(include_url=False) for problem in explain_error(each)]
         wrong = "; ".join(f"{'.'.join(map(str, ('stages', *path)))}: {message}" for path, message in problems)
         raise UsageError(f"--engine {chosen['engine']}: {wrong}", "docs/cluster.md has examples") from error
-
-
-@dataclass(frozen=True)
-class StageState:
-    """What one stage has done of one plan, and what remains."""
-
-    plan: Plan
-    fingerprint: str
-    units: list[Unit]
-    wanted_ids: pa.Array  # the members that are active in the plan
-    counts: dict[str, int]  # unit id -> how many of its members are wanted
-    done: dict[str, str]  # unit id -> shard path
-    retry_units: set[str]  # units whose shard lacks a wanted member that may work now
-    rejects_by_unit: dict[str, list[dict]]  # unit id -> the wanted members that were set aside
-    damaged_lists: dict[str, DamageError] = field(default_factory=dict)  # unit id -> what is wrong with that list
-
-    def remaining_units(self, partition: Partition = NOT_PARTITIONED) -> list[Unit]:
-        """What remains of one partition. It is cut from all units, so it stays the same while others finish."""
-        settled = self.done.keys() - self.retry_units
-        return [unit for unit in partition.select(self.units) if unit.unit_id not in settled]
-
-    def wanted_members(self, units: Sequence[Unit]) -> pa.Array:
-        """Ids of the wanted members of these units."""
-        members = pa.array([name for unit in units for name in unit.members], pa.string())
-        return members.filter(pc.is_in(members, value_set=self.wanted_ids))
-
-    @property
-    def set_aside(self) -> list[dict]:
-        """Wanted members that were set aside, in this run and in earlier ones."""
-        return [row for rows in self.rejects_by_unit.values() for row in rows]
-
-
-def _wanted_rows(rows_by_unit: Mapping[str, Sequence[dict]], wanted: pa.Array) -> dict[str, list[dict]]:
-    items = pa.array([row["item"] for rows in rows_by_unit.values() for row in rows], pa.string())
-    hits = iter(pc.is_in(items, value_set=wanted).to_pylist())
-    kept = {unit: [row for row in rows if next(hits)] for unit, rows in rows_by_unit.items()}
-    return {unit: rows for unit, rows in kept.items() if rows}
 
 
 def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dict[str, Any]]:
@@ -323,7 +312,7 @@ class RejectLimit:
 
     def add(self, rejects_by_unit: Mapping[str, Sequence[dict]]) -> None:
         """Count units that have been encoded: the members of each that were set aside."""
-        kept = _wanted_rows(rejects_by_unit, self._wanted).values()
+        kept = wanted_rows(rejects_by_unit, self._wanted).values()
         rejected = [row for rows in kept for row in rows if row["reason"] != "missing"]
         self._tried += sum(self._counts[unit] for unit in rejects_by_unit)
         self._rejected += len(rejected)

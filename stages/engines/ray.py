@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import length_hint
 from typing import Any, Literal
 
 import ray
@@ -56,7 +57,7 @@ def run_units(
         )
     begun_here = not ray.is_initialized()
     if begun_here:
-        connect(job.config.stages.ray)
+        connect(job)
     try:
         yield from _ActorPool(load, job, units, advance, warn).run()
     finally:
@@ -98,7 +99,7 @@ class _ActorPool:
         self._settings = job.config.stages.ray
         self._code, self._plan = digest_code(), digest_plan(job)
         self._options = actor_options(job.resources)
-        self._waiting = deque(units)
+        self._units, self._again = units, deque[Unit]()  # those of actors that died are done again
         self._actors: list[_Actor] = []
         self._numbers = set(range(job.resources.workers))  # of actors that may be made
         self._made: Counter[int] = Counter()  # by number
@@ -129,13 +130,16 @@ class _ActorPool:
     def _hand_out(self) -> None:
         """Give waiting units to actors that are ready, make actors for the rest, and end those that are not needed."""
         for actor in list(self._actors):
-            if actor.state == "ready" and self._waiting:
-                actor.unit = self._waiting.popleft()
+            if actor.state == "ready":
+                actor.unit = self._again.popleft() if self._again else next(self._units, None)
+                if actor.unit is None:
+                    break
                 named = actor.handle.run_unit.options(name=f"{self._job.stage} {actor.unit.unit_id}")
                 actor.begin("encoding", named.remote(actor.unit))
-        while self._waiting and len(self._actors) < min(len(self._numbers), len(self._waiting) + self._busy):
+        waiting = len(self._again) + length_hint(self._units)
+        while waiting and len(self._actors) < min(len(self._numbers), waiting + self._busy):
             self._make_actor(min(self._numbers - {actor.number for actor in self._actors}))
-        if not self._waiting:
+        if not waiting:
             for actor in [actor for actor in self._actors if actor.unit is None]:
                 self._actors.remove(actor)
                 if actor.state == "ready":
@@ -155,7 +159,8 @@ class _ActorPool:
         remote: Any = ray.remote  # its types lack the groups
         actor = remote(concurrency_groups={"control": 1})(UnitActor).options(name=name, **self._options)
         made = actor.remote(self._load, job)
-        self._actors.append(_Actor(number, made, made.locate.remote(), time.monotonic()))
+        placed = made.locate.options(name=f"{name}: place").remote()
+        self._actors.append(_Actor(number, made, placed, time.monotonic()))
 
     def _open_calls(self) -> dict[ray.ObjectRef, _Actor]:
         now, calls = time.monotonic(), {actor.call: actor for actor in self._actors}
@@ -180,7 +185,8 @@ class _ActorPool:
             self._count(actor, answer)
         elif actor.state == "starting":
             actor.place = answer
-            actor.begin("loading", actor.handle.load.remote(self._code, self._plan))
+            load = actor.handle.load.options(name=f"{self._job.stage} {actor.number}: load")
+            actor.begin("loading", load.remote(self._code, self._plan))
         elif actor.state == "loading":
             if answer is not None:
                 raise self._place_error(answer, actor)
@@ -231,7 +237,7 @@ class _ActorPool:
         self._deaths[name] += 1
         if self._deaths[name] < MAX_UNIT_TRIES:
             self._warn(f"{actor} was lost: {reason}. Its unit {name} is done again by another")
-            self._waiting.appendleft(actor.unit)  # at the end the others would wait for it (benchmarks/scale_sim.py)
+            self._again.append(actor.unit)  # is next: at the end the others would wait (benchmarks/scale_sim.py)
         else:
             self._warn(f"{actor} was lost: {reason}. Its unit {name} is left")
             yield UnitResult(name, None, error=f"{MAX_UNIT_TRIES} workers were lost with it; the last: {reason}")

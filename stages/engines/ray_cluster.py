@@ -10,10 +10,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.job_config import JobConfig
 
-from schemas.config.encoding import MOST_READERS, Encoding, RayCluster
+from schemas.config.encoding import MOST_READERS, Encoding
 from schemas.errors import USAGE, LatentpressError
 from schemas.text_format import shorten
+from stages.engines.jobs import Job
 from stages.engines.ray_actor import SOURCES
 
 CONNECT_TIMEOUT_S = 20.0
@@ -27,9 +29,12 @@ class DeviceNotChoosable(LatentpressError):
     exit_code = USAGE
 
 
-def connect(settings: RayCluster) -> None:
-    """Ray puts the working directory on the import path of its workers, where a file could be named like a module: the
+def connect(job: Job) -> None:
+    """Join the cluster as a job of it, which the dashboard shows with the program's command line and with these data.
+    Ray puts the working directory on the import path of its workers, where a file could be named like a module: the
     folder of our packages takes its place. Its SIGTERM handler would end the program without a report."""
+    settings = job.config.stages.ray
+    about = {"job_name": job.stage, "plan": job.generation, "cache": job.fingerprint, "root": job.config.root}
     address = os.environ.get("RAY_ADDRESS", settings.address) if settings.address == "auto" else settings.address
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
@@ -37,7 +42,12 @@ def connect(settings: RayCluster) -> None:
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         with chdir(SOURCES):
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                job_config=JobConfig(metadata=about),
+            )
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(
             f"the Ray cluster at {address!r} can't be used: {shorten(str(error).strip(), 400)}",

@@ -5,7 +5,7 @@ The program that wrote a damaged file makes it again: bucket a plan, index a set
 """
 
 from cache import plans, table_checks
-from cache.damage import DamageError, rebuild_program
+from cache.damage import ENCODE_PROGRAMS, DamageError, rebuild_program
 from cache.exported_set import ExportedSet
 from cache.layout import is_project_file
 from cache.set_lookup import read_pointer
@@ -50,7 +50,8 @@ def _check_file(store: Store, rel: str) -> None:
     if top == "media":
         store.read_table(rel, media_table.check_media_table)
     elif top == "rejects":
-        store.read_table(rel, table_checks.check_rejects)
+        merged = name in ENCODE_PROGRAMS.values() and rel.count("/") == 2
+        store.read_table(rel, table_checks.check_merged_rejects if merged else table_checks.check_rejects)
     elif top == "plans":
         if table in plans.PLAN_TABLES:
             plans.read_plan_table(store, name, table)

@@ -23,7 +23,9 @@ def test_shards_as_they_are_named(kind, bucket, anything) -> None:
         )
     for other in (f"{folder}/{unit}.tar.json", f"{folder}/provenance.json"):
         assert is_project_file(other) and not is_shard(other)
-    assert is_project_file(f"rejects/{ENCODE_PROGRAMS[kind]}/{folder.partition('/')[2]}/{unit}.arrow")
+    of_stage = f"{ENCODE_PROGRAMS[kind]}/{folder.partition('/')[2]}"
+    for other in (f"rejects/{of_stage}/{unit}.arrow", f"rejects/{of_stage}.arrow", f"jobs/{of_stage}/{'a1' * 8}.json"):
+        assert is_project_file(other) and not is_shard(other)
 
 
 @given(st.sampled_from(["media", *SHARD_PROGRAMS]), st.text(max_size=12), st.text(max_size=12))
@@ -60,6 +62,7 @@ def test_ours(name) -> None:
         *(f"text/{'0' * 24}/x.arrow\n", f"text/{'0' * 24}//x.arrow", f"text/{'0' * 24}/a/x.arrow", "text/0/x.arrow"),
         *(f"text/{'A' * 24}/x.arrow", f"text/{chr(0x660) * 24}/x.arrow", "media/x.arrow", "media/a/b/media.arrow"),
         *("sets/mine/index.arrow", "plans/mine/plan.json", "weights/x.safetensors", "rejects/mine/x.arrow"),
+        *("jobs/mine.json", f"jobs/encode-text/{'0' * 24}/notes.json", f"jobs/mine/{'0' * 24}/{'0' * 16}.json"),
     ],
 )
 def test_not_ours(name) -> None:

@@ -220,7 +220,7 @@ def test_trouble_that_stays_is_explained(impatient: None, store: Store, s3: S3Se
             attempt()
         reason, step = STAYING[trouble]
         said = f"{caught.value.message}; {caught.value.next_step}"
-        assert re.search(f"{BUCKET}/work.*{reason}.*{step}", said, re.DOTALL), (name, said)
+        assert re.search(f"s3://{BUCKET}/work.*{reason}.*{step}", said, re.DOTALL), (name, said)
     del reader
     assert os.listdir(store_scratch()) == []
     s3.answer = lambda request: ""
@@ -310,7 +310,7 @@ def test_a_process_killed_in_an_upload(store: Store, s3: S3Server, small_parts: 
         assert Path(file.name).exists(), "another process leaves it alone"
     store.publish_bytes(rel, small_parts)
     removed = store.remove_stale_temps(-1)
-    assert len(removed) == 1 and removed[0].startswith(f"{BUCKET}/work/{rel} (an upload")
+    assert len(removed) == 1 and removed[0].startswith(f"s3://{BUCKET}/work/{rel} (an upload")
     assert store.list_files(temporaries=True) == [] and store.read_bytes(rel) == small_parts
     assert len(list(object_store.list_uploads(store.fs, store.base))) == 1, "someone else's, by its name"
 

@@ -29,6 +29,7 @@ def index_three(home) -> None:
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in (discover, bucket, *ENCODE, index):
         home.run(program.run)
+    shutil.rmtree(home.root / "jobs")  # reports, which go when they are old
 
 
 def files(home) -> set[str]:

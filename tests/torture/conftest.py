@@ -122,7 +122,7 @@ class Steps:
         self.only = only or (lambda name, path: True)
 
     def passed(self, name: str, path: str) -> bool:
-        if not self.only(name, path):
+        if "/jobs/" in path or not self.only(name, path):  # reports of jobs are written at any time
             return False
         self.log.append(name)
         return len(self.log) - 1 == self.at

@@ -17,7 +17,8 @@ from stages.engines.jobs import Job, UnitResult
 
 class Echo:
     """A worker that writes a file for each unit. Units named die-* kill their process: always, or those of die-once the
-    first time. The first of hang-once hangs, slow-* wait until there is a file "go-on"."""
+    first time. error-beside waits for a slow one. The first of hang-once hangs, slow-* wait until there is a file
+    "go-on"."""
 
     def __init__(self, job: Job) -> None:
         self.folder = Path(job.config.root)
@@ -38,7 +39,9 @@ class Echo:
         if unit.unit_id.startswith("die") and (first or "once" not in unit.unit_id):
             advance(1)
             os.kill(os.getpid(), signal.SIGKILL)
-        if unit.unit_id == "error":
+        if unit.unit_id.startswith("error"):
+            while "beside" in unit.unit_id and not list(self.folder.glob("tried-slow-*")):
+                time.sleep(0.01)
             raise LatentpressError("no more room", "make some")
         while unit.unit_id.startswith("hang") and first:
             time.sleep(0.05)

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from cache.plans import Unit
 from schemas.config.encoding import EngineName
 from schemas.errors import LatentpressError
 from stages.engines import local
@@ -55,11 +56,36 @@ def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_le
     assert sum("die-once" in line for line in said) == 1 and sum("die-always" in line for line in said) >= tries - 1
 
 
+class Ending(Iterator[Unit]):
+    """Units that end sooner than they say, as those of --max-time."""
+
+    def __init__(self, given: int) -> None:
+        self.left, self.given = make_units(*(f"u{number}" for number in range(9))), given
+
+    def __length_hint__(self) -> int:
+        return len(self.left)
+
+    def __next__(self) -> Unit:
+        if not self.given:
+            self.left.clear()
+        if not self.left:
+            raise StopIteration
+        self.given -= 1
+        return self.left.pop(0)
+
+
+@pytest.mark.slow
+def test_units_may_end_sooner_and_what_was_taken_is_done(engine: Engine, job: Job, tmp_path: Path) -> None:
+    units = Ending(4)
+    assert {result.unit_id for result in engine.run_units(Echo, job, units, lambda n: None)} == {"u0", "u1", "u2", "u3"}
+    assert len(list(tmp_path.glob("tried-*"))) == 4 and next(units, None) is None
+
+
 @pytest.mark.slow
 def test_an_error_for_the_user_reaches_the_caller_and_the_workers_clean_up(
     engine: Engine, job: Job, tmp_path: Path
 ) -> None:
-    units = iter(make_units("slow-0", "error"))
+    units = iter(make_units("slow-0", "error-beside"))
     with pytest.raises(LatentpressError, match="no more room") as caught:
         list(engine.run_units(Echo, job, units, lambda n: None))
     assert caught.value.next_step == "make some"

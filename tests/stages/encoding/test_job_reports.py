@@ -1,0 +1,169 @@
+"""Every job of a stage reports what it does, and status merges the reports."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from cache.store import Store
+from schemas.errors import LatentpressError
+from stages import bucket, discover, encode_latents, encode_text, gc, status
+from stages.encoding import job_reports
+from stages.encoding.job_reports import JobReport, JobReporter, read_reports, sum_rates
+from stages.engines.jobs import UnitResult
+from tests.project import Project
+from tests.s3_server import BUCKET, S3Server
+
+STAGE, CACHE = "encode-latents", "0" * 24
+DAY = 24 * 3600
+
+
+@pytest.fixture
+def planned(project, built) -> Project:
+    return built(project(cache={"unit_mib": 0.004}), plan_six)
+
+
+def plan_six(home: Project) -> None:
+    for number in range(6):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    home.run(discover.run)
+    home.run(bucket.run)
+
+
+def rows(home: Project, **options: bool) -> tuple[dict, list[dict]]:
+    """The stage's row and those of its jobs."""
+    details = home.run(status.run, **options).details
+    (row,) = [row for row in details["stages"] if row["stage"] == STAGE]
+    return row, [row for row in details.get("jobs", []) if row["stage"] == STAGE]
+
+
+def reporter(root: object, stopped_by: str = "", **about: object) -> JobReporter:
+    given = {"engine": "local", "workers": 2, "shard": "1/4", "members": 10, "units": 5, **about}
+    return JobReporter(str(root), STAGE, CACHE, JobReport.model_validate(given), lambda: stopped_by)
+
+
+def reports(root: object, now: float | None = None) -> list[JobReport]:
+    return read_reports(Store(str(root)), {STAGE: CACHE}, time.time() if now is None else now)[STAGE]
+
+
+@pytest.mark.slow
+def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
+    row, jobs = rows(planned)
+    assert (row["units"], row.get("jobs", ""), jobs) == ("0 of 6", "", [])
+    for shard in ("0/2", "1/2"):
+        planned.run(encode_latents.run, shard=shard)
+    made = planned.shards("latents")
+    row, jobs = rows(planned)
+    assert (row["units"], row["jobs"]) == ("6 of 6", "2 ended")
+    assert {job["shard"] for job in jobs} == {"0/2", "1/2"}
+    for job in jobs:
+        assert (job["state"], job["done"], job["units"], job["set_aside"]) == ("ended", "3 of 3", "3 of 3", 0)
+        assert job["where"] == f"{socket.gethostname()}, process {os.getpid()}" and job["engine"] == "local, 1 worker"
+    assert [job for job in planned.run(status.run).details["jobs"] if job["stage"] != STAGE] == []
+    # Nothing remains: no job, no report.
+    planned.run(encode_latents.run)
+    assert len(rows(planned)[1]) == 2
+    # A file set aside, a job that ends with an error, and one whose reports can't be written.
+    for name in made:
+        (planned.root / "latents" / name).unlink()
+    (planned.media / "0.png").write_bytes(b"no picture")
+    with pytest.raises(LatentpressError, match="max_reject_fraction"):
+        planned.run(encode_latents.run, "stages.max_reject_fraction=0")
+    job = rows(planned)[1][0]
+    assert job["state"].startswith("failed: encode-latents stopped: 1 of ") and job["set_aside"] == 1
+    monkeypatch.setattr(Store, "publish_bytes", lambda *given: (_ for _ in ()).throw(OSError("full")))
+    assert planned.run(encode_latents.run).exit_code == 0
+    assert len(rows(planned)[1]) == 3
+
+
+def test_a_job_runs_and_ends_or_is_lost(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(job_reports, "INTERVAL_S", 0.01)
+    with reporter(tmp_path, shard="0/4") as first, reporter(tmp_path) as second:
+        for job in (first, second):
+            job.advance(1)
+            job.advance(3)
+            job.add(UnitResult("a", "path", set_aside=({"item": "x"},)))
+        second.add(UnitResult("b", None, error="it died"))
+        limit = time.monotonic() + 30
+        while [job.items_per_second and job.done for job in reports(tmp_path)] != [4, 4]:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        running = reports(tmp_path)
+        assert [job.state for job in running] == ["running", "running"]
+        assert {job.shard: (job.units_done, job.units_failed, job.set_aside) for job in running} == {
+            "0/4": (1, 0, 1),
+            "1/4": (1, 1, 1),
+        }
+        assert sum_rates(running) == sum(job.items_per_second or 0 for job in running) > 0
+        lost = reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)
+        assert [job.state for job in lost] == ["lost", "lost"] and "no sign of life for" in lost[0].reason
+        assert sum_rates(lost) == 0
+        assert status.count_states([*running, *lost]) == "2 running, 2 lost"
+    assert [job.state for job in reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)] == ["ended", "ended"]
+    assert reports(tmp_path, time.time() + 2 * job_reports.KEPT_S) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "stopped_by", "state", "reason"),
+    [
+        (KeyboardInterrupt(), "SIGTERM", "stopped", "SIGTERM"),
+        (None, "--max-time", "stopped", "--max-time"),
+        (LatentpressError("no room", "make some"), "", "failed", "no room"),
+        (ValueError("odd"), "", "failed", "ValueError('odd')"),
+    ],
+)
+def test_how_a_job_ended_is_said(tmp_path: Path, error, stopped_by: str, state: str, reason: str) -> None:
+    try:
+        with reporter(tmp_path, stopped_by):
+            if error is not None:
+                raise error
+    except BaseException as raised:
+        assert raised is error
+    (job,) = reports(tmp_path)
+    assert (job.state, job.reason) == (state, reason)
+
+
+def test_old_reports_and_files_that_are_none_are_left_out_and_go(tmp_path: Path) -> None:
+    with reporter(tmp_path):
+        pass
+    (old,) = tmp_path.rglob("*.json")
+    os.utime(old, (time.time() - 2 * DAY, time.time() - 2 * DAY))
+    odd = old.with_name("1" * 16 + ".json")
+    odd.write_text('{"host": "x", "seconds": 1e999}')
+    theirs = old.with_name("notes.txt")
+    theirs.write_text("mine")
+    os.utime(theirs, (0, 0))
+    with reporter(tmp_path):
+        pass
+    assert not old.exists() and theirs.exists() and len(reports(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_gc_removes_reports_of_jobs_that_ended_long_ago(planned) -> None:
+    planned.run(encode_text.run)
+    (path,) = (planned.root / "jobs").rglob("*.json")
+    assert "nothing" in planned.run(gc.run, keep_days=0.0).details["unused"], "a job may run"
+    os.utime(path, (0, 0))
+    (row,) = planned.run(gc.run, yes=True).details["unused"]
+    assert row["path"].startswith("jobs/encode-text") and not path.exists()
+    assert not (planned.root / "jobs" / "encode-text").exists()
+
+
+@pytest.mark.slow
+def test_on_a_store_reports_are_a_put_each_time_and_a_request_each_to_read(s3: S3Server) -> None:
+    root = f"s3://{BUCKET}/work"
+    with reporter(root):
+        pass
+    (name,) = Store(root).list_names("jobs")
+    data = Store(root).read_bytes(f"jobs/{name}")
+    for number in range(20):
+        Store(root).publish_bytes(f"jobs/{STAGE}/{CACHE}/{number:016x}.json", data)
+    s3.reset()
+    assert len(reports(root)) == 21
+    assert s3.counts() == {"ListObjectsV2": 1, "GetObject": 21}
+    s3.reset()
+    with reporter(root):
+        pass
+    assert s3.counts() == {"PutObject": 2, "ListObjectsV2": 1}, "at its begin and at its end, and a look for old ones"
