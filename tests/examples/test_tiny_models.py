@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,24 @@ from PIL import Image
 
 from examples import tiny_models, tiny_tokenizers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 KANDINSKY = [kind for kind in tiny_models.KINDS if kind.startswith("kandinsky5")]
 PIPELINES = [kind for kind, spec in tiny_models.KINDS.items() if spec.pipeline]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def pipeline_class(kind: str) -> Any:
+    import diffusers
+
+    return getattr(diffusers, tiny_models.KINDS[kind].pipeline or "")
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) -> Path:
-    """The checkpoints that all tests share; another process or an earlier run may have built them."""
-    out = tmp_path_factory.mktemp("models")
-    for kind in tiny_models.KINDS:
-        (out / kind).symlink_to(tiny(kind))
-    return out
+def load_part(models: Path, kind: str, component: str) -> Any:
+    import diffusers
+    import transformers
+
+    library, name = json.loads((models / kind / "model_index.json").read_text())[component]
+    module = {"diffusers": diffusers, "transformers": transformers}[library]
+    return getattr(module, name).from_pretrained(models / kind, subfolder=component)
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -95,7 +93,7 @@ def test_all_kinds_are_small(models: Path) -> None:
 def test_template_prefix_has_the_length_its_pipeline_crops(models: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
-    pipe = _pipeline_class(kind)(*[None] * 7)
+    pipe = pipeline_class(kind)(*[None] * 7)
     tokenizer = AutoTokenizer.from_pretrained(models / kind, subfolder="tokenizer")
     head, _ = pipe.prompt_template.split("{}")
     prefix = tokenizer(head)["input_ids"]
@@ -145,7 +143,7 @@ def test_gemma_tokenizer_begins_and_merges_at_the_caption(models: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v", "sana"])
 def test_latents_of_photographs_are_of_order_one_and_differ(models: Path, kind: str) -> None:
-    vae = _load(models, kind, "vae")
+    vae = load_part(models, kind, "vae")
     latents = []
     for pixels in _photographs():
         video = pixels[:, :, None].expand(-1, -1, 5, -1, -1) if "video" in kind else pixels
@@ -184,7 +182,7 @@ def test_text_states_are_of_order_one_and_depend_on_earlier_words(models: Path) 
 
     for kind, subfolder in (("kandinsky5-image-t2i", ""), ("kandinsky5-image-t2i", "_2"), ("sana", "")):
         tokenizer = AutoTokenizer.from_pretrained(models / kind, subfolder="tokenizer" + subfolder)
-        encoder = _load(models, kind, "text_encoder" + subfolder)
+        encoder = load_part(models, kind, "text_encoder" + subfolder)
         states = []
         for text in ("a cat on the wall", "a dog on the wall"):
             ids = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -225,7 +223,7 @@ def _forward(model: Any, kind: str, inputs: dict[str, torch.Tensor]) -> torch.Te
 
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_output_is_of_order_half_and_depends_on_every_input(models: Path, kind: str) -> None:
-    model = _load(models, kind, "transformer")
+    model = load_part(models, kind, "transformer")
     inputs = _inputs(kind)
     with torch.no_grad():
         output = _forward(model, kind, inputs)
@@ -245,7 +243,7 @@ def test_output_is_of_order_half_and_depends_on_every_input(models: Path, kind: 
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
 def test_a_small_lora_learns(models: Path, kind: str) -> None:
     peft = pytest.importorskip("peft")
-    model = _load(models, kind, "transformer").requires_grad_(False)
+    model = load_part(models, kind, "transformer").requires_grad_(False)
     torch.manual_seed(0)
     names = ("to_query", "to_key", "to_value", "to_q", "to_k", "to_v", "feed_forward.in_layer")
     model.add_adapter(peft.LoraConfig(r=8, lora_alpha=8, target_modules=list(names)))
@@ -272,115 +270,6 @@ def test_a_small_lora_learns(models: Path, kind: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert evaluate() < 0.9 * before
-
-
-# --- the real pipelines ---
-
-
-class Processor:
-    """Text and images in, ids, mask and patches out: the part of Qwen2VLProcessor that the pipelines use."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
-        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="tokenizer")
-        self.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-
-    def __call__(self, text: list[str], images: Any = None, videos: None = None, **options: Any) -> Any:
-        if images is None:
-            return self.tokenizer(text, **options)
-        seen = self.images(images=images, return_tensors="pt")
-        counts = (seen["image_grid_thw"].prod(-1) // self.images.merge_size**2).tolist()
-        expanded = [one.replace("<|image_pad|>", "<|image_pad|>" * n) for one, n in zip(text, counts, strict=True)]
-        encoded = self.tokenizer(expanded, **options)
-        encoded["mm_token_type_ids"] = (encoded["input_ids"] == self.image_token_id).int()
-        encoded.update(seen)
-        return encoded
-
-
-def _pipeline_class(kind: str) -> Any:
-    import diffusers
-
-    return getattr(diffusers, tiny_models.KINDS[kind].pipeline or "")
-
-
-def _load(models: Path, kind: str, component: str) -> Any:
-    import diffusers
-    import transformers
-
-    library, name = json.loads((models / kind / "model_index.json").read_text())[component]
-    module = {"diffusers": diffusers, "transformers": transformers}[library]
-    return getattr(module, name).from_pretrained(models / kind, subfolder=component)
-
-
-def _pipeline(models: Path, kind: str) -> Any:
-    from transformers import AutoTokenizer
-
-    index = json.loads((models / kind / "model_index.json").read_text())
-    names = [name for name in index if not name.startswith("_")]
-    parts = {name: _load(models, kind, name) for name in names if not name.startswith("tokenizer")}
-    if "tokenizer_2" in index:
-        parts["tokenizer"] = Processor(models / kind)
-        parts["tokenizer_2"] = AutoTokenizer.from_pretrained(models / kind, subfolder="tokenizer_2")
-    else:
-        parts["tokenizer"] = AutoTokenizer.from_pretrained(models / kind, subfolder="tokenizer")
-    pipe = _pipeline_class(kind)(**parts)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in PIPELINES if not kind.endswith("nabla")])
-def test_the_real_pipeline_generates(models: Path, kind: str) -> None:
-    pipe = _pipeline(models, kind)
-    call = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "pt"}
-    if kind == "sana":
-        call["use_resolution_binning"] = False
-    elif "image" in kind:
-        pipe.resolutions = [(64, 64)]
-    else:
-        # The i2v pipeline fits its first four latent frames to later ones: with none it gives NaN.
-        call |= {"width": 96, "num_frames": 17 if kind.endswith("i2v") else 9}
-    if "i2" in kind:
-        call["image"] = Image.effect_mandelbrot((call["width"], 64), (-2, -1, 1, 1), 50).convert("RGB")
-    results = []
-    for prompt in ("a grey cat on a wall", "two red rockets in the night sky"):
-        output = pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call)
-        results.append(torch.as_tensor(next(iter(output.values()))))
-    assert results[0].shape[-2:] == (64, call["width"]) and results[0].isfinite().all()
-    assert results[0].shape[-3] == 3 and (results[0].shape[-4] == call.get("num_frames") or "video" not in kind)
-    assert results[0].std() > 0.02 and (results[0] - results[1]).abs().mean() > 1e-3
-
-
-@pytest.mark.slow
-def test_the_rest_of_a_pipeline_loads_from_the_folder(models: Path) -> None:
-    from diffusers import DiffusionPipeline
-
-    absent = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    for kind in KANDINSKY:
-        pipe = DiffusionPipeline.from_pretrained(models / kind, **absent)
-        assert type(pipe).__name__ == tiny_models.KINDS[kind].pipeline
-    assert DiffusionPipeline.from_pretrained(models / "sana").tokenizer.bos_token == "<bos>"
-
-
-@pytest.mark.slow
-def test_configs_say_what_the_flavours_need(models: Path) -> None:
-    configs = {kind: _load(models, kind, "transformer").config for kind in KANDINSKY}
-    cond = {kind: config.visual_cond for kind, config in configs.items()}
-    assert [kind for kind, value in cond.items() if not value] == ["kandinsky5-image-t2i"]
-    nabla = configs["kandinsky5-video-t2v-nabla"]
-    assert (nabla.attention_type, nabla.attention_P, nabla.attention_add_sta) == ("nabla", 0.9, True)
-    assert configs["kandinsky5-video-t2v"].attention_type == "regular"
-    pipe = _pipeline(models, "kandinsky5-video-t2v-nabla")
-    assert pipe.get_sparse_params(torch.zeros(1, 3, 16, 32, 33), "cpu")["visual_shape"] == (3, 8, 16)
-    scheduler = _load(models, "sana", "scheduler").config
-    assert (scheduler.prediction_type, scheduler.use_flow_sigmas, scheduler.flow_shift) == (
-        "flow_prediction",
-        True,
-        3,
-    )
 
 
 # --- true sizes and the command line ---

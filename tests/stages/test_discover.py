@@ -1,8 +1,4 @@
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -210,60 +206,6 @@ def test_too_many_rejects_are_listed_though_the_stage_stops(project) -> None:
     ] * 3
 
 
-def sources(project, *names: str):
-    home = project("kandinsky5-image-i2i")
-    home.settings["datasets"][0]["conditioning_data"] = "sources"
-    for name in names:
-        home.image(f"../sources/{name}", seed=len(name))
-    return home
-
-
-def test_a_source_has_the_very_name_of_its_target(project) -> None:
-    home = sources(project, "one.jpg", "two.v2.png", "three.png", "three.jpg")
-    for name in ("one.png", "two.png", "two.v2.png", "three.png"):
-        home.image(name)
-    report = home.run(discover.run, MANY)
-    assert home.rejects(report) == {"two.png": "no-source", "three.png": "several-sources"}
-    found = {row["path"]: row["source"] for row in rows_of(home)}
-    assert found == {"one.png": "one.jpg", "two.v2.png": "two.v2.png"}
-
-
-def test_a_folder_of_sources_is_listed_once(project, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = sources(project, "0.png", "1.png", "2.png")
-    for number in range(3):
-        home.image(f"{number}.png", seed=number)
-    listed = []
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: (listed.append(Path(str(path)).name), scandir(path))[1])
-    assert home.run(discover.run, "stages.discover.workers=1").done == 3
-    assert listed.count("sources") == 1
-
-
-@pytest.mark.slow
-def test_both_companions_are_kept_until_they_change(project) -> None:
-    home = sources(project, "one.png")
-    home.settings["datasets"][0]["mask_data"] = str(home.folder / "masks")
-    home.image("one.png")
-    home.image("../masks/one.png", (20, 10))
-    home.run(discover.run)
-    (before,) = rows_of(home)
-    assert (before["mask"], before["mask_kind"], before["mask_width"], before["mask_height"]) == (
-        "one.png",
-        "image",
-        20,
-        10,
-    )
-    assert read(home.run(discover.run)) == 0
-    home.image("../masks/one.png", (30, 10), seed=5)
-    report = home.run(discover.run)
-    (after,) = rows_of(home)
-    assert (read(report), report.done, after["mask_width"]) == (1, 0, 30)
-    assert after["mask_id"] != before["mask_id"]
-    assert {name: after[name] for name in after if "mask" not in name} == {
-        name: before[name] for name in before if "mask" not in name
-    }
-
-
 @pytest.mark.slow
 def test_new_removed_and_changed_items_are_counted(project) -> None:
     home = project()
@@ -329,72 +271,6 @@ def test_a_table_of_another_version_is_not_read(project) -> None:
         rows_of(home)
     assert home.run(discover.run).done == 1
     assert len(rows_of(home)) == 1
-
-
-@pytest.mark.slow
-def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
-    home = project()
-    for number in range(4):
-        home.image(f"good{number}.png", seed=number)
-        home.image(f"bad{number}.png", caption="")
-    with pytest.raises(LatentpressError, match="max_reject_fraction"):
-        home.run(discover.run)
-    with pytest.raises(LatentpressError, match="has not been discovered"):
-        rows_of(home)  # a part is no table
-    report = home.run(discover.run, MANY)
-    assert (read(report), report.done, report.skipped) == (4, 0, 4)
-    assert report.details["datasets"][0]["new"] == 4
-    assert [row["path"] for row in rows_of(home)] == [f"good{number}.png" for number in range(4)]
-    assert not (home.root / "media/photos/partial").exists() or not list((home.root / "media/photos/partial").iterdir())
-
-
-HELD = """
-import time
-from pathlib import Path
-from stages.discovery import item_reader
-
-class Held(item_reader.ItemReader):
-    def __call__(self, task):
-        while "9.png" in str(task.path) and Path(__file__).exists():
-            time.sleep(0.02)
-        return super().__call__(task)
-"""
-KILLED = """
-import sys
-from pathlib import Path
-
-import held
-from schemas.cli.console import Console, Options
-from schemas.config.loading import load_config
-from stages import discover
-from stages.discovery import item_reader
-
-discover.SAVE_EVERY_S, discover.MAX_PENDING_ROWS = 0.0, 1  # each row is saved once it is read
-item_reader.ItemReader = held.Held
-discover.run(load_config(Path(sys.argv[1]), ()), Options(), Console())
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_costs_what_was_read_last(project) -> None:
-    home = project()
-    for number in range(12):
-        home.image(f"{number}.png", seed=number)
-    home.config()
-    (home.folder / "held.py").write_text(HELD)
-    command = [sys.executable, "-c", KILLED, str(home.folder / "pipeline.yaml")]
-    environment = os.environ | {"PYTHONPATH": str(home.folder)}
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
-    saved = home.root / "media/photos/partial"
-    while not list(saved.glob("0*.arrow")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    (home.folder / "held.py").unlink()
-    report = home.run(discover.run)
-    assert 0 < read(report) < 12
-    assert report.done + report.skipped == len(rows_of(home)) == 12
 
 
 def test_a_dry_run_counts_what_is_to_be_read(project) -> None:

@@ -1,0 +1,105 @@
+"""The real pipelines generate with the tiny checkpoints, whose configurations say what the flavours need."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from examples import tiny_models
+from tests.examples.test_tiny_models import KANDINSKY, PIPELINES, load_part, pipeline_class
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Processor:
+    """Text and images in, ids, mask and patches out: the part of Qwen2VLProcessor that the pipelines use."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
+        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="tokenizer")
+        self.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+
+    def __call__(self, text: list[str], images: Any = None, videos: None = None, **options: Any) -> Any:
+        if images is None:
+            return self.tokenizer(text, **options)
+        seen = self.images(images=images, return_tensors="pt")
+        counts = (seen["image_grid_thw"].prod(-1) // self.images.merge_size**2).tolist()
+        expanded = [one.replace("<|image_pad|>", "<|image_pad|>" * n) for one, n in zip(text, counts, strict=True)]
+        encoded = self.tokenizer(expanded, **options)
+        encoded["mm_token_type_ids"] = (encoded["input_ids"] == self.image_token_id).int()
+        encoded.update(seen)
+        return encoded
+
+
+def _pipeline(models: Path, kind: str) -> Any:
+    from transformers import AutoTokenizer
+
+    index = json.loads((models / kind / "model_index.json").read_text())
+    names = [name for name in index if not name.startswith("_")]
+    parts = {name: load_part(models, kind, name) for name in names if not name.startswith("tokenizer")}
+    if "tokenizer_2" in index:
+        parts["tokenizer"] = Processor(models / kind)
+        parts["tokenizer_2"] = AutoTokenizer.from_pretrained(models / kind, subfolder="tokenizer_2")
+    else:
+        parts["tokenizer"] = AutoTokenizer.from_pretrained(models / kind, subfolder="tokenizer")
+    pipe = pipeline_class(kind)(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in PIPELINES if not kind.endswith("nabla")])
+def test_the_real_pipeline_generates(models: Path, kind: str) -> None:
+    pipe = _pipeline(models, kind)
+    call = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "pt"}
+    if kind == "sana":
+        call["use_resolution_binning"] = False
+    elif "image" in kind:
+        pipe.resolutions = [(64, 64)]
+    else:
+        # The i2v pipeline fits its first four latent frames to later ones: with none it gives NaN.
+        call |= {"width": 96, "num_frames": 17 if kind.endswith("i2v") else 9}
+    if "i2" in kind:
+        call["image"] = Image.effect_mandelbrot((call["width"], 64), (-2, -1, 1, 1), 50).convert("RGB")
+    results = []
+    for prompt in ("a grey cat on a wall", "two red rockets in the night sky"):
+        output = pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call)
+        results.append(torch.as_tensor(next(iter(output.values()))))
+    assert results[0].shape[-2:] == (64, call["width"]) and results[0].isfinite().all()
+    assert results[0].shape[-3] == 3 and (results[0].shape[-4] == call.get("num_frames") or "video" not in kind)
+    assert results[0].std() > 0.02 and (results[0] - results[1]).abs().mean() > 1e-3
+
+
+@pytest.mark.slow
+def test_the_rest_of_a_pipeline_loads_from_the_folder(models: Path) -> None:
+    from diffusers import DiffusionPipeline
+
+    absent = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    for kind in KANDINSKY:
+        pipe = DiffusionPipeline.from_pretrained(models / kind, **absent)
+        assert type(pipe).__name__ == tiny_models.KINDS[kind].pipeline
+    assert DiffusionPipeline.from_pretrained(models / "sana").tokenizer.bos_token == "<bos>"
+
+
+@pytest.mark.slow
+def test_configs_say_what_the_flavours_need(models: Path) -> None:
+    configs = {kind: load_part(models, kind, "transformer").config for kind in KANDINSKY}
+    cond = {kind: config.visual_cond for kind, config in configs.items()}
+    assert [kind for kind, value in cond.items() if not value] == ["kandinsky5-image-t2i"]
+    nabla = configs["kandinsky5-video-t2v-nabla"]
+    assert (nabla.attention_type, nabla.attention_P, nabla.attention_add_sta) == ("nabla", 0.9, True)
+    assert configs["kandinsky5-video-t2v"].attention_type == "regular"
+    pipe = _pipeline(models, "kandinsky5-video-t2v-nabla")
+    assert pipe.get_sparse_params(torch.zeros(1, 3, 16, 32, 33), "cpu")["visual_shape"] == (3, 8, 16)
+    scheduler = load_part(models, "sana", "scheduler").config
+    assert (scheduler.prediction_type, scheduler.use_flow_sigmas, scheduler.flow_shift) == (
+        "flow_prediction",
+        True,
+        3,
+    )

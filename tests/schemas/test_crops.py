@@ -1,0 +1,119 @@
+"""Crops: they cover the bucket, stay inside, and cut where they are asked to."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from schemas.geometry import Crop, aspect_distortion, cover_crop, cropped_share, is_upscaled, stretch_to_bucket
+from tests.schemas.test_geometry import FIELDS, shares, sides, styles
+
+
+@example(2001, 2000, 2000, 2000, "center", 0.0, 0.0)
+@example(2000, 2001, 2000, 2000, "center", 0.0, 0.0)
+@given(sides, sides, sides, sides, styles, shares, shares)
+def test_a_crop_covers_stays_inside_and_keeps_the_aspect(width, height, across, down, style, share_x, share_y):
+    crop = cover_crop(width, height, across, down, style, share_x, share_y)
+    assert 0 <= crop.x <= crop.resize_width - across
+    assert 0 <= crop.y <= crop.resize_height - down
+    assert crop.resize_width == across or crop.resize_height == down
+    scale = max(Fraction(across, width), Fraction(down, height))
+    assert abs(crop.resize_width - scale * width) <= Fraction(1, 2)
+    assert abs(crop.resize_height - scale * height) <= Fraction(1, 2)
+    # What is off is the rounding of one side, half a pixel of it at most.
+    rounded = max(crop.resize_width - across, crop.resize_height - down) + min(across, down)
+    assert aspect_distortion(width, height, crop) <= 0.5 / (rounded - 0.5) + 1e-12
+    assert is_upscaled(width, height, crop) == (
+        scale > 1 and (crop.resize_width, crop.resize_height) != (width, height)
+    )
+
+
+@given(sides, sides, sides, sides, shares, shares)
+def test_where_it_is_cut(width, height, across, down, share_x, share_y):
+    crop = cover_crop(width, height, across, down)
+    free = crop.resize_width - across, crop.resize_height - down
+    assert (crop.x, crop.y) == (free[0] // 2, free[1] // 2)
+    crop = cover_crop(width, height, across, down, "corner", share_x, share_y)
+    assert (crop.x, crop.y) == (0, 0)
+    crop = cover_crop(width, height, across, down, "random", share_x, share_y)
+    places = (math.floor(share * (room + 1)) for share, room in zip((share_x, share_y), free, strict=True))
+    assert (crop.x, crop.y) == tuple(places)
+
+
+def test_a_random_cut_reaches_every_place_alike():
+    across = np.arange(4000) / 4000
+    crop = cover_crop(103, 100, 100, 100, "random", across, np.nextafter(1, 0))
+    assert np.bincount(crop.x).tolist() == [1000] * 4
+    assert set(crop.y.tolist()) == {0}
+    assert crop.resize_width.tolist() == [103] * 4000
+    with pytest.raises(AssertionError, match="across and down"):
+        cover_crop(103, 100, 100, 100, "random", 1.0, 0.0)
+
+
+def test_a_crop_of_the_same_size_changes_nothing():
+    assert cover_crop(640, 384, 640, 384) == Crop(640, 384, 0, 0)
+    with pytest.raises(ValueError, match="every side"):
+        cover_crop(0, 1, 1, 1)
+    with pytest.raises(ValueError, match="center, random, corner"):
+        cover_crop(1, 1, 1, 1, "face")
+
+
+@given(sides, sides, sides, sides, st.floats(0.01, 5000), styles, shares, shares)
+def test_a_loose_crop(width, height, across, down, shorter, style, share_x, share_y):
+    crop = cover_crop(width, height, across, down, style, share_x, share_y, scaled_shorter=shorter)
+    covering = cover_crop(width, height, across, down, style, share_x, share_y)
+    assert 0 <= crop.x <= crop.resize_width - across
+    assert 0 <= crop.y <= crop.resize_height - down
+    assert crop.resize_width >= covering.resize_width and crop.resize_height >= covering.resize_height
+    needed = max(Fraction(across, width), Fraction(down, height))
+    asked = Fraction(min(math.floor(shorter + 0.5), min(width, height)), min(width, height))
+    scale = max(needed, asked)
+    assert abs(crop.resize_width - scale * width) <= Fraction(1, 2)
+    assert abs(crop.resize_height - scale * height) <= Fraction(1, 2)
+    if needed <= 1:
+        assert not is_upscaled(width, height, crop)
+    if asked >= needed:
+        assert min(crop.resize_width, crop.resize_height) == asked * min(width, height)
+    else:
+        assert crop == covering
+
+
+def test_a_loose_crop_keeps_surroundings_out_and_resolution_in():
+    # 4000x3000 brought to a shorter side of 768, then cut to 512x512 from its centre.
+    for shorter in (767.5, 768, 768.4):
+        assert cover_crop(4000, 3000, 512, 512, scaled_shorter=shorter) == Crop(1024, 768, 256, 128)
+    # Less than covers the bucket, and more than the picture has.
+    assert cover_crop(4000, 3000, 512, 512, scaled_shorter=100) == cover_crop(4000, 3000, 512, 512)
+    assert cover_crop(800, 600, 512, 512, scaled_shorter=9000) == Crop(800, 600, 144, 44)
+    shorter = np.array([768.0, 9000.0])
+    both = cover_crop(np.array([4000, 800]), np.array([3000, 600]), 512, 512, scaled_shorter=shorter)
+    assert both.resize_width.tolist() == [1024, 800]
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="scaled_shorter"):
+            cover_crop(10, 10, 5, 5, scaled_shorter=wrong)
+
+
+def test_stretching_cuts_nothing():
+    assert stretch_to_bucket(640, 384) == Crop(640, 384, 0, 0)
+    widths, heights = np.array([64, 128]), np.array([128, 64])
+    crop = stretch_to_bucket(widths, heights)
+    assert [getattr(crop, name).tolist() for name in FIELDS] == [[64, 128], [128, 64], [0, 0], [0, 0]]
+    assert cropped_share(100, 100, crop, widths, heights).tolist() == [0, 0]
+    assert aspect_distortion(100, 100, crop).tolist() == [1, 1]
+    assert aspect_distortion(100, np.array([200, 50]), crop).tolist() == [0, 0]
+    assert is_upscaled(100, 100, crop).tolist() == [True, True]
+    assert is_upscaled(np.array([100, 128]), np.array([128, 64]), crop).tolist() == [False, False]
+
+
+@given(sides, sides, sides, sides, st.floats(0.1, 5000))
+def test_shares_and_distortion_are_those_of_the_fractions(width, height, across, down, shorter):
+    crop = cover_crop(width, height, across, down, scaled_shorter=shorter)
+    share = 1 - Fraction(across * down, crop.resize_width * crop.resize_height)
+    lost = cropped_share(width, height, crop, across, down)
+    assert lost == float(share) and 0 <= lost < 1
+    for made in (crop, stretch_to_bucket(across, down)):
+        ratio = Fraction(made.resize_width, width) / Fraction(made.resize_height, height)
+        assert aspect_distortion(width, height, made) == float(max(ratio, 1 / ratio) - 1)
