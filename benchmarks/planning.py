@@ -1,4 +1,5 @@
-"""How much time and memory `latentpress bucket` takes for many items, on one core, tables read and written.
+"""How much time and memory `latentpress bucket` takes for many items, on one core, tables read and written; and then
+`latentpress encode-latents --dry-run`, which is what each process of a stage begins with.
 
     python -m benchmarks.planning [--items 100000 1000000] [--foreign 0.0] [--kind image|video]
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 
 from benchmarks.common import make_parser, print_header, print_row, run_silently, time_call, write_config
 from cache.store import Store
+from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
 from schemas.tables import MEDIA_SCHEMA
 from stages.discovery import media_table
@@ -82,19 +84,35 @@ def run_bucket(path: Path) -> tuple[float, float]:
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def run_dry(path: Path) -> tuple[float, float]:
+    """See which units remain, once, in a process of its own: seconds, and MiB at most."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    pa.set_cpu_count(1)
+    from stages import encode_latents
+
+    config = load_config(path)
+    with open(os.devnull, "w") as silent:
+        options = Options(path, dry_run=True)
+        seconds, _ = time_call(lambda: encode_latents.run(config, options, Console(stderr=silent)))
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--items", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--kind", choices=("image", "video"), default="image")
     parser.add_argument("--foreign", type=float, default=0.0)
     options = parser.parse_args()
-    print_header("items", "plan, s", "again, s", "most memory, MiB")
+    print_header("items", "plan, s", "again, s", "most memory, MiB", "encode-latents --dry-run, s", "MiB")
     with tempfile.TemporaryDirectory() as folder:
         for items in options.items:
             path = make_project(Path(folder), items, options.kind, options.foreign)
             with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
                 (first, first_mib), (again, again_mib) = (pool.apply(run_bucket, (path,)) for _ in range(2))
-            print_row(f"{items:,}", f"{first:.2f}", f"{again:.2f}", f"{max(first_mib, again_mib):,.0f}")
+            with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+                dry, dry_mib = pool.apply(run_dry, (path,))
+            most = max(first_mib, again_mib)
+            print_row(f"{items:,}", f"{first:.2f}", f"{again:.2f}", f"{most:,.0f}", f"{dry:.2f}", f"{dry_mib:,.0f}")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def test_joining_a_set(measured) -> None:
 
 
 def test_planning(measured) -> None:
-    assert re.search(r"^\| 2,000 \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("planning"), re.MULTILINE)
+    row = r"^\| 2,000 \| [\d.]+ \| [\d.]+ \| [\d,]+ \| [\d.]+ \| [\d,]+ \|$"
+    assert re.search(row, measured("planning"), re.MULTILINE)
 
 
 def test_what_remains_on_an_object_store(measured) -> None:

@@ -9,7 +9,7 @@ from schemas.config.loading import ConfigError
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents
 from stages.encoding.stage import UsageError, choose_engine
-from stages.engines.ray import run_units
+from stages.engines.ray import POLL_S, question_pause, run_units
 from stages.engines.ray_actor import CodeMismatch, RootMismatch, UnitActor, digest_code, digest_plan
 from stages.engines.ray_cluster import ClusterError, DeviceNotChoosable
 from tests.stages.engines.engine_workers import Echo, make_job, make_units
@@ -78,3 +78,8 @@ def test_another_checkpoint_on_a_node_is_refused(tmp_path: Path, project) -> Non
     job = replace(make_job(tmp_path, 1), config=home.config(), fingerprint="0" * 32)
     with pytest.raises(LatentpressError, match=f"in place of latents/{'0' * 32}"):
         encode_latents.STAGE.load_elsewhere(job)
+
+
+@pytest.mark.parametrize(("actors", "pause"), [(1, POLL_S), (50, POLL_S), (1000, 20.0)])
+def test_many_actors_are_asked_less_often(actors: int, pause: float) -> None:
+    assert question_pause(actors) == pause
