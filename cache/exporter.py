@@ -5,7 +5,7 @@ The division of rows into shards is a function of the set and the options, so an
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -161,11 +161,19 @@ class Exporter:
     def write(self, shard: ExportShard) -> int:
         """Publish a shard; bytes of its tensors. DamageError where a row of the set is damaged."""
         ids = self._ids(shard)
-        rows = (
-            pack_row(id, self.data.part_rows(number), self._row_facts(number))
-            for id, number in zip(ids, range(shard.start, shard.stop), strict=True)
-        )
-        return self._publish(SAMPLES_KIND, shard.unit, shard.bucket, ids, self._parts, rows)
+        return self._publish(SAMPLES_KIND, shard.unit, shard.bucket, ids, self._parts, self._rows(shard, ids))
+
+    def _rows(self, shard: ExportShard, ids: list[str]) -> Iterator[ShardRow]:
+        for id, number in zip(ids, range(shard.start, shard.stop), strict=True):
+            yield pack_row(id, self.data.part_rows(number), self._row_facts(number))
+            self.data.supply.finished(number)
+
+    def needs(self) -> Iterator[set[int]]:
+        """The shards of the set that each of its rows is in, in order; none for rows that the target has."""
+        for shard in self.shards:
+            for number in range(shard.start, shard.stop):
+                has_row = shard.unit in self._done
+                yield set() if has_row else {place.shard for place in self.data.part_locations(number).values()}
 
     def _row_facts(self, number: int) -> dict[str, Any]:
         index = self.data.tables["index"]

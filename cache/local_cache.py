@@ -3,7 +3,7 @@ whether that suits a run."""
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,12 +68,9 @@ def supply_from_copies(
     """
     if data.store.root is not None:
         return
-    options, folder = settings.local_cache, cache_folder(settings.local_cache)
-    limit = cache_limit(options, folder)
-    paths = data.tables["shards"].column("path").to_pylist()
-    copies = ShardCopies(data.store, paths, CopyFolder(folder, limit))
-    data.use_supply(LocalShards(copies, options.downloads))
-    sizes = [shard.bytes for shard in copies.shards]
+    copies = open_copies(settings.local_cache, data)
+    data.use_supply(LocalShards(copies, settings.local_cache.downloads))
+    limit, sizes = copies.folder.limit, [shard.bytes for shard in copies.shards]
     last = min(steps.stop, steps.start + max(1, CHECKED_DRAWS // schedule.global_batch))
     planned = schedule, settings.caption_dropout, steps.start, last, ranks.rank, ranks.world
     needs = [set(numbers.tolist()) for numbers in needed_shards(data, *planned)]
@@ -87,9 +84,31 @@ def supply_from_copies(
             "train.batch_size or train.accumulate, or by train.shuffle_shards.",
         )
     if sum(sizes) > limit and settings.shuffle_shards is None and ranks.rank == 0:
-        latents = data.tables["shards"].column("kind").to_pylist().count("latents") or len(paths)
+        latents = data.tables["shards"].column("kind").to_pylist().count("latents") or len(sizes)
         step, fitting = ranks.local * mean_bytes(needs, sizes), fitting_shards(limit // ranks.local, sizes, latents)
         warn(explain_order(data.id, limit, sum(sizes), step, fitting))
+
+
+def supply_whole_set(settings: LocalCache, data: TrainSet, needs: Iterator[set[int]], reserve: int) -> None:
+    """Let a remote set that is read once read its shards through copies, where all of them fit and leave `reserve`
+    bytes of their disk; otherwise each row stays a request. needs: the shards of each row, in order. `data.close` ends
+    it."""
+    if data.store.root is not None:
+        return
+    copies = open_copies(settings, data)
+    size, free = copies.size_of(range(len(copies.shards))), shutil.disk_usage(copies.folder.folder).free
+    if size <= copies.folder.limit and size + reserve <= free:
+        data.use_supply(LocalShards(copies, settings.downloads))
+        data.supply.follow(0, needs)
+    else:
+        copies.folder.close()
+
+
+def open_copies(settings: LocalCache, data: TrainSet) -> ShardCopies:
+    """The shards of a remote set, as listed, and the folder for their copies."""
+    folder = cache_folder(settings)
+    limit = cache_limit(settings, folder)
+    return ShardCopies(data.store, data.tables["shards"].column("path").to_pylist(), CopyFolder(folder, limit))
 
 
 def largest_window(needs: Sequence[set[int]], sizes: Sequence[int], steps: int) -> int:

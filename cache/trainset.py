@@ -250,7 +250,8 @@ class TrainSet:
         return newest.name if newest is not None and newest.name > own else None
 
     def use_supply(self, supply: ShardSupply) -> None:
-        """Read shards through `supply` from now on; `close` closes it. To be called before rows are read."""
+        """Read shards through `supply` from now on; `close` closes it."""
+        self._readers.close()
         self.supply = supply
         supply.watch(lambda number: self._readers.forget(self.shard_path(number)))
 

@@ -3,11 +3,13 @@
 An export is a root of its own that `train.set` may name; docs/cache-format.md describes its format.
 """
 
+from contextlib import closing
 from typing import Annotated
 
 import typer
 
 from cache.exporter import MIB, Exporter
+from cache.local_cache import supply_whole_set
 from cache.set_lookup import open_configured_set
 from cache.shard import SUFFIXES
 from cache.store import Store
@@ -57,20 +59,22 @@ def run(
         report.remaining = sum(shard.stop - shard.start for shard in exporter.missing_shards)
         report.skipped = sum(shard.stop - shard.start for shard in exporter.shards) - report.remaining
         return report
+    reserve = 0 if exporter.target.root is None else round(1.1 * row_bytes)
     written = 0
-    with console.progress(len(data.tables["index"]), "export", "samples") as progress:
+    with closing(data), console.progress(len(data.tables["index"]), "export", "samples") as progress:
+        supply_whole_set(config.train.local_cache, data, exporter.needs(), reserve)
         for shard in exporter.shards:
             count = shard.stop - shard.start
             if exporter.is_complete(shard):
                 report.skipped += count
+                data.supply.finished(shard.stop - 1)
             else:
                 written += exporter.write(shard)
                 report.done += count
             progress.advance(count)
-    exporter.write_prompts()
-    exporter.publish()
+        exporter.write_prompts()
+        exporter.publish()
     report.details["written_mib"] = round(written / MIB, 2)
-    data.close()
     return report
 
 

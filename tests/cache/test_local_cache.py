@@ -7,10 +7,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cache.exporter import Exporter
 from cache.files import StoreError
-from cache.local_cache import cache_folder, cache_limit, explain_order, fitting_shards, largest_window, mean_bytes
+from cache.local_cache import (
+    cache_folder,
+    cache_limit,
+    explain_order,
+    fitting_shards,
+    largest_window,
+    mean_bytes,
+    supply_whole_set,
+)
 from cache.remote_shards import LocalCacheError
+from cache.store import Store
 from schemas.config.training import LocalCache
+from tests.cache.exports import make_source, opened
 
 GB = 10**9
 
@@ -41,6 +52,25 @@ def test_the_limit_is_within_what_the_disk_has(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="can't be a folder"):
         cache_limit(LocalCache(), tmp_path / "file" / "copies")
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_an_export_reads_whole_shards_where_they_fit(tmp_path: Path, fits: bool) -> None:
+    """The same bytes as without copies. What the target has already is not fetched."""
+    source, written, fetched = make_source(Store(f"memory://{tmp_path.name}"), "arrow"), {}, []
+    copies = LocalCache(folder=str(tmp_path / "copied"), max_gb=1.0 if fits else 1e-6)
+    for name in ("plain", "copies", "copies"):
+        data, target = opened(source), Store(tmp_path / name)
+        exporter = Exporter(data, target, "arrow", 0.01, False)
+        if name == "copies":
+            supply_whole_set(copies, data, exporter.needs(), 0)
+        for shard in exporter.missing_shards:
+            exporter.write(shard)
+        fetched.append(data.supply.metrics().get("shards_fetched"))
+        data.close()
+        written[name] = {path: target.read_bytes(f"samples/{path}") for path in target.list_names("samples")}
+    assert written["plain"] == written["copies"] and len(written["plain"]) > 1
+    assert fetched == ([None, len(data.tables["shards"]), 0] if fits else [None] * 3)
 
 
 def test_what_the_plan_needs() -> None:

@@ -79,6 +79,8 @@ def test_from_media_to_a_trained_adapter(home: Project, s3: S3Server, tmp_path: 
         counted(home, s3, decode.run)
         report, _ = counted(home, s3, export.run, to=f"s3://{BUCKET}/out", with_captions=True)
         assert report.done == 8
+        copied = [request.key for request in s3.requests if request.operation == "GetObject"]
+        assert all(copied.count(f"work/{top}/{name}") <= 5 for top in ("text", "latents") for name in objects(top))
         report, _ = counted(home, s3, verify.run, overrides=(f"root=s3://{BUCKET}/out",))
         assert report.done > 0 and not report.damage, "the export is a root of its own"
         report, _ = counted(home, s3, export.run, to=f"s3://{BUCKET}/out", with_captions=True)
