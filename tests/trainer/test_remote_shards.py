@@ -140,7 +140,7 @@ def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
     found = [program(config, tmp_path, capsys)[:2] for config in (remote.here, remote.config("far"))]
     assert [code for code, _ in found] == [DAMAGE, DAMAGE]
     (local,), (far,) = (report["damage"] for _, report in found)
-    assert far["path"] == f"{BUCKET}/work/{name}" and local["path"] == str(path)
+    assert far["path"] == f"s3://{BUCKET}/work/{name}" and local["path"] == str(path)
     assert {key: far[key] for key in ("item", "row", "message")} == {
         key: local[key] for key in ("item", "row", "message")
     }
