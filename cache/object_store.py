@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +18,9 @@ import pyarrow as pa
 from fsspec.caching import BaseCache, register_cache
 
 from cache.files import Entry, StoreError, explained
+from cache.google_storage import PROTOCOLS as GOOGLE
+from cache.google_storage import GoogleFile, error_code, google_info, is_google, list_google, open_google
+from cache.s3_options import s3_options
 from schemas.errors import LatentpressError
 
 #: Read with the first request that touches the end of a file, where an Arrow file has its description.
@@ -28,17 +30,16 @@ BLOCK_BYTES, MAX_BLOCKS = 4 << 20, 2
 #: Larger files are uploaded in parts of this size, one after another.
 PART_BYTES = 32 << 20
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
-#: Tries of one request to S3, unless AWS_MAX_ATTEMPTS says otherwise.
-ATTEMPTS = 5
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of this machine, as no store answers
 SHORT_READS = 3  # in a row that bring nothing, of a server that sends less than was asked for
 
 AGAIN = "run the same command again: what is finished is kept"
 _RIGHTS = (
-    "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE) that "
+    "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for "
+    "Google: GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login) that "
     f"may list, read, write and delete there, and {AGAIN}"
 )
-#: Codes of S3 -> reason and next step.
+#: Codes of S3, or HTTP's of Google -> reason and next step.
 _EXPIRED = ("the credentials have expired", f"renew them (for S3: AWS_SESSION_TOKEN or the login) and {AGAIN}")
 _THROTTLED = (
     "the store is asked too often, also after retries with longer and longer pauses",
@@ -47,6 +48,8 @@ _THROTTLED = (
 _EXPLANATIONS = {
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"), _EXPIRED),
     **dict.fromkeys(("SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "503", "429"), _THROTTLED),
+    "401": ("the credentials are missing or have expired", _RIGHTS),
+    "403": ("access is denied", _RIGHTS),
     "NoSuchBucket": ("there is no such bucket", "make the bucket, or correct the URL"),
     # An answer to HEAD has no body, so its reason is not known.
     "400": ("the request is refused, as with credentials that have expired", _EXPIRED[1]),
@@ -56,37 +59,16 @@ _EXPLANATIONS = {
 def open_filesystem(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL and the path within it. ImportError, ValueError: it is unknown, or its library is
     not installed."""
-    options: dict[str, Any] = {}
-    if url.startswith(("s3://", "s3a://")):
-        retries = {
-            "mode": os.environ.get("AWS_RETRY_MODE", "standard"),
-            "total_max_attempts": int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS)),
-        }
-        limits = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
-        # Listings change under other machines. One part at a time: a file takes one part of memory, and one request to
-        # read, where s3fs otherwise asks for its size first.
-        options = {"config_kwargs": limits | {"retries": retries}, "use_listings_cache": False, "max_concurrency": 1}
-        settings = sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
-        options["session"] = _s3_session(os.getpid(), tuple(settings))
+    if url.startswith(GOOGLE):
+        return open_google(url, CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
+    options = s3_options(CONNECT_TIMEOUT_S, READ_TIMEOUT_S) if url.startswith(("s3://", "s3a://")) else {}
     return fsspec.core.url_to_fs(url, **options)
 
 
-@lru_cache
-def _s3_session(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
-    """botocore's session of this process and environment. Times are read by Python itself: with botocore's default, a
-    listing of 100,000 objects took three times as long."""
-    from aiobotocore.session import AioSession
-    from botocore.utils import parse_timestamp
-
-    def parse_time(value: Any) -> datetime:
-        try:
-            return datetime.fromisoformat(value)
-        except (TypeError, ValueError):  # in headers, as HTTP has them
-            return parse_timestamp(value)
-
-    session = AioSession()
-    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=parse_time)
-    return session
+def needed_package(url: str) -> str:
+    """The extra that a URL needs, as pip names it; "" where there is none for its protocol."""
+    found = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(url.partition("://")[0])
+    return f"'latentpress[{found}]'" if found else ""
 
 
 @contextmanager
@@ -104,10 +86,11 @@ def explained_object(url: str) -> Iterator[None]:
 def _raise_explained(url: str, error: Exception) -> NoReturn:
     cause: Any = error if hasattr(error, "response") else error.__cause__
     answer = getattr(cause, "response", None)
-    code = str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, Mapping) else ""
+    code = str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, Mapping) else error_code(error)
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
         raise error
-    said = f"{code}: {error}" if code and code not in str(error) else str(error) or type(error).__name__
+    text = str(error).replace("\n", " ")
+    said = f"{code}: {text}" if code and code not in text else text or type(error).__name__
     reason, step = _EXPLANATIONS.get(code, ("", ""))
     if reason:
         reason = f"{reason} ({said})"
@@ -115,7 +98,7 @@ def _raise_explained(url: str, error: Exception) -> NoReturn:
         reason, step = f"access is denied ({said})", _RIGHTS
     elif "credentials" in said.lower():
         reason, step = said, _RIGHTS
-    elif type(error).__name__ == "FileExpired":
+    elif type(error).__name__ in ("FileExpired", "FileReplaced"):
         reason, step = "another process replaced it while it was read", AGAIN
     else:
         reason = f"the store can't be reached or broke off ({said})"
@@ -185,7 +168,10 @@ class _ObjectFile:
     def __init__(self, fs: Any, path: str) -> None:
         self._url = fs.unstrip_protocol(path)
         with explained_object(self._url):
-            self._file = fs.open(path, "rb", cache_type=ObjectCache.name)
+            if is_google(fs):
+                self._file = GoogleFile(fs, path, lambda fetch, size: ObjectCache(BLOCK_BYTES, fetch, size)._fetch)
+            else:
+                self._file = fs.open(path, "rb", cache_type=ObjectCache.name)
 
     def read(self, size: int = -1) -> bytes:
         with explained_object(self._url):
@@ -221,7 +207,7 @@ def copy_object(fs: Any, path: str, target: str, size: int) -> None:
     `target` is full."""
     with explained_object(fs.unstrip_protocol(path)):
         try:
-            fs.get_file(path, target)
+            fs.get_file(path, target, **({"concurrency": 1} if is_google(fs) else {}))
         except OSError as error:
             if error.errno in FULL_DISK:
                 with explained(target):
@@ -232,11 +218,14 @@ def copy_object(fs: Any, path: str, target: str, size: int) -> None:
 
 
 def object_info(fs: Any, path: str) -> Mapping[str, Any]:
-    """Size, and ETag or times, of one object. On S3 one request, where s3fs also looks for a folder of that name."""
+    """Size, and ETag, generation or times, of one object. On S3 and Google one request, where their libraries also
+    look for a folder of that name."""
     if hasattr(fs, "call_s3"):
         bucket, _, key = path.partition("/")
         about = fs.call_s3("head_object", Bucket=bucket, Key=key, **fs.req_kw)
         return {**about, "size": about["ContentLength"]}
+    if is_google(fs):
+        return google_info(fs, path)
     fs.invalidate_cache()
     about = fs.info(path)
     if about["type"] == "directory":
@@ -248,13 +237,16 @@ def object_info(fs: Any, path: str) -> Mapping[str, Any]:
 
 
 def list_objects(fs: Any, folder: str) -> Iterator[Entry]:
-    """The objects below `folder`, named relative to it; on S3 a request for each thousand."""
+    """The objects below `folder`, named relative to it; on S3 and Google a request for each thousand."""
     if hasattr(fs, "call_s3"):
         bucket, prefix = _split_folder(folder)
         for page in _pages(fs, "list_objects_v2", {"ContinuationToken": "NextContinuationToken"}, bucket, prefix):
             for about in page.get("Contents", ()):
                 version = object_version({**about, "size": about["Size"]})
                 yield Entry(about["Key"][len(prefix) :], about["Size"], about["LastModified"].timestamp(), version)
+        return
+    if is_google(fs):
+        yield from list_google(fs, *_split_folder(folder))
         return
     fs.invalidate_cache()
     try:
@@ -306,7 +298,7 @@ def _object_time(about: Mapping[str, Any]) -> float:
 def put_object(fs: Any, source: Path, path: str) -> None:
     """Upload a local file: one put, or a multipart upload that is completed at the end and aborted where it fails. So
     the object is there whole or not at all."""
-    options = {"chunksize": PART_BYTES} if hasattr(fs, "call_s3") else {}
+    options = {"chunksize": PART_BYTES} if hasattr(fs, "call_s3") or is_google(fs) else {}
     with explained_object(fs.unstrip_protocol(path)):
         try:
             fs.put_file(str(source), path, **options)
@@ -315,6 +307,8 @@ def put_object(fs: Any, source: Path, path: str) -> None:
             try:
                 fs.put_file(str(source), path, **options)
             except FileNotFoundError as error:
+                if is_google(fs):
+                    raise StoreError(fs.unstrip_protocol(path), *_EXPLANATIONS["NoSuchBucket"]) from error
                 raise OSError(errno.EIO, str(error)) from error.__cause__ or error
 
 

@@ -39,7 +39,7 @@ class Store:
         try:
             self._fs, path = object_store.open_filesystem(self.url)
         except (ImportError, ValueError) as error:  # a library that is not installed, or an unknown protocol
-            what = "latentpress[s3]" if self.url.startswith(("s3://", "s3a://")) else "the library that fsspec names"
+            what = object_store.needed_package(self.url) or "the library that fsspec names"
             step = f"install {what}, or choose a folder of this machine"
             raise StoreError(self.url, f"can't be opened: {error}", step) from error
         self.base = path.rstrip("/")

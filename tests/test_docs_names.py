@@ -14,12 +14,14 @@ FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs")
 FOREIGN = {"fixed_size_binary", "IMG_0012", "IMG", "latent_BCTHW"}
 FOREIGN |= {
     "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
     "TMPDIR",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 }  # environment variables
 #: Options of torchrun and accelerate launch, as far as the pattern below takes them.
 LAUNCHERS = {"machine", "main", "multi", "nnodes", "num", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
+LAUNCHERS |= {"master-addr", "master-port", "node-rank"}
 #: Files of Python itself that the documents speak of.
 OF_PYTHON = {"runpy.py", "pkgutil.py", "sitecustomize.py", "usercustomize.py"}
 

@@ -27,6 +27,7 @@ from trainer.output_lock import lock_output
 from trainer.progress import describe_results
 from trainer.run_state import (
     RunError,
+    RunFinished,
     check_base_precision,
     check_methods,
     check_parallel,
@@ -64,7 +65,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         check_parallel(config.train.parallel, world)
         schedule = make_schedule(data, config.train, world)
         report.details = describe_run(config, data, schedule)
-        state = find_resume_state(config, data, schedule)
+        state = find_resume_state(config, data, schedule) if main else None
         log_warnings(config, data, schedule, state, console)
         if not is_finished(config, state):
             ranks = Ranks(read_launch_variable("RANK", 0), world, read_launch_variable("LOCAL_WORLD_SIZE", 1))
@@ -78,11 +79,8 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
             if "memory" in report.details:  # the transformer's config.json was there
                 report.details["attention"] = try_attention(config, device, console)
             return report
-        if is_finished(config, state):
-            report.skipped = config.train.steps
-            report.details["saved"] = str(result_folder(config))
-            report.details |= describe_results(run_folder(config), config.train.trackers)
-            return report
+        if is_finished(config, state) and world == 1:
+            return report_finished(report, config)
         summary: dict[str, Any] = {"done": 0, "skipped": state["step"] if state else 0}
         with (
             stop.on_signals(config, main),
@@ -96,6 +94,8 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
                 from trainer.train import train
 
             summary = train(config, data, schedule, console, options.device or config.train.device, stop)
+    except RunFinished:
+        return report_finished(report, config)
     except DamageError as damage:
         message = damage.reason if damage.row is None else f"row {damage.row}: {damage.reason}"
         location = {"item": damage.id, "path": damage.path, "row": damage.row}
@@ -110,6 +110,13 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         report.remaining = max(1, config.train.steps - report.done - report.skipped)  # the result is missing, at least
         report.details["stopped"] = f"by {stop.reason}; {describe_progress(config)}"
         report.next_steps = ["latentpress train"]
+    return report
+
+
+def report_finished(report: Report, config: Config) -> Report:
+    report.skipped = config.train.steps
+    report.details["saved"] = str(result_folder(config))
+    report.details |= describe_results(run_folder(config), config.train.trackers)
     return report
 
 

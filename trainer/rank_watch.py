@@ -22,9 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.checkpoint.api import CheckpointException
 
 from schemas.cli.console import Console
@@ -45,7 +44,7 @@ class RankLostError(LatentpressError):
 class RankWatch:
     """One rank's part. `note` is called by its main thread; without other ranks nothing else happens."""
 
-    def __init__(self, accelerator: Accelerator, console: Console, timeout: float) -> None:
+    def __init__(self, accelerator: Accelerator, console: Console, timeout: float, store: Store | None = None) -> None:
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         self._console, self._timeout = console, timeout
         self._interval = min(1.0, timeout / 10)
@@ -56,20 +55,16 @@ class RankWatch:
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._failed: dict[int, float] = {}  # rank -> when its failure was first seen here
         if self.ranks > 1:
-            self._store = self._open_store(accelerator)
+            assert store is not None
+            self._shared_store = store  # rank 0 may serve it, as long as it exists
+            # With a connection of its own: one that waits lets nobody else ask.
+            self._store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
+            self._store.set_timeout(STORE_TIMEOUT)
             self._write()
             accelerator.wait_for_everyone()
-            self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
-            self._thread.start()
-
-    def _open_store(self, accelerator: Accelerator) -> TCPStore:
-        host, main = os.environ["MASTER_ADDR"], self.rank == 0
-        port = torch.zeros(1, dtype=torch.int64, device=accelerator.device)
-        if main:
-            store = TCPStore(host, 0, None, True, STORE_TIMEOUT, wait_for_workers=False)
-            port += store.port
-        number = int(accelerator.reduce(port, "sum").item())
-        return store if main else TCPStore(host, number, None, False, STORE_TIMEOUT, wait_for_workers=False)
+            self._heard = time.monotonic()  # when the store last answered
+            for work in (self._run, self._watch_store):
+                threading.Thread(target=work, name="rank-watch", daemon=True).start()
 
     def note(self, doing: str | None = None, *, alone: bool = False) -> None:
         """The main thread has moved on, to `doing` if that is given. All ranks call it equally often. alone: in work
@@ -122,7 +117,7 @@ class RankWatch:
                 for rank in set(range(self.ranks)) - {self.rank} - connected:
                     if self._silence(rank) > 5 * self._interval:
                         return f"{self._name(rank)} ended without a word at {self._seen[rank][0]['doing']}"
-            except RuntimeError:  # its process has the store
+            except RuntimeError:  # it ends with rank 0, or with the launcher on its machine
                 return "rank 0 ended without a word"
             time.sleep(self._interval / 4)
         return None
@@ -134,17 +129,36 @@ class RankWatch:
             try:
                 self._write()
                 message = self._read("ended") or self._find_failure() or self._find_problem()
+                self._heard = time.monotonic()
             except RuntimeError:
-                message = "rank 0, whose process has the store, can't be reached"
+                message = f"{self._describe_store()} can't be reached"
             if message:
                 self._end(message)
 
-    def _end(self, message: str) -> None:
-        """End this process, as its main thread may wait for ever. Not after the end, as the others may end first."""
+    def _watch_store(self) -> None:
+        """From a machine without power or network nothing comes, not even that a connection is broken: a request to it
+        lasts for a quarter of an hour."""
+        while not self._ended.wait(self._interval):
+            if time.monotonic() - self._heard > self._timeout:
+                self._end(f"{self._describe_store()} has not answered for {self._timeout:g} s", tell=False)
+
+    def _describe_store(self) -> str:
+        place = (
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, by which the ranks know of each other,"
+        )
+        if 0 not in self._seen:
+            return place
+        last = self._seen[0][0]
+        return f"rank 0 (process {last['process']} on {last['host']}), last at {last['doing']}, or {place}"
+
+    def _end(self, message: str, tell: bool = True) -> None:
+        """End this process, as its main thread may wait for ever. Not after the end, as the others may end first. tell:
+        the others."""
         if self._ended.wait(2 * self._interval):
             return
-        with suppress(RuntimeError):
-            self._store.set("ended", message)
+        if tell:
+            with suppress(RuntimeError):
+                self._store.set("ended", message)
         if self.rank == 0:
             self._console.print_error("train", RankLostError(message, HINT))
             self._console.stdout.flush()

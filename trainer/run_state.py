@@ -43,6 +43,10 @@ class RunError(LatentpressError):
     exit_code = USAGE
 
 
+class RunFinished(Exception):
+    """There is nothing left to do, as rank 0 has seen; of several processes."""
+
+
 def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
     shards = config.train.shuffle_shards

@@ -96,7 +96,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
 
 def resume_run(run: TrainState) -> resume.Checkpoint | None:
     """Continue from the newest intact checkpoint and return it, if there is one. Writes config.yaml."""
-    folder = run.folder / "checkpoints"
+    folder, found = run.folder / "checkpoints", None
     run.watch.note("looking for a checkpoint")
     if run.is_main:
         found, damaged = resume.newest_checkpoint(folder, verify=True)
@@ -108,23 +108,27 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
                 f"checkpoint, and the damaged one is kept as {kept.name}"
             )
     run.watch.note("resuming")
-    run.accelerator.wait_for_everyone()
-    found, _ = resume.newest_checkpoint(folder)
-    if found is not None:
-        resume.check_signature(found, run.signature)
-        average = run.average
-        checkpoint.restore(found, run.trainable, run.optimizer, None if average is None else average.averages)
-        if average is not None:
-            average.updates = found.state["ema updates"]
-        run.gradient_noise.noise, run.gradient_noise.signal = (*found.state.get("gradient noise", []), 0.0, 0.0)[:2]
-        for name, method in run.methods.items():
-            method.load_state(found.state.get("methods", {}).get(name, method.state()))
-        run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
-        run.log(f"going on from {found.path}, {found.step} steps done")
+    with run.files.checkpoint(found) as found:
+        if found is not None:
+            restore_run(run, found)
     if run.is_main:
         run_state.write_config(run.config, run.loader.data)
     run.accelerator.wait_for_everyone()
     return found
+
+
+def restore_run(run: TrainState, found: resume.Checkpoint) -> None:
+    """Give the run the state that a checkpoint holds."""
+    resume.check_signature(found, run.signature)
+    average = run.average
+    checkpoint.restore(found, run.trainable, run.optimizer, None if average is None else average.averages)
+    if average is not None:
+        average.updates = found.state["ema updates"]
+    run.gradient_noise.noise, run.gradient_noise.signal = (*found.state.get("gradient noise", []), 0.0, 0.0)[:2]
+    for name, method in run.methods.items():
+        method.load_state(found.state.get("methods", {}).get(name, method.state()))
+    run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
+    run.log(f"going on from {found.path}, {found.step} steps done")
 
 
 def log_start(run: TrainState) -> None:
@@ -261,13 +265,14 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
         # Every rank computes a part of a sharded model; otherwise each takes prompts of its own.
         share = (0, 1) if is_sharded(run.model.parameters()) else (run.accelerator.process_index, ranks)
         steps = -(-len(data.validation) // share[1]) * validation.denoising_steps(run.config)
-        with run.console.progress(steps, f"step {done}: validation", "denoising steps") as shown:
+        shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")
+        with shows as shown, run.files.collected(folder) as place:
             count = validation.write_validation_latents(
                 run.model,
                 run.family,
                 run.config,
                 data,
-                folder if run.is_main or share[1] > 1 else None,
+                place if run.is_main or share[1] > 1 else None,
                 device,
                 share,
                 predict.autocast,

@@ -3,12 +3,13 @@
 import logging
 import warnings
 
-#: Logger -> beginning of a message. On CPUs with AVX512-BF16 bitsandbytes then computes with its own library; torchao's
-#: are of compiled kernels and tensor classes that nothing here uses.
+#: Logger -> beginning of a message, empty for all. On CPUs with AVX512-BF16 bitsandbytes then computes with its own
+#: library; torchao's are of compiled kernels and tensor classes that nothing here uses.
 NOISE = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
     "torchao": "Failed to load ",
     "torch.utils._pytree": "<enum ",
+    "gcsfs": "",  # what it also raises, with a traceback
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }
 #: torch says that float32 norms of bfloat16 weights have no fused kernel; bitsandbytes that nothing is paged on a CPU,

@@ -2,74 +2,21 @@
 does not see the other's files. Their media lie at different places."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from cache.store import Store
 from stages import bucket, discover, encode_latents, encode_text, index
+from tests.network_hosts import Host, hosts_of
 from tests.project import Project
 from tests.s3_server import BUCKET, serve_s3
 from tests.torture.conftest import LONG
 
 pytestmark = pytest.mark.skipif(not LONG, reason="seven programs start, each in a process; TORTURE=long")
-ROOT = Path(__file__).parents[2]
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-@dataclass
-class Host:
-    """A network namespace, a folder and a scratch folder; `hidden` is the other's."""
-
-    name: str
-    address: str
-    folder: Path
-    scratch: str
-    hidden: list[Path]
-
-    def run(self, program: str, *arguments: str) -> dict:
-        """A command of latentpress; its report."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-        environment |= {"AWS_ENDPOINT_URL": self.address, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
-        environment |= {"AWS_DEFAULT_REGION": "us-east-1", "TMPDIR": self.scratch, "NO_PROXY": "*"}
-        environment |= {"HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
-        hide = "; ".join(f"mount -t tmpfs tmpfs {path}" for path in self.hidden)
-        command = ["ip", "netns", "exec", self.name, "unshare", "-m", "sh", "-ec", f'{hide}; exec "$@"', "sh"]
-        command += [sys.executable, "-m", "stages.cli", program, "--config", str(self.folder / "pipeline.yaml")]
-        done = subprocess.run(
-            [*command, "--json", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout)
-
-
-@contextmanager
-def network(name: str, number: int) -> Iterator[str]:
-    """A namespace with one cable to here; the address of this end."""
-    here, there = f"10.213.{number}.1", f"10.213.{number}.2"
-    try:
-        ip("netns", "add", name)
-        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
-        ip("addr", "add", f"{here}/30", "dev", f"{name}a")
-        ip("link", "set", f"{name}a", "up")
-        for arguments in (("addr", "add", f"{there}/30", "dev", f"{name}b"), ("link", "set", f"{name}b", "up")):
-            ip("-n", name, *arguments)
-        ip("-n", name, "link", "set", "lo", "up")
-        yield here
-    finally:
-        with suppress(subprocess.CalledProcessError):
-            ip("netns", "del", name)  # and with it both ends
 
 
 @pytest.fixture
@@ -80,30 +27,22 @@ def hosts(project: Callable[..., Project], tmp_path: Path) -> Iterator[tuple[Hos
     for number in range(8):
         home.image(f"{number}.png", (64, 48) if number % 2 else (48, 64), f"picture {number}", number)
     with ExitStack() as stack:
-        made = []
-        for number in (1, 2):
-            name = f"lp{os.getpid() % 100_000}{number}"
-            try:
-                here = stack.enter_context(network(name, number))
-            except (OSError, subprocess.CalledProcessError) as error:
-                pytest.skip(f"no network namespaces: {error}")
+        made = stack.enter_context(hosts_of({name: tmp_path / name for name in ("host1", "host2")}))
+        for number, (host, here) in enumerate(made, 1):
             server = stack.enter_context(serve_s3(here))
-            folder = tmp_path / f"host{number}"
-            shutil.copytree(home.media, folder / f"media-of-{number}")
+            shutil.copytree(home.media, host.folder / f"media-of-{number}")
             settings = json.loads(json.dumps(home.settings))
             if number == 2:
                 settings["datasets"][0]["media_root"] = "media-of-2"
             settings["datasets"][0]["instance_data_dir"] = "media-of-1"
-            (folder / "pipeline.yaml").write_text(json.dumps(settings))
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="lp"))  # short: it has a socket
-            made.append(Host(name, server.url, folder, scratch, [home.folder]))
+            (host.folder / "pipeline.yaml").write_text(json.dumps(settings))
+            host.store = server.url
+            host.hidden.append(home.folder)
         s3fs = pytest.importorskip("s3fs")
         fs = s3fs.S3FileSystem(endpoint_url=server.url, key="x", secret="y")
         fs.mkdir(BUCKET)
         stack.callback(fs.rm, BUCKET, recursive=True)
-        made[0].hidden.append(made[1].folder)
-        made[1].hidden.append(made[0].folder)
-        yield made[0], made[1]
+        yield made[0][0], made[1][0]
 
 
 def test_two_hosts_share_only_the_store(hosts: tuple[Host, Host], monkeypatch, tmp_path: Path) -> None:
@@ -119,7 +58,7 @@ def test_two_hosts_share_only_the_store(hosts: tuple[Host, Host], monkeypatch, t
     assert first.run("train")["done"] == 2
     assert second.run("verify")["damage"] == []
     # The same shards as those of one host with a root on its disk.
-    monkeypatch.setenv("AWS_ENDPOINT_URL", first.address)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", first.store)
     for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}.items():
         monkeypatch.setenv(name, value)
     remote = Store(f"s3://{BUCKET}/work")

@@ -91,17 +91,21 @@ def check_shown(config, reference, step: int, atol: float = 1e-3) -> None:
 
 
 def on_ranks(
-    path: Path, codes: Sequence[int] = (OK, OK), signalled: Callable[[list[int]], object] | None = None
+    path: Path | Sequence[Path],
+    codes: Sequence[int] = (OK, OK),
+    signalled: Callable[[list[int]], object] | None = None,
 ) -> dict:
     """The report of ranks with the environment that torchrun gives them, which end with these codes;
-    tests/test_importpath.py has torchrun itself. signalled: called with their process ids."""
+    tests/test_importpath.py has torchrun itself. path: of the configuration, or one for each. signalled: called with
+    their process ids."""
     count = str(len(codes))
+    paths = [path] * len(codes) if isinstance(path, Path) else [*path]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    output, children = path.with_name("printed"), []
+    output, children = paths[0].with_name("printed"), []
     output.unlink(missing_ok=True)
-    for rank in map(str, range(len(codes))):
+    for rank, own in zip(map(str, range(len(codes))), paths, strict=True):
         children.append(os.fork())
         if children[-1]:
             continue
@@ -111,7 +115,7 @@ def on_ranks(
             use_one_thread()
             AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
             sys.stdout = output.open("a")
-            ended = run_program("train", program_run, Options(path, json=True))
+            ended = run_program("train", program_run, Options(own, json=True))
             sys.stdout.flush()
             os._exit(ended)
         except BaseException:

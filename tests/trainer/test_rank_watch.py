@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from schemas.errors import INCOMPLETE
 from tests.conftest import LONG
 from tests.trainer.runs import lines, on_ranks
-from trainer import resume
 from trainer.data import BatchLoader
+from trainer.run_files import RunFiles
 from trainer.setup import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")]
@@ -132,11 +132,10 @@ def test_a_rank_that_can_not_read_its_shards(run_ranks, monkeypatch, tmp_path) -
     weights = {"weight": torch.ones(2)}
     checkpoint.save(weights, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "0")), no_dist=True)
 
-    def find(folder, verify=False, real=resume.newest_checkpoint):
-        if not verify:
-            checkpoint.load(weights, storage_reader=HuggingFaceStorageReader(str(tmp_path / os.environ["RANK"])))
-        return real(folder, verify)
+    def find(files, found, real=RunFiles.checkpoint):
+        checkpoint.load(weights, storage_reader=HuggingFaceStorageReader(str(tmp_path / os.environ["RANK"])))
+        return real(files, found)
 
-    monkeypatch.setattr(resume, "newest_checkpoint", find)
+    monkeypatch.setattr(RunFiles, "checkpoint", find)
     message = run_ranks(600, (INCOMPLETE, 1), {})["error"]["message"]
     assert message.startswith("rank 1 (") and "failed: " in message and "No such file" in message

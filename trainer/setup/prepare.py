@@ -23,8 +23,10 @@ from trainer.families.base import FamilyModule, module_of
 from trainer.methods.base import Method, Predict
 from trainer.methods.selection import make_methods
 from trainer.rank_watch import RankWatch
+from trainer.run_files import RunFiles
 from trainer.setup.attach import make_trainable
 from trainer.setup.compile import check_compile, compile_blocks
+from trainer.setup.connect import connect_ranks
 from trainer.setup.ema import MovingAverage
 from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, load_transformer, model_shape
 from trainer.setup.memory import check_offload, loading_device, reduce_memory
@@ -58,6 +60,7 @@ class TrainState:
     gradient_noise: GradientNoise
     signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
     watch: RankWatch
+    files: RunFiles
 
     @property
     def folder(self) -> Path:
@@ -111,10 +114,19 @@ def prepare_training(
     """Connect the ranks and watch them, then `prepare_run`."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    accelerator = make_accelerator(device, config.train.parallel)
-    watch = RankWatch(accelerator, console, config.train.parallel.timeout)
+    parallel = config.train.parallel
+    store = connect_ranks(device, parallel)
+    accelerator = make_accelerator(device)
+    watch = RankWatch(accelerator, console, parallel.timeout, store)
     with watch.sharing_errors():
-        return prepare_run(config, data, schedule, console, accelerator, watch, load)
+        files = RunFiles(accelerator, run_state.run_folder(config), watch.note)
+        if uses_sharding(parallel, accelerator.num_processes):
+            files.require_shared("train.parallel.strategy: fsdp2")
+        state = run_state.find_resume_state(config, data, schedule) if files.main else None
+        if store is not None and files.from_main(run_state.is_finished(config, state)):
+            raise run_state.RunFinished
+        files.refuse_newer(state["step"] if state else 0)
+        return prepare_run(config, data, schedule, console, accelerator, watch, files, load)
 
 
 def prepare_run(
@@ -124,6 +136,7 @@ def prepare_run(
     console: Console,
     accelerator: Accelerator,
     watch: RankWatch,
+    files: RunFiles,
     load: Callable[..., Any] | None = None,
 ) -> TrainState:
     """Load the transformer, add what is trained, and move both to the device. load: in place of the family's; the
@@ -181,6 +194,7 @@ def prepare_run(
         GradientNoise(*measured),
         signature,
         watch,
+        files,
     )
 
 

@@ -3,25 +3,21 @@
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast
+from accelerate.utils import broadcast
 from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from schemas.config.training import Offload, Parallel, Train
+from schemas.config.training import Offload, Train
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, components
 from trainer.run_state import RunError
 from trainer.setup.adapters import adapter_off
 from trainer.setup.memory import around_forward
-
-# The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
-PROCESS_TIMEOUT = timedelta(hours=6)
 
 
 class Denoiser(torch.nn.Module):
@@ -87,17 +83,12 @@ def find_device(device: str) -> torch.device:
     return torch.device("cpu") if device == "cpu" or accelerator is None else accelerator
 
 
-def make_accelerator(device: str, parallel: Parallel) -> Accelerator:
+def make_accelerator(device: str) -> Accelerator:
     """Accelerate on this device. Without `find_device` it would silently use the CPU where there is no GPU."""
     if find_device(device).index is not None:
         torch.cuda.set_device(device)
-    # Shards on the host are gathered by gloo.
-    both = parallel.cpu_offload and device != "cpu" and torch.cuda.is_available()
-    wait = InitProcessGroupKwargs(backend="cuda:nccl,cpu:gloo" if both else None, timeout=PROCESS_TIMEOUT)
     # Without cpu=True, accelerate takes each of several CPU processes for the only one.
-    return Accelerator(
-        cpu=device == "cpu" or not torch.accelerator.is_available(), mixed_precision="no", kwargs_handlers=[wait]
-    )
+    return Accelerator(cpu=device == "cpu" or not torch.accelerator.is_available(), mixed_precision="no")
 
 
 def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train) -> torch.nn.Module:

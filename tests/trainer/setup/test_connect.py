@@ -1,0 +1,42 @@
+"""Ranks that do not come, and output folders that machines do not share; two processes on one machine."""
+
+import os
+import socket
+
+import pytest
+
+from schemas.config.training import Parallel
+from trainer.rank_watch import RankLostError
+from trainer.run_state import RunError
+from trainer.setup.connect import connect_ranks
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first of two ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    found = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+
+def test_ranks_that_do_not_come_are_named(launched: None) -> None:
+    with pytest.raises(RankLostError) as caught:
+        connect_ranks("cpu", Parallel(timeout=0.2))
+    assert f"these ranks have not come: 1; those here: 0 on {socket.gethostname()}" in caught.value.message
+
+
+def test_a_machine_that_can_not_be_reached_is_named(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RankLostError) as caught:
+        connect_ranks("cpu", Parallel(timeout=0.2))
+    assert f"rank 1 can't reach 127.0.0.1:{os.environ['MASTER_PORT']}" in caught.value.message
+
+
+def test_a_launcher_that_does_not_say_where_rank_0_is(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(RunError, match="WORLD_SIZE is 2, and MASTER_ADDR is not set"):
+        connect_ranks("cpu", Parallel())
