@@ -79,3 +79,37 @@ def test_texts_without_an_image_are_cut_where_a_unit_is_full() -> None:
     each = int(text_tensor_bytes(config(1), table)[0])
     units = text_units(config(each * 30.5 / 2**20), table, ACTIVE_SCHEMA.empty_table())
     assert np.diff(units.column("members").combine_chunks().offsets).tolist() == [30, 30, 30, 10]
+
+
+def active_rows(texts: list[dict[str, Any]], order: list[int]) -> pa.Table:
+    """A sample for each text; `order` has their ranks by id. Every fifth has its text as its null prompt."""
+    rows = []
+    for number, row in enumerate(texts):
+        given = {"null_text": row["text_id"], "texts": []} if number % 5 == 0 else {"texts": [row["text_id"]]}
+        names = {"sample_id": f"{order[number]:016x}{0:016x}", "role": "train", "dataset": "a", "path": str(number)}
+        rows.append({"bucket": "64x64@1", "repeats": 0, "weight": 1.0, "regularisation": False, **names, **given})
+    return pa.Table.from_pylist(rows, schema=ACTIVE_SCHEMA)
+
+
+@pytest.mark.parametrize("with_image", [True, False])
+def test_texts_are_in_the_order_of_the_samples_that_use_them(with_image: bool) -> None:
+    """To four units; those that no sample uses, a validation prompt's, come first."""
+    shuffled, lengths = random.Random(0), list(range(100, 340))
+    shuffled.shuffle(lengths)
+    order = shuffled.sample(range(239), 239)
+    blank = {} if with_image else {"image_dataset": None, "image_path": None, "image_id": None, "image_geometry": None}
+    rows = [text(number, 0, 0, length) | blank for number, length in enumerate(lengths)]
+    active, table = active_rows(rows[:-1], order), pa.Table.from_pylist(rows, schema=TEXTS_SCHEMA)
+    ranks = dict(zip((row["text_id"] for row in rows), [*order, -1], strict=True))
+    limit = int(text_tensor_bytes(config(1), table).sum()) // 24
+    units = text_units(config(limit / 2**20), table, active)
+    found = [[ranks[name] for name in unit] for unit in units.column("members").to_pylist()]
+    assert 24 <= len(found) <= 32 and max(units.column("estimated_bytes").to_pylist()) <= limit
+    members, groups, taken = [rank for unit in found for rank in unit], 0, 0
+    if with_image:
+        assert members == list(range(-1, 239))
+        return
+    while taken < len(members):  # the shortest runs of units that have the ranks from `taken` on
+        count = next(n for n in range(taken + 1, 241) if sorted(members[taken:n]) == list(range(taken - 1, n - 1)))
+        taken, groups = count, groups + 1
+    assert 6 <= groups <= 8, "groups of four units"
