@@ -9,8 +9,9 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
 ARG TORCH=torch==2.13.0
-# media: discover, bucket. encode: the encoding stages, decode. train: training. s3: roots and media on object stores.
-ARG EXTRAS=media,encode,train,quant,optimizers,s3
+# media: discover, bucket. encode: the encoding stages, decode. train: training.
+# report: the page of a run. s3: roots and media on object stores.
+ARG EXTRAS=media,encode,train,report,quant,optimizers,s3
 
 # torch.compile (train.compile) calls a C compiler.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*

@@ -161,6 +161,10 @@ class TrainSet:
                 rows.setdefault(found[row].as_py(), len(self) + first + row)
         return sorted(rows.values()), "held-out samples"
 
+    def bucket(self, row: int) -> str:
+        """The bucket, "WxH@F", of row `row`."""
+        return self._index.column("bucket")[row].as_py()
+
     def caption_counts(self, rows: Ints) -> Ints:
         """(n,) the number of captions of each of `rows`."""
         return np.array([len(self._index.column("texts")[int(row)]) for row in rows], dtype=np.int64)
@@ -176,7 +180,7 @@ class TrainSet:
         if dropped and text not in locations:
             raise missing_null_prompt(self.id, str(locations[SAMPLE].id))
         parts = self.part_rows(row, (SAMPLE, *self.kinds, text))
-        self._check_parts(parts, self._index.column("bucket")[row].as_py(), locations)
+        self._check_parts(parts, self.bucket(row), locations)
         own = {kind: parts[kind].tensors for kind in (SAMPLE, *self.kinds)}
         check_distinct_names(own, parts[SAMPLE].id)
         tensors = {name: array for each in own.values() for name, array in each.items()}

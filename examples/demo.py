@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo_media import write_media
-from examples.demo_report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,11 +77,11 @@ def main() -> None:
         build_model(out, FLAVOURS[name].kind)
     # The models are too small for more than one thread, so two flavours at a time keep two cores busy.
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
-        results = dict(zip(names, pool.map(lambda name: run_flavour(name, out), names), strict=True))
+        list(pool.map(lambda name: run_flavour(name, out), names))
     log("loading what was trained in the diffusers pipelines")
     configs = [str(out / name / "pipeline.yaml") for name in names]
     subprocess.run([sys.executable, "-m", "examples.load_adapter", *configs], check=True, cwd=ROOT)
-    page = write_report(out, results)
+    page = write_report(out, names)
     log(f"done in {time.monotonic() - started:.0f} s. Where to look:")
     print(f"  the report page     {relative_path(page)}")
     for name in names:
@@ -91,6 +90,15 @@ def main() -> None:
         print(f"  {f'{name}: shards':20}{folder}/work/text/, {folder}/work/latents/")
         print(f"  {f'{name}: {result}':20}{folder}/output/demo/{result}/")
         print(f"  {f'{name}: samples':20}{folder}/output/demo/samples/contact-sheet.png")
+
+
+def write_report(out: Path, names: list[str]) -> Path:
+    """The report page of all runs, side by side; each has one of its own beside its results."""
+    page = out / "report.html"
+    command = [sys.executable, "-P", "-m", "stages.report", "--config", str(out / names[0] / "pipeline.yaml")]
+    folders = [str(out / name / "output/demo") for name in names]
+    subprocess.run([*command, "--out", str(page), *folders], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return page
 
 
 def log(message: str) -> None:
@@ -106,8 +114,8 @@ def build_model(out: Path, kind: str) -> None:
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def run_flavour(name: str, out: Path) -> dict[str, Any]:
-    """Write the flavour's pipeline.yaml, run the pipeline, print its log with the flavour's name, return its report."""
+def run_flavour(name: str, out: Path) -> None:
+    """Write the flavour's pipeline.yaml, run the pipeline, print its log with the flavour's name."""
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pipeline.yaml"
@@ -132,10 +140,9 @@ def run_flavour(name: str, out: Path) -> dict[str, Any]:
         )
     rows = [json.loads(line) for line in (folder / "output/demo/metrics.jsonl").read_text().splitlines()]
     curve = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
-    report = json.loads(output) | {"seconds": time.monotonic() - started, "eval": curve}
     first, last = curve[0], curve[-1]
-    log(f"{name}: {report['seconds']:.0f} s; eval loss {first[1]:.3f} -> {last[1]:.3f} after {last[0]} steps")
-    return report
+    seconds = time.monotonic() - started
+    log(f"{name}: {seconds:.0f} s; eval loss {first[1]:.3f} -> {last[1]:.3f} after {last[0]} steps")
 
 
 def pipeline_settings(name: str, out: Path) -> dict[str, Any]:

@@ -1,20 +1,25 @@
 """run: every stage in order, each in its own process, so that only one model is loaded at a time.
 
-Each stage skips what is done, so a second run ends in seconds. The first stage that fails ends the run.
+Each stage skips what is done, so a second run ends in seconds. The first stage that fails ends the run. While it trains
+and at its end `report` makes the run's page.
 """
 
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cache.stage_log import append_stage
+from cache.training_run import METRICS_FILE, read_progress
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
-from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from stages.encoding.stage import refuse_partition
@@ -34,7 +39,14 @@ def run(
     processes = _StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     stop_handler = StopHandler(max_time, processes.stop)
     with stop_handler.stop_on_signals():
-        report = _run_stages(config, options, console, processes, stop_handler)
+        try:
+            report = _run_stages(config, options, console, processes, stop_handler)
+        except StageFailed:
+            if (Path(config.output) / config.train.run / METRICS_FILE).exists():
+                console.log(f"the report of what was done: {_make_report(options, console, processes)}")
+            raise
+        if not options.dry_run and (page := _find_report(config, report, options, console, processes)):
+            report.details["report"] = page
     if stop_handler.reason:
         report.details.setdefault("stopped", f"by {stop_handler.reason}; what is done is kept")
         report.remaining = max(report.remaining, 1)
@@ -53,13 +65,18 @@ def _run_stages(
             continue
         started = time.monotonic()
         console.log(f"--- {stage}")
-        code, document = processes.run(stage, options)
+        with _remaking_report(config, options) if stage == "train" else nullcontext():
+            code, document = processes.run(stage, options)
         if stop_handler.reason and (not document or "error" in document):  # interrupted before it had a report
             if message := document.get("error", {}).get("message"):
                 report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {message}"
             break
         seconds = round(time.monotonic() - started, 1)
-        if "error" in document or code not in (OK, INCOMPLETE, DAMAGE):
+        failed = "error" in document or code not in (OK, INCOMPLETE, DAMAGE)
+        if not options.dry_run and (failed or document["done"]):
+            row = {"stage": stage, "began": round(time.time() - seconds, 1), "seconds": seconds, "failed": failed}
+            append_stage(Path(config.output) / config.train.run, row | {"done": document.get("done", 0)})
+        if failed:
             raise StageFailed(stage, code, document)
         rows.append(
             {"stage": stage, "seconds": seconds} | {key: document[key] for key in ("done", "skipped", "remaining")}
@@ -99,6 +116,39 @@ def _run_stages(
     return report
 
 
+def _find_report(
+    config: Config, report: Report, options: Options, console: Console, processes: "_StageProcesses"
+) -> str:
+    """The run's page, made again if anything was done; "" where there is none."""
+    page = Path(config.output) / config.train.run / "report.html"
+    if not report.done and not report.remaining and page.exists():
+        return str(page)
+    return _make_report(options, console, processes)
+
+
+def _make_report(options: Options, console: Console, processes: "_StageProcesses") -> str:
+    if find_spec("bokeh") is None:
+        console.log("no report is made without bokeh: pip install -e '.[report]'")
+        return ""
+    console.log("--- report")
+    _, document = processes.run("report", options)
+    return document.get("details", {}).get("page", "")
+
+
+@contextmanager
+def _remaking_report(config: Config, options: Options) -> Iterator[None]:
+    """While it lasts, the report is made again after each validation."""
+    if options.dry_run or find_spec("bokeh") is None or read_progress(config).state == "finished":
+        yield
+        return
+    command = [sys.executable, "-P", "-m", "stages.report", *options.argv(), "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
 class StageFailed(LatentpressError):
     """A stage ended with an error, which it has printed; the JSON report repeats it."""
 
@@ -122,7 +172,7 @@ class _StageProcesses:
         self._process: subprocess.Popen | None = None
         self._stopped = False
 
-    def run(self, stage: StageName, options: Options) -> tuple[int, dict]:
+    def run(self, stage: str, options: Options) -> tuple[int, dict]:
         """Exit code and report: with an empty error if the program prints none, empty after `stop`."""
         module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
         words = [word for word in options.argv() if word != "--json"]

@@ -33,6 +33,7 @@ from stages.encoding import stage_registry
 from stages.encoding.job_reports import JobReport, State, read_reports, sum_rates
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import StageState
+from stages.maintenance.set_aside import list_set_aside
 from stages.planning.plan_lookup import current_plan
 
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
@@ -288,24 +289,8 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
 
 def report_rejects(config: Config, options: Options) -> Report:
     """What discover, bucket and, for the current plan, the encoding stages set aside: why, and how to correct it."""
-    store = Store(config.root)
-    tables = [rejects.read_list(store, "discover", dataset.id) for dataset in config.datasets if not dataset.disabled]
-    tables.append(rejects.read_list(store, "bucket", f"{config.model.family}-{config.model.task}"))
-    found = [row for table in tables for row in table.to_pylist()]
-    try:
-        plan = current_plan(store, config)
-    except LatentpressError:
-        pass  # without a plan nothing was encoded
-    else:
-        for stage in stage_registry.required_stages(config):
-            found += stage.state(store, config, plan).set_aside
-    rows: list[dict[str, str]] = []
-    for row in found:
-        problem, _, advice = row["message"].removeprefix(f"{row['path']}: ").partition("; ")
-        remedy = advice or "see docs/datasets.md, or leave it set aside"
-        rows.append(
-            {key: row[key] for key in ("stage", "item", "path", "reason")} | {"message": problem, "remedy": remedy}
-        )
+    keys = ("stage", "item", "path", "reason", "message", "remedy")
+    rows = [{key: getattr(found, key) for key in keys} for found in list_set_aside(Store(config.root), config)]
     report = Report(program="status", dry_run=options.dry_run)
     report.details = {"rejects": rows or "nothing was set aside"}
     for name in dict.fromkeys(row["stage"] for row in rows):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from schemas.text_format import to_json_values
 from trainer.run_state import RunError
 
 if TYPE_CHECKING:  # imports torch, which reading does not need
+    import torch
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
 
@@ -58,6 +60,17 @@ class StepTimer:
         rates = {"samples_per_s": self._batch / max(step, 1e-9), "step_s": now - self._asked}
         rates |= {"data_wait_s": self._waited, "data_wait_share": waited / max(step, 1e-9)}
         return rates | {"seconds_left": (step + between) * (self._last - done)}
+
+
+def memory_use(device: "torch.device") -> dict[str, float]:
+    """The metrics "host_memory_gib", the most that this process has had in memory, and on CUDA "device_memory_gib", the
+    most that torch has had allocated of the device, both since the process began."""
+    import torch
+
+    found = {"host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # in KiB on Linux
+    if device.type == "cuda":
+        found["device_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    return found
 
 
 @contextmanager

@@ -80,7 +80,8 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
                 stop.check()
                 numbers = train_step(run, batches)
                 done = batches.step + 1
-                record({"step": done, **numbers, **clock.rates(done), **run.loader.data.supply.metrics()})
+                measured = {**clock.rates(done), **run.loader.data.supply.metrics()}
+                record({"step": done, **numbers, **measured, **metrics.memory_use(run.accelerator.device)})
                 if is_due(done, config.validation.every, config.train.steps):
                     validate(run, record, done)
                 if is_checkpoint_due(config.train, done):

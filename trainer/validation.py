@@ -43,14 +43,16 @@ def compute_eval_loss(
     skip_frames: int = 0,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """The metrics "eval_loss", "eval_by_sigma", "eval_on" and "eval_id": the mean loss over `eval_samples` rows of the
-    set with their first captions, at each of `eval_sigmas` (0: data, 1: noise), what rows they are
-    (`TrainSet.choose_eval_rows`), and a hash that is equal where losses can be compared.
+    """The metrics "eval_loss", "eval_by_sigma", "eval_by_bucket", "eval_on" and "eval_id": the mean loss over
+    `eval_samples` rows of the set with their first captions, at each of `eval_sigmas` (0: data, 1: noise) and of the
+    rows of each bucket, what rows they are (`TrainSet.choose_eval_rows`), and a hash that is equal where losses can be
+    compared.
 
     Noise and draws from stored posteriors depend only on (seed, sample id), so checkpoints and runs of one set can be
     compared. The loss of training samples shows fitting, not generalising. advance: called after each sample.
     """
     losses: dict[float, list[float]] = {sigma: [] for sigma in settings.eval_sigmas}
+    by_bucket: dict[str, list[float]] = {}
     ids: list[str] = []
     rows, on = data.choose_eval_rows(settings.eval_samples)
     family = FAMILIES[data.meta["family"]]
@@ -66,13 +68,16 @@ def compute_eval_loss(
             sigma_B = torch.tensor(sigmas, device=device)
             noisy = flow.interpolate(batch.latents_BCTHW, noise_BCTHW, sigma_B)
             target = flow.velocity(batch.latents_BCTHW, noise_BCTHW)
-            found = flow.loss_per_sample(predict(noisy, sigma_B, batch), target, skip_frames)
-            for sigma, loss in zip(sigmas, found.tolist(), strict=True):
+            loss_B = flow.loss_per_sample(predict(noisy, sigma_B, batch), target, skip_frames)
+            for sigma, loss in zip(sigmas, loss_B.tolist(), strict=True):
                 losses[sigma].append(loss)
+                by_bucket.setdefault(data.bucket(row), []).append(loss)
         advance()
     compared = hash_json([ids, settings.seed, settings.eval_sigmas])
     by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in losses.items()}
-    return {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma, "eval_on": on, "eval_id": compared}
+    found: dict[str, Any] = {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma}
+    found["eval_by_bucket"] = {bucket: fmean(values) for bucket, values in sorted(by_bucket.items())}
+    return found | {"eval_on": on, "eval_id": compared}
 
 
 def denoising_steps(config: Config) -> int:

@@ -102,6 +102,11 @@ def where_the_results_are(home: Project, report: Report) -> None:
     assert (output / "adapter/pytorch_lora_weights.safetensors").exists()
     assert f"contact sheet: {output}/samples/contact-sheet.png" in lines
     assert f"pictures: {output}/samples" in lines and (output / "samples/contact-sheet.png").exists()
+    assert f"report: {output}/report.html" in lines
+    page = (output / "report.html").read_text()
+    assert page.count("<img ") == 3 and "not decoded yet" not in page and page.count("data-plot=") >= 9
+    logged = [json.loads(line)["stage"] for line in (output / "stages.jsonl").read_text().splitlines()]
+    assert logged == [*STAGES]
     assert f"numbers: {output}/metrics.jsonl" in lines and (output / "metrics.jsonl").exists()
     shown = sorted(path.parent.name for path in (output / "samples").rglob("one.png"))
     assert shown == ["step-000000", "step-000003", "step-000006"]

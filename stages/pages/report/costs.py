@@ -1,0 +1,72 @@
+"""Time and bytes of each stage of a run."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from cache.files import walk
+from cache.stage_log import read_stages
+from cache.store import Store
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from stages.encoding import stage_registry
+
+NOT_RECORDED = "not recorded"
+TableRow = dict[str, Any]
+
+
+def cost_rows(config: Config, folder: Path, metrics: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+    """A row for each stage: the time that `latentpress run` took for it, all its runs together, and the bytes that it
+    has made. Training's time is that of the recorded steps, also without `run`."""
+    seconds: dict[str, float] = {}
+    for row in read_stages(folder):
+        seconds[row["stage"]] = seconds.get(row["stage"], 0.0) + row["seconds"]
+    steps = [value for line in metrics if isinstance(value := line.get("step_s"), int | float) and math.isfinite(value)]
+    sizes = _sizes(config, folder)
+    rows = []
+    for stage, size in sizes.items():
+        took = seconds.get(stage)
+        if took is None and stage == "train" and steps:
+            took = math.fsum(steps)
+        time = NOT_RECORDED if took is None else str(timedelta(seconds=round(took)))
+        rows.append({"stage": stage, "time": time, "size": format_bytes(size)})
+    return rows
+
+
+def _sizes(config: Config, folder: Path) -> dict[str, int | None]:
+    store = Store(config.root)
+    sizes: dict[str, int | None] = {
+        "discover": _stored(store, [f"media/{dataset.id}" for dataset in config.datasets]),
+        "bucket": _stored(store, ["plans"]),
+    }
+    for stage in stage_registry.required_stages(config):
+        try:
+            sizes[stage.name] = _stored(store, [f"{stage.kind}/{stage.fingerprint(config)}"])
+        except LatentpressError:  # the checkpoint that names it is not on this machine
+            sizes[stage.name] = None
+    named = "/" not in config.train.set and config.train.set != "current"
+    sizes["index"] = _stored(store, [f"sets/{config.train.set}" if named else "sets"])
+    own = {name: _local(folder / name) for name in ("validation", "samples")}
+    sizes["train"] = _local(folder) - own["samples"]
+    sizes["decode"] = own["samples"]
+    return sizes
+
+
+def _stored(store: Store, places: Iterable[str]) -> int:
+    return sum(entry.size for place in places for entry in store.list_files(place))
+
+
+def _local(folder: Path) -> int:
+    return sum(entry.stat().st_size for _, entry in walk(folder)) if folder.is_dir() else 0
+
+
+def format_bytes(size: int | None) -> str:
+    """With a unit of 1024: "3.4 MiB"."""
+    if size is None:
+        return "not known"
+    value, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "bytes" or value >= 100 else f"{value:.1f} {units[0]}"

@@ -1,0 +1,200 @@
+"""What went into a run, in one glance: buckets, captions and what was cut off of them, and what was set aside."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.damage import DamageError
+from cache.plans import Plan, list_plans, load_plan
+from cache.shard_io import ReaderPool
+from cache.store import Store
+from schemas.config.pipeline import VALIDATION, Config
+from schemas.errors import LatentpressError
+from stages.discovery.missing_media import spread_evenly
+from stages.discovery.sources.base import Source, open_source
+from stages.encoding import stage_registry
+from stages.engines.sandbox import SandboxPool, WorkerFailure
+from stages.maintenance.set_aside import SetAside, list_set_aside
+from stages.media.errors import MediaError
+from stages.media.files import MediaPath
+from stages.pages.html import Picture
+from stages.pages.report.captions import MAX_COMPARED, length_bins, most_alike
+from stages.pages.report.plots import Plot, draw_bars
+from stages.pages.report.thumbnails import shrink_file
+from stages.planning.plan_lookup import current_plan
+
+MAX_BUCKETS = 30  # bars
+MAX_LISTED = 100  # rows of what was set aside
+MAX_THUMBNAILS = 24
+THUMBNAIL_BOX, THUMBNAIL_BYTES = (96, 96), 4000
+MAX_OPENED_SHARDS = 256  # of text, for captions that were cut off
+MAX_CUT_SHOWN = 10
+THUMBNAIL_TIMEOUT_S, THUMBNAIL_MEMORY_MIB = 20.0, 4096
+TableRow = dict[str, Any]
+
+
+@dataclass
+class DataGlance:
+    """facts: sentences. alike: pairs of captions. cut: captions that the encoder cut off. set_aside: with a thumbnail
+    each, where there is one. missing: what can't be told, and why."""
+
+    runs: list[str]
+    place: str
+    facts: list[str] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+    alike: list[tuple[float, str, str]] = field(default_factory=list)
+    cut: list[TableRow] = field(default_factory=list)
+    reasons: list[TableRow] = field(default_factory=list)
+    set_aside: list[tuple[SetAside, Picture | None]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlance]:
+    """What each run (name, configuration, that which names its plan where no set does) was trained on; runs of the same
+    plan share an entry."""
+    found: dict[tuple[str, str], DataGlance] = {}
+    for run, config, planned in runs:
+        store = Store(config.root)
+        try:
+            plan = _find_plan(store, config, planned)
+        except LatentpressError as error:
+            found[config.root, run] = DataGlance([run], config.root, missing=[f"{error.message}."])
+            continue
+        if (key := (config.root, plan.name)) in found:
+            found[key].runs.append(run)
+            continue
+        glance = found[key] = DataGlance([run], f"plan {plan.name} of {config.root}")
+        for number, part in enumerate((_count_buckets, _measure_captions, _find_cuts, _show_set_aside)):
+            try:
+                part(glance, store, config, plan, f"{len(found)}-{number}")
+            except LatentpressError as error:  # a damaged table, or a checkpoint that is not on this machine
+                glance.missing.append(f"{error.message}.")
+    return list(found.values())
+
+
+def _find_plan(store: Store, config: Config, planned: Config) -> Plan:
+    """That of the set which the run was trained on, where it is there; else the newest of `planned`."""
+    name = config.train.set
+    if "/" not in name and store.exists(f"sets/{name}/set.json"):
+        generation = store.read_json(f"sets/{name}/set.json").get("generation")
+        if generation in list_plans(store):
+            return load_plan(store, generation)
+    return current_plan(store, planned)
+
+
+def _count_buckets(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
+    active = plan.active.filter(pc.not_equal(plan.active.column("role"), VALIDATION))
+    counts = Counter(zip(active.column("bucket").to_pylist(), active.column("role").to_pylist(), strict=True))
+    totals = Counter[str]()
+    for (bucket, _), count in counts.items():
+        totals[bucket] += count
+    names = [bucket for bucket, _ in totals.most_common(MAX_BUCKETS)]
+    roles = {"trained on": "train", "held out": "eval"}
+    parts = {label: [counts[name, role] for name in names] for label, role in roles.items()}
+    parts = {label: values for label, values in parts.items() if any(values) or label == "trained on"}
+    glance.plots.append(draw_bars(f"buckets-{key}", "Samples by bucket", "samples", names, parts))
+    left = len(totals) - len(names)
+    glance.facts.append(
+        f"{sum(totals.values())} samples in {len(totals)} buckets"
+        + (f", of which the {len(names)} largest are shown" if left else "")
+        + "."
+    )
+    by_dataset = Counter(active.column("dataset").to_pylist())
+    glance.facts.append("By dataset: " + ", ".join(f"{name} {count}" for name, count in by_dataset.most_common()) + ".")
+
+
+def _measure_captions(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
+    ids = pc.list_flatten(plan.active.filter(pc.not_equal(plan.active.column("role"), VALIDATION)).column("texts"))
+    uses = pc.value_counts(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
+    distinct = uses.field("values")
+    if not len(distinct):
+        glance.missing.append("No sample has a caption.")
+        return
+    table = plan.text_table.select(["text_id", "text"])
+    texts = table.filter(pc.is_in(table.column("text_id"), value_set=distinct)).column("text")
+    words = np.asarray(pc.list_value_length(pc.utf8_split_whitespace(texts)))
+    labels, counts = length_bins(words)
+    glance.plots.append(draw_bars(f"captions-{key}", "Captions by words", "captions", labels, {"captions": counts}))
+    shared = int(pc.sum(pc.greater(uses.field("counts"), 1)).as_py() or 0)
+    glance.facts.append(
+        f"{len(distinct)} different captions of {int(words.min())} to {int(words.max())} words, median "
+        f"{np.median(words):g}" + (f"; {shared} are of more than one sample." if shared else ", each of one sample.")
+    )
+    compared = spread_evenly(texts, MAX_COMPARED)
+    pairs = most_alike(compared)
+    glance.alike = [(pair.similarity, compared[pair.first], compared[pair.second]) for pair in pairs]
+    if len(compared) < len(texts):
+        glance.facts.append(f"{len(compared)} of {len(texts)} captions, spread evenly, were compared with each other.")
+
+
+def _find_cuts(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
+    """Captions that had more tokens than the encoder takes, by the shards' own account."""
+    state = stage_registry.TEXT.state(store, config, plan)
+    paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
+    readers, cut = ReaderPool(store), []
+    opened = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS) if paths else []
+    wanted = set(plan.active_text_ids.to_pylist())
+    for path in opened:
+        with suppress(DamageError):
+            cut += [row for row in readers.meta(path).truncated if row.id in wanted]
+    readers.close()
+    if not paths:
+        glance.missing.append("What the encoder cuts off captions is not known: no text is encoded.")
+        return
+    among = "" if len(opened) == len(paths) else f" (in {len(opened)} of {len(paths)} shards)"
+    glance.facts.append(f"{len(cut) or 'No'} captions and prompts were cut off by the encoder{among}.")
+    cut.sort(key=lambda row: row.kept - row.tokens)
+    glance.cut = [
+        {"tokens": row.tokens, "kept": row.kept, "caption": plan.texts[row.id]["text"]} for row in cut[:MAX_CUT_SHOWN]
+    ]
+
+
+def _show_set_aside(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
+    found = list_set_aside(store, config, plan)
+    counts = Counter((item.stage, item.reason) for item in found)
+    glance.reasons = [
+        {"stage": stage, "reason": reason, "items": count} for (stage, reason), count in counts.most_common()
+    ]
+    listed = found[:MAX_LISTED]
+    pictures = dict(_read_thumbnails(config, listed[:MAX_THUMBNAILS]))
+    glance.set_aside = [(item, pictures.get(number)) for number, item in enumerate(listed)]
+    if not found:
+        glance.facts.append("Nothing was set aside.")
+    elif len(listed) < len(found):
+        glance.facts.append(f"{len(listed)} of {len(found)} items set aside are listed; latentpress status --rejects.")
+
+
+def _read_thumbnails(config: Config, items: Sequence[SetAside]) -> Iterable[tuple[int, Picture]]:
+    """(number, picture) of the items whose files can be read in spite of all; in sandboxed processes."""
+    sources = {each.id: open_source(each) for each in config.datasets if not each.disabled}
+    files = [(number, path) for number, item in enumerate(items) if (path := _open(sources, item)) is not None]
+    if not files:
+        return
+    pool: SandboxPool[MediaPath, Picture] = SandboxPool(
+        _make_thumbnailer, workers=1, timeout_s=THUMBNAIL_TIMEOUT_S, memory_mib=THUMBNAIL_MEMORY_MIB
+    )
+    with pool:
+        results = pool.map(path for _, path in files)
+        for (number, _), (_, result) in zip(files, results, strict=True):
+            if not isinstance(result, WorkerFailure | MediaError):
+                yield number, result
+
+
+def _open(sources: dict[str, Source], item: SetAside) -> MediaPath | None:
+    for name in [item.dataset] if item.dataset else sources:
+        with suppress(MediaError, LatentpressError, OSError, KeyError, ValueError):
+            if os.path.exists(sources[name].backing_file("", item.path)):
+                return sources[name].open(item.path)
+    return None
+
+
+def _make_thumbnailer() -> Callable[[MediaPath], Picture]:
+    return partial(shrink_file, box=THUMBNAIL_BOX, max_bytes=THUMBNAIL_BYTES)

@@ -1,0 +1,179 @@
+"""The page of `latentpress report`: runs, their curves, samples, data, costs and settings, as one HTML file.
+
+Nothing on it is loaded from elsewhere: a Content-Security-Policy forbids every request, and runs no script but the
+page's own, whose hashes it has.
+"""
+
+import base64
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from cache.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress, read_scores
+from schemas.config.pipeline import Config
+from stages.pages.html import TEMPLATES, render_template
+from stages.pages.report import costs, settings
+from stages.pages.report.curves import build_charts
+from stages.pages.report.dataset import DataGlance, glance_at_data
+from stages.pages.report.plots import COLOURS, Plot, draw_chart, script_library
+from stages.pages.report.samples import RunSamples, SampleGrid, describe_clip, gather_samples
+
+MAX_PAGE_BYTES = 10_000_000
+SAMPLE_BYTES = 4_800_000  # of pictures and clips, before base64 makes a third more of them
+TableRow = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReportRun:
+    """A run of the report. config: its own, with `folder` as its output. planned: the configuration whose datasets are
+    written as when they were planned: a plan is found by paths relative to the configuration's folder. not_own: whether
+    config.yaml is missing, so that settings are those of the given configuration."""
+
+    name: str
+    folder: Path
+    config: Config
+    planned: Config
+    not_own: bool
+    metrics: list[dict[str, Any]]
+    scores: list[dict[str, Any]]
+    progress: RunProgress
+
+    @property
+    def best(self) -> TableRow | None:
+        """The line of the lowest eval loss."""
+        lines = [line for line in self.metrics if isinstance(line.get("eval_loss"), float)]
+        return min(lines, key=lambda line: line["eval_loss"], default=None)
+
+
+@dataclass(frozen=True)
+class ReportContent:
+    """What the page shows, gathered. missing: what is not there, and why."""
+
+    runs: list[ReportRun]
+    plots: list[Plot]
+    grid: SampleGrid
+    data: list[DataGlance]
+    missing: list[str]
+
+
+def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRun:
+    """config: the run's own, or `given`, the configuration that the program was called with."""
+    is_given = folder == Path(given.output) / given.train.run
+    not_own, planned = config is given, given if is_given else config
+    train = config.train.model_copy(update={"run": folder.name})
+    config = config.model_copy(update={"output": str(folder.parent), "train": train})
+    metrics = read_metrics(folder / METRICS_FILE)
+    return ReportRun(name, folder, config, planned, not_own, metrics, read_scores(folder), read_progress(config))
+
+
+def gather_content(runs: Sequence[ReportRun], beside: tuple[Path, Path] | None = None) -> ReportContent:
+    """beside: see `gather_samples`."""
+    charts = build_charts([(run.name, run.metrics) for run in runs], [run.scores for run in runs])
+    plots = [draw_chart(chart, len(runs)) for chart in charts]
+    grid = gather_samples([(run.name, run.folder, run.config) for run in runs], SAMPLE_BYTES, beside)
+    data = glance_at_data([(run.name, run.config, run.planned) for run in runs])
+    missing = [f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _missing_of_run(run)]
+    return ReportContent(list(runs), plots, grid, data, missing)
+
+
+def _missing_of_run(run: ReportRun) -> Iterator[str]:
+    if run.not_own:
+        yield "It has no config.yaml, so it has not begun training: settings are those of the given configuration."
+    if run.progress.state == "running":
+        yield "Training goes on: this page shows what there was when it was made."
+    elif run.progress.state == "stopped":
+        yield f"Training stopped at step {run.progress.step} of {run.progress.steps}; latentpress run continues it."
+
+
+def run_rows(content: ReportContent) -> list[TableRow]:
+    rows = []
+    for run in content.runs:
+        row, best = run.progress.row(), run.best
+        model = run.config.model
+        rows.append(
+            {
+                "run": run.name,
+                "state": row["state"],
+                "step": row["step"],
+                "loss": row["loss"],
+                "eval_loss": _last_eval(run),
+                "lowest_eval_loss": f"{best['eval_loss']:.4g} at step {best['step']}" if best else "",
+                "model": f"{model.family} {model.flavour_spec.name}, {run.config.train.adapter.type}",
+                "folder": str(run.folder),
+            }
+        )
+    return rows
+
+
+def _last_eval(run: ReportRun) -> str:
+    lines = [line["eval_loss"] for line in run.metrics if "eval_loss" in line]
+    return f"{lines[-1] if lines[-1] is not None else math.nan:.4g}" if lines else ""
+
+
+def cost_table(content: ReportContent) -> list[TableRow]:
+    """A row for each stage, two columns for each run."""
+    names = settings.unique_names([run.name for run in content.runs])
+    merged: dict[str, TableRow] = {}
+    for name, run in zip(names, content.runs, strict=True):
+        for row in costs.cost_rows(run.config, run.folder, run.metrics):
+            prefix = f"{name} " if len(names) > 1 else ""
+            merged.setdefault(row["stage"], {"stage": row["stage"]}).update(
+                {f"{prefix}time": row["time"], f"{prefix}size": row["size"]}
+            )
+    keys = dict.fromkeys(key for row in merged.values() for key in row)
+    return [{key: row.get(key, "") for key in keys} for row in merged.values()]
+
+
+def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
+    """The page in pieces. command: that makes it again."""
+    runs, title = content.runs, "Report: " + ", ".join(run.name for run in content.runs)
+    script = Markup((TEMPLATES / "report.js").read_text(encoding="utf-8"))
+    library = script_library()
+    configs = [(run.name, run.config) for run in runs]
+    return render_template(
+        "report.html",
+        title=title,
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        command=command,
+        policy=content_policy([library, script]),
+        library=library,
+        script=script,
+        runs=run_rows(content),
+        absent=content.missing,
+        plots=content.plots,
+        colours={run.name: COLOURS[number % len(COLOURS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
+        grid=content.grid,
+        clip=describe_clip,
+        data=content.data,
+        costs=cost_table(content),
+        between=settings.differing_between(configs) if len(runs) > 1 else [],
+        changed=[(run.name, settings.differing_from_defaults(run.config)) for run in runs],
+        texts=[(run.name, settings.configuration_text(run.folder / "config.yaml")) for run in runs],
+        label=sample_label,
+    )
+
+
+def sample_label(row: RunSamples) -> str:
+    return ", ".join(f"{name} {value}" for name, value in row.settings)
+
+
+def content_policy(scripts: Sequence[Markup]) -> str:
+    """Forbids every request but for files beside the page, and every script but these."""
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
+    rules: Mapping[str, str] = {
+        "default-src": "'none'",
+        "script-src": allowed,
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob: file: 'self'",
+        "media-src": "data: file: 'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())

@@ -1,0 +1,213 @@
+"""The validation prompts of a run as a grid: a row for each prompt, a cell for each step, pictures and playing clips.
+
+The trainer writes latents (validation/<step>/<name>.safetensors), decode makes files of them (samples/<step>/). What is
+shown is small enough for one page; a cell without a file says what is missing.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from cache.json_checks import parse_json
+from schemas.config.pipeline import Config
+from schemas.text_format import escape_unprintable
+from stages.media.errors import MediaError
+from stages.pages.html import Picture
+from stages.pages.report.thumbnails import PICTURE_BOX, Clip, shrink_clip, shrink_file
+
+SUFFIXES = (".png", ".mp4")
+MAX_STEPS = 16  # columns
+MAX_CELLS = 480  # of a page
+MIN_STEPS = 3  # the first, a middle one and the last, before prompts are left out
+MIN_CELL_BYTES, MAX_CELL_BYTES = 3_000, 300_000
+SOURCE_BOX, SOURCE_BYTES = (160, 160), 12_000
+MAX_HEADER_BYTES = 1 << 20
+Step = int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A prompt at a step. problem: why there is neither a picture nor a clip. link: the file beside the page."""
+
+    step: Step
+    picture: Picture | None = None
+    clip: Clip | None = None
+    problem: str = ""
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class RunSamples:
+    """What a run made of a prompt. settings: seed, size, steps, guidance."""
+
+    run: str
+    prompt: str
+    negative_prompt: str
+    settings: tuple[tuple[str, str], ...]
+    source: Picture | None
+    source_problem: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass
+class SampleGrid:
+    """rows: prompt's name -> its samples of each run. notes: what is not shown, and where it is."""
+
+    rows: dict[str, list[RunSamples]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """A run's files of validation. files: (prompt, step) -> path of the picture or clip, None where not decoded."""
+
+    run: str
+    folder: Path
+    config: Config
+    files: dict[tuple[str, Step], Path | None]
+
+    @property
+    def steps(self) -> list[Step]:
+        return sorted({step for _, step in self.files})
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for name, _ in self.files))
+
+
+def gather_samples(
+    runs: Sequence[tuple[str, Path, Config]], max_bytes: int, beside: tuple[Path, Path] | None = None
+) -> SampleGrid:
+    """The grid of runs (name, folder, configuration), of at most about `max_bytes` of pictures and clips.
+
+    beside: a folder for whole files, which cells link to, and the page's folder. It gets links or copies of the files.
+    """
+    found = [_find_files(*run) for run in runs]
+    grid = SampleGrid()
+    for each in found:
+        label = f"{each.run}: " if len(runs) > 1 else ""
+        if not each.files:
+            why = "no validation was made yet" if each.config.validation.prompts else "validation.prompts has none"
+            grid.missing.append(f"{label}no samples: {why}.")
+        elif undecoded := sum(path is None for path in each.files.values()):
+            grid.missing.append(f"{label}{undecoded} of {len(each.files)} samples are not decoded: latentpress decode.")
+    names = list(dict.fromkeys(name for each in found for name in each.names))
+    per_row = max(1, len(found))
+    columns = max(MIN_STEPS, min(MAX_STEPS, MAX_CELLS // max(1, per_row * len(names))))
+    shown_names = names[: max(1, MAX_CELLS // (per_row * columns))]
+    if len(shown_names) < len(names):
+        grid.notes.append(f"{len(shown_names)} of {len(names)} prompts are shown; the samples folder has all.")
+    most = max((len(each.steps) for each in found), default=0)
+    if most > columns:
+        grid.notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
+    cells = per_row * len(shown_names) * min(columns, max(1, most))
+    limit = max(MIN_CELL_BYTES, min(MAX_CELL_BYTES, max_bytes // max(1, cells)))
+    for name in shown_names:
+        for each in found:
+            steps = [step for step in spread(each.steps, columns) if (name, step) in each.files]
+            if steps:
+                grid.rows.setdefault(name, []).append(_read_row(each, name, steps, limit, beside))
+    return grid
+
+
+def spread(steps: Sequence[Step], most: int) -> list[Step]:
+    """At most `most` of them, evenly, with the first and the last."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
+
+
+def _find_files(run: str, folder: Path, config: Config) -> _Files:
+    files: dict[tuple[str, Step], Path | None] = {}
+    order = {prompt.name: number for number, prompt in enumerate(config.validation.prompts)}
+    for path in sorted((folder / "validation").glob("step-*/*.safetensors")):
+        if (step := _step_of(path.parent)) is not None:
+            files[path.stem, step] = None
+    for path in sorted((folder / "samples").glob("step-*/*")):
+        if path.suffix in SUFFIXES and (step := _step_of(path.parent)) is not None and not path.name.startswith("."):
+            files[path.stem, step] = path
+    ordered = sorted(files.items(), key=lambda entry: (order.get(entry[0][0], len(order)), entry[0]))
+    return _Files(run, folder, config, dict(ordered))
+
+
+def _step_of(folder: Path) -> Step | None:
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else None
+
+
+def _read_row(
+    files: _Files, name: str, steps: Sequence[Step], limit: int, beside: tuple[Path, Path] | None
+) -> RunSamples:
+    prompt = next((one for one in files.config.validation.prompts if one.name == name), None)
+    about = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt} if prompt else {}
+    about |= read_description(files.folder / "validation" / f"step-{steps[-1]:06d}" / f"{name}.safetensors")
+    values = {"seed": about.get("seed", files.config.validation.seed), "size": about.get("bucket")}
+    values |= {key: about.get(key) for key in ("steps", "guidance")}
+    source, problem = None, ""
+    if prompt is not None and prompt.image:
+        try:
+            source = shrink_file(Path(prompt.image), SOURCE_BOX, SOURCE_BYTES)
+        except MediaError as error:
+            problem = f"the source image can't be shown: {error}"
+    return RunSamples(
+        run=files.run,
+        prompt=str(about.get("prompt") or ""),
+        negative_prompt=str(about.get("negative_prompt") or ""),
+        settings=tuple((key, f"{value:g}" if isinstance(value, float) else str(value))
+                       for key, value in values.items() if value is not None),
+        source=source,
+        source_problem=problem,
+        cells=tuple(_read_cell(files, name, step, limit, beside) for step in steps),
+    )  # fmt: skip
+
+
+def _read_cell(files: _Files, name: str, step: Step, limit: int, beside: tuple[Path, Path] | None) -> Cell:
+    path = files.files[name, step]
+    if path is None:
+        return Cell(step, problem="not decoded yet")
+    try:
+        link = _put_beside(path, files.run, beside) if beside else ""
+        if path.suffix == ".mp4":
+            return Cell(step, clip=shrink_clip(path, limit), link=link)
+        return Cell(step, picture=shrink_file(path, PICTURE_BOX, limit), link=link)
+    except MediaError as error:
+        return Cell(step, problem=escape_unprintable(f"can't be read: {error}"))
+
+
+def _put_beside(path: Path, run: str, beside: tuple[Path, Path]) -> str:
+    """Copy the file into the folder beside the page; returns its address, relative to the page."""
+    from shutil import copyfile
+    from urllib.parse import quote
+
+    folder, page_folder = beside
+    target = folder / quote(run, safe="") / path.parent.name / path.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists() or target.stat().st_mtime_ns < path.stat().st_mtime_ns:
+        copyfile(path, target)
+    return quote(os.path.relpath(target, page_folder))
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """What the trainer wrote about a validation latent, from the header of its safetensors file: 8 bytes of length,
+    then JSON. Empty where the file is missing or damaged."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(min(size, MAX_HEADER_BYTES)))
+        found = json.loads(header["__metadata__"]["latentpress"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def describe_clip(clip: Clip, name: str, step: Step) -> Markup:
+    """The element that plays a clip; it has controls, so it needs neither a mouse nor a script."""
+    return Markup(
+        '<video src="{}" width="{}" height="{}" controls muted loop playsinline preload="auto" aria-label="{}"></video>'
+    ).format(clip.uri, clip.width, clip.height, f"{escape_unprintable(name)} at step {step}")

@@ -1,0 +1,175 @@
+"""report: one HTML file that shows a run, or several side by side; nothing on it needs a network.
+
+Curves, samples by step, what was trained on, time and bytes of each stage, and the configuration. It works for a run
+that has not begun, goes on, stopped or failed, and says what is missing.
+"""
+
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cache.files import check_folder, explained, replacing
+from cache.training_run import METRICS_FILE, is_running
+from schemas.cli.console import Console, Options, Report, make_app
+from schemas.config.loading import ConfigError, load_config
+from schemas.config.pipeline import Config
+from schemas.errors import USAGE, LatentpressError
+from stages.encoding.stage import refuse_partition
+
+PAGE = "report.html"
+WATCH_S = 2.0  # between two looks at the run
+START_S = 120.0  # within which a trainer must begin, for --watch
+
+
+class UnknownRun(LatentpressError):
+    """There is no such run."""
+
+    exit_code = USAGE
+
+
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...", help="Runs under the output folder, or paths of runs.  [default: train.run]"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page.  [default: <output>/<run>/report.html]")
+    ] = None,
+    pictures_beside: Annotated[
+        bool,
+        typer.Option("--pictures-beside", help="Put whole pictures and clips into a folder beside the page, linked."),
+    ] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Make it again after each validation and each decoded picture, while it trains."),
+    ] = False,
+) -> Report:
+    refuse_partition(options, "report")
+    by_folder = {_find_run(config, name)[0].resolve(): name for name in runs or [config.train.run]}
+    folders, names = [_find_run(config, name)[0] for name in by_folder.values()], list(by_folder.values())
+    page = out or (folders[0] / PAGE if len(folders) == 1 else Path(config.output) / PAGE)
+    check_folder(page.parent)
+    report = Report(program="report", dry_run=options.dry_run, what="pages")
+    report.details = {"runs": _label_runs(folders), "page": str(page)}
+    if options.dry_run:
+        report.remaining = 1
+        return report
+    if watch:
+        _remake_while_training(config, options, names, page, pictures_beside, console)
+    size, missing = _write_page(config, options, names, page, pictures_beside)
+    report.done = 1
+    report.details |= {"written_mib": round(size / 2**20, 2)}
+    if missing:
+        report.details["missing"] = missing
+    return report
+
+
+def _label_runs(folders: Sequence[Path]) -> list[str]:
+    """The folders' names or, where two have the same, the parts of their paths between what all have in common."""
+    if len({folder.name for folder in folders}) == len(folders):
+        return [folder.name for folder in folders]
+    paths = [folder.parts for folder in folders]
+    first = _count_common(paths)
+    last = _count_common([path[:first:-1] for path in paths])
+    return ["/".join(path[first : len(path) - last]) for path in paths]
+
+
+def _count_common(paths: Sequence[Sequence[str]]) -> int:
+    """How many parts all have in common at their beginning."""
+    return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+
+
+def _find_run(config: Config, name: str) -> tuple[Path, Config]:
+    """(folder, its own configuration, or `config` where it has none). UnknownRun where there is none."""
+    inside = Path(config.output) / name
+    folder = inside if inside.is_dir() or "/" not in name else Path(name).absolute()
+    if not folder.is_dir():
+        if name != config.train.run:
+            have = sorted(path.parent.name for path in Path(config.output).glob("*/config.yaml"))
+            raise UnknownRun(f"there is no run {name!r} in {config.output}", f"it has: {', '.join(have) or 'none'}")
+        return folder, config
+    own = folder / "config.yaml"
+    if not own.exists():
+        return folder, config
+    try:
+        return folder, load_config(own)
+    except ConfigError as error:
+        if folder.name == config.train.run:
+            return folder, config
+        message = f"the configuration of run {name} is not one of this version: {error.message}"
+        raise UnknownRun(message, "use the version that trained it") from error
+
+
+def _write_page(
+    config: Config, options: Options, names: Sequence[str], page: Path, beside: bool
+) -> tuple[int, list[str]]:
+    """Size of the page in bytes, and what is missing on it."""
+    from stages.pages.report.page import gather_content, read_run, render_report
+
+    places = [_find_run(config, name) for name in names]
+    labels = _label_runs([folder for folder, _ in places])
+    found = [read_run(label, *place, config) for label, place in zip(labels, places, strict=True)]
+    folder = (page.with_name(f"{page.stem}-files"), page.parent) if beside else None
+    content = gather_content(found, folder)
+    command = "latentpress report" + "".join(f" {shlex.quote(name)}" for name in names if name != config.train.run)
+    with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
+        for piece in render_report(content, options.add_given_options(command)):
+            file.write(piece)
+        size = file.tell()
+    absent = [*content.missing, *content.grid.missing]
+    absent += [f"{plot.title}: {text}" for plot in content.plots for text in plot.missing]
+    return size, absent + [text for glance in content.data for text in glance.missing]
+
+
+def _remake_while_training(
+    config: Config, options: Options, names: Sequence[str], page: Path, beside: bool, console: Console
+) -> None:
+    """Make the page again whenever a run has a new validation or sample, until no trainer is at work."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no half of a page stays behind
+    folders = [_find_run(config, name)[0] for name in names]
+    made, began, seen = _count_results(folders), time.monotonic(), False
+    while True:
+        running = any(is_running(folder) for folder in folders)
+        seen = seen or running
+        now = _count_results(folders)
+        if now != made:
+            made = now
+            _write_page(config, options, names, page, beside)
+            console.log(f"{page} made again, with {sum(now)} validations and samples")
+        if not running and (seen or time.monotonic() - began > START_S):
+            return
+        time.sleep(WATCH_S)
+
+
+def _count_results(folders: Sequence[Path]) -> tuple[int, ...]:
+    """Lines of eval losses, and files of validation and of samples."""
+    found = [
+        sum(1 for _ in folder.glob(f"{part}/step-*/*")) for folder in folders for part in ("validation", "samples")
+    ]
+    files = [folder / METRICS_FILE for folder in folders]
+    return (*found, *(file.read_bytes().count(b'"eval_loss"') for file in files if file.exists()))
+
+
+app = make_app(
+    "report",
+    "One HTML page of a run, or of several: curves, samples, data, costs, settings.",
+    run,
+    examples=["first second", "--pictures-beside"],
+    extra="report",
+)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,244 @@
+"""`latentpress report`: what is on the page, that it is small, and that it says what is missing."""
+
+import base64
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from bokeh.document import Document
+from bokeh.models import ColumnDataSource
+
+from cache.stage_log import append_stage
+from schemas.errors import LatentpressError
+from stages import bucket, discover, report
+from tests.project import Project
+from tests.stages.html_page import HOSTILE, SEEN, Page, alike
+from tests.stages.report_run import FakeRun, eval_line, step_line
+
+PLOT = re.compile(r'<script type="application/json" data-plot="plot-([\w-]+)">(.*?)</script>', re.DOTALL)
+
+
+def page_of(home: Project, *overrides: str, **options: Any) -> tuple[str, list[str]]:
+    """The page and what is missing on it."""
+    made = home.run(report.run, *overrides, **options)
+    return Path(made.details["page"]).read_text(), made.details.get("missing", [])
+
+
+def curves(text: str) -> dict[str, dict[str, list]]:
+    """plot -> curve -> its values, as BokehJS reads them."""
+    found: dict[str, dict[str, list]] = {}
+    for key, item in PLOT.findall(text):
+        document = Document.from_json(json.loads(item)["doc"])
+        for source in document.select({"type": ColumnDataSource}):
+            if "name" in source.data and len(source.data["name"]):
+                found.setdefault(key, {})[source.data["name"][0]] = list(source.data["value"])
+    return found
+
+
+@pytest.fixture
+def home(project: Callable[..., Project]) -> Project:
+    prompts = [{"name": "one", "prompt": "a colour"}, {"name": "two", "prompt": "another"}]
+    made = project(validation={"size": "64x48", "prompts": prompts}, train={"run": "run", "steps": 40})
+    made.image("red cat.png", (64, 48), "a red cat on a mat", 1)
+    made.image("red dog.png", (64, 48), "a red dog on a mat", 2)
+    made.image("house.png", (48, 64), "an old house by the sea in the evening light", 3)
+    made.config()
+    return made
+
+
+def test_a_finished_run(home: Project) -> None:
+    (home.media / "broken.png").write_bytes(b"no picture")
+    home.image("tiny.png", (8, 8), "small")
+    home.settings["datasets"][0]["minimum_image_size"] = 16
+    home.run(discover.run)
+    home.run(bucket.run)
+    made = FakeRun(home, "run", "train.optimizer.lr=3e-4")
+    made.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 41)), eval_line(40, 1.5))
+    for step in (0, 40):
+        made.latent(step, "one", negative_prompt="blurred")
+        made.picture(step, "one", (200, step, 90))
+    made.latent(40, "two")
+    (made.folder / "result.json").write_text('{"step": 40}')
+    (made.folder / "scores.jsonl").write_text('{"step": 40, "scores": {"clip score": 0.3}}\n')
+    for seconds in (61.0, 60.0):
+        append_stage(made.folder, {"stage": "discover", "began": 0.0, "seconds": seconds, "done": 1, "failed": False})
+    text, missing = page_of(home)
+    assert (made.folder / "report.html").stat().st_size < 10_000_000
+    found, page = curves(text), Page(text)
+
+    assert np.allclose(found["loss"]["each step"], [1 / step for step in range(1, 41)], rtol=1e-5)
+    assert np.isclose(found["loss"]["mean of 50 steps"][-1], np.mean([1 / step for step in range(1, 41)]), rtol=1e-5)
+    assert found["eval"]["Eval loss"] == [2.0, 1.5] and found["eval-bucket"] == {"64x48@1": [2.0, 1.5]}
+    assert found["eval-sigma"] == {"0.2": [2.0, 1.5], "0.8": [2.0, 1.5]}
+    assert found["wait"]["Waiting for data"] == [25.0] * 40 and found["memory"]["host memory"] == [2.0] * 40
+    assert found["score-0"] == {"Score: clip score": [0.3]}
+    assert {"lr", "grad-norm", "speed"} <= found.keys()
+
+    assert alike(page.pictures("one at step 40")[0], np.full((48, 64, 3), (200, 40, 90)))
+    for words in ("a colour", "blurred", "seed 7", "size 64x48@1", "steps 2", "guidance 3.5", "not decoded yet"):
+        assert words in page.text, words
+    assert "1.5 at step 40" in page.text and missing == ["1 of 3 samples are not decoded: latentpress decode.",
+        "What the encoder cuts off captions is not known: no text is encoded."]  # fmt: skip
+
+    assert "3 samples in 2 buckets." in page.text and "By dataset: photos 3." in page.text
+    assert "3 different captions of 6 to 10 words" in page.text
+    # {a, red, on, mat} of {a, red, on, mat, cat, dog}
+    assert page.text.index("67 %") < page.text.index("a red cat on a mat") < page.text.index("a red dog on a mat")
+    assert "broken.png" in page.text and "broken.png" in page.text
+    assert len(page.pictures("tiny.png")) == 1, "set aside, and it can be shown"
+
+    assert "0:02:01" in page.text and "not recorded" in page.text and "0:00:20" in page.text, (
+        "40 steps of half a second"
+    )
+    rows = re.findall(r"<tr>\s*<td>([\w.-]+)</td>\s*<td>(.*?)</td>\s*<td>(.*?)</td>", text)
+    assert ("train.optimizer.lr", "0.0003", "0.0001") in rows
+    assert not any(key == "train.optimizer.schedule" for key, *_ in rows), "it is the default"
+
+
+def test_a_run_that_has_not_begun_and_one_that_does_not_exist(home: Project) -> None:
+    text, missing = page_of(home)
+    assert curves(text) == {} and "there is no plan for this configuration" in Page(text).text
+    assert "It has no config.yaml, so it has not begun training" in missing[0]
+    assert any(line.startswith("Training loss: no step is recorded") for line in missing)
+    assert any("no samples: no validation was made yet" in line for line in missing)
+    FakeRun(home, "other")
+    with pytest.raises(LatentpressError, match="there is no run 'absent'") as error:
+        home.run(report.run, runs=["absent"])
+    assert "other" in error.value.next_step
+
+
+def test_losses_that_are_not_finite_and_damaged_files(home: Project) -> None:
+    made = FakeRun(home)
+    made.metrics(*(step_line(step, loss=None if step in (3, 5) else 1.0) for step in range(1, 8)), eval_line(7, None))
+    with (made.folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 8, "loss": \xff')
+    made.latent(7, "one")
+    made.picture(7, "one", (0, 0, 0)).write_bytes(b"cut off")
+    made.clip(7, "two").write_bytes(b"cut off")
+    (made.folder / "validation/step-000007/two.safetensors").write_bytes(b"\xff" * 30)
+    text, _ = page_of(home)
+    found = curves(text)
+    assert [np.isnan(value) or value is None for value in map(_number, found["loss"]["each step"])].count(True) == 2
+    assert np.allclose(found["loss"]["mean of 50 steps"], 1.0)
+    assert "not finite at 2 steps: 3, 5." in text and "eval" not in found
+    assert Page(text).text.count("can't be read") == 3
+
+
+def _number(value: float | None) -> float:
+    return np.nan if value is None else value
+
+
+def test_two_runs_side_by_side(home: Project) -> None:
+    first, second = (
+        FakeRun(home, "first", "train.adapter.rank=32"),
+        FakeRun(home, "second", "train.adapter.rank=8", "train.optimizer.lr=1e-3"),
+    )
+    for number, made in enumerate((first, second)):
+        made.metrics(*(step_line(step, loss=number + 1.0) for step in range(1, 4)), eval_line(3, number + 1.0))
+        made.latent(3, "one")
+        made.picture(3, "one", (50 + 100 * number, 0, 0))
+    text, _ = page_of(home, runs=["first", str(second.folder)])
+    found, page = curves(text), Page(text)
+    assert found["eval"] == {"first": [1.0], "second": [2.0]}
+    assert found["loss"]["second: mean of 50 steps"] == [2.0] * 3
+    shown = page.pictures("one at step 3")
+    assert [round(float(picture[..., 0].mean()), -1) for picture in shown] == [50, 150]
+    table = text[text.index("What differs between the runs") :]
+    table = table[: table.index("</table>")]
+    keys = re.findall(r"<td>([\w.]+)</td>\s*<td>(.*?)</td>\s*<td>(.*?)</td>", table)
+    assert ("train.adapter.rank", "32", "8") in keys and ("train.optimizer.lr", "0.0001", "0.001") in keys
+    assert {key for key, *_ in keys} == {"train.run", "train.adapter.rank", "train.optimizer.lr"}
+
+
+@pytest.mark.slow
+def test_hundred_thousand_steps_and_many_samples_stay_small_and_keep_every_peak(home: Project) -> None:
+    made = FakeRun(home)
+    peak = 54_321
+    lines = [step_line(step, loss=9.0 if step == peak else 1.0) for step in range(1, 100_001)]
+    made.metrics(*lines)
+    generator = np.random.default_rng(0)
+    for step in range(0, 100_001, 2500):
+        made.latent(step, "one")
+    noise = generator.integers(0, 256, (768, 768, 3), np.uint8)
+    from PIL import Image
+
+    for step in range(0, 100_001, 2500):
+        path = made.picture(step, "one", (0, 0, 0))
+        Image.fromarray(noise).save(path)
+    text, _ = page_of(home)
+    assert (made.folder / "report.html").stat().st_size < 10_000_000
+    found, shown = curves(text), Page(text).of("img")
+    assert max(found["loss"]["each step"]) == 9.0 and len(found["loss"]["each step"]) <= 2000
+    assert "Of 100000 points" in text and "At most 16 of 41 steps" in text
+    steps = [int(image["alt"].rpartition(" ")[2]) for image in shown]
+    assert len(steps) == 16 and steps[0] == 0 and steps[-1] == 100_000
+
+
+@pytest.mark.slow
+def test_clips_are_small_and_whole_ones_lie_beside_the_page(home: Project) -> None:
+    made = FakeRun(home)
+    for step in (0, 5):
+        made.latent(step, "one")
+    small, big = made.clip(0, "one"), made.clip(5, "one", frames=40, size=(640, 480), noise=90)
+    assert big.stat().st_size > 2_000_000
+    text, _ = page_of(home, pictures_beside=True)
+    first, last = [base64.b64decode(video["src"].partition(",")[2]) for video in Page(text).of("video")]
+    assert first == small.read_bytes() and len(last) <= 300_000
+    with av.open(io.BytesIO(last)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert frames[0].shape[:2] == (192, 256) or max(frames[0].shape[:2]) <= 256
+    assert frames[-1].mean() > frames[0].mean() + 100, "it becomes brighter, as the whole clip does"
+    assert not any(key == "autoplay" for video in Page(text).of("video") for key in video)
+    links = [each["href"] for each in Page(text).of("a") if each["href"].startswith("report-files")]
+    assert len(links) == 2 and all((made.folder / link).is_file() for link in links)
+    assert (made.folder / links[1]).read_bytes() == big.read_bytes()
+
+
+@pytest.mark.slow
+def test_nothing_hostile_gets_out_of_its_place(home: Project) -> None:
+    text = HOSTILE.replace("\x00", "").replace("\udcff", "")
+    home.image("a.png", (64, 48), text)
+    home.settings["validation"]["prompts"][0]["prompt"] = text
+    home.run(discover.run)
+    home.run(bucket.run)
+    made = FakeRun(home)
+    odd = "</script><b>$$x$$"
+    made.metrics(step_line(1), {"step": 1, "eval_loss": 1.0, "eval_by_bucket": {odd: 1.0, HOSTILE: 2.0}})
+    made.latent(1, "one", prompt=HOSTILE, negative_prompt=HOSTILE, bucket=HOSTILE, steps=HOSTILE)
+    made.picture(1, "one", (0, 0, 0))
+    made.picture(1, "<img src=x onerror=alert(1)>", (0, 0, 0))
+    (made.folder / "scores.jsonl").write_text(json.dumps({"step": 1, "scores": {HOSTILE: 1.0}}))
+    shown, _ = page_of(home)
+    page = Page(shown)
+    assert len(re.findall(r"<script\b", shown.replace(base(shown), ""))) == shown.count("data-plot=") + 1
+    assert {tag for tag, _ in page.tags} & {"b", "iframe", "object"} <= {"b"} and "$$" not in "".join(curves(shown))
+    assert not [value for _, attributes in page.tags for key, value in attributes.items() if key.startswith("on")]
+    assert [SEEN[:20] in page.text, "49" in page.text.partition("</title>")[2][:0]] == [True, False]
+    assert all("$$" not in name for plot in curves(shown).values() for name in plot)
+
+
+def base(text: str) -> str:
+    """BokehJS, which speaks of scripts itself."""
+    start = text.rindex("<script>", 0, text.rindex("<script>"))
+    return text[start : text.index("</script>", start)]
+
+
+def test_secrets_of_addresses_stay_out(home: Project) -> None:
+    secret = "s3cr3tsignature"
+    url = f"https://host.example/set.csv?X-Amz-Signature={secret}"
+    home.settings["datasets"].append({"id": "far", "source": "manifest", "instance_data_dir": url, "disabled": True})
+    made = FakeRun(home)
+    made.metrics(step_line(1))
+    text, _ = page_of(home)
+    assert secret not in text and "host.example/set.csv" in text
+
+
+def test_a_dry_run_writes_nothing(home: Project) -> None:
+    made = home.run(report.run, dry_run=True)
+    assert made.remaining == 1 and not (home.folder / "output").exists()

@@ -1,0 +1,148 @@
+"""The page of `latentpress report` in a real browser, headless Chromium without a network."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import bucket, discover, report
+from tests.project import Project
+from tests.stages.html_page import HOSTILE
+from tests.stages.report_run import FakeRun, eval_line, step_line
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+POINTS = """() => Object.fromEntries(Bokeh.documents.map((document) => {
+  const figure = document.roots()[0];
+  const place = [...document.views_manager.roots][0].el.closest("[id^=plot-]").id;
+  return [place, figure.renderers.map((line) => line.data_source.get_length())];
+}))"""
+INK = """(id) => {
+  const find = (node) => [...node.querySelectorAll("*")].flatMap((child) => [
+    ...(child.tagName === "CANVAS" ? [child] : []), ...(child.shadowRoot ? find(child.shadowRoot) : [])]);
+  return Math.max(...find(document.getElementById(id)).filter((canvas) => canvas.width).map((canvas) => {
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    return new Set(pixels.filter((_, number) => number % 4 === 3)).size;
+  }));
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here")
+    from playwright.sync_api import sync_playwright
+
+    arguments = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    with sync_playwright() as library:
+        started = library.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield started
+        started.close()
+
+
+def make_page(project: Callable[..., Project]) -> Path:
+    hostile = HOSTILE.replace("\x00", "").replace("\udcff", "")
+    home = project(validation={"size": "64x48", "prompts": [{"name": "one", "prompt": hostile}]}, train={"steps": 40})
+    home.image("a.png", (64, 48), hostile)
+    home.image("b.png", (48, 64), "an old house by the sea")
+    home.run(discover.run)
+    home.run(bucket.run)
+    runs = [FakeRun(home, "first"), FakeRun(home, "second")]
+    for made in runs:
+        made.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 41)), eval_line(40, 1.5))
+        for step in range(0, 41, 5):
+            made.latent(step, "one", prompt=hostile, negative_prompt=hostile)
+            made.clip(step, "one", size=(128, 96))
+    return Path(home.run(report.run, runs=["first", "second"]).details["page"])
+
+
+def test_a_page_in_a_browser(project: Callable[..., Project], browser: Any) -> None:
+    """Plots have their points, clips play, a phone scrolls down only, keys reach everything, nothing is requested."""
+    page_path = make_page(project)
+    for size, scheme in (("desktop", "light"), ("phone", "dark")):
+        width, height = SIZES[size]
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=size == "phone"
+        )
+        page, requests, errors = context.new_page(), [], []
+        page.on("request", lambda request, found=requests: found.append(request.url))
+        page.on(
+            "console", lambda message, found=errors: found.append(message.text) if message.type == "error" else None
+        )
+        page.on("pageerror", lambda error, found=errors: found.append(str(error)))
+        page.on("dialog", lambda dialog, found=errors: found.append("a script of a caption ran"))
+        page.goto(page_path.as_uri())
+        until(page, "document.documentElement.dataset.drawn !== undefined")
+        until(page, "Bokeh.documents.every((document) => document.is_idle)")
+        assert errors == [] and not [url for url in requests if not url.startswith(("data:", "blob:", "file:"))]
+        assert [url for url in requests if url.startswith("file:")] == [page_path.as_uri()]
+
+        points = page.evaluate(POINTS)
+        assert points["plot-loss"] == [40] * 6, "of both runs each step, the mean and its dots"
+        assert set(points["plot-eval"]) == {2}
+        assert page.evaluate(INK, "plot-loss") > 2, "lines are drawn, smooth ones"
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        back, text = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+        assert _brightness(back) > 200 > 100 > _brightness(text) or scheme == "dark"
+        assert _brightness(back) < 50 < 200 < _brightness(text) or scheme == "light"
+        axis = page.evaluate("Bokeh.documents[0].roots()[0].below[0].major_label_text_color")
+        assert (_brightness(axis) > 150) == (scheme == "dark")
+
+        box = page.locator(".legend input").first
+        box.focus()
+        page.keyboard.press("Space")
+        shown = page.evaluate("Bokeh.documents[0].roots()[0].renderers.map((line) => line.visible)")
+        assert shown.count(False) == 1, "a curve is hidden by a key"
+        if size == "phone":
+            finger_scrolls(context, page)
+
+        video = page.locator("video").first
+        video.scroll_into_view_if_needed()
+        until(page, "document.querySelector('video').currentTime > 0.2")
+        assert page.evaluate("document.querySelector('video').videoWidth") == 128
+        assert reached_by_tab(page) >= {"A", "SUMMARY", "VIDEO", "DIV"}
+        context.close()
+
+
+def finger_scrolls(context: Any, page: Any) -> None:
+    """A finger that is drawn over a plot scrolls the page."""
+    page.evaluate("document.getElementById('plot-loss').scrollIntoView()")
+    before = page.evaluate("scrollY")
+    session = context.new_cdp_session(page)
+    for y in range(250, 0, -20):
+        session.send(
+            "Input.dispatchTouchEvent",
+            {"type": "touchStart" if y == 250 else "touchMove", "touchPoints": [{"x": 200, "y": y}]},
+        )
+    session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    until(page, f"scrollY > {before} + 150")
+
+
+def until(page: Any, condition: str, seconds: float = 20.0) -> None:
+    """Wait for a condition. Playwright's own way evaluates text on the page, which the page's policy forbids."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, f"not within {seconds:g} s: {condition}"
+        time.sleep(0.05)
+
+
+def _brightness(colour: str) -> float:
+    """Of "rgb(1, 2, 3)" or "#010203", from 0 to 255."""
+    if colour.startswith("#"):
+        return sum(int(colour[place : place + 2], 16) for place in (1, 3, 5)) / 3
+    return sum(map(int, colour[4:-1].split(","))) / 3
+
+
+def reached_by_tab(page: Any) -> set[str]:
+    """Tags of what has the focus, one after the other."""
+    found = set()
+    page.locator("nav a").first.focus()
+    for _ in range(150):
+        found.add(page.evaluate("document.activeElement.tagName"))
+        page.keyboard.press("Tab")
+    return found
