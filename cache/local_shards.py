@@ -241,7 +241,7 @@ class LocalShards:
                 if self._closed or (number not in self._needs and number not in self._wanted):
                     return
                 try:
-                    got = self._start(number, self._urgency(number))
+                    got = self._start(number)
                     if got is None and number not in self._wanted:
                         self._full_until = time.monotonic() + LONGEST_SLEEP_S
                 except CopyIsBusy:
@@ -265,13 +265,13 @@ class LocalShards:
                     self._let_go(number)
                 return
 
-    def _start(self, number: int, step: int) -> StartedCopy | HeldCopy | None:
+    def _start(self, number: int) -> StartedCopy | HeldCopy | None:
         """The copy of a shard, or the beginning of one; None where there is no room."""
         shard = self._copies.shards[number]
-        if not self._keep_to_share(shard.bytes, self._gives_way(number, step)):
+        if not self._keep_to_share(shard.bytes, self._gives_way(number)):
             return None
         needed = {self._copies.shards[each].name for each in (*self._needs, *self._held, *self._opening)}
-        got, removed = self._copies.folder.start(shard.name, shard.bytes, needed, self._expendable(number, step))
+        got, removed = self._copies.folder.start(shard.name, shard.bytes, needed, self._expendable(number))
         for name in removed:
             if (gone := self._numbers.get(name)) is not None:
                 self._tell_watchers(gone)
@@ -290,21 +290,21 @@ class LocalShards:
             del self._stuck[number]
             raise self._no_room(f"for {GIVE_UP_S:.0f} s other processes left no room, or fetched the same shard")
 
-    def _expendable(self, number: int, step: int) -> Iterator[str]:
-        """Copies that may give way to shard `number` of `step`, the last needed first; each is let go of before it is
-        given."""
-        for each in self._needs.later_than(self._gives_way(number, step), list(self._needs)):
+    def _expendable(self, number: int) -> Iterator[str]:
+        """Copies that may give way to a shard, the last needed first; each is let go of before it is given."""
+        for each in self._needs.later_than(self._gives_way(number), list(self._needs)):
             if each not in self._opening and each not in self._coming:
                 if each in self._held:
                     self._let_go(each)
                     self._needs.put_back(each)
                 yield self._copies.shards[each].name
 
-    def _gives_way(self, number: int, step: int) -> int:
-        """The step after which copies are needed that may give way to shard `number` of `step`. Where nobody waits,
-        twice as far from now: something better may become free. With room for 4 of 10 shards, a seventh more were
-        fetched than necessary, and without this a quarter more."""
-        return step if number in self._wanted else 2 * step - self._needs.first
+    def _gives_way(self, number: int) -> int:
+        """The step after which copies are needed that may give way to a shard. Where a reader waits, all but those of
+        the first step: the reader may be beside the plan, as at a validation, and no step goes on until it is done.
+        Otherwise twice as far from now as its own step: something better may become free."""
+        first = self._needs.first
+        return first if number in self._wanted else 2 * self._urgency(number) - first
 
     def _keep_to_share(self, size: int, step: int) -> bool:
         """Let go of what is needed last, later than `step`, until this process may hold `size` bytes more; False where

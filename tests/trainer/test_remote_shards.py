@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ VALIDATION: dict[str, Any] = {"eval_samples": 3, "every": 4}
 class Remote:
     """A set in the bucket and the same on a disk, and configurations that train on them."""
 
-    def __init__(self, folder: Path, make_config: Callable[..., Config], make_set: Callable, form: str) -> None:
+    def __init__(
+        self, folder: Path, make_config: Callable[..., Config], make_set: Callable, form: str, parts: int
+    ) -> None:
         self.folder, self._make, self._root = folder, make_config, make_config("t2i", name="local").root
         self.here = self.config("local", far=False)
-        make_set(self.here, form=form, parts=PARTS)
+        make_set(self.here, form=form, parts=parts)
         store, local = Store(f"s3://{BUCKET}/work"), Store(self.here.root)
         for name in local.list_names():
             store.publish_bytes(name, local.read_bytes(name))
@@ -55,7 +58,7 @@ class Remote:
 
 @pytest.fixture
 def remote(s3: S3Server, tmp_path: Path, make_config, make_set, request: pytest.FixtureRequest) -> Remote:
-    return Remote(tmp_path, make_config, make_set, getattr(request, "param", "arrow"))
+    return Remote(tmp_path, make_config, make_set, *getattr(request, "param", ("arrow", PARTS)))
 
 
 def fetched(config: Config) -> float:
@@ -69,7 +72,9 @@ def gets(s3: S3Server) -> list[str]:
     return sorted(name for name in found if name.startswith(("text/", "latents/")))
 
 
-@pytest.mark.parametrize("remote", ["arrow", pytest.param("webdataset", marks=LONG_ONLY)], indirect=True)
+@pytest.mark.parametrize(
+    "remote", [("arrow", PARTS), pytest.param(("webdataset", PARTS), marks=LONG_ONLY)], indirect=True
+)
 def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, tmp_path, capsys) -> None:
     """A second run finds the copies, one of which is damaged; eval losses and validation prompts read them too."""
     assert program(remote.here, tmp_path, capsys)[0] == OK
@@ -157,6 +162,35 @@ def test_two_ranks_share_the_copies(remote, s3, tmp_path) -> None:
         on_two_ranks(path)
     assert gets(s3) == sorted(remote.shards)
     assert len(lines(far)) == 8 and lines(far) == lines(local)
+
+
+@LONG_ONLY
+@pytest.mark.parametrize("remote", [("arrow", 12)], indirect=True)
+def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, tmp_path, capsys) -> None:
+    """Four epochs with room for two thirds of the set, and with the same order on a disk. The folder is looked at all
+    the while; each shard is fetched about once in an epoch at most."""
+    order = {"shuffle_shards": 2, "batch_size": 1, "steps": 48, "reading": {"threads": 1}}
+    total = sum((Path(remote.here.root) / name).stat().st_size for name in remote.shards)
+    local = remote.config("local-order", far=False, **order)
+    assert program(local, tmp_path, capsys)[0] == OK
+    config = remote.config("order", local_cache={"max_gb": 0.7 * total / 1e9}, **order)
+    most, ended = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(0.002):
+            with suppress(FileNotFoundError):
+                most = max(most, sum(path.stat().st_size for path in remote.copies))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    s3.reset()
+    code, _, said = program(config, tmp_path, capsys)
+    ended.set()
+    watcher.join()
+    assert code == OK and "In an order over the whole set" not in said
+    assert len(lines(config)) == 48 and lines(config) == lines(local)
+    assert 0 < most <= 0.7 * total and len(remote.shards) < len(gets(s3)) <= 5 * len(remote.shards)
 
 
 def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, tmp_path, capsys) -> None:
