@@ -18,8 +18,9 @@ from cache.damage import DamageError
 from cache.exported_set import PROMPTS_KIND, SAMPLES_KIND, pack_row
 from cache.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.store import Store
+from cache.table_runs import find_runs
 from cache.tensor_checks import SAMPLE, kind_of
-from cache.trainset import TrainSet, find_runs, packed_row_id
+from cache.trainset import TrainSet, packed_row_id
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import compute_fingerprint
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, index_schema

@@ -16,6 +16,7 @@ from cache.compatibility import bucket_side_multiple
 from cache.damage import DamageError
 from cache.exported_set import ExportedSet
 from cache.json_checks import PATH_NAME_PATTERN, printable
+from cache.rolling_set import RollingSet
 from cache.store import Store
 from cache.trainset import SetError, SetNotFound, TrainSet
 from cache.weights import WeightsError, fingerprint_weights, local_folder
@@ -72,7 +73,8 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
     if meta.get("id") != set_id:
         step = "Run `latentpress index`, which writes it again; copy an export again."
         raise SetError(f"{store.path(rel)} belongs to set {printable(repr(meta.get('id')))}", step)
-    return (ExportedSet if "export" in meta else TrainSet)(store, set_id, meta)
+    made_of = ExportedSet if "export" in meta else RollingSet if "rolling" in meta else TrainSet
+    return made_of(store, set_id, meta)
 
 
 def parse_set_path(name: str) -> tuple[str, str]:

@@ -44,6 +44,10 @@ class ShardSupply(Protocol):
     def metrics(self) -> dict[str, float]:
         """Numbers for the metrics of a step, counted since the last call; {} where there is nothing to say."""
 
+    def stop_waiting(self) -> None:
+        """End the waits of `open` for what may never come, by an error, so that the threads in it end. Until `follow`
+        is called again."""
+
     def close(self) -> None:
         """End its threads. Nothing else is to be called afterwards."""
 
@@ -72,6 +76,9 @@ class StoredShards:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+    def stop_waiting(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -16,16 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from cache import plans
 from cache.damage import DamageError, as_damage
-from cache.json_checks import check_count, check_list, check_name, check_object, check_text
+from cache.json_checks import check_count, check_list, check_name, check_names, check_object, check_text
 from cache.schedule import Ints, Span
 from cache.shard import ShardRow
 from cache.shard_io import ReaderPool
 from cache.shard_supply import ShardSupply, StoredShards
 from cache.store import Store
 from cache.table_checks import SET_ROLES, check_index, check_set_references, check_set_shards, check_set_texts
+from cache.table_runs import find_runs
 from cache.tensor_checks import SAMPLE, find_tensor_problem
 from cache.tensors import Array
 from schemas.config.section import NAME_PATTERN
@@ -187,6 +189,11 @@ class TrainSet:
         regularisation = self._index.column("regularisation")[row].as_py()
         return Sample(parts[SAMPLE].id, tensors, parts[text].tensors, regularisation)
 
+    def find_set_aside(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+        """(B,) whether a part of each sample was set aside after the set was made; None where none can have been.
+        Arguments as of `cache.row_reader.RowReader.find`."""
+        return None
+
     def has_tensor(self, name: str) -> bool:
         """Whether samples to train on have it. The first of each span is read, as those of a dataset have the same.
         "regularisation", a mark, counts as a tensor of the samples that have it."""
@@ -338,29 +345,10 @@ def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
             check_count(image["row"], "the row of a condition")
             if check_count(image["shard"], "the shard of a condition") >= shards:
                 raise ValueError(f"a condition in shard {image['shard']} of {shards}")
+    if "rolling" in meta:
+        rolling = check_object(meta["rolling"], "rolling")
+        check_names(rolling["tensors"], "tensors")
+        if len([check_count(size, "bytes") for size in check_list(rolling["bytes"], "bytes")]) != shards:
+            raise ValueError(f"it has sizes of {len(rolling['bytes'])} shards, and there are {shards}")
     if any(check_count(number, "the number of a text") >= texts for number in numbers):
         raise ValueError(f"it names a text beyond the {texts} of the set")
-
-
-def find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
-    """(values of `keys`, first row, row after the last) of each run of rows in which they are equal."""
-    with ThreadPoolExecutor(2) as pool:
-        starts = np.unique(np.concatenate([*pool.map(_run_starts, (table.column(key) for key in keys))]))
-    columns = [table.column(key).take(pa.array(starts)).to_pylist() for key in keys]
-    runs: list[tuple[tuple, int, int]] = []
-    bounds = pairwise([*starts.tolist(), table.num_rows])
-    for (start, stop), values in zip(bounds, zip(*columns, strict=True), strict=True):
-        if runs and runs[-1][0] == values:  # a chunk ended within the run
-            start = runs.pop()[1]
-        runs.append((values, start, stop))
-    return runs
-
-
-def _run_starts(column: pa.ChunkedArray) -> Ints:
-    """Rows at which a run of equal values, or a chunk, begins."""
-    firsts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
-    found = [np.zeros(0, np.int64)]
-    for first, chunk in zip(firsts, column.chunks, strict=False):
-        ends = np.asarray(pc.run_end_encode(chunk).run_ends)
-        found.append(first + np.concatenate([[0], ends[:-1]]) if len(chunk) else found[0])
-    return np.concatenate(found)

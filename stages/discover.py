@@ -31,7 +31,8 @@ from stages.discovery.listing_diff import KnownRows, ListingDiff
 from stages.discovery.media_table import DiscoverySettings, SpillBuffer, media_table_path, read_media_table
 from stages.discovery.missing_media import RemovalCheck, describe_ignored
 from stages.discovery.sources.base import CHUNK_ROWS, Source, open_source
-from stages.encoding.stage import MIN_REJECT_BASE, refuse_partition
+from stages.encoding.stage import refuse_partition
+from stages.encoding.stage_state import MIN_REJECT_BASE
 
 SAVE_EVERY_S = 30.0  # a killed run loses what it read in this time
 SAVE_EVERY_ROWS = 65536  # in a partial table, about

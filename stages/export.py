@@ -10,6 +10,8 @@ import typer
 
 from cache.exporter import MIB, Exporter
 from cache.local_cache import supply_whole_set
+from cache.rolling_files import RollingError
+from cache.rolling_set import RollingSet
 from cache.set_lookup import open_configured_set
 from cache.shard import SUFFIXES
 from cache.store import Store
@@ -45,6 +47,11 @@ def run(
 ) -> Report:
     refuse_partition(options, "export")
     data = open_configured_set(config, console.warn)
+    if isinstance(data, RollingSet):
+        raise RollingError(
+            f"set {data.id} is of a rolling cache, whose shards are never all there",
+            "Remove cache.rolling and run `latentpress run`, which encodes everything; then export.",
+        )
     target = to or f"{config.output}/export/{data.id}"
     exporter = Exporter(data, Store(target), form or config.cache.format, shard_mib, with_captions)
     exporter.check_target()

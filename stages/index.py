@@ -17,7 +17,10 @@ from cache import set_lookup
 from cache.compatibility import bucket_side_multiple
 from cache.damage import ENCODE_PROGRAMS, DamageError
 from cache.plans import Plan
+from cache.rolling import check_room
+from cache.rolling_set import RollingSet
 from cache.shard_io import ReaderPool
+from cache.step_shards import ReadingOrder
 from cache.store import Store
 from cache.trainset import read_set_table
 from schemas.cli.console import Console, Options, Report, make_app
@@ -28,9 +31,11 @@ from schemas.recipe import build_recipe
 from schemas.tables import SET_VERSIONS
 from schemas.text_format import shorten
 from stages.encoding import stage_registry
-from stages.encoding.stage import RejectLimit, format_truncated, refuse_partition
+from stages.encoding.stage import format_truncated, refuse_partition
+from stages.encoding.stage_state import RejectLimit
 from stages.planning.join import EncodedMembers, find_encoded, join_plan
 from stages.planning.plan_lookup import current_plan
+from stages.planning.rolling_index import describe_rolling, planned_members
 
 MAX_LISTED_MISSING = 20
 HASH_BATCH_ROWS = 2**18
@@ -53,13 +58,17 @@ def run(
     report = Report(program="index", dry_run=options.dry_run)
     kinds = {stage.kind: stage for stage in stage_registry.required_stages(config)}
     states = {kind: stage.state(store, config, plan) for kind, stage in kinds.items()}
-    encoded = {}
+    rolling, encoded = config.cache.rolling is not None, {}
     for kind, state in states.items():
+        if rolling:  # nothing has to be there: training waits for its shards
+            folder = f"{kind}/{state.fingerprint}"
+            encoded[kind] = planned_members(state.units, folder, config.cache.format, state.wanted_ids)
+            continue
         paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
         encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
     aside = _list_set_aside(plan, encoded)
     stopped = []  # stages that exceeded the limit of rejects, and would again
-    for kind, stage in kinds.items():
+    for kind, stage in kinds.items() if not rolling else ():
         try:
             RejectLimit(stage, store, config, states[kind])
         except LatentpressError as error:
@@ -84,6 +93,9 @@ def run(
         "null_text": joined.null_text,
         "validation": joined.validation,
     }
+    if rolling:
+        estimates = {stage.kind: stage.estimate_bytes for stage in kinds.values() if stage.kind != "text"}
+        record["rolling"] = describe_rolling(config, plan, joined, estimates)
     count = joined.tables["texts"].num_rows
     record["counts"] = {"samples": joined.train, "eval": joined.held_out, "texts": count}
     name = hash_json({**record, "tables": {key: hash_table(table) for key, table in joined.tables.items()}})[:16]
@@ -106,6 +118,9 @@ def run(
             store.write_table(f"sets/{name}/{key}.arrow", table)
         store.publish_json(f"sets/{name}/set.json", record)
     set_lookup.update_pointers(store, record)
+    if config.cache.rolling is not None:
+        order, samples = ReadingOrder.of(config.train), config.validation.eval_samples
+        check_room(RollingSet(store, name, record), order, samples, config.cache.rolling.max_gb)
     return report
 
 

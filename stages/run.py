@@ -7,6 +7,7 @@ and at its end `report` makes the run's page.
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,10 +17,12 @@ from typing import Annotated
 
 import typer
 
+from cache.damage import ENCODE_PROGRAMS
 from cache.stage_log import append_stage
 from cache.training_run import METRICS_FILE, read_progress
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
+from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from stages.encoding.stage import refuse_partition
@@ -37,10 +40,11 @@ def run(
 ) -> Report:
     refuse_partition(options, "run")
     processes = _StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
-    stop_handler = StopHandler(max_time, processes.stop)
+    followers = _Followers(config, options, processes)
+    stop_handler = StopHandler(max_time, followers.stop_all)
     with stop_handler.stop_on_signals():
         try:
-            report = _run_stages(config, options, console, processes, stop_handler)
+            report = _run_stages(config, options, console, processes, stop_handler, followers)
         except StageFailed:
             if (Path(config.output) / config.train.run / METRICS_FILE).exists():
                 console.log(f"the report of what was done: {_make_report(options, console, processes)}")
@@ -55,23 +59,29 @@ def run(
 
 
 def _run_stages(
-    config: Config, options: Options, console: Console, processes: "_StageProcesses", stop_handler: StopHandler
+    config: Config,
+    options: Options,
+    console: Console,
+    processes: "_StageProcesses",
+    stop_handler: StopHandler,
+    followers: "_Followers",
 ) -> Report:
     report = Report(program="run", what="stages", dry_run=options.dry_run)
     rows: list[dict] = []
     report.details["stages"] = rows
-    for stage in config.stages.order:
-        if stage == "encode-vision" and not config.vision.model:
-            continue
+    for stage in _stage_order(config, options):
         started = time.monotonic()
-        console.log(f"--- {stage}")
+        beside = followers.stages if stage == "train" else ()
+        console.log(f"--- {stage}" + (f", with {', '.join(beside)}" if beside else ""))
         with _remaking_report(config, options) if stage == "train" else nullcontext():
-            code, document = processes.run(stage, options)
+            code, document = followers.train() if beside else processes.run(stage, options)
         if stop_handler.reason and (not document or "error" in document):  # interrupted before it had a report
             if message := document.get("error", {}).get("message"):
                 report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {message}"
             break
         seconds = round(time.monotonic() - started, 1)
+        if beside:
+            _add_followers(report, followers, rows)
         failed = "error" in document or code not in (OK, INCOMPLETE, DAMAGE)
         if not options.dry_run and (failed or document["done"]):
             row = {"stage": stage, "began": round(time.time() - seconds, 1), "seconds": seconds, "failed": failed}
@@ -149,6 +159,34 @@ def _remaking_report(config: Config, options: Options) -> Iterator[None]:
             process.terminate()
 
 
+def _stage_order(config: Config, options: Options) -> list[StageName]:
+    """The stages in order. With cache.rolling, `index` comes before the encoding stages, and these run beside `train`;
+    a dry run asks them before it."""
+    order = [stage for stage in config.stages.order if stage != "encode-vision" or config.vision.model]
+    if config.cache.rolling is None:
+        return order
+    encoding = [stage for stage in order if stage in ENCODE_PROGRAMS.values()]
+    rest = [stage for stage in order if stage not in encoding]
+    if not options.dry_run or "train" not in rest:
+        return rest
+    place = rest.index("train")
+    return [*rest[:place], *encoding, *rest[place:]]
+
+
+def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) -> None:
+    """What the encoding stages beside training report. StageFailed where one of them failed."""
+    for stage, results in followers.results.items():
+        for code, document in results:
+            if stage in followers.failed and ("error" in document or code != OK):
+                raise StageFailed(stage, code, document)
+        documents = [document for _, document in results if "error" not in document]
+        done = sum(document["done"] for document in documents)
+        rows.append({"stage": stage, "seconds": "", "done": done, "skipped": 0, "remaining": 0})
+        set_aside = documents[-1]["set_aside"] if documents else []
+        rows[-1]["set_aside"] = len(set_aside) + (documents[-1]["more_set_aside"] if documents else 0)
+        report.set_aside += set_aside
+
+
 class StageFailed(LatentpressError):
     """A stage ended with an error, which it has printed; the JSON report repeats it."""
 
@@ -193,6 +231,78 @@ class _StageProcesses:
         self._stopped = True
         if self._process is not None:
             self._process.terminate()
+
+
+class _Followers:
+    """With cache.rolling, the encoding stages that run beside training, or take turns with it.
+
+    results: of each stage, exit codes and reports. failed: stages that failed, and so ended training.
+    """
+
+    def __init__(self, config: Config, options: Options, training: _StageProcesses) -> None:
+        rolling = None if options.dry_run else config.cache.rolling
+        order = [stage for stage in config.stages.order if stage != "encode-vision" or config.vision.model]
+        self.stages = tuple(stage for stage in order if rolling and stage in ENCODE_PROGRAMS.values())
+        self._alternate = rolling is not None and rolling.alternate
+        self._options, self._training = options, training
+        self._processes = {stage: _StageProcesses({}) for stage in self.stages}
+        self._ending = False
+        self.results: dict[StageName, list[tuple[int, dict]]] = {stage: [] for stage in self.stages}
+        self.failed: set[StageName] = set()
+
+    def train(self) -> tuple[int, dict]:
+        """Run `train` with the encoding stages: its exit code and report."""
+        return self._take_turns() if self._alternate else self._train_beside()
+
+    def _train_beside(self) -> tuple[int, dict]:
+        threads = [threading.Thread(target=self._follow, args=(stage,)) for stage in self.stages]
+        for thread in threads:
+            thread.start()
+        try:
+            return self._training.run("train", self._options)
+        finally:
+            self.stop()
+            for thread in threads:
+                thread.join()
+
+    def _follow(self, stage: StageName) -> None:
+        if self._run(stage) and not self._ending:
+            self.failed.add(stage)
+            self._training.stop()  # which saves a checkpoint
+
+    def _run(self, stage: StageName) -> bool:
+        """Whether it failed."""
+        code, document = self._processes[stage].run(stage, self._options)
+        self.results[stage].append((code, document))
+        return code != OK or "error" in document
+
+    def _take_turns(self) -> tuple[int, dict]:
+        """Encode what fits, train on it, and so on."""
+        done = idle = 0
+        while True:
+            for stage in self.stages:
+                if self._run(stage) and not self._ending:
+                    self.failed.add(stage)
+                    return INCOMPLETE, {}
+            code, document = self._training.run("train", self._options)
+            if "error" in document or not document:
+                return code, document
+            done += document["done"]
+            # What was there may be that of steps before which the run was killed: then it is encoded next.
+            idle = 0 if document["done"] else idle + 1
+            if self._ending or not document["remaining"] or idle > 1:
+                return code, document | {"done": done}
+
+    def stop_all(self) -> None:
+        """`stop`, and training."""
+        self._training.stop()
+        self.stop()
+
+    def stop(self) -> None:
+        """Terminate what encodes; nothing more is started."""
+        self._ending = True
+        for processes in self._processes.values():
+            processes.stop()
 
 
 app = make_app("run", "Run every stage in order, each in its own process, skipping what is done.", run)

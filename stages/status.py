@@ -16,9 +16,10 @@ import pyarrow.compute as pc
 import typer
 
 from cache import rejects, set_lookup
-from cache.damage import DamageError
+from cache.damage import ENCODE_PROGRAMS, DamageError
 from cache.files import Entry
 from cache.plans import Plan
+from cache.rolling_files import RollingFiles
 from cache.shard_io import ReaderPool
 from cache.store import Store
 from cache.training_run import read_progress
@@ -106,11 +107,18 @@ def build_report(config: Config, options: Options) -> Report:
     jobs = read_reports(store, {stage.name: state.fingerprint for stage, state in states}, time.time())
     for stage, state in states:
         row = _stage_row(stage, state, listed[stage.kind], jobs[stage.name])
+        if config.cache.rolling is not None:  # what is on the disk, of what comes and goes
+            row |= {"what": f"{row['what']} on the disk", "remaining": 0}
         rows.append(row)
         if row["remaining"]:
             report.next_steps.append(f"latentpress {stage.name}")
         report.remaining += row["remaining"]
         report.done += row["done"]
+    if config.cache.rolling is not None:
+        report.details["rolling"] = [_describe_rolling(store, config, states, listed)]
+        left = report.details["rolling"][0]["steps_left"]
+        report.remaining += left
+        report.next_steps += ["latentpress run"] if left else []
     for column in ("units", "jobs", "items_per_second", "left"):
         for row in rows if any(column in row for row in rows) else ():
             row.setdefault(column, "")
@@ -200,6 +208,29 @@ def describe_jobs(jobs: Mapping[str, Sequence[JobReport]], most: int | None) -> 
     ]
     more = {"more_jobs": len(ranked) - len(shown)} if len(ranked) > len(shown) else {}
     return ({"jobs": rows} if rows else {}) | more
+
+
+def _describe_rolling(
+    store: Store,
+    config: Config,
+    states: Sequence[tuple[EncodingStage, StageState]],
+    listed: Mapping[str, Sequence[Entry]],
+) -> TableRow:
+    """How much of its room a rolling cache takes, how far training is, and which programs are at work for it."""
+    assert config.cache.rolling is not None
+    files = RollingFiles(store)
+    folders = {stage.kind: f"{state.fingerprint}/" for stage, state in states}
+    entries = [entry for kind, folder in folders.items() for entry in listed[kind] if entry.name.startswith(folder)]
+    position = files.read_position()
+    step = position.step if position is not None and position.run == config.train.run else 0
+    running: list[str] = []
+    if files.folder.is_dir():  # or nothing was ever at work, and nothing is written by looking
+        with files.locked():
+            names = (*ENCODE_PROGRAMS.values(), "train")
+            running = [program for program in names if files.read_stage(program) is not None]
+    limit = round(config.cache.rolling.max_gb * 1e9 / 2**20, 2)
+    row = {"mib": _mib(entries), "limit_mib": limit, "step": step, "steps_left": max(0, config.train.steps - step)}
+    return row | {"running": ", ".join(running) or "nothing"}
 
 
 def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:

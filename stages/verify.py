@@ -17,13 +17,15 @@ import typer
 from cache import shard
 from cache.damage import SHARD_PROGRAMS, DamageError, rebuild_program
 from cache.files import StoreError
+from cache.rolling_files import RollingFiles
 from cache.store import STALE, Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages import bucket, index
 from stages.encoding import stage_registry
-from stages.encoding.stage import EncodingStage, StageState, refuse_partition
+from stages.encoding.stage import EncodingStage, refuse_partition
+from stages.encoding.stage_state import StageState
 from stages.maintenance import shard_checks, table_scan
 from stages.maintenance.shard_checks import ExpectedShards, UnmappedStore
 from stages.maintenance.table_scan import DamageByPath
@@ -160,6 +162,8 @@ def _repair_shards(
         units = {unit.unit_id for unit in state.units}
         folder = f"{stage.kind}/{state.fingerprint}/"
         stages |= {rel: stage.name for rel in damaged if rel.startswith(folder) and _unit_of_shard(rel) in units}
+    if config.cache.rolling is not None:
+        return _remove_rolling(store, config, damaged, own, report)
     report.details["damaged_shards"] = [
         {
             "shard": rel,
@@ -183,6 +187,21 @@ def _repair_shards(
     other = {rel: it for rel, it in damaged.items() if rel not in stages or _unit_of_shard(rel) not in repaired}
     report.next_steps += _repair_commands(store, other | still_damaged, []) + (["latentpress index"] if own else [])
     return other | still_damaged
+
+
+def _remove_rolling(
+    store: Store, config: Config, damaged: DamageByPath, own: list[str], report: Report
+) -> DamageByPath:
+    """Remove damaged shards of a rolling cache, where they would take a part of its room: they are encoded again when
+    training needs them."""
+    with RollingFiles(store).locked():
+        for rel in own:
+            store.remove(rel)
+    report.details["damaged_shards"] = [
+        {"shard": rel, "moved_to": "", "then": "removed: encoded again when training needs it"} for rel in own
+    ]
+    report.next_steps += ["latentpress run"] if own else []
+    return {rel: found for rel, found in damaged.items() if rel not in own}
 
 
 def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:

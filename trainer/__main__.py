@@ -21,10 +21,11 @@ from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.optimizers import find_optimizer
 from trainer.adapter_header import check_family
 from trainer.initial_adapter import read_initial
-from trainer.interruption import StopRequest, describe_progress
+from trainer.interruption import StopRequest, StopTraining, describe_progress
 from trainer.metrics import require_trackers
 from trainer.output_lock import lock_output
 from trainer.progress import describe_results
+from trainer.rolling import describe_set_aside, follow_encoding
 from trainer.run_state import (
     RunError,
     RunFinished,
@@ -90,10 +91,14 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
             check_layers(config, read_shape(config))
             if main:
                 require_trackers(config.train)
-            with garbage_collection_paused():
-                from trainer.train import train
+            with follow_encoding(config, data, summary["skipped"], world, main, console, stop):
+                with garbage_collection_paused():
+                    from trainer.train import train
 
-            summary = train(config, data, schedule, console, options.device or config.train.device, stop)
+                try:
+                    summary = train(config, data, schedule, console, options.device or config.train.device, stop)
+                except StopTraining:  # before the first step, while data were waited for
+                    console.log(f"stopped by {stop.reason}")
     except RunFinished:
         return report_finished(report, config)
     except DamageError as damage:
@@ -105,6 +110,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
     finally:
         ending.close()
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
+    report.set_aside = describe_set_aside(data)
     report.details |= summary
     if "saved" not in summary:
         report.remaining = max(1, config.train.steps - report.done - report.skipped)  # the result is missing, at least

@@ -22,7 +22,7 @@ from cache.row_reader import RowReader
 from cache.schedule import BatchSchedule, Ints, MicroBatchRows
 from cache.shard_needs import needed_shards
 from cache.tensors import Array
-from cache.trainset import Sample, TrainSet
+from cache.trainset import Sample, SetError, TrainSet
 from schemas.catalogue import FAMILIES
 from schemas.config.training import Reading
 from schemas.family import Family
@@ -41,13 +41,15 @@ class MicroBatch:
 
     batch: with latents as they are stored, perhaps as moments, where there is no noise yet. identities: (B,) text that
     is unique to a position of a step's global batch, and determines random numbers. uniform_B: in 0..1, float32, on the
-    CPU, by which sigma is chosen. noise_BCTHW: standard normal, float32.
+    CPU, by which sigma is chosen. noise_BCTHW: standard normal, float32. counts: False where all of its samples were
+    set aside and another's stand in, as ranks have to compute equally often: its loss is multiplied by 0.
     """
 
     batch: Batch
     identities: list[str]
     uniform_B: torch.Tensor
     noise_BCTHW: torch.Tensor | None = None
+    counts: bool = True
 
     def draw(self, device: torch.device | str, family: Family) -> "MicroBatch":
         """On the device in float32, with latents drawn from moments and with noise. Both are computed there, unless
@@ -69,6 +71,17 @@ class StepBatches:
     epoch: int
     buckets: dict[str, int]
     micro_batches: list[MicroBatch]
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """What is read of a micro-batch. whole: whether all rows of its shards are where the set expects them. counts: as
+    of MicroBatch."""
+
+    drawn: MicroBatchRows
+    chosen: Chosen
+    whole: bool
+    counts: bool = True
 
 
 def to_tensor(array: Array) -> torch.Tensor:
@@ -123,26 +136,51 @@ class BatchLoader:
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
-        drawn = self.schedule.step(number, self.rank, self.world)
-        chosen = [Chosen(each.rows, *self._choose_texts(number, each), each.bucket) for each in drawn]
-        try:
-            batches = read_batches(self._reader, self._memory, chosen)
-        except DamageError:
-            batches = [None] * len(chosen)  # the careful way has damaged bytes replaced, or says the same
+        rows = self.schedule.step(number, self.rank, self.world)
+        found = [self._choose(number, each) for each in rows]
+        batches: Sequence[Batch | None] = [None] * len(found)
+        with suppress(DamageError):  # the careful way has damaged bytes replaced, or says the same
+            if all(each.whole for each in found):
+                batches = read_batches(self._reader, self._memory, [each.chosen for each in found])
         micro_batches = [
-            self._complete(number, of, collate(self._read_samples(each), of.bucket) if batch is None else batch)
-            for of, each, batch in zip(drawn, chosen, batches, strict=True)
+            self._complete(number, of, collate(self._read_samples(of.chosen), of.drawn.bucket) if it is None else it)
+            for of, it in zip(found, batches, strict=True)
         ]
-        return StepBatches(number, drawn[0].epoch, self.schedule.step_buckets(number), micro_batches)
+        return StepBatches(number, rows[0].epoch, self.schedule.step_buckets(number), micro_batches)
 
-    def _complete(self, step: int, drawn: MicroBatchRows, batch: Batch) -> MicroBatch:
-        seed = self.schedule.seed
+    def _complete(self, step: int, of: MicroBatchPlan, batch: Batch) -> MicroBatch:
+        seed, drawn = self.schedule.seed, of.drawn
         identities = [f"{seed}/{step}/{int(position)}" for position in drawn.positions]
         uniform = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
             uniform = spread_uniform(seed, step, drawn.positions, self.schedule.global_batch)
-        read = MicroBatch(batch, identities, uniform)
+        read = MicroBatch(batch, identities, uniform, counts=of.counts)
         return read.draw("cpu", self.family) if self.draw_noise else read
+
+    def _choose(self, step: int, drawn: MicroBatchRows) -> MicroBatchPlan:
+        """What is read of a micro-batch; of one of which everything was set aside, the next one's instead."""
+        found = self._leave_out(step, drawn)
+        later = step
+        while not len(found.drawn.rows):
+            later += 1
+            if later > step + 1 + self.schedule.steps_per_epoch:
+                raise SetError(
+                    f"all samples of set {self.data.id} were set aside when they were encoded",
+                    "See why: `latentpress status --rejects`. Correct them, and run `latentpress run` again.",
+                )
+            for other in self.schedule.step(later, self.rank, self.world):
+                if len(found.drawn.rows) == 0:
+                    found = replace(self._leave_out(later, other), counts=False)
+        return found
+
+    def _leave_out(self, step: int, drawn: MicroBatchRows) -> MicroBatchPlan:
+        """Without the samples that were set aside."""
+        captions, dropped = self._choose_texts(step, drawn)
+        aside = self.data.find_set_aside(drawn.rows, captions, dropped)
+        if aside is not None and aside.any():
+            own = {name: getattr(drawn, name)[~aside] for name in ("positions", "rows", "passes")}
+            drawn, captions, dropped = replace(drawn, **own), captions[~aside], dropped[~aside]
+        return MicroBatchPlan(drawn, Chosen(drawn.rows, captions, dropped, drawn.bucket), aside is None)
 
     def _choose_texts(self, step: int, drawn: MicroBatchRows) -> tuple[Ints, NDArray[np.bool_]]:
         """Of each sample the number of its caption, and whether it has the null prompt instead."""
@@ -159,17 +197,20 @@ class BatchLoader:
         """DamageError where a number of the step is NaN or infinite, which its checksum does not show. The training
         step looks for such numbers on the device, where that costs nothing, and asks here which row has one."""
         for drawn in self.schedule.step(number, self.rank, self.world):
-            self._read_samples(Chosen(drawn.rows, *self._choose_texts(number, drawn), drawn.bucket))
+            self._read_samples(self._choose(number, drawn).chosen)
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by threads. Their shards' supply knows which ones come."""
         planned = self.data, self.schedule, self.caption_dropout, first, last, self.rank, self.world
-        self.data.supply.follow(first, (numbers.tolist() for numbers in needed_shards(*planned)))
-        ahead, threads = self.reading.steps_ahead, self.reading.threads
+        supply, ahead, threads = self.data.supply, self.reading.steps_ahead, self.reading.threads
+        supply.follow(first, (numbers.tolist() for numbers in needed_shards(*planned)))
         with closing(prefetch(self.step, range(first, last), ahead, threads)) as steps:
-            for batches in steps:
-                self.data.supply.finished(batches.step)
-                yield batches
+            try:
+                for batches in steps:
+                    supply.finished(batches.step)
+                    yield batches
+            finally:
+                supply.stop_waiting()  # the threads that read are waited for next
 
 
 def prefetch(read: Callable[[int], T], numbers: range, depth: int = 2, threads: int = 1) -> Generator[T]:

@@ -106,6 +106,15 @@ class StopRequest:
             self._ended_at_once = True
             raise KeyboardInterrupt
 
+    def check_waiting(self, reason: str = "") -> None:
+        """Raise StopTraining while data are waited for: where there is a `reason` to, or where this process is alone
+        and was asked to stop. One of several goes on waiting, as all of them have to stop after the same step."""
+        if reason:
+            self._handler.reason = self._handler.reason or reason
+        elif self._received_at is None or self._accelerator is None or self._accelerator.num_processes > 1:
+            return
+        raise StopTraining
+
     def check(self, stopped: type[StopTraining] = StopTraining) -> None:
         """Raise `stopped` on all ranks if any of them was asked to stop. Every rank calls it equally often."""
         self._moved()

@@ -22,7 +22,7 @@ class StepLosses:
     def __init__(self, buckets: Mapping[str, int], batch_size: int, device: torch.device):
         self._samples = {bucket: count * batch_size for bucket, count in buckets.items()}
         self._quarters = torch.arange(len(QUARTERS), device=device)
-        self._by_bucket = torch.zeros(len(buckets), device=device)
+        self._by_bucket = torch.zeros(2, len(buckets), device=device)  # sums of losses, and numbers of samples
         self._by_quarter = torch.zeros(2, len(QUARTERS), device=device)  # sums of losses, and numbers of samples
         self._logged: dict[str, torch.Tensor] = {}  # sums
 
@@ -37,7 +37,9 @@ class StepLosses:
         methods."""
         for name, value_B in logged.items():
             self._logged[name] = self._logged.get(name, 0.0) + value_B.sum().float()
-        self._by_bucket[list(self._samples).index(bucket)] += loss_B.sum()
+        place = list(self._samples).index(bucket)
+        self._by_bucket[0, place] += loss_B.sum()
+        self._by_bucket[1, place] += len(loss_B)
         quarter_B = (sigma_B * len(QUARTERS)).long().clamp(0, len(QUARTERS) - 1)
         belongs_BQ = quarter_B[:, None] == self._quarters
         self._by_quarter[0] += torch.where(belongs_BQ, loss_B[:, None].float(), 0.0).sum(0)
@@ -45,23 +47,26 @@ class StepLosses:
 
     def reduce(self, accelerator: Accelerator, noise: "GradientNoise") -> dict[str, Any]:
         """The metrics "loss", the mean over the global batch, those that methods logged, "loss_by_bucket" and
-        "loss_by_sigma": means over its samples, of quarters that it has. `noise` is given the sum of the ranks'
-        squares."""
+        "loss_by_sigma": means over its samples, of buckets and quarters that it has. "set_aside": how many of its
+        samples were left out, where there are some. `noise` is given the sum of the ranks' squares."""
         logged = [value[None] for value in self._logged.values()]
         squares = noise.take_squares(self._by_bucket.device)
-        measured = torch.cat([self._by_bucket, self._by_quarter.flatten(), squares, *logged])
+        measured = torch.cat([self._by_bucket.flatten(), self._by_quarter.flatten(), squares, *logged])
         sums = accelerator.reduce(measured, "sum").tolist()
-        losses, rest = sums[: len(self._samples)], sums[len(self._samples) :]
+        buckets = len(self._samples)
+        losses, counts, rest = sums[:buckets], sums[buckets : 2 * buckets], sums[2 * buckets :]
         noise.small_squares, *others = rest[2 * len(QUARTERS) :]
-        total = sum(self._samples.values())
+        total = sum(counts)
+        left_out = round(sum(self._samples.values()) - total)
         quarters = zip(QUARTERS, rest[: len(QUARTERS)], rest[len(QUARTERS) : 2 * len(QUARTERS)], strict=True)
         return {
-            "loss": sum(losses) / total,
-            **{name: value / total for name, value in zip(self._logged, others, strict=True)},
+            "loss": sum(losses) / max(1, total),
+            **{name: value / max(1, total) for name, value in zip(self._logged, others, strict=True)},
             "loss_by_bucket": {
-                bucket: loss / count for (bucket, count), loss in zip(self._samples.items(), losses, strict=True)
+                bucket: loss / count for bucket, loss, count in zip(self._samples, losses, counts, strict=True) if count
             },
             "loss_by_sigma": {name: loss / count for name, loss, count in quarters if count},
+            **({"set_aside": left_out} if left_out else {}),
         }
 
 

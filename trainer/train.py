@@ -160,7 +160,8 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
         # A sharded model's gradients are reduced in each micro-batch: see docs/cluster.md.
         with nullcontext() if synchronised else run.accelerator.no_sync(run.denoiser):
             sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
-        measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
+        if micro_batch.counts:
+            measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
     found = measured.reduce(run.accelerator, run.gradient_noise)
     norm = float(gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm)))
     taken = run.bad_steps.check(step, found["loss"], norm)
@@ -195,7 +196,7 @@ def backward(
         loss_B = flow.loss_per_sample(step.prediction_BCTHW, step.target_BCTHW, *weigh)
         loss_B = loss_B * losses.loss_weight(settings, step.sigma_B)
         loss_B = sum((added for method in methods if (added := method.loss(step)) is not None), loss_B)
-        (loss_B.sum() / share).backward()
+        (loss_B.sum() * micro_batch.counts / share).backward()
     return step.sigma_B, loss_B.detach(), step.logged
 
 

@@ -17,9 +17,19 @@ MOST_PREFETCH = 1_000_000
 MOST_READERS = 8  # beyond which a disk is rarely faster
 
 
+class Rolling(Section):
+    """Shards are encoded while they are trained on, and removed again, so that a part of them is on the disk."""
+
+    max_gb: float = Field(gt=0, le=1e6, description="10^9 bytes that the shards may take together")
+    alternate: bool = Field(
+        False, description="run: encoding and training take turns, for a card that can't hold both models"
+    )
+
+
 class Cache(Section):
     format: Literal["arrow", "webdataset"] = Field("arrow", description="file format of the shards")
     unit_mib: float = Field(128.0, gt=0, le=65536, description="output of one work unit, MiB: one unit is one shard")
+    rolling: Rolling | None = Field(None, description="train beside the encoding stages, within a limit of bytes")
 
 
 class Model(Section):

@@ -77,6 +77,14 @@ class Config(Section):
                 yield (key,), f"{value!r} is inside a package of the source code; choose another folder"
         yield from self._dataset_problems()
         yield from self._validation_problems()
+        if self.cache.rolling is not None:
+            if "://" in self.root and not self.root.startswith("file://"):
+                yield (
+                    ("cache", "rolling"),
+                    f"root {self.root!r} is no folder of this machine, which it needs; remove it",
+                )
+            if self.stages.engine != "local":
+                yield ("cache", "rolling"), f"is for stages.engine: local, and it is {self.stages.engine}"
         if self.train.methods.tread and self.train.compile == "blocks" and self.model.family_spec.convolves:
             name = self.model.family_spec.name
             yield (

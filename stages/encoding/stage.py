@@ -8,9 +8,9 @@ any number of processes on any number of machines need no lock and no coordinati
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,18 +33,18 @@ from schemas.config.pipeline import Config, Topic
 from schemas.config.section import MOST_PROCESSES
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import compute_fingerprint
-from schemas.text_format import escape_unprintable, shorten
+from schemas.text_format import shorten
 from stages.discovery import missing_media
 from stages.discovery.media_locations import MediaLocations
 from stages.encoding import stealing
 from stages.encoding.job_reports import JobReport, JobReporter
-from stages.encoding.stage_state import StageState, wanted_rows
+from stages.encoding.rolling_units import RollingUnits, has_rolling_set, rolling_units
+from stages.encoding.stage_state import RejectLimit, StageState, count_members, reject_folder, wanted_rows
 from stages.encoding.timed_units import TimedUnits
 from stages.engines.jobs import Job, Worker
 from stages.engines.registry import load_engine
 from stages.planning.plan_lookup import current_plan
 
-MIN_REJECT_BASE = 10  # members that max_reject_fraction is a fraction of, at least: one of three stops nothing
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
 _ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  [default: as configured]"
 _ADDRESS_HELP = "Of the Ray cluster's head, or auto; implies --engine ray.  [default: as configured]"
@@ -157,10 +157,13 @@ class EncodingStage:
         if not options.dry_run:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
         state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
+        if config.cache.rolling is not None and self.only_units is None:
+            overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
+            return self._follow(config, options, console, state, stop_handler, overrides)
         remaining, todo = state.remaining_units(options.partition), state.remaining_units()
         for damage in state.damaged_lists.values():
             console.warn(f"{damage.message}; its unit is encoded again")
-        report = Report(program=self.name, skipped=_count_members(state.units) - _count_members(todo))
+        report = Report(program=self.name, skipped=count_members(state.units) - count_members(todo))
         report.details = {
             "cache": f"{self.kind}/{state.fingerprint}",
             "units": f"{len(state.units)}, {len(state.units) - len(todo)} done before, {len(remaining)} in this run",
@@ -170,7 +173,7 @@ class EncodingStage:
         for message in config.unused_features(*topics.get(self.kind, ())):
             console.warn(message)
         if options.dry_run:
-            report.remaining = _count_members(remaining)
+            report.remaining = count_members(remaining)
             _report_set_aside(store, self, state, report)
             return report
         limit = RejectLimit(self, store, config, state)
@@ -194,7 +197,7 @@ class EncodingStage:
                 engine=config.stages.engine,
                 workers=resources.workers,
                 shard=str(options.partition),
-                members=_count_members(remaining),
+                members=count_members(remaining),
                 units=len(remaining),
             )
             with (
@@ -207,15 +210,66 @@ class EncodingStage:
             if stop_handler.reason:
                 left = state.remaining_units(options.partition)
                 report.details["stopped"] = f"by {stop_handler.reason}; {len(left)} units remain, what is done is kept"
-                report.remaining = _count_members(left)
+                report.remaining = count_members(left)
                 report.next_steps += [f"latentpress {self.name}"] if left else []
         _report_set_aside(store, self, state, report)
         return report
 
+    def _follow(
+        self,
+        config: Config,
+        options: Options,
+        console: Console,
+        state: StageState,
+        stop_handler: StopHandler,
+        overrides: dict[str, int],
+    ) -> Report:
+        """Encode what training needs, until it has done its steps: cache.rolling."""
+        refuse_partition(options, f"{self.name} with cache.rolling")
+        store, plan = Store(config.root), state.plan
+        report = Report(program=self.name, dry_run=options.dry_run)
+        report.details = {"cache": f"{self.kind}/{state.fingerprint}", "units": len(state.units)}
+        if options.dry_run:
+            report.next_steps = [] if has_rolling_set(config) else ["latentpress index"]
+            _report_set_aside(store, self, state, report)
+            return report
+        with rolling_units(self.kind, state.units, config, console) as rolling:
+            tried = {**dict.fromkeys(rolling.before(), ""), **state.done}
+            limit = RejectLimit(self, store, config, replace(state, done=tried))
+            if rolling.is_over:
+                _report_set_aside(store, self, state, report)
+                return report
+            rolling.drop(state.retry_units)
+            probed = missing_media.select_probed_members(plan, self.kind, state.wanted_members(state.units))
+            missing_media.require_media(MediaLocations(config, plan), self.kind, probed)
+            resources = options.resources(config, self.name).model_copy(update=overrides)
+            assert isinstance(resources, Encoding)
+            written_as = config.model_copy(update={"cache": config.cache.model_copy(update={"format": rolling.format})})
+            job = Job(written_as, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
+            queue = TimedUnits(iter(rolling), resources.workers, stop_handler.seconds_left)
+
+            def stopped_by() -> str:
+                return stop_handler.reason or queue.reason
+
+            members, units, part = count_members(state.units), len(state.units), str(options.partition)
+            about = JobReport(engine="local", workers=resources.workers, shard=part, members=members, units=units)
+            with (
+                stop_handler.stop_on_signals(),
+                JobReporter(config.root, self.name, state.fingerprint, about, stopped_by) as reporter,
+            ):
+                self._run_units(job, state, state.units, queue, limit, console, report, reporter, rolling)
+            stop_handler.reason = stopped_by()
+        if stop_handler.reason:
+            report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
+            report.remaining, report.next_steps = 1, [f"latentpress {self.name}"]
+        _report_set_aside(store, self, self.state(store, config, plan), report)
+        return report
+
     def _run_units(
-        self, job: Job, state: StageState, own: list[Unit], units: TimedUnits, limit: "RejectLimit",
-        console: Console, report: Report, reporter: JobReporter,
+        self, job: Job, state: StageState, own: list[Unit], units: TimedUnits, limit: RejectLimit,
+        console: Console, report: Report, reporter: JobReporter, rolling: RollingUnits | None = None,
     ) -> None:  # fmt: skip
+        """rolling: what `units` come from, again and again."""
         store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
         # The settings behind the fingerprint. A damaged provenance.json is written again.
         provenance = f"{self.kind}/{job.fingerprint}/provenance.json"
@@ -228,7 +282,7 @@ class EncodingStage:
         what = "texts" if self.member_kind == "text" else "samples"
         engine = load_engine(job.config.stages.engine)
         load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
-        with console.progress(_count_members(own), self.name, what) as progress:
+        with console.progress(count_members(own), self.name, what) as progress:
 
             def advance(members: int) -> None:
                 for count in (progress.advance, reporter.advance, units.advance):
@@ -237,6 +291,8 @@ class EncodingStage:
             with closing(engine.run_units(load, job, units, advance, console.warn)) as results:
                 for result in results:
                     units.finish_unit()
+                    if rolling is not None:
+                        rolling.finish(result)
                     reporter.add(result)
                     if result.shard_path is None:
                         report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
@@ -252,7 +308,8 @@ class EncodingStage:
                     report.done += result.encoded
                     written += result.bytes
                     stolen += result.unit_id not in names
-                    limit.add({result.unit_id: result.set_aside})
+                    if rolling is None or rolling.is_first(result):
+                        limit.add({result.unit_id: result.set_aside})
         report.details["written_mib"] = round(written / 2**20, 2)
         report.details |= {"units_of_other_parts": stolen} if stolen else {}
         report.details |= {"units_in_smaller_batches": smaller_batches} if smaller_batches else {}
@@ -283,48 +340,6 @@ def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dic
     """Truncated texts as rows of a report."""
     rows = ((row.id, plan.texts[row.id]["text"], f"{row.kept} of {row.tokens} tokens kept") for row in truncated)
     return [{"item": name, "path": shorten(text), "reason": reason} for name, text, reason in rows]
-
-
-def reject_folder(stage: str, fingerprint: str) -> str:
-    return f"{stage}/{fingerprint}"
-
-
-def _count_members(units: Sequence[Unit]) -> int:
-    return sum(len(unit.members) for unit in units)
-
-
-class RejectLimit:
-    """Counts the wanted members that were tried and that were set aside, in this run and in earlier ones. Missing media
-    do not count: `missing_media` stops a stage that finds most of them missing, and index stops for any.
-
-    LatentpressError, from the constructor or from `add`, where more than `max_reject_fraction` of them were set
-    aside. The next run stops in the same way until the items are corrected or the limit is raised.
-    """
-
-    def __init__(self, stage: EncodingStage, store: Store, config: Config, state: StageState) -> None:
-        self._stage, self._wanted, self._counts = stage, state.wanted_ids, state.counts
-        self._folder = store.path(f"rejects/{reject_folder(stage.name, state.fingerprint)}")
-        self._fraction = config.stages.max_reject_fraction
-        self._tried = self._rejected = 0
-        settled = state.done.keys() - state.retry_units
-        names = [unit.unit_id for unit in state.units if unit.unit_id in settled]
-        self.add({name: state.rejects_by_unit.get(name, []) for name in names})
-
-    def add(self, rejects_by_unit: Mapping[str, Sequence[dict]]) -> None:
-        """Count units that have been encoded: the members of each that were set aside."""
-        kept = wanted_rows(rejects_by_unit, self._wanted).values()
-        rejected = [row for rows in kept for row in rows if row["reason"] != "missing"]
-        self._tried += sum(self._counts[unit] for unit in rejects_by_unit)
-        self._rejected += len(rejected)
-        if rejected and self._rejected > self._fraction * max(self._tried, MIN_REJECT_BASE):
-            what = "texts" if self._stage.member_kind == "text" else "samples"
-            raise LatentpressError(
-                f"{self._stage.name} stopped: {self._rejected} of {self._tried} {what} were set aside, more than "
-                f"stages.max_reject_fraction = {self._fraction} of them (of {MIN_REJECT_BASE}, where they are fewer); "
-                f"the last: {escape_unprintable(rejected[-1]['message'])}",
-                f"correct them and run `latentpress {self._stage.name} --retry-set-aside`, or raise that limit in the "
-                f"configuration; the list is under {self._folder}",
-            )
 
 
 def _report_set_aside(store: Store, stage: EncodingStage, state: StageState, report: Report) -> None:

@@ -1,14 +1,30 @@
-"""What an encoding stage has done of a plan, and what remains."""
+"""What an encoding stage has done of a plan, what remains, and the limit of what it may set aside."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.damage import DamageError
 from cache.plans import Plan, Unit
+from cache.store import Store
 from schemas.cli.options import NOT_PARTITIONED, Partition
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from schemas.text_format import escape_unprintable
+
+MIN_REJECT_BASE = 10  # members that max_reject_fraction is a fraction of, at least: one of three stops nothing
+
+
+class NamedStage(Protocol):
+    """An encoding stage. member_kind: either "text" or "latents"."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def member_kind(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -46,3 +62,45 @@ def wanted_rows(rows_by_unit: Mapping[str, Sequence[dict]], wanted: pa.Array) ->
     hits = iter(pc.is_in(items, value_set=wanted).to_pylist())
     kept = {unit: [row for row in rows if next(hits)] for unit, rows in rows_by_unit.items()}
     return {unit: rows for unit, rows in kept.items() if rows}
+
+
+def reject_folder(stage: str, fingerprint: str) -> str:
+    return f"{stage}/{fingerprint}"
+
+
+def count_members(units: Sequence[Unit]) -> int:
+    return sum(len(unit.members) for unit in units)
+
+
+class RejectLimit:
+    """Counts the wanted members that were tried and that were set aside, in this run and in earlier ones. Missing media
+    do not count: `missing_media` stops a stage that finds most of them missing, and index stops for any.
+
+    LatentpressError, from the constructor or from `add`, where more than `max_reject_fraction` of them were set
+    aside. The next run stops in the same way until the items are corrected or the limit is raised.
+    """
+
+    def __init__(self, stage: NamedStage, store: Store, config: Config, state: StageState) -> None:
+        self._stage, self._wanted, self._counts = stage, state.wanted_ids, state.counts
+        self._folder = store.path(f"rejects/{reject_folder(stage.name, state.fingerprint)}")
+        self._fraction = config.stages.max_reject_fraction
+        self._tried = self._rejected = 0
+        settled = state.done.keys() - state.retry_units
+        names = [unit.unit_id for unit in state.units if unit.unit_id in settled]
+        self.add({name: state.rejects_by_unit.get(name, []) for name in names})
+
+    def add(self, rejects_by_unit: Mapping[str, Sequence[dict]]) -> None:
+        """Count units that have been encoded: the members of each that were set aside."""
+        kept = wanted_rows(rejects_by_unit, self._wanted).values()
+        rejected = [row for rows in kept for row in rows if row["reason"] != "missing"]
+        self._tried += sum(self._counts[unit] for unit in rejects_by_unit)
+        self._rejected += len(rejected)
+        if rejected and self._rejected > self._fraction * max(self._tried, MIN_REJECT_BASE):
+            what = "texts" if self._stage.member_kind == "text" else "samples"
+            raise LatentpressError(
+                f"{self._stage.name} stopped: {self._rejected} of {self._tried} {what} were set aside, more than "
+                f"stages.max_reject_fraction = {self._fraction} of them (of {MIN_REJECT_BASE}, where they are fewer); "
+                f"the last: {escape_unprintable(rejected[-1]['message'])}",
+                f"correct them and run `latentpress {self._stage.name} --retry-set-aside`, or raise that limit in the "
+                f"configuration; the list is under {self._folder}",
+            )

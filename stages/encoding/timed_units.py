@@ -8,7 +8,7 @@ from operator import length_hint
 from cache.plans import Unit
 
 
-class TimedUnits(Iterator[Unit]):
+class TimedUnits(Iterator[Unit | None]):
     """A job's units in order. It ends where the next unit would take longer than `seconds_left()`, by the rate at which
     members were done so far; so workers end between units, and what they began is done. Until a rate is known units are
     given out. `operator.length_hint` is that of `units`, until it ends.
@@ -18,7 +18,7 @@ class TimedUnits(Iterator[Unit]):
 
     def __init__(
         self,
-        units: Iterator[Unit],
+        units: Iterator[Unit | None],
         workers: int,
         seconds_left: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
@@ -37,10 +37,12 @@ class TimedUnits(Iterator[Unit]):
     def __length_hint__(self) -> int:
         return 0 if self.ended_early else length_hint(self._units)
 
-    def __next__(self) -> Unit:
+    def __next__(self) -> Unit | None:
         if self.ended_early:
             raise StopIteration
         unit = next(self._units)
+        if unit is None:  # there is none at the moment
+            return None
         if self.expected_seconds(unit) > self._seconds_left():
             self.ended_early = True
             raise StopIteration

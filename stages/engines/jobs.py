@@ -60,11 +60,12 @@ class Engine(Protocol):
         self,
         load: Load,
         job: Job,
-        units: Iterator[Unit],
+        units: Iterator[Unit | None],
         advance: Callable[[int], None],
         warn: Callable[[str], object] = ...,
     ) -> Generator[UnitResult, None, None]:
         """Run the units, and yield their results in the order in which they end. A unit's result may be a failure.
+        None among the units: there is none at the moment (the local engine alone asks again).
         Where a worker dies its unit is tried again by another, a few times; `warn` is called for each death. Closed
         before its end, it ends the workers, which drop their units.
 

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -27,13 +28,14 @@ from stages.engines.jobs import Job, Load, UnitResult
 MAX_UNIT_TRIES = 2  # of a unit that was its process' only one when that died
 MAX_LOAD_TRIES = 3  # of a process that dies while it loads
 MAX_UNITS_PER_PROCESS = 3  # one is written, one encoded, one read
+PAUSE_S = 0.1  # until units are asked for again, of which there is none yet
 TERMINATE_TIMEOUT_S = 30.0  # until a process that should end is killed
 
 
 def run_units(
     load: Load,
     job: Job,
-    units: Iterator[Unit],
+    units: Iterator[Unit | None],
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
@@ -41,7 +43,19 @@ def run_units(
     if job.resources.workers > 1:
         yield from _WorkerPool(load, job, advance, warn).run(units)
     else:
-        yield from load(job).run_units(lambda wait: next(units, None), advance)
+        yield from load(job).run_units(partial(_take, units), advance)
+
+
+def _take(units: Iterator[Unit | None], wait: bool) -> Unit | None:
+    """See stages.engines.jobs.Worker."""
+    while True:
+        try:
+            unit = next(units)
+        except StopIteration:
+            return None
+        if unit is not None or not wait:
+            return unit
+        time.sleep(PAUSE_S)
 
 
 class _WorkerPool:
@@ -55,17 +69,19 @@ class _WorkerPool:
         self._given: dict[Connection, list[Unit]] = {}
         self._ready: set[Connection] = set()  # have loaded their models
         self._next: Unit | None = None  # waits for a process with room
+        self._given_all = False  # the units have come to their end
         self._suspects: deque[Unit] = deque()  # units of processes that died
         self._deaths: Counter[str] = Counter()  # by unit
         self._load_failures: Counter[int] = Counter()  # by number: processes that died in a row while they loaded
 
-    def run(self, units: Iterator[Unit]) -> Iterator[UnitResult]:
+    def run(self, units: Iterator[Unit | None]) -> Iterator[UnitResult]:
         try:
             while True:
                 yield from self._dispatch_units(units)
-                if not any(self._given.values()):
+                if self._given_all and not any(self._given.values()):
                     return
-                for pipe in wait(list(self._given)):  # idle processes, too: they may die
+                pause = None if self._given_all or self._next is not None else PAUSE_S
+                for pipe in wait(list(self._given), pause):  # idle processes, too: they may die
                     assert isinstance(pipe, Connection)
                     yield from self._receive(pipe)
         finally:
@@ -76,10 +92,10 @@ class _WorkerPool:
                 process.kill()  # no effect on one that has ended
                 process.join()
 
-    def _dispatch_units(self, units: Iterator[Unit]) -> Iterator[UnitResult]:
+    def _dispatch_units(self, units: Iterator[Unit | None]) -> Iterator[UnitResult]:
         """Hand out units while a process has room; yields the last results of processes that turn out to be dead."""
         while True:
-            unit = self._next or (self._suspects.popleft() if self._suspects else next(units, None))
+            unit = self._next or (self._suspects.popleft() if self._suspects else self._draw(units))
             pipe = self._pick_process(unit) if unit is not None else None
             self._next = unit
             if unit is None or pipe is None:
@@ -91,6 +107,13 @@ class _WorkerPool:
                 continue
             self._given[pipe].append(unit)
             self._next = None
+
+    def _draw(self, units: Iterator[Unit | None]) -> Unit | None:
+        try:
+            return next(units)
+        except StopIteration:
+            self._given_all = True
+            return None
 
     def _pick_process(self, unit: Unit) -> Connection | None:
         """The process with the fewest units. A suspect goes to an idle one, which then gets no other unit."""

@@ -184,7 +184,8 @@ def find_missing_shards(store: Store, present: dict[str, int]) -> dict[str, str]
     for rel in set_pointer_paths(store):
         with suppress(DamageError, FileNotFoundError):
             name = read_pointer(store, rel)
-            if store.exists(f"sets/{name}/set.json"):
+            # The shards of a rolling set come and go.
+            if store.exists(f"sets/{name}/set.json") and "rolling" not in store.read_json(f"sets/{name}/set.json"):
                 for path in shards_of_set(store, name):
                     if path not in present:
                         missing.setdefault(path, name)

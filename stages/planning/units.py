@@ -5,6 +5,8 @@ of samples are in few units: training that keeps to few shards at a time (`train
 too. Among the texts of TEXT_GROUP units those of similar length share a unit, so that batches need little padding.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,6 +19,7 @@ from schemas.randomness import mix_bits
 from schemas.tables import UNITS_SCHEMA
 
 TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding.md has the padding and what it costs
+TEMPLATE_TOKENS = 64  # more than a template adds behind the caption
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -47,6 +50,19 @@ def text_tensor_bytes(config: Config, texts: pa.Table) -> np.ndarray:
     side = family.image_token
     image_tokens = np.array([size.width // side * (size.height // side) for size in sizes], np.int64)
     return (tokens + image_tokens[np.asarray(buckets.indices)]) * family.text_width * _DTYPE_BYTES[precision]
+
+
+def text_tensor_limits(config: Config, texts: pa.Table, widths: Mapping[str, int]) -> np.ndarray:
+    """(n,) the most bytes that texts' tensors of these widths can take: a token for every byte and those of the image,
+    at most as many as are kept; and the vectors beside them."""
+    buckets, family = _image_buckets(texts), config.model.family_spec
+    sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]
+    images = np.array([size.width // family.image_token * (size.height // family.image_token) for size in sizes])
+    tokens = np.asarray(pc.binary_length(texts.column("text"))) + images[np.asarray(buckets.indices)] + TEMPLATE_TOKENS
+    most = config.text.max_length or config.model.template.max_length
+    precision = config.text.precision or config.model.precision
+    numbers = np.minimum(tokens, most).astype(np.int64) * widths["embeds"] + sum(widths.values())
+    return numbers * _DTYPE_BYTES[precision]
 
 
 def sample_units(config: Config, samples: pa.Table) -> pa.Table:

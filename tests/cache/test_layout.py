@@ -48,6 +48,7 @@ def test_folders_of_other_names_are_a_persons(kind, folder, file) -> None:
         ),
         *(f"sets/{hash_json(1)[:16]}/{file}" for file in ("set.json", "index.arrow", "texts.arrow", "shards.arrow")),
         *(f"samples/{'0' * 24}/000000.tar", f"prompts/{'0' * 24}/000000.arrow", f"weights/{'0' * 32}.json"),
+        *("rolling/position.json", "rolling/train.json", "rolling/encode-vision.json", "rolling/lock"),
         *(f"text/{'0' * 24}/import-{'0' * 16}-{end}.arrow" for end in ("000003", "prompts", "prompts1")),
     ],
 )

@@ -17,8 +17,9 @@ from cache.set_lookup import open_set
 from cache.shard import ShardMeta, ShardRow
 from cache.shard_io import open_writer
 from cache.store import Store
+from cache.table_runs import find_runs
 from cache.tensors import Array
-from cache.trainset import MAX_OPEN_SHARDS, SetError, TrainSet, find_runs
+from cache.trainset import MAX_OPEN_SHARDS, SetError, TrainSet
 from schemas.tables import (
     ACTIVE_SCHEMA,
     INDEX_SCHEMA,

@@ -1,0 +1,414 @@
+"""Reading a rolling set: the batches of a full cache, within a limit of bytes, whatever is killed.
+
+The stages are processes that publish shards as the encoding stages do, but take their bytes from a full cache: what is
+tested here is their order, the limit and the reader. tests/torture/test_rolling.py has the whole pipeline.
+"""
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cache.damage import ENCODE_PROGRAMS
+from cache.rolling import GB, RollingCache, RollingNeeds, UnitQueue, check_room, pinned_shards
+from cache.rolling_files import Position, RollingError, RollingFiles
+from cache.rolling_set import MissingMedia, RollingSet
+from cache.rolling_supply import RollingSupply
+from cache.schedule import BatchSchedule
+from cache.set_lookup import open_set
+from cache.shard import SIDECAR_SUFFIX, RejectedMember, ShardMeta, ShardRow, unit_name
+from cache.shard_io import open_writer
+from cache.shard_order import make_schedule
+from cache.step_shards import ReadingOrder
+from cache.store import Store
+from cache.tensors import Array
+from cache.trainset import SetError
+from schemas.config.training import Train
+from tests.cache.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
+from trainer.data import BatchLoader
+
+pytestmark = pytest.mark.slow
+
+LONG = os.environ.get("TORTURE") == "long"
+UNITS, ROWS, STEPS = 20, 2, 30 if LONG else 14
+SETTINGS = Train(batch_size=2, accumulate=2, steps=STEPS, caption_dropout=0.3, seed=5)
+SUFFIX = {"arrow": ".arrow", "webdataset": ".tar"}
+
+
+def make_full(store: Store, form: str = "arrow", **changes) -> None:
+    """40 samples in 20 shards, each with a caption in one of 20 shards; the null prompt is in the first of them."""
+    firsts = [n * ROWS for n in range(UNITS)]
+    members = [range(at, at + ROWS) for at in firsts]
+    rels = [
+        shard(store, "text", f"t{at}", {f"t{i}": embeds(i) for i in ids}, form)
+        for at, ids in zip(firsts, members, strict=True)
+    ]
+    rels += [
+        shard(store, "latents", f"l{at}", {f"s{i}": latent(i) for i in ids}, form)
+        for at, ids in zip(firsts, members, strict=True)
+    ]
+    listed = [(rel, rel.partition("/")[0]) for rel in rels]
+    index = [entry(f"s{i}", "32x32", (UNITS + i // ROWS, i % ROWS), [i]) for i in range(UNITS * ROWS)]
+    sizes = [sum(store.size(each) for each in files(rel)) for rel in rels]
+    rolling = {"tensors": ["latent"], "bytes": [size + 64 for size in sizes]}
+    texts = [(f"t{i}", i // ROWS, i % ROWS) for i in range(UNITS * ROWS)]
+    publish(store, listed, texts, index, rolling=rolling, **changes)
+
+
+def files(rel: str) -> list[str]:
+    """Of a shard, in the order in which a writer publishes them."""
+    return [unit_name(rel) + SIDECAR_SUFFIX, rel] if rel.endswith(".tar") else [rel]
+
+
+class Home:
+    """A full cache and a rolling root beside it with the same set."""
+
+    def __init__(self, folder: Path, form: str = "arrow") -> None:
+        self.full, self.store = Store(folder / "full"), Store(folder / "rolling")
+        make_full(self.full, form)
+        shutil.copytree(folder / "full/sets", folder / "rolling/sets")
+        sizes = self.open().meta["rolling"]["bytes"]
+        self.max_gb = (check_figure(self.open()) + max(sizes)) / GB
+        self.total = sum(sizes)
+        assert self.max_gb * GB < self.total / 1.5
+
+    def open(self) -> RollingSet:
+        found = open_set(self.store, "s1", FAMILY, TASK)
+        assert isinstance(found, RollingSet)
+        return found
+
+    def cache(self) -> RollingCache:
+        return RollingCache(self.open(), self.max_gb)
+
+    def encode(self, kind: str) -> None:
+        """An encoding stage, as a process of its own runs it until it is killed."""
+        cache = self.cache()
+        with cache.files.working(ENCODE_PROGRAMS[kind]) as held:
+            queue = UnitQueue(cache, kind, held, RollingNeeds(cache.data, 0))
+            while True:
+                number = queue.next(cache.files.read_position() or Position("s1", "run", ORDER))
+                if number is None:
+                    time.sleep(0.02)
+                    continue
+                for rel in files(cache.paths[number]):
+                    with self.store.create(rel) as file:
+                        data = self.full.read_bytes(rel)
+                        file.write(data[: len(data) // 2])
+                        file.flush()
+                        time.sleep(0.001)
+                        file.write(data[len(data) // 2 :])
+                queue.release(number)
+
+    def start(self, kind: str) -> int:
+        child = os.fork()
+        if not child:
+            try:
+                self.encode(kind)
+            except BaseException as error:
+                print(kind, repr(error), flush=True)
+            finally:
+                os._exit(1)
+        return child
+
+    def on_disk(self) -> int:
+        """Bytes of every file that the stages write."""
+        top, found = self.store.root, 0
+        assert top is not None
+        for folder, _, names in os.walk(top):
+            for name in names:
+                path = Path(folder, name)
+                if path.relative_to(top).parts[0] in ENCODE_PROGRAMS:
+                    with suppress(FileNotFoundError):
+                        found += path.stat().st_size
+        return found
+
+
+ORDER = ReadingOrder.of(SETTINGS)
+
+
+def check_figure(data: RollingSet) -> int:
+    """The limit that `check_room` asks for, in bytes."""
+    with pytest.raises(RollingError) as refused:
+        check_room(data, ORDER, 0, 1e-9)
+    return int(float(refused.value.next_step.split()[3]) * GB) + 1
+
+
+@contextmanager
+def encoding(home: Home, *kinds: str) -> Iterator[list[int]]:
+    """Stages as processes. The list may be changed; those in it are killed at the end."""
+    children = [home.start(kind) for kind in kinds]
+    try:
+        yield children
+    finally:
+        for child in children:
+            kill(child)
+
+
+def kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+@contextmanager
+def watched(home: Home) -> Iterator[list[int]]:
+    """The largest number of bytes that were on the disk. Looked at under the lock: otherwise a shard is counted that is
+    removed a moment later, and then the one that took its place."""
+    most, ended = [0], threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            with RollingFiles(home.store).locked():
+                most[0] = max(most[0], home.on_disk())
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        thread.join()
+
+
+def schedule_of(data) -> BatchSchedule:
+    return make_schedule(data, SETTINGS)
+
+
+def batches(data, first: int = 0, last: int = STEPS) -> list:
+    loader = BatchLoader(data, schedule_of(data), SETTINGS.caption_dropout)
+    return [plain(each) for each in loader.steps(first, last)]
+
+
+def plain(step) -> list:
+    rows = []
+    for part in step.micro_batches:
+        rows.append((part.batch.ids, part.identities, part.counts, part.batch.latents_BCTHW, part.batch.text_BLD))
+    return rows
+
+
+def equal(found: list, wanted: list) -> bool:
+    flat = lambda steps: [value for step in steps for part in step for value in part]  # noqa: E731
+    pairs = list(zip(flat(found), flat(wanted), strict=True))
+    return all(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in pairs)
+
+
+def rolling(home: Home, step: int = 0, **options) -> RollingSet:
+    data = home.open()
+    data.use_supply(RollingSupply(home.cache(), Position("s1", "run", ORDER, step), **options))
+    return data
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["arrow", "webdataset"] if LONG else ["webdataset"])
+def test_batches_are_those_of_a_full_cache_and_the_limit_holds(tmp_path: Path, form: str) -> None:
+    """Over more than an epoch, so units are encoded again; the trainer lets go of what was removed."""
+    home = Home(tmp_path, form)
+    with closing(open_set(home.full, "s1", FAMILY, TASK)) as full:
+        wanted = batches(full)
+    with watched(home) as most, encoding(home, "text", "latents"), closing(rolling(home)) as data:
+        found = batches(data)
+        opened = len(data.supply._opened)  # type: ignore[attr-defined]
+    assert equal(found, wanted)
+    assert home.max_gb * GB / 2 < most[0] <= home.max_gb * GB < home.total
+    assert opened <= len(list(home.store.list_names("text"))) + len(list(home.store.list_names("latents")))
+    position = RollingFiles(home.store).read_position()
+    assert position is not None and position.step == STEPS and position.order == ORDER
+
+
+def test_killed_at_any_moment_and_started_again(home: Home) -> None:
+    """Either stage, and the trainer, which goes on from an earlier step."""
+    with closing(open_set(home.full, "s1", FAMILY, TASK)) as full:
+        wanted = batches(full)
+    draw, found, step = random.Random(3), [], 0
+    with watched(home) as most, encoding(home, "text", "latents") as children:
+        while step < STEPS:
+            with closing(rolling(home, step)) as data:
+                loader = BatchLoader(data, schedule_of(data), SETTINGS.caption_dropout)
+                for each in loader.steps(step, min(STEPS, step + 8)):  # as if it were killed then
+                    found[each.step :] = [plain(each)]
+                    if draw.random() < (0.3 if LONG else 0.15):
+                        number = draw.randrange(2)
+                        kill(children[number])
+                        children[number] = home.start(("text", "latents")[number])
+            step = len(found) if len(found) == STEPS else len(found) - 3
+    assert equal(found, wanted) and most[0] <= home.max_gb * GB
+
+
+def test_the_limit_asked_for_is_that_of_two_steps_in_a_row(home: Home) -> None:
+    """Computed anew from what the loader reads; with exactly that much, training does not stand still."""
+    data, needs, sizes = home.open(), [], home.open().meta["rolling"]["bytes"]
+    schedule = schedule_of(data)
+    loader = BatchLoader(open_set(home.full, "s1", FAMILY, TASK), schedule, SETTINGS.caption_dropout)
+    for step in range(STEPS):
+        own = set()
+        for drawn in schedule.step(step):
+            captions, dropped = loader._choose_texts(step, drawn)
+            for row, caption, drop in zip(drawn.rows, captions, dropped, strict=True):
+                places = data.part_locations(int(row))
+                own |= {places["sample"].shard, places["null" if drop else f"text{caption}"].shard}
+        needs.append(own)
+    pinned = {0, UNITS}  # of the null prompt, the first sample and its caption
+    assert set(pinned_shards(data, 0)) == pinned
+    most = max(sum(sizes[n] for n in one | two | pinned) for one, two in zip(needs, [*needs[1:], set()], strict=True))
+    with pytest.raises(RollingError, match=r"max_gb: .* is too small: steps .* may take"):
+        check_room(data, ORDER, 0, (most - 1) / GB)
+    check_room(data, ORDER, 0, most / GB)
+    home.max_gb = most / GB
+    with watched(home) as seen, encoding(home, "text", "latents"), closing(rolling(home)) as read:
+        assert len(batches(read)) == STEPS
+    assert seen[0] <= most
+
+
+def test_what_is_removed_is_needed_last(home: Home) -> None:
+    cache = home.cache()
+    with cache.files.working("encode-text") as text, cache.files.working("encode-latents") as latents:
+        needs = RollingNeeds(cache.data, 0)
+        queues = [UnitQueue(cache, "text", text, needs), UnitQueue(cache, "latents", latents, needs)]
+        position, begun = Position("s1", "run", ORDER), set[int]()
+
+        def fill() -> None:
+            while numbers := [number for queue in queues if (number := queue.next(position)) is not None]:
+                begun.update(numbers)
+                for number in numbers:
+                    for rel in files(cache.paths[number]):
+                        home.store.publish_bytes(rel, home.full.read_bytes(rel))
+
+        fill()
+        order = [number for number, _ in needs.of(ORDER).order(0)]
+        here = {number for number in range(2 * UNITS) if cache.has(number)}
+        assert here == set(order[: len(here)]) == begun, "the first in the order of need, and no others"
+        position = replace(position, step=6)
+        fill()
+        order = [number for number, _ in needs.of(ORDER).order(6)]
+        now = {number for number in range(2 * UNITS) if cache.has(number)}
+        assert set(order[:4]) <= now
+        need = {number: order.index(number) if number in order else len(order) for number in here}
+        assert here - now and min(need[gone] for gone in here - now) >= max(need[kept] for kept in here & now)
+    again = RollingFiles(home.store).working("encode-text")
+    with pytest.raises(RollingError, match="another encode-text is at work"), cache.files.working("encode-text"), again:
+        pass
+
+
+def test_a_damaged_shard_is_encoded_again_once(home: Home) -> None:
+    said: list[str] = []
+    home.max_gb = 1.0
+    with encoding(home, "text", "latents"), closing(rolling(home, log=said.append)) as data:
+        supply = data.supply
+        with supply.open(UNITS + 2) as reader:
+            path, intact = Path(reader.path), Path(reader.path).read_bytes()
+        place = intact.index(np.full(4, 4.0, "<f4").tobytes())
+        path.write_bytes(intact[:place] + b"\1" + intact[place + 1 :])
+        assert float(data.sample(4).tensors["latent"].numpy().max()) == 4.0
+        assert path.read_bytes() == intact and len(said) == 1 and "is damaged and is encoded again" in said[0]
+
+
+def lack(home: Home, unit: int, ids: list[str], reason: str = "unreadable") -> None:
+    """Encode a unit of latents, named by its first member, without some members, which are set aside."""
+    members = {f"s{i}": latent(i) for i in range(unit, unit + ROWS) if f"s{i}" not in ids}
+    meta = ShardMeta("latents", "f" * 24, f"l{unit}", "")
+    with open_writer(home.full, f"latents/{'f' * 24}/l{unit}", meta, {"latent": "float32"}) as out:
+        for id, tensors in members.items():
+            out.add(ShardRow(id, {key: Array.from_numpy(value) for key, value in tensors.items()}))
+        for id in ids:
+            out.set_aside(RejectedMember(id, reason, f"{id}.png: it is cut off"))
+        out.finish()
+
+
+def test_members_that_were_set_aside_are_left_out_of_their_micro_batches(home: Home) -> None:
+    """All others are as before. Where a micro-batch loses all of its samples, another's are computed without effect."""
+    with closing(open_set(home.full, "s1", FAMILY, TASK)) as full:
+        wanted = batches(full)
+    gone = [f"s{i}" for i in (4, *range(10, 30))]  # whole units among them
+    lack(home, 4, gone[:1])
+    for unit in range(10, 30, 2):
+        lack(home, unit, [f"s{unit}", f"s{unit + 1}"])
+    told: list[str] = []
+    with encoding(home, "text", "latents"), closing(rolling(home)) as data:
+        data.report = lambda program, member: told.append(f"{program} {member.id} {member.message}")
+        loader = BatchLoader(data, schedule_of(data), SETTINGS.caption_dropout)
+        steps = list(loader.steps(0, STEPS))
+        again = [plain(each) for each in loader.steps(0, STEPS)]
+        assert sorted(row["item"] for row in data.list_set_aside()) == sorted(gone)
+    assert sorted(told) == sorted(f"encode-latents {id} {id}.png: it is cut off" for id in gone)
+    assert equal([plain(each) for each in steps], again), "the same once more, as for a run that is resumed"
+    left_out = empty = 0
+    for step, whole in zip(steps, wanted, strict=True):
+        for part, (ids, identities, _, latents, texts) in zip(step.micro_batches, whole, strict=True):
+            kept = [place for place, id in enumerate(ids) if id not in gone]
+            left_out += len(ids) - len(kept)
+            empty += not kept
+            assert part.counts == bool(kept) and not set(part.batch.ids) & set(gone)
+            if kept:
+                assert part.batch.ids == [ids[place] for place in kept]
+                assert part.identities == [identities[place] for place in kept]
+                assert torch.equal(part.batch.latents_BCTHW, latents[kept])
+                assert torch.equal(part.batch.text_BLD, texts[kept])
+    assert left_out > len(gone) and empty, "neither case was seen"
+
+
+def test_missing_media_and_needed_prompts_stop_training(home: Home) -> None:
+    lack(home, 4, ["s4"], "missing")
+    home.max_gb = 1.0
+    with encoding(home, "text", "latents"), closing(rolling(home)) as data:
+        with pytest.raises(MissingMedia, match=r"s4.png: it is cut off") as stopped:
+            batches(data)
+        assert "latentpress discover" in stopped.value.next_step
+        with pytest.raises(SetError, match="s4, which every run needs, could not be encoded"):
+            data.sample(4)
+
+
+def test_waiting_ends_when_it_is_told_to(home: Home) -> None:
+    """By `on_wait`, with a message of what is waited for; and threads that wait do not outlive the steps."""
+
+    class Enough(Exception):
+        pass
+
+    calls: list[int] = []
+
+    def look() -> None:
+        calls.append(1)
+        if len(calls) > 3:
+            raise Enough
+
+    with closing(rolling(home)) as data:
+        data.supply.on_wait = look  # type: ignore[attr-defined]
+        with pytest.raises(Enough):
+            batches(data)
+        position = RollingFiles(home.store).read_position()
+        assert position is not None and position.step == 0
+        data.supply.on_wait = lambda: None  # type: ignore[attr-defined]
+        steps = BatchLoader(data, schedule_of(data), 0.0).steps(0, 3)
+        waiting = threading.Thread(target=lambda: (time.sleep(0.05), data.supply.stop_waiting()))
+        waiting.start()
+        with pytest.raises(RollingError, match="is not needed any more"):
+            next(steps)
+        waiting.join()
+    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+
+
+def test_a_position_that_a_power_cut_left_half_written_is_none(home: Home) -> None:
+    files_of = RollingFiles(home.store)
+    assert files_of.read_position() is None
+    position = Position("s1", "run", ORDER, 7, (3, 4))
+    files_of.write_position(position)
+    assert files_of.read_position() == position
+    path = files_of.folder / "position.json"
+    for broken in (b"", b'{"step": 7}', path.read_bytes()[:-9], path.read_bytes().replace(b'"step": 7', b'"step": 8')):
+        path.write_bytes(broken)
+        assert files_of.read_position() is None
+    with pytest.raises(RollingError, match="needs a root on a disk"):
+        RollingFiles(Store("memory://x"))
