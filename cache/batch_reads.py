@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from cache.files import Entry
-from cache.object_store import explained_object
 from cache.store import Store
+from cache.store_errors import explained_object
 
 AT_ONCE = 64  # requests under way
 

@@ -2,18 +2,17 @@
 as they were when they were opened. gcsfs tries a request six times, with pauses that double."""
 
 import errno
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import fsspec
 
 from cache.files import Entry, StoreError
+from cache.range_file import FileReplaced, Read
 
 PROTOCOLS = ("gs://", "gcs://")
 PAGE = 1000  # objects of a listing
-Read = Callable[[int, int], bytes]
 
 
 def is_google(fs: Any) -> bool:
@@ -59,48 +58,15 @@ def _time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-class GoogleFile:
-    """An object for random access, as it was when this was made: of one that is replaced meanwhile a read is refused,
-    where gcsfs' own files would go on with the new bytes. plan_reads: (request(start, stop), size) -> read(start,
-    stop), which makes requests."""
+def google_ranges(fs: Any, path: str) -> tuple[Read, int]:
+    """fetch(start, stop) of an object as it is now, and its size: when it is replaced meanwhile a read is refused,
+    where gcsfs' own files would go on with the new bytes."""
+    about = google_info(fs, path)
 
-    def __init__(self, fs: Any, path: str, plan_reads: Callable[[Read, int], Read]) -> None:
-        about = google_info(fs, path)
-        self._at, self._size = 0, about["size"]
+    def fetch(start: int, stop: int) -> bytes:
+        try:
+            return fs.cat_file(path, start=start, end=stop, generation=about["generation"])
+        except FileNotFoundError as error:
+            raise FileReplaced(errno.ESTALE, "another process replaced or removed it", path) from error
 
-        def fetch(start: int, stop: int) -> bytes:
-            try:
-                return fs.cat_file(path, start=start, end=stop, generation=about["generation"])
-            except FileNotFoundError as error:
-                raise FileReplaced(errno.ESTALE, "another process replaced or removed it", path) from error
-
-        self._read = plan_reads(fetch, self._size)
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self._size if size < 0 else min(self._at + size, self._size)
-        data = self._read(self._at, stop) if stop > self._at else b""
-        self._at += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def close(self) -> None:
-        pass
-
-
-class FileReplaced(OSError):
-    """An object is not the one that was opened."""
-
-
-def error_code(error: BaseException) -> str:
-    """The HTTP status of an error of gcsfs; "" of others."""
-    if str(error).startswith("Forbidden"):
-        return "403"
-    code = getattr(error, "code", None)
-    return str(code) if isinstance(code, int | str) else ""
+    return fetch, about["size"]

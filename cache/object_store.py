@@ -1,5 +1,5 @@
 """Objects behind an fsspec URL (s3://, gs://, memory://): files that need few requests, listings by the page, uploads
-that were never completed, and what goes wrong, in words.
+that were never completed. `store_errors` says in words what goes wrong.
 
 Retries are those of the stores' libraries. For S3: botocore's standard mode (backoff with jitter, a quota against
 storms of retries) around each request, and s3fs around each transfer, so that a body that is cut off is read again.
@@ -8,10 +8,9 @@ storms of retries) around each request, and s3fs around each transfer, so that a
 import errno
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -19,9 +18,11 @@ from fsspec.caching import BaseCache, register_cache
 
 from cache.files import Entry, StoreError, explained
 from cache.google_storage import PROTOCOLS as GOOGLE
-from cache.google_storage import GoogleFile, error_code, google_info, is_google, list_google, open_google
+from cache.google_storage import google_info, google_ranges, is_google, list_google, open_google
+from cache.hub_storage import copy_from_hub, hub_info, hub_ranges, is_hub, list_hub, open_hub, put_to_hub
+from cache.range_file import RangeFile
 from cache.s3_options import s3_options
-from schemas.errors import LatentpressError
+from cache.store_errors import NO_BUCKET, explained_object
 
 #: Read with the first request that touches the end of a file, where an Arrow file has its description.
 TAIL_BYTES = 256 << 10
@@ -33,34 +34,14 @@ CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of this machine, as no store answers
 SHORT_READS = 3  # in a row that bring nothing, of a server that sends less than was asked for
 
-AGAIN = "run the same command again: what is finished is kept"
-_RIGHTS = (
-    "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for "
-    "Google: GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login) that "
-    f"may list, read, write and delete there, and {AGAIN}"
-)
-#: Codes of S3, or HTTP's of Google -> reason and next step.
-_EXPIRED = ("the credentials have expired", f"renew them (for S3: AWS_SESSION_TOKEN or the login) and {AGAIN}")
-_THROTTLED = (
-    "the store is asked too often, also after retries with longer and longer pauses",
-    f"use fewer workers, or raise AWS_MAX_ATTEMPTS, and {AGAIN}",
-)
-_EXPLANATIONS = {
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"), _EXPIRED),
-    **dict.fromkeys(("SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "503", "429"), _THROTTLED),
-    "401": ("the credentials are missing or have expired", _RIGHTS),
-    "403": ("access is denied", _RIGHTS),
-    "NoSuchBucket": ("there is no such bucket", "make the bucket, or correct the URL"),
-    # An answer to HEAD has no body, so its reason is not known.
-    "400": ("the request is refused, as with credentials that have expired", _EXPIRED[1]),
-}
-
 
 def open_filesystem(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL and the path within it. ImportError, ValueError: it is unknown, or its library is
     not installed."""
     if url.startswith(GOOGLE):
         return open_google(url, CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
+    if url.startswith("hf://"):
+        return open_hub(url)
     options = s3_options(CONNECT_TIMEOUT_S, READ_TIMEOUT_S) if url.startswith(("s3://", "s3a://")) else {}
     return fsspec.core.url_to_fs(url, **options)
 
@@ -69,41 +50,6 @@ def needed_package(url: str) -> str:
     """The extra that a URL needs, as pip names it; "" where there is none for its protocol."""
     found = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(url.partition("://")[0])
     return f"'latentpress[{found}]'" if found else ""
-
-
-@contextmanager
-def explained_object(url: str) -> Iterator[None]:
-    """Turn what a store's library raises into a StoreError about `url`. A missing object stays FileNotFoundError. Each
-    library has exceptions of its own, which can't be imported here: hence all of `Exception`."""
-    try:
-        yield
-    except (LatentpressError, MemoryError, AssertionError):
-        raise
-    except Exception as error:
-        _raise_explained(url, error)
-
-
-def _raise_explained(url: str, error: Exception) -> NoReturn:
-    cause: Any = error if hasattr(error, "response") else error.__cause__
-    answer = getattr(cause, "response", None)
-    code = str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, Mapping) else error_code(error)
-    if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
-        raise error
-    text = str(error).replace("\n", " ")
-    said = f"{code}: {text}" if code and code not in text else text or type(error).__name__
-    reason, step = _EXPLANATIONS.get(code, ("", ""))
-    if reason:
-        reason = f"{reason} ({said})"
-    elif isinstance(error, PermissionError):
-        reason, step = f"access is denied ({said})", _RIGHTS
-    elif "credentials" in said.lower():
-        reason, step = said, _RIGHTS
-    elif type(error).__name__ in ("FileExpired", "FileReplaced"):
-        reason, step = "another process replaced it while it was read", AGAIN
-    else:
-        reason = f"the store can't be reached or broke off ({said})"
-        step = f"check the network and the URL, and {AGAIN}"
-    raise StoreError(url, reason, step) from error
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -168,8 +114,9 @@ class _ObjectFile:
     def __init__(self, fs: Any, path: str) -> None:
         self._url = fs.unstrip_protocol(path)
         with explained_object(self._url):
-            if is_google(fs):
-                self._file = GoogleFile(fs, path, lambda fetch, size: ObjectCache(BLOCK_BYTES, fetch, size)._fetch)
+            if is_google(fs) or is_hub(fs):
+                fetch, size = google_ranges(fs, path) if is_google(fs) else hub_ranges(path)
+                self._file: Any = RangeFile(ObjectCache(BLOCK_BYTES, fetch, size)._fetch, size)
             else:
                 self._file = fs.open(path, "rb", cache_type=ObjectCache.name)
 
@@ -196,10 +143,18 @@ def open_object(fs: Any, path: str) -> pa.NativeFile:
 def read_object(fs: Any, path: str, size: int) -> bytes:
     """A whole object. StoreError where other than `size` bytes come."""
     with explained_object(fs.unstrip_protocol(path)):
-        data = fs.cat_file(path)
+        data = read_now(fs, path)
         if len(data) != size:
             raise OSError(errno.EIO, f"it sent {len(data)} of {size} bytes")
         return data
+
+
+def read_now(fs: Any, path: str) -> bytes:
+    """A whole object, whatever its size is now."""
+    if not is_hub(fs):
+        return fs.cat_file(path)
+    fetch, size = hub_ranges(path)
+    return fetch(0, size) if size else b""
 
 
 def copy_object(fs: Any, path: str, target: str, size: int) -> None:
@@ -207,7 +162,10 @@ def copy_object(fs: Any, path: str, target: str, size: int) -> None:
     `target` is full."""
     with explained_object(fs.unstrip_protocol(path)):
         try:
-            fs.get_file(path, target, **({"concurrency": 1} if is_google(fs) else {}))
+            if is_hub(fs):
+                copy_from_hub(path, target)
+            else:
+                fs.get_file(path, target, **({"concurrency": 1} if is_google(fs) else {}))
         except OSError as error:
             if error.errno in FULL_DISK:
                 with explained(target):
@@ -226,6 +184,8 @@ def object_info(fs: Any, path: str) -> Mapping[str, Any]:
         return {**about, "size": about["ContentLength"]}
     if is_google(fs):
         return google_info(fs, path)
+    if is_hub(fs):
+        return hub_info(path)
     fs.invalidate_cache()
     about = fs.info(path)
     if about["type"] == "directory":
@@ -247,6 +207,9 @@ def list_objects(fs: Any, folder: str) -> Iterator[Entry]:
         return
     if is_google(fs):
         yield from list_google(fs, *_split_folder(folder))
+        return
+    if is_hub(fs):
+        yield from list_hub(folder)
         return
     fs.invalidate_cache()
     try:
@@ -300,6 +263,8 @@ def put_object(fs: Any, source: Path, path: str) -> None:
     the object is there whole or not at all."""
     options = {"chunksize": PART_BYTES} if hasattr(fs, "call_s3") or is_google(fs) else {}
     with explained_object(fs.unstrip_protocol(path)):
+        if is_hub(fs):
+            return put_to_hub(source, path)
         try:
             fs.put_file(str(source), path, **options)
         except FileNotFoundError:
@@ -308,7 +273,7 @@ def put_object(fs: Any, source: Path, path: str) -> None:
                 fs.put_file(str(source), path, **options)
             except FileNotFoundError as error:
                 if is_google(fs):
-                    raise StoreError(fs.unstrip_protocol(path), *_EXPLANATIONS["NoSuchBucket"]) from error
+                    raise StoreError(fs.unstrip_protocol(path), *NO_BUCKET) from error
                 raise OSError(errno.EIO, str(error)) from error.__cause__ or error
 
 

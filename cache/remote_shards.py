@@ -90,8 +90,8 @@ class ShardCopies:
         try:
             if shard.sidecar:
                 described = rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX
-                copy_object(self._store.fs, self._store.path(described), str(started.description), shard.sidecar)
-            copy_object(self._store.fs, self._store.path(rel), str(started.part), shard.bytes - shard.sidecar)
+                copy_object(self._store.fs, self._store.key(described), str(started.description), shard.sidecar)
+            copy_object(self._store.fs, self._store.key(rel), str(started.part), shard.bytes - shard.sidecar)
             return started.finish()
         except FileNotFoundError as error:
             started.abandon()

@@ -21,6 +21,7 @@ from cache import arrow_ipc, files, json_checks, object_store
 from cache.damage import DamageError, as_damage
 from cache.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
 from cache.layout import is_project_file
+from cache.store_errors import explained_object
 from schemas.identity import hash_json
 
 OPEN_TRIES = 5
@@ -62,7 +63,7 @@ class Store:
     def _explained(self, rel: str) -> AbstractContextManager[None]:
         """Turn what goes wrong with `rel` into a StoreError. A missing file stays FileNotFoundError."""
         path = self.path(rel)
-        return explained(path) if self.root is not None else object_store.explained_object(path)
+        return explained(path) if self.root is not None else explained_object(path)
 
     def path(self, rel: str) -> str:
         """The full name of `rel`, for messages: a path of this machine, or a URL."""
@@ -130,7 +131,7 @@ class Store:
     def read_bytes(self, rel: str) -> bytes:
         with self._explained(rel):
             local = self.local(rel)
-            return local.read_bytes() if local is not None else self.fs.cat_file(self.key(rel))
+            return local.read_bytes() if local is not None else object_store.read_now(self.fs, self.key(rel))
 
     def open(self, rel: str) -> pa.NativeFile:
         """`rel` for random access, not by several threads at once: a memory map where it is local, else requests, as
@@ -294,6 +295,7 @@ class Store:
         with self._explained(rel):
             source, to = self.local(rel), self.local(target)
             if source is None or to is None:
+                self.fs.invalidate_cache()
                 self.fs.cp_file(self.key(rel), self.key(target))
                 self.fs.rm_file(self.key(rel))
                 return

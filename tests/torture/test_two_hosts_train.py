@@ -188,7 +188,8 @@ def test_a_checkpoint_that_only_another_machine_has(cluster: Cluster) -> None:
     """It is not begun again on top: the message names the machine."""
     cluster.configure()
     assert [code for code, _ in cluster.train(LAUNCHES["static"])] == [0, 0]
-    (code, _), (other, said) = cluster.train(LAUNCHES["static"][::-1])
+    swapped = in_order("node_rank", *TORCHRUN, "--node-rank", nproc_per_node="1", master_addr="second")[::-1]
+    (code, _), (other, said) = cluster.train(swapped)
     assert code and other
     assert "first has a checkpoint of step 3" in said and "rank 0 on second has none" in said
 

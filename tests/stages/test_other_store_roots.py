@@ -1,4 +1,5 @@
-"""The whole pipeline with its root on Google Cloud Storage: the shards of a local root, with few requests."""
+"""The whole pipeline with its root on Google Cloud Storage, and in a bucket of the Hugging Face Hub: the shards of a
+local root."""
 
 from collections.abc import Callable
 from zlib import crc32
@@ -9,6 +10,8 @@ from cache.store import Store
 from stages import bucket, discover, encode_latents, encode_text, export, gc, index, status, verify
 from tests.conftest import LONG
 from tests.google_server import BUCKET, GoogleServer, Request
+from tests.hub_server import BUCKET as HUB_BUCKET
+from tests.hub_server import HubServer
 from tests.project import Project
 from trainer.__main__ import run as train
 
@@ -65,3 +68,31 @@ def test_from_media_to_a_trained_adapter(home: Project, google: GoogleServer, fo
     assert {top: local.list_names(top) for top in made} == made
     shards_of = {name: data for name, data in contents.items() if not name.startswith("sets/")}
     assert {name: local.read_bytes(name) for name in shards_of} == shards_of
+
+
+def test_in_a_bucket_of_the_hub(project: Callable[..., Project], hub: HubServer) -> None:
+    settings = {"device": "cpu", "steps": 2, "batch_size": 2, "threads": 1, "run": "r", "checkpoint_every": 2}
+    root = f"hf://buckets/{HUB_BUCKET}/work"
+    home = project(root=root, train=settings, validation={"eval_samples": 0})
+    for number in range(4):
+        home.image(f"{number}.png", (64, 48), f"picture {number}", number)
+    programs = [discover.run, bucket.run, encode_text.run, encode_latents.run, index.run]
+    for program in programs:
+        assert home.run(program).exit_code == 0
+    store = Store(root)
+    made = {
+        f"{top}/{name}": store.read_bytes(f"{top}/{name}")
+        for top in ("text", "latents")
+        for name in store.list_names(top)
+    }
+    for program in programs:
+        assert home.run(program).remaining == 0
+    report = home.run(verify.run)
+    assert report.done > 0 and not report.damage and home.run(status.run).remaining == 0
+    assert "nothing" in home.run(gc.run).details["unused"]
+    assert home.run(train).done == 2
+    home.settings["root"] = "local"
+    for program in programs:
+        assert home.run(program).exit_code == 0
+    local = Store(home.folder / "local")
+    assert made and {name: local.read_bytes(name) for name in made} == made

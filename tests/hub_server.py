@@ -1,0 +1,154 @@
+"""A stand-in for the part of the Hugging Face Hub that serves buckets, on loopback. Bytes are stored by hf_xet itself,
+into a folder (its local store); the stand-in has the hub's HTTP interface, as huggingface_hub asks it."""
+
+import json
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from tests.processes import forget_forkserver
+
+BUCKET = "me/store"
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%FT%TZ")
+
+
+class HubServer:
+    """answer(method, path) -> the HTTP status that a request gets instead of its answer, 0 to let it pass."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.page, self.url = place, 1000, ""
+        self.files: dict[str, dict[str, Any]] = {}
+        self.requests: list[str] = []
+        self.answer: Callable[[str, str], int] = lambda method, path: 0
+
+    def entry(self, path: str) -> dict[str, Any]:
+        added = self.files[path]
+        return {"type": "file", "path": path, "size": added["size"], "xetHash": added["xetHash"], "uploadedAt": now()}
+
+    def content(self, added: dict[str, Any]) -> bytes:
+        from hf_xet import XetFileInfo, XetSession
+
+        with tempfile.TemporaryDirectory() as folder:
+            group = XetSession().new_file_download_group(
+                token_refresh_url=f"{self.url}/api/buckets/{BUCKET}/xet-read-token", token_refresh_headers={}
+            )
+            with group:
+                group.start_download_file(XetFileInfo(added["xetHash"]), f"{folder}/a")
+            return Path(folder, "a").read_bytes()
+
+
+@contextmanager
+def serve_hub(place: Path) -> Iterator[HubServer]:
+    app = HubServer(place)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def send(self, content: Any, code: int = 200, **headers: str) -> None:
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(code)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            path = unquote(url.path)
+            if not self.refused():
+                if "/xet-" in path:
+                    token = {"accessToken": "t", "exp": int(time.time()) + 3600, "casUrl": f"local://{app.place}"}
+                    names = {"X_Xet_Cas_Url": token["casUrl"], "X_Xet_Access_Token": "t"}
+                    self.send(token, **names, X_Xet_Token_Expiration=str(token["exp"]))
+                elif found := re.fullmatch(f"/api/buckets/{BUCKET}/tree(?:/(.*))?", path):
+                    self.list(found[1] or "", int(parse_qs(url.query).get("cursor", ["0"])[0]))
+                elif path == f"/api/buckets/{BUCKET}":
+                    about = {"id": BUCKET, "private": True, "createdAt": now(), "size": 0, "totalFiles": 0}
+                    self.send(about)
+                elif (key := path.removeprefix(f"/buckets/{BUCKET}/resolve/")) in app.files:
+                    content, wanted = app.files[key]["content"], self.headers["Range"]
+                    if wanted is None:
+                        self.send(content)
+                    else:
+                        first, last = map(int, wanted.removeprefix("bytes=").split("-"))
+                        self.send(content[first : last + 1], 206)
+                else:
+                    missing = "EntryNotFound" if BUCKET in path else "RepoNotFound"
+                    self.send({"error": "not found"}, 404, X_Error_Code=missing)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.refused():
+                return
+            if self.path == f"/api/buckets/{BUCKET}/paths-info":
+                self.send([app.entry(path) for path in json.loads(body)["paths"] if path in app.files])
+            elif self.path == f"/api/buckets/{BUCKET}/batch":
+                for line in body.splitlines():
+                    asked = json.loads(line)
+                    if asked["type"] == "deleteFile":
+                        app.files.pop(asked["path"], None)
+                    else:
+                        content = app.content(asked)
+                        app.files[asked["path"]] = {**asked, "content": content, "size": len(content)}
+                self.send({"success": True, "failed": []})
+            else:
+                self.send({"error": "not found"}, 404, X_Error_Code="RepoNotFound")
+
+        def refused(self) -> bool:
+            app.requests.append(f"{self.command} {self.path}")
+            if code := app.answer(self.command, self.path):
+                self.send({"error": "as the test wants it"}, code)
+            return bool(code)
+
+        def list(self, prefix: str, start: int) -> None:
+            names = sorted(path for path in app.files if not prefix or path.startswith(f"{prefix}/"))
+            more = {}
+            if start + app.page < len(names):
+                there = self.path.partition("?")[0]
+                more["Link"] = f'<{app.url}{there}?recursive=true&cursor={start + app.page}>; rel="next"'
+            self.send([app.entry(path) for path in names[start : start + app.page]], **more)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    app.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield app
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """The hub with the empty bucket BUCKET; other processes find it by the environment, which huggingface_hub reads
+    when it is imported."""
+    pytest.importorskip("hf_xet")
+    from huggingface_hub import HfFileSystem, constants
+
+    (tmp_path / "hub").mkdir()
+    with serve_hub(tmp_path / "hub") as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setattr("cache.store.spool_folder", lambda: tmp_path / "scratch")
+        forget_forkserver()
+        HfFileSystem.clear_instance_cache()
+        yield server
+        HfFileSystem.clear_instance_cache()
