@@ -12,7 +12,7 @@ from schemas.config.pipeline import Config
 
 @dataclass(frozen=True)
 class Job:
-    """The input of a worker process; small, and pickled. process_index: its number, from 0. probed_members: members
+    """A job as its workers get it; small, and pickled. process_index: its number, from 0. probed_members: members
     whose files show whether the media are there. stage: its name, for people."""
 
     config: Config

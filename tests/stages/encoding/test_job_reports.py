@@ -52,8 +52,10 @@ def reports(root: object, now: float | None = None) -> list[JobReport]:
 def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
     row, jobs = rows(planned)
     assert (row["units"], row.get("jobs", ""), jobs) == ("0 of 6", "", [])
-    for shard in ("0/2", "1/2"):
+    for shard, left in (("0/2", 3), ("1/2", 0)):
         planned.run(encode_latents.run, shard=shard)
+        row, _ = rows(planned)
+        assert row["remaining"] == left and not row.get("left"), "nobody works on it"
     made = planned.shards("latents")
     row, jobs = rows(planned)
     assert (row["units"], row["jobs"]) == ("6 of 6", "2 ended")
