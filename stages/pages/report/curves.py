@@ -73,7 +73,7 @@ _KINDS = (
     _Kind("wait", "Waiting for data", "% of the time", ("data_wait_share",), _STEP_ABSENT, factor=100.0),
     _Kind("memory", "Memory", "GiB", ("device_memory_gib", "host_memory_gib"),
           "no memory is recorded (by versions before this report)",
-          note="The device's highest since the start as torch allocated it; what the first process uses on the host."),
+          note="The most since the process began, of the device as torch allocated it."),
 )  # fmt: skip
 
 

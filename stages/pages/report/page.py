@@ -31,9 +31,9 @@ TableRow = dict[str, Any]
 
 @dataclass(frozen=True)
 class ReportRun:
-    """A run of the report. config: its own, with `folder` as its output. planned: the configuration whose datasets are
-    written as when they were planned: a plan is found by paths relative to the configuration's folder. not_own: whether
-    config.yaml is missing, so that settings are those of the given configuration."""
+    """A run of the report. config: its own, with `folder` as its output. planned: the given configuration where it has
+    the same datasets, as a plan is found by paths relative to the configuration's folder; else the run's own. not_own:
+    whether config.yaml is missing, so that settings are those of the given configuration."""
 
     name: str
     folder: Path
@@ -64,8 +64,9 @@ class ReportContent:
 
 def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRun:
     """config: the run's own, or `given`, the configuration that the program was called with."""
-    is_given = folder == Path(given.output) / given.train.run
-    not_own, planned = config is given, given if is_given else config
+    shared = {"root", "datasets", "model"}
+    is_same = config.model_dump(include=shared) == given.model_dump(include=shared)
+    not_own, planned = config is given, given if is_same else config
     train = config.train.model_copy(update={"run": folder.name})
     config = config.model_copy(update={"output": str(folder.parent), "train": train})
     metrics = read_metrics(folder / METRICS_FILE)

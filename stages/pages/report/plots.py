@@ -90,6 +90,8 @@ def line_figure(chart: Chart, legend: Sequence[LegendEntry]) -> Any:
 
     figure = empty_figure("step", chart.unit)
     figure.xaxis.formatter = BasicTickFormatter(use_scientific=False)
+    most = max((float(np.nanmax(np.abs(curve.values))) for curve in chart.curves), default=0.0)
+    figure.y_range.default_span = most or 1.0  # of the axis where all values are equal
     shown = []
     for curve, entry in zip(chart.curves, legend, strict=True):
         data = {"step": curve.steps.astype(int).tolist(), "value": [_rounded(value) for value in curve.values]}
