@@ -46,8 +46,8 @@ test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 torture: $(STAMP)
-	TORTURE=long $(BIN)/python -m pytest tests/torture tests/cache/test_object_store.py \
-		tests/stages/test_object_store_root.py --timeout 7200 $(PYTEST_ARGS)
+	TORTURE=long $(BIN)/python -m pytest tests/torture $$(grep -rlw LONG tests --include='test_*.py' --exclude-dir=torture) \
+		--timeout 7200 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

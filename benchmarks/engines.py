@@ -63,14 +63,17 @@ def main() -> None:
             cases[f"{options.workers} processes"] = {}
         if options.address:
             cases[f"{options.workers} actors on Ray"] = {"address": options.address}
-        print_header("engine", "whole, s", "first shard, s", "work, s", "of one worker's", "same shards")
-        one: tuple[float, float, float, str] | None = None
+        print_header(
+            "engine", "whole, s", "first shard, s", "work, s", "work, of one worker's", "whole, of the pool's", "shards"
+        )
+        done = list[tuple[float, float, float, str]]()
         for case, engine in cases.items():
-            found = run(path, 1 if case == "one worker" else options.workers, **engine)
-            one = one or found
-            whole, first, work, content = found
-            share = f"{work / one[2]:.2f}" if one[2] else "-"
-            print_row(case, f"{whole:.1f}", f"{first:.1f}", f"{work:.1f}", share, "yes" if content == one[3] else "NO")
+            done.append(run(path, options.workers if done else 1, **engine))
+            whole, first, work, content = done[-1]
+            share = f"{work / done[0][2]:.3f}" if done[0][2] else "-"
+            of_pool = f"{whole / done[1][0]:.3f}" if len(done) > 2 else ""
+            same = "the same" if content == done[0][3] else "OTHERS"
+            print_row(case, f"{whole:.1f}", f"{first:.1f}", f"{work:.1f}", share, of_pool, same)
 
 
 if __name__ == "__main__":
