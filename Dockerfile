@@ -3,6 +3,7 @@
 #   docker build -t latentpress .                                                       # CUDA (torch's wheels bring it)
 #   docker build -t latentpress:cpu --build-arg TORCH="torch==2.13.0 --index-url ADDRESS" .     # CPU
 #   docker build -t latentpress:media --build-arg TORCH= --build-arg EXTRAS=media .             # discover and bucket
+#   docker build -t latentpress:ray --build-arg EXTRAS=media,encode,train,s3,gcs,ray .          # also gs:// and Ray
 #
 # ADDRESS: what pytorch.org names for the wheels of the CPU, or of another CUDA.
 ARG BASE=python:3.11-slim-bookworm
@@ -10,7 +11,7 @@ FROM ${BASE}
 
 ARG TORCH=torch==2.13.0
 # media: discover, bucket. encode: the encoding stages, decode. train: training.
-# report: the page of a run. s3: roots and media on object stores.
+# report: the page of a run. s3: roots and media at s3://. Not among them: gcs (gs://), ray (stages.engine: ray).
 ARG EXTRAS=media,encode,train,report,quant,optimizers,s3
 
 # torch.compile (train.compile) calls a C compiler.

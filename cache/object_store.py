@@ -47,9 +47,11 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def needed_package(url: str) -> str:
-    """The extra that a URL needs, as pip names it; "" where there is none for its protocol."""
-    found = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(url.partition("://")[0])
-    return f"'latentpress[{found}]'" if found else ""
+    """What a URL needs, as pip names it: an extra, or the Hub's library, which latentpress depends on; "" where there
+    is none for its protocol."""
+    s3, google, hub = "'latentpress[s3]'", "'latentpress[gcs]'", "'huggingface_hub>=1.6'"
+    found = {"s3": s3, "s3a": s3, "gs": google, "gcs": google, "hf": hub}
+    return found.get(url.partition("://")[0], "")
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

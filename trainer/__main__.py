@@ -291,6 +291,7 @@ app = make_app(
     "the attention backend; for that it imports torch and reads the transformer's config.json.",
     run,
     extra="train",
+    unused=("shard", "workers"),
 )
 
 if __name__ == "__main__":

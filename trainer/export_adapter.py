@@ -235,6 +235,7 @@ app = make_app(
     run,
     examples=["--format comfyui", "--merge --to merged", "--from other.safetensors --format diffusers --to output"],
     extra="train",
+    unused=("shard", "workers"),
 )
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
 
 import typer
 
@@ -259,10 +260,19 @@ def _escape_lines(message: str) -> str:
 RunFunction = Callable[..., Report]
 
 
-def make_app(name: str, help: str, run: RunFunction, *, examples: Sequence[str] = (), extra: str = "") -> typer.Typer:
+def make_app(
+    name: str,
+    help: str,
+    run: RunFunction,
+    *,
+    examples: Sequence[str] = (),
+    extra: str = "",
+    unused: Sequence[str] = (),
+) -> typer.Typer:
     """The typer application of one program. `run(config, options, console, **own options) -> Report`.
 
     examples: argument lines for --help. extra: the installation extra that the error names where a library is missing.
+    unused: common options that --help leaves out. They are read, so that the program can say why it has none.
     """
 
     def command(
@@ -279,6 +289,12 @@ def make_app(name: str, help: str, run: RunFunction, *, examples: Sequence[str] 
         raise typer.Exit(run_program(name, run, options, own, extra=extra))
 
     common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for number, parameter in enumerate(common):
+        if parameter.name in unused:
+            kind, option = get_args(parameter.annotation)
+            hidden = copy(option)
+            hidden.hidden = True
+            common[number] = parameter.replace(annotation=Annotated[kind, hidden])
     own = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
     # typer reads a program's options from its signature.
     command.__signature__ = inspect.Signature([*common, *own])  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """A root in a bucket of the Hugging Face Hub."""
 
 import os
+import sys
 
 import pytest
 
@@ -61,3 +62,10 @@ def test_a_repository_is_refused(url: str) -> None:
     with pytest.raises(StoreError, match="each file that is written is a commit") as caught:
         Store(url)
     assert "hf://buckets/<namespace>/<name>/<prefix>" in caught.value.next_step
+
+
+def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", None)
+    with pytest.raises(StoreError) as caught:
+        Store(f"hf://buckets/{BUCKET}/work")
+    assert "huggingface_hub>=" in caught.value.next_step

@@ -26,7 +26,7 @@ from stages import bucket, discover, gc, index, status, verify
 from tests.project import Project
 from tests.torture.conftest import LONG
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="the long form (TORTURE=long) trains three times")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="the long form (TORTURE=long) trains five times")]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PICTURES, LIMIT_GB = 40, 40, 0.0007
 

@@ -78,6 +78,19 @@ def test_keyword_only_parameters_are_options_of_that_program(here):
     assert "Mend it." in call(run, "--help").stdout
 
 
+def test_options_without_use_are_read_and_not_shown(here):
+    seen = []
+
+    def run(config, options, console):
+        seen.append(options)
+        return Report("probe")
+
+    text = call(run, "--help", unused=("shard", "workers")).stdout
+    assert "--shard" not in text and "--workers" not in text and "--device" in text
+    assert "--shard" in call(run, "--help").stdout
+    assert call(run, "--shard", "1/3", unused=("shard",)).exit_code == OK and seen[0].partition == Partition(1, 3)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
