@@ -207,7 +207,7 @@ def its_programs_understand_it(home: Project) -> None:
 def test_a_damaged_picture_is_left_out_and_named(project: Callable[..., Project]) -> None:
     """And the others' losses are those of the steps without it; more of them than the limit allows stop the run."""
     home = make(project, max_gb=1)
-    home.settings["train"] |= {"steps": 12}
+    home.settings["train"] |= {"steps": 24}  # an epoch, at least
     home.config()
     path = home.media / "3.png"
     whole = path.read_bytes()
