@@ -92,7 +92,7 @@ def measure_rank(
     if device == "cpu":
         torch.set_num_threads(1)  # a fork has no other threads of OpenMP
     try:
-        found: Measured | str = measure_steps(prepare(model, case, folder, device))
+        found: Measured | str = measure_steps(prepare(model, case, folder, device, folder.parent / "output"))
     except Exception as error:  # whatever a case does, the others are measured
         found = describe(error)
     if variables.get("RANK", "0") == "0":

@@ -72,12 +72,17 @@ def make_tiny(case: Case) -> Case:
     return replace(case, settings={**case.settings, "compile_backend": "eager"}) if "compile" in case.settings else case
 
 
-def make_config(model: Model, case: Case, folder: Path, device: str) -> Config:
+def make_config(model: Model, case: Case, folder: Path, device: str, output: Path | None = None) -> Config:
     """A run of the case, whose weights are nowhere: `model.path` has a config.json alone."""
     dataset = {"id": "made", "instance_data_dir": "none"}
     dataset |= {"dataset_type": "video"} if "@" in model.bucket else {}
     train = {"device": device, "steps": 1000, "caption_dropout": 0.0, "optimizer": {"warmup": 1}, **case.settings}
-    settings = {"root": str(folder / "work"), "output": str(folder / "output"), "datasets": [dataset], "train": train}
+    settings = {
+        "root": str(folder / "work"),
+        "output": str(output or folder / "output"),
+        "datasets": [dataset],
+        "train": train,
+    }
     source = {"family": model.family, "flavour": model.flavour, "path": str(folder / "model"), "precision": "bfloat16"}
     return Config.model_validate({**settings, "model": source})
 
@@ -112,9 +117,9 @@ def write_shape(model: Model, folder: Path) -> None:
     (folder / "model" / "transformer" / "config.json").write_text(json.dumps(dict(model.shape)))
 
 
-def prepare(model: Model, case: Case, folder: Path, device: str) -> TrainState:
+def prepare(model: Model, case: Case, folder: Path, device: str, output: Path | None = None) -> TrainState:
     """The trainer's own way, with weights drawn on the device in place of loaded ones."""
-    config, bucket = make_config(model, case, folder, device), case.bucket or model.bucket
+    config, bucket = make_config(model, case, folder, device, output), case.bucket or model.bucket
     write_shape(model, folder)
     make_set(model, config, bucket)
     family = module_of(config.model.family_spec)

@@ -90,7 +90,7 @@ def test_the_reader_beside_other_ways_to_read(measured) -> None:
 
 def test_one_worker_beside_other_engines(measured) -> None:
     (row,) = [line.strip("| ").split(" | ") for line in measured("engines").splitlines() if line.startswith("| one")]
-    assert row[0] == "one worker" and row[-1] == "yes"
+    assert row[0] == "one worker" and row[-1] == "the same"
     assert float(row[1]) >= float(row[3]) >= 0
 
 

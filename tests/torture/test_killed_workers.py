@@ -213,14 +213,14 @@ def test_a_unit_for_a_worker_that_has_died_meanwhile(tmp_path, workers, monkeypa
     units = [Unit(name, "latents", "8x8@1", ("a",), 1) for name in names]
     wait, waited = local.wait, []
 
-    def late(pipes: list[Connection]) -> list:
+    def late(pipes: list[Connection], timeout: float | None = None) -> list:
         """The first time, only what those say that live."""
         waited.append(pipes)
         if len(waited) > 1:
-            return wait(pipes)
+            return wait(pipes, timeout)
         wait_for((tmp_path / "deceased").exists)
         number = int((tmp_path / "deceased").read_text())
-        return wait([pipe for pipe in pipes if pool._processes[pipe].pid != number])
+        return wait([pipe for pipe in pipes if pool._processes[pipe].pid != number], timeout)
 
     monkeypatch.setattr(local, "wait", late)
     held = iter([*units[:2], None, *units[2:]])  # None: no more until a unit is done, so that there is room for more
