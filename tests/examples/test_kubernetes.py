@@ -1,5 +1,9 @@
-"""examples/kubernetes: documents that Kubernetes accepts, whose commands are ours."""
+"""examples/kubernetes: documents that Kubernetes accepts, whose commands are ours; the image; submit.sh."""
 
+import re
+import shutil
+import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 FILES = {path.name: path for path in EXAMPLES.glob("*.yaml") if path.name != "kustomization.yaml"}
 DOCUMENTS = [(name, document) for name, path in sorted(FILES.items()) for document in YAML(typ="safe").load_all(path)]
 JOBS = [document for _, document in DOCUMENTS if document["kind"] == "Job"]
+KUSTOMIZATION = YAML(typ="safe").load(EXAMPLES / "kustomization.yaml")
+STEPS = ("plan", "encode", "train")
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.34"])
@@ -44,3 +50,95 @@ def test_every_container_runs_a_program() -> None:
     for container in (container for job in JOBS for container in containers(job)):
         words = [*container.get("command", []), *container["args"]]
         assert {*words} & PROGRAMS.keys() and "--config" in words, words
+
+
+def test_every_image_is_the_one_that_the_kustomization_names() -> None:
+    assert sorted(KUSTOMIZATION["resources"]) == sorted(FILES)
+    (image,) = KUSTOMIZATION["images"]
+    used = [container["image"] for job in JOBS for container in containers(job)]
+    assert len(used) == 6 and {*used} == {image["name"]}
+    assert image["newName"] != image["name"] and image["newTag"]
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_kustomize_puts_the_image_into_every_container(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "pipeline.yaml").write_text("root: /data/root\n")
+    built = subprocess.run(["kubectl", "kustomize", tmp_path], check=True, capture_output=True, text=True).stdout
+    documents = list(YAML(typ="safe").load_all(built))
+    (image,) = KUSTOMIZATION["images"]
+    used = [c["image"] for document in documents if document["kind"] == "Job" for c in containers(document)]
+    assert used == [f"{image['newName']}:{image['newTag']}"] * 6
+    assert sorted(document["kind"] for document in documents) == ["ConfigMap", *["Job"] * 4, "PersistentVolumeClaim"]
+
+
+def test_every_container_gets_the_secret_if_there_is_one() -> None:
+    for container in (container for job in JOBS for container in containers(job)):
+        assert container["envFrom"] == [{"secretRef": {"name": "latentpress", "optional": True}}]
+    assert "create secret generic latentpress " in (EXAMPLES / "README.md").read_text()
+
+
+def test_the_commands_of_the_readme_name_files_that_are_there() -> None:
+    readme = (EXAMPLES / "README.md").read_text()
+    own = {"pipeline.yaml", "credentials.env"}  # the user's
+    named = {*re.findall(r"[\w./-]+\.(?:yaml|sh|env)\b", readme)} - own
+    named |= {link for link in re.findall(r"\]\(([^)]+)\)", readme) if "://" not in link}
+    assert {"./submit.sh", "kustomization.yaml"} <= named
+    assert [name for name in named if not (EXAMPLES / name).exists()] == []
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) for line in block.splitlines()]
+    for words in (line.partition("#")[0].split() for line in commands):
+        assert words[:1] != ["./submit.sh"] or {*words[1:]} <= {*STEPS}, words
+    assert {job["metadata"]["labels"]["latentpress/step"] for job in JOBS} == {*STEPS}
+
+
+KUBECTL = """#!/bin/sh
+echo "$*" >> calls
+[ "$1" != get ] || cat states
+"""
+SLEEP = """#!/bin/sh
+echo sleep >> calls
+[ "$(grep -c sleep calls)" -lt 3 ] || mv -f later states
+"""
+
+
+def submit(folder: Path, *steps: str, states: str, later: str = "") -> tuple[int, str, list[str]]:
+    """Exit code, error and calls of submit.sh, where the Jobs have these states, and others from the third look on.
+    kubectl only notes how it was called."""
+    shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True)
+    for name, program in (("kubectl", KUBECTL), ("sleep", SLEEP)):
+        (folder / name).write_text(program)
+        (folder / name).chmod(0o755)
+    (folder / "states").write_text(states)
+    (folder / "calls").unlink(missing_ok=True)
+    (folder / "later").write_text(later or states)
+    command = ["env", f"PATH={folder}:/usr/bin:/bin", "bash", str(folder / "submit.sh"), *steps]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    calls = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+    return done.returncode, done.stderr, calls
+
+
+def test_the_script_applies_each_step_after_the_jobs_of_the_one_before(tmp_path: Path) -> None:
+    code, _, calls = submit(tmp_path, states="latentpress-plan SuccessCriteriaMet Complete\n")
+    assert code == 0
+    changes = [call for call in calls if call.startswith(("apply", "delete"))]
+    expected = ["apply --kustomize . --selector !latentpress/step"]
+    for step in STEPS:
+        chosen = f"--selector latentpress/step={step}"
+        expected += [f"delete jobs {chosen} --cascade=foreground", f"apply --kustomize . {chosen}"]
+    assert changes == expected
+    for first, second in pairwise(STEPS):
+        asked = next(n for n, call in enumerate(calls) if call.startswith("get") and f"step={first} " in call)
+        assert asked < calls.index(f"apply --kustomize . --selector latentpress/step={second}")
+
+
+def test_the_script_waits_for_every_job_and_ends_with_one_that_failed(tmp_path: Path) -> None:
+    ended = "latentpress-encode-latents FailureTarget Failed\nlatentpress-encode-text Complete\n"
+    running = "latentpress-encode-latents FailureTarget\nlatentpress-encode-text Complete\n"
+    code, error, calls = submit(tmp_path, "encode", "train", states=ended)
+    assert code == 1 and "encode failed: latentpress-encode-latents." in error
+    assert not any("step=train" in call for call in calls)
+    code, _, calls = submit(tmp_path, "encode", states=running, later=running.replace("FailureTarget", "Complete"))
+    assert code == 0 and calls.count("sleep") == 3
+    code, error, calls = submit(tmp_path, "encode", states="")
+    assert code == 1 and "the Jobs of encode were deleted" in error
+    assert submit(tmp_path, "encoed", states="")[::2] == (2, [])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from cache.plans import Unit
 from schemas.errors import INCOMPLETE
@@ -98,10 +99,14 @@ def test_a_node_that_joins_is_used(cluster, tmp_path) -> None:
         wait_for(lambda: run.tries("slow-0") and run.tries("slow-1"))
         cluster.add_node(**NODE, num_cpus=1)
         wait_for(lambda: run.tries("slow-2"))
+        # Names as the dashboard shows them; `ray.util.state` has them only where that runs.
+        named = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+        assert named == {f"{run.job.stage} {number}" for number in range(3)}
         run.go_on()
 
     run.check_all_done(run.results(meanwhile))
-    assert len({line for name in ("slow-0", "slow-1", "slow-2") for line in run.tries(name)}) == 3 and run.said == []
+    assert len({line for name in ("slow-0", "slow-1", "slow-2") for line in run.tries(name)}) == 3
+    assert not any("was lost" in line for line in run.said)  # that the third waits for room may be said
 
 
 def test_a_worker_that_hangs_is_replaced(cluster, tmp_path) -> None:
