@@ -29,7 +29,8 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from stages.encoding import stage_registry
-from stages.encoding.stage import UsageError, refuse_partition
+from stages.encoding.stage import refuse_partition
+from stages.encoding.stage_options import UsageError
 from stages.maintenance.gc_roots import find_roots
 
 DAY_S = 24 * 3600

@@ -12,7 +12,8 @@ from cache.store import Store
 from cache.trainset import SetError
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from stages.encoding.stage import UsageError, refuse_partition
+from stages.encoding.stage import refuse_partition
+from stages.encoding.stage_options import UsageError
 
 
 def run(

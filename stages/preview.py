@@ -19,7 +19,8 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.discovery import missing_media
-from stages.encoding.stage import UsageError, refuse_partition
+from stages.encoding.stage import refuse_partition
+from stages.encoding.stage_options import UsageError
 from stages.pages import plan_page
 from stages.pages.plan_table import PlanTable
 from stages.planning.plan_lookup import current_plan

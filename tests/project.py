@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from schemas.cli.console import Console, Options, Partition, Report
+from schemas.cli.console import Console, Options, Report
+from schemas.cli.options import NOT_PARTITIONED, parse_partition
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from tests.reports import odd_keys
@@ -65,13 +66,11 @@ class Project:
         path.write_text(json.dumps(self.settings, indent=1))  # JSON is YAML
         return load_config(path, overrides)
 
-    def run(self, program: Callable[..., Report], *overrides: str, shard: str = "0/1", **options: Any) -> Report:
+    def run(self, program: Callable[..., Report], *overrides: str, shard: str | None = None, **options: Any) -> Report:
         """Call a program's `run` as the command line would; the report is returned."""
         own = {key: options.pop(key) for key in [*options] if key not in Options.__dataclass_fields__}
-        index, total = shard.split("/")
-        given = Options(
-            self.folder / "pipeline.yaml", overrides, partition=Partition(int(index), int(total)), **options
-        )
+        partition = parse_partition(shard or NOT_PARTITIONED)
+        given = Options(self.folder / "pipeline.yaml", overrides, partition=partition, **options)
         with io.StringIO() as messages:
             try:
                 report = program(self.config(*overrides), given, Console(stderr=messages), **own)

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar, overload
 
 import typer
 
 from schemas.cli.job_array import find_task
-from schemas.config.encoding import Resources
+from schemas.config.encoding import Encoding, Reading
 from schemas.config.pipeline import Config
 from schemas.config.section import DEVICE, MOST_PROCESSES
 
@@ -35,15 +35,18 @@ class Partition(NamedTuple):
         return f"{self.number}/{self.total}"
 
 
-NOT_PARTITIONED = Partition()
+NOT_PARTITIONED = Partition()  # where --shard is not given; 0/1 that is given is another object
 
 
 def parse_partition(text: str | Partition) -> Partition:
-    """Read "i/n" with 0 <= i < n, or "auto" or "auto/n" by the job array's variables; anything else is wrong usage."""
-    if automatic := re.fullmatch(r"auto(?:/([0-9]{1,9}))?", str(text)):
+    """Read "i/n" with 0 <= i < n, or "auto" or "auto/n" by the job array's variables; anything else is wrong usage. A
+    Partition, which is the default, is kept."""
+    if isinstance(text, Partition):
+        return text
+    if automatic := re.fullmatch(r"auto(?:/([0-9]{1,9}))?", text):
         task = find_task(os.environ, int(automatic[1]) if automatic[1] else None)
         return Partition(task.number, task.total or 1, task.source)
-    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", str(text))
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise typer.BadParameter(f"{text!r} is not i/n with 0 <= i < n; three parts are 0/3, 1/3 and 2/3")
     return Partition(int(match[1]), int(match[2]))
@@ -85,7 +88,7 @@ WorkersOption = Annotated[
         min=1,
         max=MOST_PROCESSES,
         metavar="N",
-        help="Processes on this machine, or actors on Ray.  [default: as configured]",
+        help="Processes on this machine, or actors on Ray.  [default: as configured, else one for each card]",
     ),
 ]
 
@@ -102,7 +105,11 @@ class Options:
     device: str | None = None
     workers: int | None = None
 
-    def resources(self, config: Config, stage: str) -> Resources:
+    @overload
+    def resources(self, config: Config, stage: Literal["discover", "decode", "preview"]) -> Reading: ...
+    @overload
+    def resources(self, config: Config, stage: str) -> Reading | Encoding: ...
+    def resources(self, config: Config, stage: str) -> Reading | Encoding:
         """The stage's resources as configured, overridden by --device and --workers."""
         given = {"device": self.device, "workers": self.workers}
         update = {key: value for key, value in given.items() if value is not None}

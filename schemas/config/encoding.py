@@ -150,12 +150,20 @@ def cores() -> int:
 class Resources(Section):
     """What one stage may use of a machine."""
 
-    workers: Processes = Field(1, description="processes on this machine; on Ray those of the whole cluster")
     threads: Processes = Field(2, description="CPU threads of one process; recorded in the shards")
     device: Device = "auto"
 
 
+class Reading(Resources):
+    workers: Processes = Field(1, description="processes that read media")
+
+
 class Encoding(Resources):
+    workers: Processes | None = Field(
+        None,
+        description="processes on this machine, on Ray those of the whole cluster; default: one for each visible card, "
+        "1 without cards, for devices cpu and cuda:N, on Ray and with cache.rolling",
+    )
     readers: Processes | None = Field(None, description="decoding processes of one worker; default: the cores less one")
     prefetch: int | None = Field(
         None, ge=1, le=MOST_PREFETCH, description="members read ahead by one worker; default: 64, at most 1 GiB"
@@ -170,8 +178,13 @@ class Encoding(Resources):
     memory_gib: float | None = Field(None, gt=0, le=2**16, description="of one worker on Ray; default: not limited")
 
     @property
+    def worker_count(self) -> int:
+        """`workers`; 1 where a number is neither given nor chosen."""
+        return self.workers or 1
+
+    @property
     def readers_per_worker(self) -> int:
-        return self.readers or max(1, min(MOST_READERS, (cores() - 1) // self.workers))
+        return self.readers or max(1, min(MOST_READERS, (cores() - 1) // self.worker_count))
 
 
 class RayCluster(Section):
@@ -198,16 +211,16 @@ class Stages(Section):
     max_reject_fraction: float = Field(0.2, ge=0, le=1, description="a stage stops when more is set aside")
     item_timeout_s: float = Field(300.0, gt=0, le=7 * 86400, description="an item that takes longer is set aside")
     item_memory_mib: int = Field(8192, ge=256, le=2**24, description="an item that takes more memory is set aside")
-    discover: Resources = Resources(workers=4)
+    discover: Reading = Reading(workers=4)
     encode_text: Encoding = Field(Encoding(), alias="encode-text")
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")
     encode_vision: Encoding = Field(Encoding(), alias="encode-vision")
-    decode: Resources = Resources()
+    decode: Reading = Reading()
 
     def _problems(self) -> Iterator[Problem]:
         if self.engine == "ray" and self.ray.stall_timeout_s <= self.item_timeout_s:
             limits = f"{self.ray.stall_timeout_s:g} s, and an item may take {self.item_timeout_s:g} s (item_timeout_s)"
             yield ("ray", "stall_timeout_s"), f"it is {limits}; make it longer than that"
 
-    def resources(self, stage: str) -> Resources:
-        return getattr(self, stage.replace("-", "_"), Resources())
+    def resources(self, stage: str) -> Reading | Encoding:
+        return getattr(self, stage.replace("-", "_"), Reading())

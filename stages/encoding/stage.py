@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import typer
-from pydantic import ValidationError
 
 from cache import rejects
 from cache.compatibility import pin_revision
@@ -27,11 +26,10 @@ from cache.shard import TruncatedText, find_done_units
 from cache.store import Store
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.interruption import MaxTimeOption, StopHandler
-from schemas.config.encoding import MOST_PREFETCH, Encoding, EngineName, Stages
-from schemas.config.error_messages import explain_error
+from schemas.config.encoding import MOST_PREFETCH, EngineName
 from schemas.config.pipeline import Config, Topic
 from schemas.config.section import MOST_PROCESSES
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import LatentpressError
 from schemas.identity import compute_fingerprint
 from schemas.text_format import shorten
 from stages.discovery import missing_media
@@ -39,8 +37,10 @@ from stages.discovery.media_locations import MediaLocations
 from stages.encoding import stealing
 from stages.encoding.job_reports import JobReport, JobReporter
 from stages.encoding.rolling_units import RollingUnits, has_rolling_set, rolling_units
+from stages.encoding.stage_options import UsageError, check_stealing, choose_engine
 from stages.encoding.stage_state import RejectLimit, StageState, count_members, reject_folder, wanted_rows
 from stages.encoding.timed_units import TimedUnits
+from stages.encoding.worker_count import choose_resources
 from stages.engines.jobs import Job, Worker
 from stages.engines.registry import load_engine
 from stages.planning.plan_lookup import current_plan
@@ -50,12 +50,6 @@ _ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  
 _ADDRESS_HELP = "Of the Ray cluster's head, or auto; implies --engine ray.  [default: as configured]"
 _STEAL_HELP = "With --shard: once its own part is done, go on with units that other parts have not begun."
 _PREFETCH_HELP = "Members read ahead by each process.  [default: as configured]"
-
-
-class UsageError(LatentpressError):
-    """The options do not fit the program."""
-
-    exit_code = USAGE
 
 
 def refuse_partition(options: Options, program: str) -> None:
@@ -149,16 +143,16 @@ class EncodingStage:
     ) -> Report:
         """Encode what remains of this process' partition, and report."""
         config = choose_engine(config, engine, address)
-        if steal and config.stages.engine != "local":
-            raise UsageError("--steal is for --shard: on a Ray cluster one program hands out all units", "leave it out")
+        if steal:
+            check_stealing(config, options)
         load_engine(config.stages.engine)  # or an error, before anything is read
         stop_handler, store = StopHandler(max_time), Store(config.root)
         plan = current_plan(store, config)
         if not options.dry_run:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
         state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
+        overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
         if config.cache.rolling is not None and self.only_units is None:
-            overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
             return self._follow(config, options, console, state, stop_handler, overrides)
         remaining, todo = state.remaining_units(options.partition), state.remaining_units()
         for damage in state.damaged_lists.values():
@@ -182,20 +176,18 @@ class EncodingStage:
             wanted = state.wanted_members(todo if steal else remaining)
             probed = missing_media.select_probed_members(plan, self.kind, wanted)
             missing_media.require_media(MediaLocations(config, plan), self.kind, probed)
-            overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
-            resources = options.resources(config, self.name).model_copy(update=overrides)
-            assert isinstance(resources, Encoding)
+            resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
             job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
             shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
-            taken = stealing.take_units(remaining, state.units, options.partition, resources.workers, shards)
-            queue = TimedUnits(taken if steal else iter(remaining), resources.workers, stop_handler.seconds_left)
+            taken = stealing.take_units(remaining, state.units, options.partition, resources.worker_count, shards)
+            queue = TimedUnits(taken if steal else iter(remaining), resources.worker_count, stop_handler.seconds_left)
 
             def stopped_by() -> str:
                 return stop_handler.reason or queue.reason
 
             about = JobReport(
                 engine=config.stages.engine,
-                workers=resources.workers,
+                workers=resources.worker_count,
                 shard=str(options.partition),
                 members=count_members(remaining),
                 units=len(remaining),
@@ -242,17 +234,16 @@ class EncodingStage:
             rolling.drop(state.retry_units)
             probed = missing_media.select_probed_members(plan, self.kind, state.wanted_members(state.units))
             missing_media.require_media(MediaLocations(config, plan), self.kind, probed)
-            resources = options.resources(config, self.name).model_copy(update=overrides)
-            assert isinstance(resources, Encoding)
+            resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
             written_as = config.model_copy(update={"cache": config.cache.model_copy(update={"format": rolling.format})})
             job = Job(written_as, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
-            queue = TimedUnits(iter(rolling), resources.workers, stop_handler.seconds_left)
+            queue = TimedUnits(iter(rolling), resources.worker_count, stop_handler.seconds_left)
 
             def stopped_by() -> str:
                 return stop_handler.reason or queue.reason
 
             members, units, part = count_members(state.units), len(state.units), str(options.partition)
-            about = JobReport(engine="local", workers=resources.workers, shard=part, members=members, units=units)
+            about = JobReport(engine="local", workers=resources.worker_count, shard=part, members=members, units=units)
             with (
                 stop_handler.stop_on_signals(),
                 JobReporter(config.root, self.name, state.fingerprint, about, stopped_by) as reporter,
@@ -316,24 +307,6 @@ class EncodingStage:
         if remarks:
             rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
             report.details["remarks"] = rows
-
-
-def choose_engine(config: Config, engine: EngineName | None, address: str | None) -> Config:
-    """The configuration with what --engine and --address say. UsageError where they are not valid together."""
-    if address is not None and engine == "local":
-        raise UsageError("--address is of a Ray cluster, and --engine is local", "leave one of them out")
-    if engine is None and address is None:
-        return config
-    chosen = config.stages.model_dump(by_alias=True)
-    chosen["engine"] = engine or "ray"
-    if address is not None:
-        chosen["ray"]["address"] = address
-    try:
-        return config.model_copy(update={"stages": Stages.model_validate(chosen)})
-    except ValidationError as error:
-        problems = [problem for each in error.errors(include_url=False) for problem in explain_error(each)]
-        wrong = "; ".join(f"{'.'.join(map(str, ('stages', *path)))}: {message}" for path, message in problems)
-        raise UsageError(f"--engine {chosen['engine']}: {wrong}", "docs/cluster.md has examples") from error
 
 
 def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.import_time import garbage_collection_paused
 from schemas.recipe import latents_settings, text_settings, vision_settings
-from stages.encoding.stage import EncodingStage, UsageError
+from stages.encoding.stage import EncodingStage
+from stages.encoding.stage_options import UsageError
 from stages.encoding.vision import checkpoint, grids
 from stages.engines.jobs import Job, Worker
 

@@ -40,7 +40,7 @@ def run_units(
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
     """See stages.engines.jobs.Engine."""
-    if job.resources.workers > 1:
+    if job.resources.worker_count > 1:
         yield from _WorkerPool(load, job, advance, warn).run(units)
     else:
         yield from load(job).run_units(partial(_take, units), advance)
@@ -120,7 +120,7 @@ class _WorkerPool:
         idle = next((pipe for pipe, given in self._given.items() if not given), None)
         if idle is not None:
             return idle
-        if len(self._processes) < self._job.resources.workers:
+        if len(self._processes) < self._job.resources.worker_count:
             return self._start()
         roomy = [
             pipe
@@ -133,7 +133,7 @@ class _WorkerPool:
 
     def _start(self) -> Connection:
         ours, theirs = self._context.Pipe()
-        number = min({*range(self._job.resources.workers)} - {*self._numbers.values()})
+        number = min({*range(self._job.resources.worker_count)} - {*self._numbers.values()})
         job = replace(self._job, process_index=number)
         process = self._context.Process(target=_worker_main, args=(self._load, job, theirs))
         process.start()

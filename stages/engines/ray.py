@@ -107,7 +107,7 @@ class _ActorPool:
         self._options = actor_options(job.resources)
         self._units, self._again = units, deque[Unit]()  # those of actors that died are done again
         self._actors: list[_Actor] = []
-        self._numbers = set(range(job.resources.workers))  # of actors that may be made
+        self._numbers = set(range(job.resources.worker_count))  # of actors that may be made
         self._made: Counter[int] = Counter()  # by number
         self._load_failures: Counter[int] = Counter()  # in a row, by number
         self._deaths: Counter[str] = Counter()  # by unit

@@ -42,7 +42,8 @@ def test_the_defaults_are_a_whole_configuration():
     assert config.stages.order == STAGE_ORDER
     assert config.model.flavour_spec.name == FAMILIES["sana"].default_flavour
     assert config.model.source == config.model.flavour_spec.repo
-    assert config.stages.resources("encode-text").workers == 1
+    assert config.stages.resources("encode-text").workers is None
+    assert config.stages.resources("decode").workers == 1
     assert config.stages.resources("bucket").device == "auto"
 
 

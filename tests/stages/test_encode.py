@@ -14,6 +14,7 @@ from cache.shard_io import open_reader
 from cache.store import Store
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index, status
+from stages.encoding.stage_options import UsageError
 
 IMAGE = "kandinsky5-image-t2i"
 
@@ -132,10 +133,24 @@ def test_a_part_goes_on_with_units_of_others(project) -> None:
     assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.arrow")} == whole
 
 
-def test_stealing_is_for_parts(photos) -> None:
-    with pytest.raises(LatentpressError, match="--steal is for --shard") as caught:
-        photos.run(encode_latents.run, steal=True, engine="ray")
+@pytest.mark.parametrize(
+    ("overrides", "options", "why"),
+    [
+        ([], {"engine": "ray"}, "on a Ray cluster one program hands out all units"),
+        ([], {}, "without it this process does all units"),
+        (["cache.rolling={max_gb: 1}"], {}, "with cache.rolling one process does all units"),
+        (["cache.rolling={max_gb: 1}"], {"shard": "0/2"}, "with cache.rolling one process does all units"),
+    ],
+)
+def test_stealing_is_for_parts(photos, overrides: list[str], options: dict, why: str) -> None:
+    with pytest.raises(UsageError, match=f"--steal is for --shard: {why}") as caught:
+        photos.run(encode_latents.run, *overrides, steal=True, **options)
     assert caught.value.exit_code == USAGE
+
+
+def test_stealing_of_the_only_part_is_accepted(photos) -> None:
+    """Scripts give `--shard $i/$n --steal` whatever n is."""
+    assert photos.run(encode_latents.run, shard="0/1", steal=True, dry_run=True).remaining == 4
 
 
 def changed(home, *overrides: str) -> tuple[int, int]:

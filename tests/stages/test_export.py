@@ -11,7 +11,7 @@ from cache.store import Store
 from cache.trainset import Location
 from schemas.cli.console import INCOMPLETE, USAGE, Options, run_program
 from stages import bucket, discover, encode_latents, encode_text, export, import_, index, verify
-from stages.encoding.stage import UsageError
+from stages.encoding.stage_options import UsageError
 
 
 def command(home: Any, capsys: pytest.CaptureFixture, program: Any, *overrides: str, **own: Any) -> tuple[int, dict]:

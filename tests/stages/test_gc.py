@@ -12,7 +12,7 @@ from cache.layout import is_project_file
 from cache.rejects import make_reject
 from cache.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
-from stages.encoding.stage import UsageError
+from stages.encoding.stage_options import UsageError
 from stages.maintenance.gc_roots import find_roots
 
 ENCODE = (encode_text, encode_latents)

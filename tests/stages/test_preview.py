@@ -20,7 +20,7 @@ from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages import bucket, discover, preview
-from stages.encoding.stage import UsageError
+from stages.encoding.stage_options import UsageError
 from stages.media.errors import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
 from stages.pages import sample_preview

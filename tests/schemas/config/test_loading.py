@@ -82,7 +82,7 @@ def test_other_paths_are_resolved_too(write, tmp_path):
 def test_a_section_of_which_every_key_is_commented_out_has_its_defaults(write):
     config = load_config(write(BASE + "text:\n  # batch_tokens: 5\nstages:\n  encode-text:\n"))
     assert config.text.batch_tokens == Config.model_fields["text"].default.batch_tokens
-    assert config.stages.encode_text.workers == 1
+    assert config.stages.encode_text.workers is None
 
 
 def test_the_resolved_configuration_reads_back_as_itself(write):

@@ -8,7 +8,7 @@ import pytest
 from schemas.config.loading import ConfigError
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents
-from stages.encoding.stage import UsageError, choose_engine
+from stages.encoding.stage_options import UsageError, choose_engine
 from stages.engines.ray import POLL_S, question_pause, run_units
 from stages.engines.ray_actor import CodeMismatch, RootMismatch, UnitActor, digest_code, digest_plan
 from stages.engines.ray_cluster import ClusterError, DeviceNotChoosable

@@ -1,0 +1,46 @@
+"""Options of an encoding stage that must fit each other and the configuration."""
+
+from pydantic import ValidationError
+
+from schemas.cli.options import NOT_PARTITIONED, Options
+from schemas.config.encoding import EngineName, Stages
+from schemas.config.error_messages import explain_error
+from schemas.config.pipeline import Config
+from schemas.errors import USAGE, LatentpressError
+
+
+class UsageError(LatentpressError):
+    """The options do not fit the program."""
+
+    exit_code = USAGE
+
+
+def check_stealing(config: Config, options: Options) -> None:
+    """UsageError where --steal has no effect."""
+    if config.stages.engine != "local":
+        raise UsageError("--steal is for --shard: on a Ray cluster one program hands out all units", "leave it out")
+    if config.cache.rolling is not None:
+        raise UsageError("--steal is for --shard: with cache.rolling one process does all units", "leave it out")
+    if options.partition is NOT_PARTITIONED:
+        raise UsageError(
+            "--steal is for --shard: without it this process does all units",
+            "leave it out, or give each process its part: --shard I/N, or --shard auto in a job array",
+        )
+
+
+def choose_engine(config: Config, engine: EngineName | None, address: str | None) -> Config:
+    """The configuration with what --engine and --address say. UsageError where they are not valid together."""
+    if address is not None and engine == "local":
+        raise UsageError("--address is of a Ray cluster, and --engine is local", "leave one of them out")
+    if engine is None and address is None:
+        return config
+    chosen = config.stages.model_dump(by_alias=True)
+    chosen["engine"] = engine or "ray"
+    if address is not None:
+        chosen["ray"]["address"] = address
+    try:
+        return config.model_copy(update={"stages": Stages.model_validate(chosen)})
+    except ValidationError as error:
+        problems = [problem for each in error.errors(include_url=False) for problem in explain_error(each)]
+        wrong = "; ".join(f"{'.'.join(map(str, ('stages', *path)))}: {message}" for path, message in problems)
+        raise UsageError(f"--engine {chosen['engine']}: {wrong}", "docs/cluster.md has examples") from error

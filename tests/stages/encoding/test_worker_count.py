@@ -1,0 +1,61 @@
+"""How many workers a stage has where no number is given, and which cards they have."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from schemas.cli.options import Options
+from schemas.config.encoding import Encoding
+from stages import encode_text
+from stages.encoding import model_loading
+from stages.encoding.worker_count import choose_workers
+from tests.stages.test_encode import IMAGE, plan_four
+
+
+@pytest.mark.parametrize(
+    ("cards", "given", "overrides", "workers", "reason"),
+    [
+        (4, {}, [], 4, "one for each CUDA device"),
+        (4, {"device": "cuda"}, [], 4, "one for each CUDA device"),
+        (1, {}, [], 1, "one for each CUDA device"),
+        (0, {}, [], 1, "no CUDA device"),
+        (0, {"device": "cuda"}, [], 1, "no CUDA device"),  # refused when the worker loads
+        (4, {"device": "cpu"}, [], 1, "the device is cpu"),
+        (4, {"device": "cuda:2"}, [], 1, "the device is cuda:2"),
+        (4, {"workers": 2}, [], 2, "as given"),
+        (4, {"workers": 2, "device": "cpu"}, [], 2, "as given"),
+        (4, {}, ["stages.engine=ray"], 1, "--workers says how many"),
+        (4, {}, ["cache.rolling={max_gb: 1}"], 1, "training"),
+    ],
+)
+def test_one_for_each_card_by_default(
+    project, monkeypatch, cards: int, given: dict[str, Any], overrides: list[str], workers: int, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    found, why = choose_workers(project(IMAGE).config(*overrides), Encoding(**given))
+    assert found == workers and reason in why
+
+
+def test_each_worker_has_a_card_of_its_own(project, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    config, resources = project(IMAGE).config(), Encoding(threads=torch.get_num_threads())
+    workers, _ = choose_workers(config, resources)
+    cards = {model_loading.select_device(resources, number) for number in range(workers)}
+    assert cards == {torch.device(f"cuda:{card}") for card in range(3)}
+
+
+@pytest.mark.slow
+def test_a_stage_says_how_many_and_why(project) -> None:
+    home = project(IMAGE)
+    plan_four(home)
+    report = home.run(encode_text.run, device="cpu")
+    assert report.done == 5 and report.details["workers"] == "1, as the device is cpu"
+    assert "workers: 1, as the device is cpu" in home.said
+
+
+def test_options_that_are_given_decide(project) -> None:
+    config = project(IMAGE).config("stages.encode-text.workers=3")
+    assert Options().resources(config, "encode-text").workers == 3
+    assert Options(workers=2).resources(config, "encode-text").workers == 2
