@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from tests.background import served
 from tests.processes import forget_forkserver
 
 BUCKET = "store"
@@ -167,12 +168,8 @@ def serve_google(address: str = "127.0.0.1") -> Iterator[GoogleServer]:
 
     server = ThreadingHTTPServer((address, 0), partial(Handler, app.storage))
     app.url = f"http://{address}:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield app
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(server):
+        yield app
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ into a folder (its local store); the stand-in has the hub's HTTP interface, as h
 import json
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from tests.background import served
 from tests.processes import forget_forkserver
 
 BUCKET = "me/store"
@@ -126,12 +126,8 @@ def serve_hub(place: Path) -> Iterator[HubServer]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     app.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield app
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(server):
+        yield app
 
 
 @pytest.fixture

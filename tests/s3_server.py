@@ -1,7 +1,6 @@
 """An S3 server on loopback (moto's) that counts requests and answers some of them as a store in trouble would."""
 
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from urllib.parse import parse_qs
 
 import pytest
 
+from tests.background import served
 from tests.processes import forget_forkserver
 
 BUCKET = "store"
@@ -137,12 +137,8 @@ def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
     app = S3Server(moto.DomainDispatcherApplication(moto.create_backend_app))
     server = make_server(address, 0, app, threaded=True, request_handler=Quiet)
     app.url = f"http://{address}:{server.port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield app
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(server):
+        yield app
 
 
 @pytest.fixture(scope="session")

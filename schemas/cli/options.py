@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar, overload
 import typer
 
 from schemas.cli.job_array import find_task
-from schemas.config.encoding import Encoding, Reading
+from schemas.config.encoding import Encoding, StageWorkers
 from schemas.config.pipeline import Config
 from schemas.config.section import DEVICE, MOST_PROCESSES
 
@@ -106,10 +106,10 @@ class Options:
     workers: int | None = None
 
     @overload
-    def resources(self, config: Config, stage: Literal["discover", "decode", "preview"]) -> Reading: ...
+    def resources(self, config: Config, stage: Literal["discover", "decode", "preview"]) -> StageWorkers: ...
     @overload
-    def resources(self, config: Config, stage: str) -> Reading | Encoding: ...
-    def resources(self, config: Config, stage: str) -> Reading | Encoding:
+    def resources(self, config: Config, stage: str) -> StageWorkers | Encoding: ...
+    def resources(self, config: Config, stage: str) -> StageWorkers | Encoding:
         """The stage's resources as configured, overridden by --device and --workers."""
         given = {"device": self.device, "workers": self.workers}
         update = {key: value for key, value in given.items() if value is not None}

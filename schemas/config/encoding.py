@@ -154,8 +154,8 @@ class Resources(Section):
     device: Device = "auto"
 
 
-class Reading(Resources):
-    workers: Processes = Field(1, description="processes that read media")
+class StageWorkers(Resources):
+    workers: Processes = Field(1, description="processes on this machine")
 
 
 class Encoding(Resources):
@@ -211,16 +211,16 @@ class Stages(Section):
     max_reject_fraction: float = Field(0.2, ge=0, le=1, description="a stage stops when more is set aside")
     item_timeout_s: float = Field(300.0, gt=0, le=7 * 86400, description="an item that takes longer is set aside")
     item_memory_mib: int = Field(8192, ge=256, le=2**24, description="an item that takes more memory is set aside")
-    discover: Reading = Reading(workers=4)
+    discover: StageWorkers = StageWorkers(workers=4)
     encode_text: Encoding = Field(Encoding(), alias="encode-text")
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")
     encode_vision: Encoding = Field(Encoding(), alias="encode-vision")
-    decode: Reading = Reading()
+    decode: StageWorkers = StageWorkers()
 
     def _problems(self) -> Iterator[Problem]:
         if self.engine == "ray" and self.ray.stall_timeout_s <= self.item_timeout_s:
             limits = f"{self.ray.stall_timeout_s:g} s, and an item may take {self.item_timeout_s:g} s (item_timeout_s)"
             yield ("ray", "stall_timeout_s"), f"it is {limits}; make it longer than that"
 
-    def resources(self, stage: str) -> Reading | Encoding:
-        return getattr(self, stage.replace("-", "_"), Reading())
+    def resources(self, stage: str) -> StageWorkers | Encoding:
+        return getattr(self, stage.replace("-", "_"), StageWorkers())

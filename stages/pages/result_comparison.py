@@ -11,7 +11,7 @@ from cache import rejects
 from cache.damage import DamageError
 from cache.shard import ShardRow
 from schemas.cli.console import Progress, Report
-from schemas.config.encoding import Reading
+from schemas.config.encoding import StageWorkers
 from schemas.errors import LatentpressError
 from schemas.family import Family
 from schemas.geometry import Bucket
@@ -29,7 +29,7 @@ TableRow = dict[str, Any]
 
 
 def compare_samples(
-    encoded: EncodedPlan, chosen: dict[str, list[int]], resources: Reading, progress: Progress
+    encoded: EncodedPlan, chosen: dict[str, list[int]], resources: StageWorkers, progress: Progress
 ) -> list[SampleResult]:
     """The chosen rows of each bucket, in that order, and within a bucket the lowest PSNR first.
 

@@ -34,6 +34,7 @@ from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import SetError
 from schemas.config.training import Train
+from tests.background import repeated
 from tests.cache.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
 from trainer.data import BatchLoader
 
@@ -163,21 +164,14 @@ def kill(child: int) -> None:
 def watched(home: Home) -> Iterator[list[int]]:
     """The largest number of bytes that were on the disk. Looked at under the lock: otherwise a shard is counted that is
     removed a moment later, and then the one that took its place."""
-    most, ended = [0], threading.Event()
+    most = [0]
 
     def look() -> None:
-        while not ended.is_set():
-            with RollingFiles(home.store).locked():
-                most[0] = max(most[0], home.on_disk())
-            time.sleep(0.002)
+        with RollingFiles(home.store).locked():
+            most[0] = max(most[0], home.on_disk())
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+    with repeated(look, 0.002):
         yield most
-    finally:
-        ended.set()
-        thread.join()
 
 
 def schedule_of(data) -> BatchSchedule:

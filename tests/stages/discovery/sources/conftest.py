@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 from stages.discovery.sources import huggingface
 from stages.engines import sandbox
+from tests.background import served
 from tests.processes import forget_forkserver
 
 SECRETS = {
@@ -158,12 +158,8 @@ class Ranged(BaseHTTPRequestHandler):
 @contextmanager
 def serving(handler) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(server):
+        yield f"127.0.0.1:{server.server_port}"
 
 
 @pytest.fixture
