@@ -1,12 +1,13 @@
 """How long training steps wait for data of a slow object store, through copies on this machine.
 
-    python -m benchmarks.remote_read [--case NAME] [--steps 200] [--step-s 0.5] [--latency-ms 100] [--mb-per-s 200]
-                                     [--set-mib 4096] [--unit-mib 128] [--root DIR] [--tiny]
+    python -m benchmarks.remote_read [--case NAME] [--steps 250] [--step-s 0.5] [--latency-ms 100] [--mb-per-s 200]
+                                     [--set-mib 2048] [--unit-mib 128] [--root DIR] [--tiny]
 
 The store is an S3 server on loopback, a process of its own, that waits `--latency-ms` before each answer and sends
 `--mb-per-s` (10^6 bytes) over all connections together. A step reads the trainer's batches and then sleeps for
-`--step-s`. Samples have the sizes of the flavours: a latent of a picture of 1024x1024 or of 61 frames of 768x512, and a
-text of 135 tokens x 3584, all bfloat16; shards of `--unit-mib`. Texts are in the order of their samples.
+`--step-s`. Samples have the sizes of the flavours: a latent of a picture of 1024x1024 (Kandinsky or Sana) or of 61 or
+121 frames of 768x512, and a text of 135 tokens x 3584 (Sana: 2304), all bfloat16; shards of `--unit-mib`. Texts are in
+the order of their samples.
 
 `shards`: the copies may have half of the set's bytes, and training goes in the order of shards that the program names
 for that (`train.shuffle_shards`); the folder is empty at first. `eight cards`: as many samples a step as eight ranks
@@ -14,7 +15,7 @@ read that take two each. `whole`: an order over the whole set, and room for it, 
 once more, with the copies that are there.
 
 waiting: share of the time after the first step; at the start, seconds until the first step's data were there. Sets are
-written first (`--set-mib` each, on the disk, twice that with the copies). Takes about 9 minutes.
+written first (`--set-mib` each, on the disk, twice that with the copies). Takes about 16 minutes.
 """
 
 import os
@@ -44,24 +45,28 @@ from trainer.data import BatchLoader
 from trainer.metrics import StepTimer
 
 FAMILY, TASK = "kandinsky5-image", "t2i"
-TOKENS, WIDTH = 135, 3584
+TOKENS, WIDTH, SANA_WIDTH = 135, 3584, 2304
 PIECE = 1 << 20  # bytes sent at a time
 
 
 class Case(NamedTuple):
-    """shape: of a latent. samples: of a step. order: shards, or whole. warm: with the copies of the case before."""
+    """shape: of a latent. samples: of a step. order: shards, or whole. warm: with the copies of the case before. width:
+    of a text."""
 
     shape: tuple[int, ...]
     bucket: str
     samples: int
     order: str = "shards"
     warm: bool = False
+    width: int = WIDTH
 
 
 IMAGE, VIDEO = ((16, 1, 128, 128), "1024x1024"), ((16, 16, 64, 96), "768x512@61")
 CASES = {
     "image": Case(*IMAGE, 4),
-    "video": Case(*VIDEO, 1),
+    "video, 61 frames": Case(*VIDEO, 1),
+    "video, 121 frames": Case((16, 31, 64, 96), "768x512@121", 1),
+    "sana": Case((32, 1, 32, 32), "1024x1024", 16, width=SANA_WIDTH),
     "image, eight cards": Case(*IMAGE, 16),
     "image, whole": Case(*IMAGE, 4, "whole"),
     "image, whole, again": Case(*IMAGE, 4, "whole", warm=True),
@@ -160,11 +165,11 @@ def serve(port: Connection, root: Path, latency_s: float, bytes_per_s: float) ->
 def write_set(root: Path, case: Case, set_mib: float, unit_mib: float, tokens: int) -> int:
     """A set of about `set_mib` in shards of `unit_mib`; returns its bytes."""
     store = Store(root)
-    (latent, *_), (text, *_) = make_rows("latent", case.shape, 1), make_rows("embeds", (tokens, WIDTH), 1)
+    (latent, *_), (text, *_) = make_rows("latent", case.shape, 1), make_rows("embeds", (tokens, case.width), 1)
     sizes = {"latents": latent.tensors["latent"].nbytes, "text": text.tensors["embeds"].nbytes}
     count = max(4 * case.samples, int(set_mib * MIB / sum(sizes.values())))
     shards, places = list[tuple[str, str]](), dict[str, list[tuple[int, int]]]()
-    for kind, name, shape in (("latents", "latent", case.shape), ("text", "embeds", (tokens, WIDTH))):
+    for kind, name, shape in (("latents", "latent", case.shape), ("text", "embeds", (tokens, case.width))):
         each = max(1, int(unit_mib * MIB / sizes[kind]))
         places[kind] = [(len(shards) + number // each, number % each) for number in range(count)]
         rows = make_rows(name, shape, count)
@@ -222,11 +227,11 @@ def train(case: Case, folder: Path, limit: int, shuffle_shards: int | None, step
 def main() -> None:
     parser = make_parser(__doc__, root=True)
     parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--step-s", type=float, default=0.5)
     parser.add_argument("--latency-ms", type=float, default=100.0)
     parser.add_argument("--mb-per-s", type=float, default=200.0)
-    parser.add_argument("--set-mib", type=float, default=4096)
+    parser.add_argument("--set-mib", type=float, default=2048)
     parser.add_argument("--unit-mib", type=float, default=128)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
