@@ -16,8 +16,11 @@ from bokeh.document import Document
 from bokeh.models import ColumnDataSource
 
 from cache.stage_log import append_stage
+from cache.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, report
+from stages.encoding.job_reports import JobReport
+from stages.encoding.stage_registry import TEXT
 from tests.project import Project
 from tests.stages.html_page import HOSTILE, SEEN, Page, alike
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -70,6 +73,10 @@ def test_a_finished_run(home: Project) -> None:
     (made.folder / "scores.jsonl").write_text('{"step": 40, "scores": {"clip score": 0.3}}\n')
     for seconds in (61.0, 60.0):
         append_stage(made.folder, {"stage": "discover", "began": 0.0, "seconds": seconds, "done": 1, "failed": False})
+    fingerprint, store = TEXT.fingerprint(made.config), Store(made.config.root)
+    for number, seconds in enumerate((200.0, 5.0)):  # of two machines
+        job = JobReport(engine="local", workers=1, shard=f"{number}/2", state="ended", seconds=seconds)
+        store.publish_bytes(f"jobs/encode-text/{fingerprint}/{number:016x}.json", job.model_dump_json().encode())
     text, missing = page_of(home)
     assert (made.folder / "report.html").stat().st_size < 10_000_000
     found, page = curves(text), Page(text)
@@ -98,6 +105,7 @@ def test_a_finished_run(home: Project) -> None:
     assert "0:02:01" in page.text and "not recorded" in page.text and "0:00:20" in page.text, (
         "40 steps of half a second"
     )
+    assert "0:03:25" in page.text, "of the text's two jobs"
     rows = re.findall(r"<tr>\s*<td>([\w.-]+)</td>\s*<td>(.*?)</td>\s*<td>(.*?)</td>", text)
     assert ("train.optimizer.lr", "0.0003", "0.0001") in rows
     assert not any(key == "train.optimizer.schedule" for key, *_ in rows), "it is the default"

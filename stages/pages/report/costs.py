@@ -1,7 +1,9 @@
 """Time and bytes of each stage of a run."""
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from cache.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.encoding import stage_registry
+from stages.encoding.job_reports import read_reports
 
 NOT_RECORDED = "not recorded"
 TableRow = dict[str, Any]
@@ -19,33 +22,45 @@ TableRow = dict[str, Any]
 
 def cost_rows(config: Config, folder: Path, metrics: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     """A row for each stage: the time that `latentpress run` took for it, all its runs together, and the bytes that it
-    has made. Training's time is that of the recorded steps, also without `run`."""
+    has made. Without `run`, training's time is that of the recorded steps, and an encoding stage's that of its jobs of
+    the last day, added up."""
     seconds: dict[str, float] = {}
     for row in read_stages(folder):
         seconds[row["stage"]] = seconds.get(row["stage"], 0.0) + row["seconds"]
     steps = [value for line in metrics if isinstance(value := line.get("step_s"), int | float) and math.isfinite(value)]
-    sizes = _sizes(config, folder)
+    if steps:
+        seconds.setdefault("train", math.fsum(steps))
+    store, fingerprints = Store(config.root), _fingerprints(config)
+    known = {stage: fingerprint for stage, fingerprint in fingerprints.items() if fingerprint is not None}
+    for stage, jobs in read_reports(store, known, time.time()).items():
+        if jobs:
+            seconds.setdefault(stage, math.fsum(job.seconds for job in jobs))
     rows = []
-    for stage, size in sizes.items():
+    for stage, size in _sizes(store, config, folder, fingerprints).items():
         took = seconds.get(stage)
-        if took is None and stage == "train" and steps:
-            took = math.fsum(steps)
-        time = NOT_RECORDED if took is None else str(timedelta(seconds=round(took)))
-        rows.append({"stage": stage, "time": time, "size": format_bytes(size)})
+        shown = NOT_RECORDED if took is None else str(timedelta(seconds=round(took)))
+        rows.append({"stage": stage, "time": shown, "size": format_bytes(size)})
     return rows
 
 
-def _sizes(config: Config, folder: Path) -> dict[str, int | None]:
-    store = Store(config.root)
+def _fingerprints(config: Config) -> dict[str, str | None]:
+    """Of each encoding stage; None where the checkpoint that names it is not on this machine."""
+    found: dict[str, str | None] = {}
+    for stage in stage_registry.required_stages(config):
+        found[stage.name] = None
+        with suppress(LatentpressError):
+            found[stage.name] = stage.fingerprint(config)
+    return found
+
+
+def _sizes(store: Store, config: Config, folder: Path, fingerprints: Mapping[str, str | None]) -> dict[str, int | None]:
     sizes: dict[str, int | None] = {
         "discover": _stored(store, [f"media/{dataset.id}" for dataset in config.datasets]),
         "bucket": _stored(store, ["plans"]),
     }
     for stage in stage_registry.required_stages(config):
-        try:
-            sizes[stage.name] = _stored(store, [f"{stage.kind}/{stage.fingerprint(config)}"])
-        except LatentpressError:  # the checkpoint that names it is not on this machine
-            sizes[stage.name] = None
+        fingerprint = fingerprints[stage.name]
+        sizes[stage.name] = None if fingerprint is None else _stored(store, [f"{stage.kind}/{fingerprint}"])
     named = "/" not in config.train.set and config.train.set != "current"
     sizes["index"] = _stored(store, [f"sets/{config.train.set}" if named else "sets"])
     own = {name: _local(folder / name) for name in ("validation", "samples")}
