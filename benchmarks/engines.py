@@ -6,9 +6,9 @@
 Ray gives its workers a lower priority unless it is told not to, which counts where other programs compute.
 Every worker computes on one thread, and one worker is kept on one core, as it would otherwise read pictures on the
 second. By default the model's layers fit the processor's caches: larger pictures measure the memory that the cores
-share (--channels 32 --side 384 takes a core 1.2 to 1.7 times as long while the other does the same). "whole" is the program's time, from its start in this process to its report.
-"first shard" is when the first unit was done: start-up, loading, and one unit. "work" is from then to the last shard.
-The shards of all runs are compared.
+share (with --channels 32 --side 384 a core takes 1.2 to 1.7 times as long while the other does the same). "whole" is
+the program's time, from its start in this process to its report. "first shard" is when the first unit was done:
+start-up, loading, and one unit. "work" is from then to the last shard. The shards of all runs are compared.
 """
 
 import io
