@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cache.files import replacing
+from cache.files import explained, replacing
+from cache.json_checks import parse_json
 from schemas.config.pipeline import Config
 
 SCORES_FILE = "scores.jsonl"
@@ -22,6 +23,8 @@ WANDB_ID = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
 SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
 TAIL_BYTES = 1 << 20  # of the metrics that status reads: about 1,500 steps
+MAX_HEADER_BYTES = 1 << 20  # of a validation latent
+_STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -62,6 +65,37 @@ def read_scores(folder: Path) -> list[dict[str, Any]]:
         if isinstance(line.get("scores"), dict):
             by_step.setdefault(line["step"], {}).update(line["scores"])
     return [{"step": step, "scores": scores} for step, scores in sorted(by_step.items())]
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, the newest last, without temporaries of killed processes."""
+    with explained(str(folder)):
+        found = [path for path in folder.glob("step-*") if step_of(path) is not None and path.is_dir()]
+    return sorted(found, key=checkpoint_step)
+
+
+def checkpoint_step(path: Path) -> int:
+    """The number in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a folder named "step-000500"; None of another name."""
+    found = _STEP_PATTERN.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """What the trainer wrote about a validation latent, from the header of its safetensors file: 8 bytes of length,
+    then JSON. Empty where the file is missing or damaged."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(min(size, MAX_HEADER_BYTES)))
+        found = json.loads(header["__metadata__"]["latentpress"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def smoothed_loss(losses: Sequence[float | None]) -> float | None:
@@ -129,8 +163,7 @@ def read_progress(config: Config) -> RunProgress:
     folder, steps = Path(config.output) / config.train.run, config.train.steps
     metrics = read_last_metrics(folder / METRICS_FILE)
     lines, evals = ([line for line in metrics if key in line] for key in ("loss", "eval_loss"))
-    names = [path.name for path in (folder / CHECKPOINTS).glob("step-*")]
-    saved = [int(name[5:]) for name in names if re.fullmatch("step-[0-9]{1,18}", name, re.ASCII)]
+    saved = [checkpoint_step(path) for path in list_checkpoints(folder / CHECKPOINTS)]
     step = max([lines[-1]["step"] if lines else 0, *saved])
     running = is_running(folder)
     if running:

@@ -34,10 +34,12 @@ def model_config(part: str, size: str, overrides: dict[str, Any]) -> dict[str, A
     if part not in TOKENIZERS:
         return config
     tokenizer = TOKENIZERS[part]()
+    # CLIP's 2 is the original's: it selects pooling at the highest id.
+    clip_ends = {"eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0}
+    if part == "clip_model":
+        return config | {"text_config": {"vocab_size": len(tokenizer)} | config["text_config"] | clip_ends}
     if not part.startswith("qwen"):
-        # CLIP's 2 is the original's: it selects pooling at the highest id.
-        ends = {"clip": {"eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0}, "gemma": {}}[part]
-        return {"vocab_size": len(tokenizer)} | config | ends
+        return {"vocab_size": len(tokenizer)} | config | {"clip": clip_ends, "gemma": {}}[part]
     names = ("vision_start", "vision_end", "image_pad", "video_pad")
     ids = {f"{name.removesuffix('_pad')}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
     text = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
@@ -159,17 +161,22 @@ def make_model(
 # --- checkpoints ---
 
 
-def _write_tokenizers(kind: Any, out: Path, selected: Callable[[str], bool]) -> None:
+def _write_tokenizers(kind: Any, out: Path, size: str, selected: Callable[[str], bool]) -> None:
     for component, part in kind.components.items():
         name = component.replace("text_encoder", "tokenizer")
         if part not in TOKENIZERS or not selected(name):
             continue
         TOKENIZERS[part]().save_pretrained(out / name)
+        if part == "clip_model":
+            from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+            side = SHAPES[size][part]["vision_config"]["image_size"]
+            CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=side).save_pretrained(out / name)
         if part.startswith("qwen"):  # the repositories keep Qwen's whole processor under this name
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-            size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
-            Qwen2VLImageProcessorPil(size=size).save_pretrained(out / name)
+            edges = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
+            Qwen2VLImageProcessorPil(size=edges).save_pretrained(out / name)
 
 
 def _write_pipeline_files(kind: Any, out: Path, with_scheduler: bool) -> None:
@@ -222,7 +229,7 @@ def build(
             model = make_model(part, size, seed=seed, dtype=dtype, device=device, overrides=overrides)
             model.save_pretrained(out / component)
             del model  # the next true-size model may need its memory
-    _write_tokenizers(spec, out, selected)
+    _write_tokenizers(spec, out, size, selected)
     if spec.pipeline is not None:
         _write_pipeline_files(spec, out, selected("scheduler"))
     return out

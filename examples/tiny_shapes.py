@@ -68,6 +68,16 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
             "projection_dim": 32,
         },
+        "clip_model": {
+            "projection_dim": 32,
+            "text_config": {
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            },
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "image_size": 64, "patch_size": 16,
+            },
+        },
         "gemma": {
             "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16,
@@ -98,6 +108,17 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
             "projection_dim": 768, "vocab_size": 49408,
         },
+        "clip_model": {  # ViT-L/14
+            "projection_dim": 768,
+            "text_config": {
+                "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+                "vocab_size": 49408,
+            },
+            "vision_config": {
+                "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+                "image_size": 224, "patch_size": 14,
+            },
+        },
         "gemma": {"vocab_size": 256000},
         "dinov2": {
             "hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24, "image_size": 518,
@@ -125,6 +146,7 @@ CLASSES = {
     "qwen": ("transformers", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
     "qwen49": ("transformers", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
     "clip": ("transformers", "CLIPTextModel", "CLIPTextConfig"),
+    "clip_model": ("transformers", "CLIPModel", "CLIPConfig"),
     "gemma": ("transformers", "Gemma2Model", "Gemma2Config"),
     "dinov2": ("transformers", "Dinov2Model", "Dinov2Config"),
 }
@@ -161,4 +183,5 @@ KINDS = {
     "kandinsky5-video-t2v-nabla": CheckpointKind(_K5_VIDEO["t2v"], _VIDEO, _NABLA, {"shift": 5.0}),
     "sana": CheckpointKind(FAMILIES["sana"].pipelines["t2i"], _SANA, {}, _SANA_SCHEDULER),
     "dinov2": CheckpointKind(None, {"": "dinov2"}),
+    "clip": CheckpointKind(None, {"": "clip_model"}),
 }

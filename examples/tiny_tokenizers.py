@@ -161,5 +161,6 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen": qwen_tokenizer,
     "qwen49": partial(qwen_tokenizer, 49),
     "clip": clip_tokenizer,
+    "clip_model": clip_tokenizer,
     "gemma": gemma_tokenizer,
 }

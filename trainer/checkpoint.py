@@ -30,6 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cache.files import replacing, sync, temporary
+from cache.training_run import checkpoint_step, list_checkpoints
 from trainer import optimizer_state, resume
 from trainer.resume import OPTIMIZER_FILE, TRAINABLE_FILE
 from trainer.sharded import copy_values, is_sharded, load_shards, save_shards
@@ -165,8 +166,8 @@ def prune(folder: Path, keep: int, every: int | None = None, protected: Sequence
     divides, and those of the steps `protected`."""
     older = [
         path
-        for path in resume.list_checkpoints(folder)[:-keep]
-        if (step := resume.checkpoint_step(path)) not in protected and (every is None or step % every)
+        for path in list_checkpoints(folder)[:-keep]
+        if (step := checkpoint_step(path)) not in protected and (every is None or step % every)
     ]
     for path in [*older, *folder.glob(".step-*.tmp")]:
         # Renamed first, as a partly removed folder must not look like a checkpoint.

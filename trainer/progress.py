@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from cache.best_step import describe_best
 from cache.training_run import (
     METRICS_FILE,
     SMOOTHED_STEPS,
@@ -17,7 +18,6 @@ from cache.training_run import (
     smoothed_loss,
 )
 from schemas.cli.console import Console
-from trainer.best_step import describe_best
 from trainer.metrics import RecordMetrics
 
 

@@ -15,11 +15,11 @@ import xxhash
 
 from cache.files import explained
 from cache.json_checks import check_checksum, check_count, check_list, check_object, check_text, parse_json, printable
+from cache.training_run import checkpoint_step, list_checkpoints
 from schemas.errors import DAMAGE, USAGE, LatentpressError
 
 FORMAT_VERSION = 4
 STATE_FILE, TRAINABLE_FILE, OPTIMIZER_FILE = "state.json", "trainable.safetensors", "optimizer.safetensors"
-_STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 _FILE_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)  # inside the checkpoint
 NEW_RUN_HINT = "Or choose another train.run to begin a new one."
 #: Key of the resume signature -> its setting.
@@ -81,18 +81,6 @@ class Checkpoint:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.state["step"]
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, the newest last, without temporaries of killed processes."""
-    with explained(str(folder)):
-        found = [path for path in folder.glob("step-*") if _STEP_PATTERN.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=checkpoint_step)
-
-
-def checkpoint_step(path: Path) -> int:
-    """The number in the name of a checkpoint's folder."""
-    return int(path.name.removeprefix("step-"))
 
 
 def newest_checkpoint(folder: Path, verify: bool = False) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cache.best_step import best_checkpoint
 from cache.schedule import BatchSchedule
 from cache.trainset import TrainSet
 from schemas.cli.console import Console
@@ -21,7 +22,6 @@ from schemas.config.training import Train
 from schemas.identity import derive_seed
 from trainer import checkpoint, flow, losses, metrics, progress, resume, run_state, validation
 from trainer.batch import to_device
-from trainer.best_step import best_checkpoint
 from trainer.data import MicroBatch, StepBatches
 from trainer.failure_messages import explain_failures
 from trainer.families.base import components

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from cache.best_step import best_evaluation
 from schemas.cli.console import OK, Console
 from tests.trainer.runs import program
-from trainer.best_step import best_evaluation
 from trainer.metrics import StepTimer, read_metrics
 from trainer.progress import show_metrics
 

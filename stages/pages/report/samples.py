@@ -4,16 +4,14 @@ The trainer writes latents (validation/<step>/<name>.safetensors), decode makes 
 shown is small enough for one page; a cell without a file says what is missing.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
-from cache.json_checks import parse_json
+from cache.training_run import read_description, step_of
 from schemas.config.pipeline import Config
 from schemas.text_format import escape_unprintable
 from stages.media.errors import MediaError
@@ -26,7 +24,6 @@ MAX_CELLS = 480  # of a page
 MIN_STEPS = 3  # the first, a middle one and the last, before prompts are left out
 MIN_CELL_BYTES, MAX_CELL_BYTES = 3_000, 300_000
 SOURCE_BOX, SOURCE_BYTES = (160, 160), 12_000
-MAX_HEADER_BYTES = 1 << 20
 Step = int
 
 
@@ -127,18 +124,13 @@ def _find_files(run: str, folder: Path, config: Config) -> _Files:
     files: dict[tuple[str, Step], Path | None] = {}
     order = {prompt.name: number for number, prompt in enumerate(config.validation.prompts)}
     for path in sorted((folder / "validation").glob("step-*/*.safetensors")):
-        if (step := _step_of(path.parent)) is not None:
+        if (step := step_of(path.parent)) is not None:
             files[path.stem, step] = None
     for path in sorted((folder / "samples").glob("step-*/*")):
-        if path.suffix in SUFFIXES and (step := _step_of(path.parent)) is not None and not path.name.startswith("."):
+        if path.suffix in SUFFIXES and (step := step_of(path.parent)) is not None and not path.name.startswith("."):
             files[path.stem, step] = path
     ordered = sorted(files.items(), key=lambda entry: (order.get(entry[0][0], len(order)), entry[0]))
     return _Files(run, folder, config, dict(ordered))
-
-
-def _step_of(folder: Path) -> Step | None:
-    digits = folder.name.removeprefix("step-")
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else None
 
 
 def _read_row(
@@ -191,19 +183,6 @@ def _put_beside(path: Path, run: str, beside: tuple[Path, Path]) -> str:
     if not target.exists() or target.stat().st_mtime_ns < path.stat().st_mtime_ns:
         copyfile(path, target)
     return quote(os.path.relpath(target, page_folder))
-
-
-def read_description(path: Path) -> dict[str, Any]:
-    """What the trainer wrote about a validation latent, from the header of its safetensors file: 8 bytes of length,
-    then JSON. Empty where the file is missing or damaged."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(min(size, MAX_HEADER_BYTES)))
-        found = json.loads(header["__metadata__"]["latentpress"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def describe_clip(clip: Clip, name: str, step: Step) -> Markup:

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
+from cache.training_run import checkpoint_step, list_checkpoints
 from schemas.cli.console import Console
 from tests.trainer.pipelines import exact_output, output, pipeline
 from trainer import checkpoint, resume
@@ -45,7 +46,7 @@ def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(
     make_set(config)
     loop.train_loop(prepared(config))
     seen = []
-    for path in resume.list_checkpoints(loop.run_state.run_folder(config) / "checkpoints"):
+    for path in list_checkpoints(loop.run_state.run_folder(config) / "checkpoints"):
         pipe, run = pipeline(name, Path(config.model.path)), prepared(config)
         before = output(name, pipe.transformer)
         if adapter.get("type") == "full":
@@ -57,7 +58,7 @@ def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(
                 pipe.load_lora_weights(path)
             assert (path / "comfyui_lora.safetensors").exists() == ("formats" in adapter)
             with safe_open(path / FILE, "pt") as file:
-                assert file.metadata()["latentpress.steps"] == str(resume.checkpoint_step(path))
+                assert file.metadata()["latentpress.steps"] == str(checkpoint_step(path))
         with safe_open(path / "trainable.safetensors", "pt") as file:
             # Once, but for an adapter that is converted on saving and can't be trained on.
             assert bool(list(file.keys())) == ("init_weights" in adapter)

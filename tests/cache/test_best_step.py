@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.best_step import best_checkpoint, best_evaluation, describe_best
+from cache.best_step import best_checkpoint, best_evaluation, describe_best
 
 
 def evaluated(step: int, loss: float | None, on: str = "a") -> dict:

@@ -1,12 +1,11 @@
-"""The step with the lowest eval loss of a run, and its checkpoint. Reads files, without torch."""
+"""The step with the lowest eval loss of a run, and its checkpoint."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cache.training_run import METRICS_FILE, read_metrics
-from trainer.resume import checkpoint_step, list_checkpoints
+from cache.training_run import CHECKPOINTS, METRICS_FILE, checkpoint_step, list_checkpoints, read_metrics
 
 
 class Evaluation(NamedTuple):
@@ -33,7 +32,7 @@ def best_evaluation(lines: Iterable[Mapping[str, Any]], steps: Collection[int] |
 
 def best_checkpoint(folder: Path) -> Evaluation | None:
     """Of the run's evaluated steps that have a checkpoint, the one with the lowest eval loss."""
-    steps = [checkpoint_step(path) for path in list_checkpoints(folder / "checkpoints")]
+    steps = [checkpoint_step(path) for path in list_checkpoints(folder / CHECKPOINTS)]
     return best_evaluation(read_metrics(folder / METRICS_FILE), steps)
 
 
@@ -41,7 +40,7 @@ def describe_best(folder: Path) -> dict[str, Any]:
     """Details for the report. best_step: the step with the lowest eval loss, with its checkpoint if it has one.
     best_checkpoint: the best of those that have one, unless that is the same step."""
     lines = read_metrics(folder / METRICS_FILE)
-    paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / "checkpoints")}
+    paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / CHECKPOINTS)}
     details: dict[str, dict[str, Any]] = {}
     for key, found in (("best_step", best_evaluation(lines)), ("best_checkpoint", best_evaluation(lines, paths))):
         if found is not None and found.step not in [each["step"] for each in details.values()]:
