@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import Pipe, get_context
@@ -81,15 +81,16 @@ class Objects(BaseHTTPRequestHandler):
 
     def _list(self, query: dict[str, str]) -> None:
         self.requests["LIST"] += 1
-        prefix, start = query.get("prefix", ""), int(query.get("continuation-token", 0))
+        prefix, after = query.get("prefix", ""), query.get("start-after", "")
         first, last = bisect_left(self.names, prefix), bisect_left(self.names, prefix + "\U0010ffff")
-        page = self.names[first + start : min(first + start + PAGE, last)]
+        start = int(query.get("continuation-token", max(first, bisect_right(self.names, after))))
+        page = self.names[start : min(start + PAGE, last)]
         rows = "".join(
             f'<Contents><Key>{escape(name)}</Key><LastModified>{TIME}</LastModified><ETag>"0"</ETag>'
             f"<Size>{len(self.content.get(name, b''))}</Size><StorageClass>STANDARD</StorageClass></Contents>"
             for name in page
         )
-        more = first + start + PAGE < last
+        more = start + PAGE < last
         token = f"<NextContinuationToken>{start + PAGE}</NextContinuationToken>" if more else ""
         body = f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{rows}</ListBucketResult>"
         self._answer(200, body.encode())

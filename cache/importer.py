@@ -6,7 +6,7 @@ other.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -125,7 +125,15 @@ class Importer:
             for kind, name in self._sample_parts.items() if number in samples else ():
                 rows[kind].append(parts[name])
             rows["text"] += [parts[name] for _, name in shard.texts.get(number, [])]
+            self.data.supply.finished(number)
         return sum(self._publish(kind, shard.unit, "" if kind == "text" else shard.bucket, rows[kind]) for kind in rows)
+
+    def needs(self) -> Iterator[set[int]]:
+        """The shard of the export that each of its rows is in, in order; none for rows that the target has."""
+        numbers = np.asarray(self.index.column("shard"))
+        for shard in self.shards:
+            done = shard.unit in self._done["latents"]
+            yield from (set() if done else {number} for number in numbers[shard.rows].tolist())
 
     def _publish(self, kind: str, unit: str, bucket: str, rows: list[ShardRow]) -> int:
         """Publish a shard of `rows`, if there are any, and provenance.json of its cache as the stage of this kind

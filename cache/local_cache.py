@@ -4,6 +4,7 @@ whether that suits a run."""
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,12 +36,17 @@ def cache_folder(settings: LocalCache) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latentpress" / "shards"
 
 
+def free_bytes(folder: Path) -> int:
+    """What its disk has for the copies; those that it has already count as free."""
+    there = next(place for place in (folder, *folder.parents) if place.is_dir())
+    present = sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder)) if folder.is_dir() else 0
+    return shutil.disk_usage(there).free + present
+
+
 def cache_limit(settings: LocalCache, folder: Path) -> int:
     """Bytes that the copies may have. LocalCacheError where the disk has less for them."""
     check_folder(folder)
-    there = next(place for place in (folder, *folder.parents) if place.is_dir())
-    present = sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder)) if folder.is_dir() else 0
-    room = shutil.disk_usage(there).free + present
+    room = free_bytes(folder)
     if settings.max_gb is None:
         return min(DEFAULT_BYTES, room // 2)
     limit = int(settings.max_gb * 1e9)
@@ -89,25 +95,36 @@ def supply_from_copies(
         warn(explain_order(data.id, limit, sum(sizes), step, fitting))
 
 
-def supply_whole_set(settings: LocalCache, data: TrainSet, needs: Iterator[set[int]], reserve: int) -> None:
-    """Let a remote set that is read once read its shards through copies, where all of them fit and leave `reserve`
-    bytes of their disk; otherwise each row stays a request. needs: the shards of each row, in order. `data.close` ends
-    it."""
+def supply_whole_set(
+    settings: LocalCache, data: TrainSet, needs: Callable[[], Iterator[set[int]]], reserve: int = 0
+) -> None:
+    """Let a remote set that is read once, row by row, read its shards through copies, whatever its size: nothing is
+    requested for a row. `data.close` ends it.
+
+    needs: gives the shards of each row, in order. reserve: bytes of the copies' disk that are left free.
+    LocalCacheError where one of the first CHECKED_DRAWS rows needs more than the copies may have.
+    """
     if data.store.root is not None:
         return
-    copies = open_copies(settings, data)
-    size, free = copies.size_of(range(len(copies.shards))), shutil.disk_usage(copies.folder.folder).free
-    if size <= copies.folder.limit and size + reserve <= free:
-        data.use_supply(LocalShards(copies, settings.downloads))
-        data.supply.follow(0, needs)
-    else:
+    copies = open_copies(settings, data, reserve)
+    sizes, limit = [shard.bytes for shard in copies.shards], copies.folder.limit
+    if (most := largest_window([*islice(needs(), CHECKED_DRAWS)], sizes, 1)) > limit:
         copies.folder.close()
+        raise LocalCacheError(
+            f"the shards of a row and one more have up to {most / 1e9:.3g} GB, and the copies in "
+            f"{copies.folder.folder} may have {limit / 1e9:.3g} (train.local_cache.max_gb, and what the disk has left "
+            "beside the result)",
+            f"Raise train.local_cache.max_gb to {most / 1e9:.3g} or more, free space on that disk, or set "
+            "train.local_cache.folder to a folder on another one.",
+        )
+    data.use_supply(LocalShards(copies, settings.downloads))
+    data.supply.follow(0, needs())
 
 
-def open_copies(settings: LocalCache, data: TrainSet) -> ShardCopies:
-    """The shards of a remote set, as listed, and the folder for their copies."""
+def open_copies(settings: LocalCache, data: TrainSet, reserve: int = 0) -> ShardCopies:
+    """The shards of a remote set, as listed, and the folder for their copies. reserve: bytes that its disk keeps."""
     folder = cache_folder(settings)
-    limit = cache_limit(settings, folder)
+    limit = min(cache_limit(settings, folder), max(0, free_bytes(folder) - reserve))
     return ShardCopies(data.store, data.tables["shards"].column("path").to_pylist(), CopyFolder(folder, limit))
 
 

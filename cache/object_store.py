@@ -7,7 +7,7 @@ storms of retries) around each request, and s3fs around each transfer, so that a
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from cache.google_storage import PROTOCOLS as GOOGLE
 from cache.google_storage import google_info, google_ranges, is_google, list_google, open_google
 from cache.hub_storage import copy_from_hub, hub_info, hub_ranges, is_hub, list_hub, open_hub, put_to_hub
 from cache.range_file import RangeFile
+from cache.s3_listing import list_pages, list_s3
 from cache.s3_options import s3_options
 from cache.store_errors import NO_BUCKET, explained_object
 
@@ -156,7 +157,10 @@ def read_now(fs: Any, path: str) -> bytes:
     if not is_hub(fs):
         return fs.cat_file(path)
     fetch, size = hub_ranges(path)
-    return fetch(0, size) if size else b""
+    data = fetch(0, size) if size else b""
+    if len(data) != size:
+        raise OSError(errno.EIO, f"it sent {len(data)} of {size} bytes")
+    return data
 
 
 def copy_object(fs: Any, path: str, target: str, size: int) -> None:
@@ -198,14 +202,14 @@ def object_info(fs: Any, path: str) -> Mapping[str, Any]:
 # -- listing ---------------------------------------------------------------------------------------------------------
 
 
-def list_objects(fs: Any, folder: str) -> Iterator[Entry]:
-    """The objects below `folder`, named relative to it; on S3 and Google a request for each thousand."""
+def list_objects(fs: Any, folder: str, expected: Collection[str] = ()) -> Iterator[Entry]:
+    """The objects below `folder`, named relative to it; on S3 and Google a request for each thousand. expected: names
+    that are likely there, by which parts of a long listing of S3 are asked for at the same time."""
     if hasattr(fs, "call_s3"):
         bucket, prefix = _split_folder(folder)
-        for page in _pages(fs, "list_objects_v2", {"ContinuationToken": "NextContinuationToken"}, bucket, prefix):
-            for about in page.get("Contents", ()):
-                version = object_version({**about, "size": about["Size"]})
-                yield Entry(about["Key"][len(prefix) :], about["Size"], about["LastModified"].timestamp(), version)
+        for about in list_s3(fs, bucket, prefix, expected):
+            version = object_version({**about, "size": about["Size"]})
+            yield Entry(about["Key"][len(prefix) :], about["Size"], about["LastModified"].timestamp(), version)
         return
     if is_google(fs):
         yield from list_google(fs, *_split_folder(folder))
@@ -227,17 +231,6 @@ def list_objects(fs: Any, folder: str) -> Iterator[Entry]:
 def _split_folder(folder: str) -> tuple[str, str]:
     bucket, _, prefix = folder.partition("/")
     return bucket, prefix and prefix + "/"
-
-
-def _pages(fs: Any, method: str, markers: Mapping[str, str], bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
-    """The pages of a listing. markers: field of a request -> field of the page before."""
-    request = {"Bucket": bucket, "Prefix": prefix, **fs.req_kw}
-    while True:
-        page = fs.call_s3(method, **request)
-        yield page
-        if not page.get("IsTruncated"):
-            return
-        request |= {field: page[source] for field, source in markers.items()}
 
 
 def object_version(about: Mapping[str, Any]) -> str:
@@ -288,7 +281,7 @@ def list_uploads(fs: Any, folder: str) -> Iterator[tuple[Entry, str]]:
     bucket, prefix = _split_folder(folder)
     markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
     try:
-        for page in _pages(fs, "list_multipart_uploads", markers, bucket, prefix):
+        for page in list_pages(fs, "list_multipart_uploads", markers, bucket, prefix):
             for upload in page.get("Uploads", ()):
                 key, upload_id = upload["Key"], upload["UploadId"]
                 parts = fs.call_s3("list_parts", Bucket=bucket, Key=key, UploadId=upload_id).get("Parts", ())

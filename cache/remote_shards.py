@@ -35,7 +35,8 @@ def list_shards(store: Store, paths: Sequence[str]) -> list[RemoteShard]:
     wanted = {path: number for number, path in enumerate(paths)}
     found = {}
     for folder in sorted({path.rpartition("/")[0] for path in paths}):
-        for entry in store.list_files(folder):
+        names = [path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == folder]
+        for entry in store.list_files(folder, expected=names):
             rel = f"{folder}/{entry.name}"
             if rel in wanted or rel.removesuffix(SIDECAR_SUFFIX) + TAR_SUFFIX in wanted:
                 found[rel] = entry

@@ -211,9 +211,10 @@ def unit_name(name: str) -> str:
     return name.removesuffix(ARROW_SUFFIX).removesuffix(TAR_SUFFIX)
 
 
-def find_done_units(store: Store, prefix: str) -> dict[str, str]:
-    """Unit -> path of its shard, for every finished unit in folder `prefix`; one listing."""
-    names = [name for name in store.list_names(prefix) if "/" not in name]
+def find_done_units(store: Store, prefix: str, expected: Collection[str] = ()) -> dict[str, str]:
+    """Unit -> path of its shard, for every finished unit in folder `prefix`; one listing. expected: units that may be
+    there, see `Store.list_names`."""
+    names = [name for name in store.list_names(prefix, expected) if "/" not in name]
     done = {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
     return done | {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
 

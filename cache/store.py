@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -91,17 +91,18 @@ class Store:
                 return False
             return True
 
-    def list_names(self, prefix: str = "") -> list[str]:
+    def list_names(self, prefix: str = "", expected: Collection[str] = ()) -> list[str]:
         """Files under folder `prefix` at any depth, relative to it, sorted; [] where there is no such folder.
-        Temporary files are left out. One listing."""
+        Temporary files are left out. One listing. expected: names, or how they begin, that are likely there: they make
+        a long listing of a remote store faster."""
         local = self.local(prefix)
         if local is None:
-            return [entry.name for entry in self.list_files(prefix)]
+            return [entry.name for entry in self.list_files(prefix, expected=expected)]
         with explained(self.path(prefix)):
             names = [name for name, entry in files.walk(local) if not entry.is_dir()]  # no linked folders
         return sorted(name for name in names if not is_unfinished(name.rpartition("/")[2]))
 
-    def list_files(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
+    def list_files(self, prefix: str = "", temporaries: bool = False, expected: Collection[str] = ()) -> list[Entry]:
         """As `list_names`, with sizes and times. temporaries: what stores did not finish instead; of an object store
         the uploads that were begun, and the files in the scratch folder of this machine."""
         found, local, top = list[Entry](), self.local(prefix), self.key(prefix.rstrip("/"))
@@ -111,7 +112,7 @@ class Store:
             local = spool_folder()
         with self._explained(prefix) if local is None else explained(str(local)):
             if local is None:
-                found = list(object_store.list_objects(self.fs, top))
+                found = list(object_store.list_objects(self.fs, top, expected))
             else:
                 wanted = is_temporary if temporaries else lambda name: not is_unfinished(name)
                 for name, entry in files.walk(local):

@@ -69,7 +69,7 @@ def run(
     reserve = 0 if exporter.target.root is None else round(1.1 * row_bytes)
     written = 0
     with closing(data), console.progress(len(data.tables["index"]), "export", "samples") as progress:
-        supply_whole_set(config.train.local_cache, data, exporter.needs(), reserve)
+        supply_whole_set(config.train.local_cache, data, exporter.needs, reserve)
         for shard in exporter.shards:
             count = shard.stop - shard.start
             if exporter.is_complete(shard):

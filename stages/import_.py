@@ -1,12 +1,14 @@
 """import: turns an export into ordinary shards under `root` and a training set, equal to the original in every bit."""
 
+from contextlib import closing
 from typing import Annotated
 
 import typer
 
-from cache.exported_set import ExportedSet
+from cache.exported_set import SAMPLES_KIND, ExportedSet
 from cache.exporter import MIB
 from cache.importer import Importer
+from cache.local_cache import supply_whole_set
 from cache.set_lookup import find_set
 from cache.store import Store
 from cache.trainset import SetError
@@ -40,18 +42,21 @@ def run(
     if is_present or options.dry_run:
         report.skipped, report.remaining = (total, 0) if is_present else (0, total)
         return report
+    is_copied = data.store.root is None and importer.target.root is not None
+    reserve = sum(entry.size for entry in data.store.list_files(SAMPLES_KIND)) if is_copied else 0
     written = 0
-    with console.progress(total, "import", "samples") as progress:
+    with closing(data), console.progress(total, "import", "samples") as progress:
+        supply_whole_set(config.train.local_cache, data, importer.needs, reserve)
         for shard in importer.shards:
             if importer.is_complete(shard):
                 report.skipped += len(shard.rows)
+                data.supply.finished(shard.rows.stop - 1)
             else:
                 written += importer.write(shard)
                 report.done += len(shard.rows)
             progress.advance(len(shard.rows))
-    importer.publish(importer.write_prompts())
+        importer.publish(importer.write_prompts())
     report.details["written_mib"] = round(written / MIB, 2)
-    data.close()
     return report
 
 

@@ -101,6 +101,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"{took[test]:6.1f} s  {test}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
+    """Where programs, also in other processes, keep copies of remote shards: never in the user's own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache-home")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
 @pytest.fixture
 def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are started in this test are forks of this process, and so are those that they start."""

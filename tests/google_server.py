@@ -185,6 +185,7 @@ def google(google_server: GoogleServer, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     environment = {"STORAGE_EMULATOR_HOST": google_server.url, "NO_GCE_CHECK": "true", "NO_PROXY": "*"}
     environment |= {"GOOGLE_APPLICATION_CREDENTIALS": "", "CLOUDSDK_CONFIG": str(tmp_path / "none")}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("cache.store.spool_folder", lambda: tmp_path / "scratch")

@@ -19,6 +19,7 @@ from tests.background import served
 from tests.processes import forget_forkserver
 
 BUCKET = "me/store"
+CUT = -1  # in place of a status: half of the answer, and then the connection is closed
 
 
 def now() -> str:
@@ -26,12 +27,14 @@ def now() -> str:
 
 
 class HubServer:
-    """answer(method, path) -> the HTTP status that a request gets instead of its answer, 0 to let it pass."""
+    """answer(method, path) -> the HTTP status that a request gets instead of its answer, 0 to let it pass, or CUT.
+    retry_after: seconds that a 429 asks to wait."""
 
     def __init__(self, place: Path) -> None:
         self.place, self.page, self.url = place, 1000, ""
         self.files: dict[str, dict[str, Any]] = {}
         self.requests: list[str] = []
+        self.retry_after = 0
         self.answer: Callable[[str, str], int] = lambda method, path: 0
 
     def entry(self, path: str) -> dict[str, Any]:
@@ -56,6 +59,7 @@ def serve_hub(place: Path) -> Iterator[HubServer]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        is_cut = False
 
         def log_message(self, *args: Any) -> None:
             pass
@@ -66,7 +70,8 @@ def serve_hub(place: Path) -> Iterator[HubServer]:
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2] if self.is_cut else body)
+            self.close_connection |= self.is_cut
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
@@ -112,9 +117,12 @@ def serve_hub(place: Path) -> Iterator[HubServer]:
 
         def refused(self) -> bool:
             app.requests.append(f"{self.command} {self.path}")
-            if code := app.answer(self.command, self.path):
-                self.send({"error": "as the test wants it"}, code)
-            return bool(code)
+            code = app.answer(self.command, self.path)
+            self.is_cut = code == CUT
+            if code > 0:
+                wait = {"Retry_After": str(app.retry_after)} if code == 429 else {}
+                self.send({"error": "as the test wants it"}, code, **wait)
+            return code > 0
 
         def list(self, prefix: str, start: int) -> None:
             names = sorted(path for path in app.files if not prefix or path.startswith(f"{prefix}/"))
@@ -143,6 +151,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", "hf_test")
         monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr("cache.store.spool_folder", lambda: tmp_path / "scratch")
         forget_forkserver()
         HfFileSystem.clear_instance_cache()

@@ -99,7 +99,8 @@ class EncodingStage:
         merge: see rejects.read_stage."""
         fingerprint = self.fingerprint(config)
         wanted = plan.active_text_ids if self.member_kind == "text" else plan.active_sample_ids
-        done = find_done_units(store, f"{self.kind}/{fingerprint}")
+        units = plan.units(self.member_kind)
+        done = find_done_units(store, f"{self.kind}/{fingerprint}", [unit.unit_id for unit in units])
         damaged: dict[str, DamageError] = {}
         folder = reject_folder(self.name, fingerprint)
         rejected = wanted_rows(rejects.read_stage(store, folder, damaged, merge), wanted)
@@ -109,7 +110,6 @@ class EncodingStage:
             for unit, rows in rejected.items()
             if any(retry or (row["retry"] and locations.all_present(self.member_kind, row["item"])) for row in rows)
         }
-        units = plan.units(self.member_kind)
         members = pa.array([name for unit in units for name in unit.members], pa.string())
         missing = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=members)).as_py() or 0)
         if missing:

@@ -88,7 +88,7 @@ def take_units(
     while True:
         if not chosen or time.monotonic() > next_listing:
             begin = time.monotonic()
-            done = find_done_units(shards.store, shards.folder)
+            done = find_done_units(shards.store, shards.folder, [unit.unit_id for unit in units])
             remaining = np.array([n for n, unit in enumerate(units) if unit.unit_id not in done], np.int64)
             claims = claims or Claims(remaining, partition.total, leave)
             unfinished = set((remaining % partition.total).tolist()) - {partition.number}

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +21,9 @@ import pytest
 from cache.damage import ENCODE_PROGRAMS
 from cache.rolling_files import RollingFiles
 from cache.store import Store
+from schemas.errors import INCOMPLETE
 from stages import bucket, discover, gc, index, status, verify
+from tests.background import repeated
 from tests.project import Project
 from tests.torture.conftest import LONG
 
@@ -87,26 +88,19 @@ def losses(home: Project) -> dict[int, float]:
 def watched(home: Project) -> Iterator[list[int]]:
     """The largest number of bytes of shards and unfinished shards that were seen. Under the lock: otherwise a shard is
     counted that is removed a moment later, and then the one that took its place."""
-    most, ended = [0], threading.Event()
+    most = [0]
 
     def look() -> None:
-        while not ended.is_set():
-            with RollingFiles(Store(home.root)).locked():
-                paths = [path for kind in ENCODE_PROGRAMS for path in (home.root / kind).glob("*/*")]
-                found = 0
-                for path in paths:
-                    with suppress(FileNotFoundError):  # renamed
-                        found += path.stat().st_size if "provenance.json" not in path.name else 0
-            most[0] = max(most[0], found)
-            time.sleep(0.003)
+        with RollingFiles(Store(home.root)).locked():
+            paths = [path for kind in ENCODE_PROGRAMS for path in (home.root / kind).glob("*/*")]
+            found = 0
+            for path in paths:
+                with suppress(FileNotFoundError):  # renamed
+                    found += path.stat().st_size if "provenance.json" not in path.name else 0
+        most[0] = max(most[0], found)
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+    with repeated(look, 0.003):
         yield most
-    finally:
-        ended.set()
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -159,18 +153,34 @@ def test_whatever_is_killed(
     with watched(killed) as most:
         for victim in victims:
             process = start(killed, "run", stdout=subprocess.DEVNULL)
-            place = RollingFiles(Store(killed.root))
-            before = (place.read_position() or POSITION_0).step
-            while process.poll() is None and (place.read_position() or POSITION_0).step < before + 3:
-                time.sleep(0.01)
+            wait_for_steps(killed, process, 3)
             time.sleep(draw.random() / 4)
             running = programs(process.pid)
-            for name in [victim] if victim else [*running]:
-                with suppress(ProcessLookupError, KeyError):
-                    os.kill(running[name], signal.SIGKILL)
-            process.communicate(timeout=300)
+            assert running.keys() >= {"stages.cli", "stages.encode_text", "stages.encode_latents", "trainer"}
+            if victim:
+                os.kill(running[victim], signal.SIGKILL)
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+            _, log = process.communicate(timeout=300)
+            assert process.returncode == (INCOMPLETE if victim else -signal.SIGKILL), log
+            stage = "train" if victim == "trainer" else victim.removeprefix("stages.").replace("_", "-")
+            assert not victim or f"{stage} ended with exit code -9" in log
         finish(start(killed, "run", "--json", stdout=subprocess.PIPE))
     assert losses(killed) == wanted and most[0] <= LIMIT_GB * 1e9
+
+
+def wait_for_steps(home: Project, process: subprocess.Popen, steps: int) -> None:
+    """Until training is so many steps past what the last start came to."""
+    files = RollingFiles(Store(home.root))
+    target = position_step(files) + steps
+    while position_step(files) < target:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def position_step(files: RollingFiles) -> int:
+    position = files.read_position()
+    return position.step if position else 0
 
 
 def test_encoding_and_training_take_turns(wanted: dict[int, float], project: Callable[..., Project]) -> None:
@@ -180,10 +190,6 @@ def test_encoding_and_training_take_turns(wanted: dict[int, float], project: Cal
     assert losses(turns) == wanted and most[0] <= LIMIT_GB * 1e9
     starts = [json.loads(line) for line in (turns.folder / "output/r/metrics.jsonl").read_text().splitlines()]
     assert sum(bool(line.get("resumed")) for line in starts) > 0, "all fitted at once"
-
-
-class POSITION_0:
-    step = 0
 
 
 def its_programs_understand_it(home: Project) -> None:
