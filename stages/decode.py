@@ -53,7 +53,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         fps = config.validation.fps or next(iter(rates), 24.0)
         with (
             console.progress(len(todo), "decode", "samples") as progress,
-            open_trackers(folder, config.train.trackers, console) as add_to_trackers,
+            open_trackers(folder, config.train.trackers, console) as trackers,
         ):
             for file in todo:
                 latent_CTHW, metadata = read_latent(file)
@@ -66,7 +66,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
                 with explained(str(picture)):
                     write_output(picture, np.asarray(frames_THWC), fps)
                 step = int(file.parent.name.removeprefix("step-"))
-                add_to_trackers(file.stem, step, np.asarray(frames_THWC), picture)
+                trackers.add_picture(file.stem, step, np.asarray(frames_THWC), picture, fps)
                 report.done += 1
                 progress.advance(1)
     sheet = folder / "samples" / "contact-sheet.png"

@@ -5,9 +5,6 @@ that has not begun, goes on, stopped or failed, and says what is missing.
 """
 
 import shlex
-import signal
-import sys
-import time
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -16,16 +13,15 @@ from typing import Annotated
 import typer
 
 from cache.files import check_folder, explained, replacing
-from cache.training_run import METRICS_FILE, is_running
+from cache.training_run import METRICS_FILE
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
+from stages.companions import Watch
 from stages.encoding.stage import refuse_partition
 
 PAGE = "report.html"
-WATCH_S = 2.0  # between two looks at the run
-START_S = 120.0  # within which a trainer must begin, for --watch
 
 
 class UnknownRun(LatentpressError):
@@ -67,8 +63,8 @@ def run(
     if options.dry_run:
         report.remaining = 1
         return report
-    if watch:
-        _remake_while_training(config, options, names, page, pictures_beside, console)
+    if watch and not _remake_while_training(config, options, names, page, pictures_beside, console):
+        return report
     size, missing = _write_page(config, options, names, page, pictures_beside)
     report.done = 1
     report.details |= {"written_mib": round(size / 2**20, 2)}
@@ -136,22 +132,18 @@ def _write_page(
 
 def _remake_while_training(
     config: Config, options: Options, names: Sequence[str], page: Path, beside: bool, console: Console
-) -> None:
-    """Make the page again whenever a run has a new validation or sample, until no trainer is at work."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no half of a page stays behind
+) -> bool:
+    """Make the page again whenever a run has a new validation or sample, while a trainer is at work. False where it was
+    told to finish: the page is then as it is, or `latentpress run` makes it."""
     folders = [_find_run(config, name)[0] for name in names]
-    made, began, seen = _count_results(folders), time.monotonic(), False
-    while True:
-        running = any(is_running(folder) for folder in folders)
-        seen = seen or running
+    made, watch = _count_results(folders), Watch(folders)
+    for last in watch:
         now = _count_results(folders)
-        if now != made:
+        if now != made and not last:
             made = now
             _write_page(config, options, names, page, beside)
             console.log(f"{page} made again, with {sum(now)} validations and samples")
-        if not running and (seen or time.monotonic() - began > START_S):
-            return
-        time.sleep(WATCH_S)
+    return not watch.told
 
 
 def _count_results(folders: Sequence[Path]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """run: every stage in order, each in its own process, so that only one model is loaded at a time.
 
 Each stage skips what is done, so a second run ends in seconds. The first stage that fails ends the run. While it trains
-and at its end `report` makes the run's page.
+its companions run beside it (`stages/companions.py`), and at its end `report` makes the run's page.
 """
 
 import json
@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -19,12 +18,13 @@ import typer
 
 from cache.damage import ENCODE_PROGRAMS
 from cache.stage_log import append_stage
-from cache.training_run import METRICS_FILE, read_progress
+from cache.training_run import METRICS_FILE
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
+from stages.companions import Companions
 from stages.encoding.stage import refuse_partition
 
 
@@ -42,15 +42,18 @@ def run(
     processes = _StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     followers = _Followers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
-    with stop_handler.stop_on_signals():
+    companions = Companions(config, options, console, stop_handler)
+    with stop_handler.stop_on_signals(), companions:
         try:
-            report = _run_stages(config, options, console, processes, stop_handler, followers)
+            report = _run_stages(config, options, console, processes, stop_handler, followers, companions)
         except StageFailed:
             if (Path(config.output) / config.train.run / METRICS_FILE).exists():
                 console.log(f"the report of what was done: {_make_report(options, console, processes)}")
             raise
         if not options.dry_run and (page := _find_report(config, report, options, console, processes)):
             report.details["report"] = page
+    if companions.failed:
+        report.details["companions_that_failed"] = companions.failed
     if stop_handler.reason:
         report.details.setdefault("stopped", f"by {stop_handler.reason}; what is done is kept")
         report.remaining = max(report.remaining, 1)
@@ -65,6 +68,7 @@ def _run_stages(
     processes: "_StageProcesses",
     stop_handler: StopHandler,
     followers: "_Followers",
+    companions: Companions,
 ) -> Report:
     report = Report(program="run", what="stages", dry_run=options.dry_run)
     rows: list[dict] = []
@@ -73,8 +77,10 @@ def _run_stages(
         started = time.monotonic()
         beside = followers.stages if stage == "train" else ()
         console.log(f"--- {stage}" + (f", with {', '.join(beside)}" if beside else ""))
-        with _remaking_report(config, options) if stage == "train" else nullcontext():
-            code, document = followers.train() if beside else processes.run(stage, options)
+        if stage == "train":
+            companions.start()
+        code, document = followers.train() if beside else processes.run(stage, options)
+        companions.finish(stage)
         if stop_handler.reason and (not document or "error" in document):  # interrupted before it had a report
             if message := document.get("error", {}).get("message"):
                 report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {message}"
@@ -143,20 +149,6 @@ def _make_report(options: Options, console: Console, processes: "_StageProcesses
     console.log("--- report")
     _, document = processes.run("report", options)
     return document.get("details", {}).get("page", "")
-
-
-@contextmanager
-def _remaking_report(config: Config, options: Options) -> Iterator[None]:
-    """While it lasts, the report is made again after each validation."""
-    if options.dry_run or find_spec("bokeh") is None or read_progress(config).state == "finished":
-        yield
-        return
-    command = [sys.executable, "-P", "-m", "stages.report", *options.argv(), "--watch"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
 
 
 def _stage_order(config: Config, options: Options) -> list[StageName]:

@@ -1,80 +1,142 @@
-"""Decoded pictures in the training's trackers, beside its figures: TensorBoard and Weights & Biases.
+"""Decoded pictures and scores in the training's trackers, beside its figures: TensorBoard and Weights & Biases.
 
-The trainer may be writing at the same time, and neither tracker can be written to by two processes. So pictures are a
-run of their own: `pictures` below the run's TensorBoard folder, and in the run's group at Weights & Biases.
+The trainer may be writing at the same time, as may other programs, and no tracker can be written to by two processes.
+So what each program adds is a run of its own: `pictures` and `scores` below the run's TensorBoard folder, and in the
+run's group at Weights & Biases.
 """
 
 import importlib.util
+import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from cache.training_run import TENSORBOARD, wandb_options
 from schemas.cli.console import Console
 
-PICTURES = "pictures"
+Job = Literal["pictures", "scores"]
+GIF_SIDE, GIF_FPS = 320, 12.5  # at most: 61 frames of 320x192 take about 2 MB in TensorBoard's file
 
 
-class AddPicture(Protocol):
-    """Adds the frames (T, H, W, 3) uint8 of a validation prompt at a step, and the file that they were written to."""
+class Tracker(Protocol):
+    """What a run of TensorBoard or of Weights & Biases takes."""
 
-    def __call__(self, name: str, step: int, frames_THWC: np.ndarray, file: Path) -> None: ...
+    def add_picture(self, name: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
+        """The uint8 frames of a validation prompt at a step, and the file that they were written to."""
+
+    def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Numbers of a validation, by name."""
+
+
+class _Trackers:
+    """Several as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def add_picture(self, name: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
+        for tracker in self._trackers:
+            tracker.add_picture(name, step, frames_THWC, file, fps)
+
+    def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.add_scores(step, scores)
 
 
 @contextmanager
-def open_trackers(folder: Path, names: Sequence[str], console: Console) -> Iterator[AddPicture]:
+def open_trackers(folder: Path, names: Sequence[str], console: Console, job: Job = "pictures") -> Iterator[Tracker]:
     """The trackers `names` of the run in `folder`; one that is not installed is named and left out."""
     with ExitStack() as stack:
-        trackers = [stack.enter_context(_OPEN[name](folder)) for name in names if _is_installed(name, console)]
-
-        def add(name: str, step: int, frames_THWC: np.ndarray, file: Path) -> None:
-            for tracker in trackers:
-                tracker(name, step, frames_THWC, file)
-
-        yield add
+        installed = [name for name in names if _is_installed(name, job, console)]
+        yield _Trackers([stack.enter_context(_OPEN[name](folder, job)) for name in installed])
 
 
-def _is_installed(name: str, console: Console) -> bool:
+def _is_installed(name: str, job: Job, console: Console) -> bool:
     if importlib.util.find_spec(name) is None:
-        console.log(f"pictures are not added to {name}, which is not installed here: pip install {name}")
+        console.log(f"{job} are not added to {name}, which is not installed here: pip install {name}")
         return False
     return True
 
 
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard.writer import FileWriter
+
+        self._writer = FileWriter(str(folder))
+
+    def add_picture(self, name: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
+        from torch.utils.tensorboard import summary
+
+        tag = f"validation/{name}"
+        if len(frames_THWC) == 1:
+            self._writer.add_summary(summary.image(tag, frames_THWC[0], dataformats="HWC"), step)
+            return
+        # Its own videos are GIFs, which need moviepy; its pictures may be any that browsers show.
+        image = summary.Summary.Image(colorspace=3, encoded_image_string=encode_gif(frames_THWC, fps))
+        image.height, image.width = frames_THWC.shape[1:3]
+        self._writer.add_summary(summary.Summary(value=[summary.Summary.Value(tag=tag, image=image)]), step)
+
+    def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        from torch.utils.tensorboard import summary
+
+        for name, value in scores.items():
+            self._writer.add_summary(summary.scalar(f"scores/{name}", value), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def encode_gif(frames_THWC: np.ndarray, fps: float) -> bytes:
+    """An animated GIF, made smaller and with frames left out where they are larger or faster than its limits."""
+    from PIL import Image
+
+    every = max(1, int(np.ceil(fps / GIF_FPS)))
+    images = [Image.fromarray(frame) for frame in frames_THWC[::every]]
+    for image in images:
+        image.thumbnail((GIF_SIDE, GIF_SIDE), Image.Resampling.LANCZOS)
+    with io.BytesIO() as file:
+        duration = 10 * max(2, round(100 * every / fps))  # ms; GIF counts hundredths, and browsers slow down below 2
+        images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
+        return file.getvalue()
+
+
+class _WandB:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        for group in ("validation", "scores"):
+            run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+
+    def add_picture(self, name: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
+        import wandb
+
+        picture = wandb.Video(str(file)) if file.suffix == ".mp4" else wandb.Image(str(file))
+        self._run.log({f"validation/{name}": picture, "validation/step": step})
+
+    def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        self._run.log({**{f"scores/{name}": value for name, value in scores.items()}, "scores/step": step})
+
+
 @contextmanager
-def _open_tensorboard(folder: Path) -> Iterator[AddPicture]:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(folder / TENSORBOARD / PICTURES))
-
-    def add(name: str, step: int, frames_THWC: np.ndarray, file: Path) -> None:
-        middle = frames_THWC[len(frames_THWC) // 2]  # TensorBoard has no videos
-        writer.add_image(f"validation/{name}", middle, step, dataformats="HWC")
-
+def _open_tensorboard(folder: Path, job: Job) -> Iterator[Tracker]:
+    tracker = _TensorBoard(folder / TENSORBOARD / job)
     try:
-        yield add
+        yield tracker
     finally:
-        writer.close()
+        tracker.close()
 
 
 @contextmanager
-def _open_wandb(folder: Path) -> Iterator[AddPicture]:
+def _open_wandb(folder: Path, job: Job) -> Iterator[Tracker]:
     import wandb
 
     project = os.environ.get("WANDB_PROJECT", "latentpress")
-    options: dict[str, Any] = wandb_options(folder, PICTURES)
+    options: dict[str, Any] = wandb_options(folder, job)
     with wandb.init(project=project, **options) as run:
-        run.define_metric("validation/*", step_metric="validation/step")
-
-        def add(name: str, step: int, frames_THWC: np.ndarray, file: Path) -> None:
-            picture = wandb.Video(str(file)) if file.suffix == ".mp4" else wandb.Image(str(file))
-            run.log({f"validation/{name}": picture, "validation/step": step})
-
-        yield add
+        yield _WandB(run)
 
 
 _OPEN = {"tensorboard": _open_tensorboard, "wandb": _open_wandb}

@@ -100,6 +100,7 @@ class ForkedProgram:
         text: bool = False,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        start_new_session: bool = False,
     ) -> None:
         interpreter, *words = map(str, args)
         assert interpreter == sys.executable, args
@@ -115,8 +116,11 @@ class ForkedProgram:
         for number, given in ((1, stdout), (2, stderr)):
             if given == subprocess.DEVNULL:
                 ends[number] = os.open(os.devnull, os.O_WRONLY)
+            elif hasattr(given, "fileno"):
+                ends[number] = os.dup(given.fileno())
             else:
                 assert given in (None, subprocess.PIPE), given
+        self._start_new_session = start_new_session
         self._process = multiprocessing.get_context("fork").Process(target=self._main, args=(words, ends, cwd, env))
         self._process.start()
         for end in ends.values():
@@ -129,6 +133,8 @@ class ForkedProgram:
     def _main(self, words: list[str], ends: dict[int, int], cwd: Path | None, env: Mapping[str, str] | None) -> None:
         for number, end in ends.items():
             os.dup2(end, number)
+        if self._start_new_session:
+            os.setsid()
         sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))  # noqa: SIM115
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,189 @@
+"""What `latentpress run` starts beside `train`, and what such a program knows of the training that it follows.
+
+A companion is a program that is started with --watch, by `run` or by hand, on any machine that sees the run's folder.
+It looks again and again at what the trainer left (`Watch`). The trainer knows nothing of it: one that fails, hangs or
+is killed neither stops training nor slows it. A new companion is a row of COMPANIONS.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from cache.training_run import RESULT_NOTE, is_running, read_progress
+from schemas.cli.console import Console, Options
+from schemas.cli.interruption import StopHandler
+from schemas.config.encoding import StageName
+from schemas.config.pipeline import Config
+from schemas.errors import OK
+
+LOGS = "logs"  # folder of a run, with a file for each companion
+BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a companion
+FINISH_S = 600.0  # for a companion to end once it is told to
+INTERRUPTED_S = 10.0  # the same where `run` itself is interrupted: schedulers wait 30 s before they kill
+NICENESS = 10  # the trainer's threads come first
+WATCH_S = 2.0  # between two looks
+START_S = 120.0  # within which a trainer must begin, where nobody says that it will
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A program that `run` starts with --watch when `train` begins.
+
+    until: the stage after which it is told to finish; None: the end of `run`. applies: whether this configuration has
+    work for it. library, extra: without this library it is left out, and what to install is said.
+    """
+
+    program: str
+    until: StageName | None = "train"
+    applies: Callable[[Config], bool] = lambda config: True
+    library: str = ""
+    extra: str = ""
+
+
+COMPANIONS = (Companion("report", library="bokeh", extra="report"),)
+
+
+class Companions:
+    """The companions of one `run`: started with `start`, told to finish by `finish`, all of them where the block ends.
+
+    failed: program, exit code and log of those that ended in another way.
+    """
+
+    def __init__(self, config: Config, options: Options, console: Console, stop_handler: StopHandler) -> None:
+        self._config, self._console, self._stop_handler = config, console, stop_handler
+        self._options = replace(options, json=False, device=None, workers=None)  # those of the stages
+        self._folder = Path(config.output) / config.train.run
+        self._running: dict[Companion, subprocess.Popen] = {}
+        self.failed: list[dict[str, str | int]] = []
+
+    def start(self) -> None:
+        """Unless there is nothing left to train."""
+        if self._options.dry_run or read_progress(self._config).state == "finished":
+            return
+        for companion in COMPANIONS:
+            if not companion.applies(self._config):
+                continue
+            if companion.library and find_spec(companion.library) is None:
+                advice = f"pip install -e '.[{companion.extra}]'"
+                self._console.log(
+                    f"{companion.program} is not run beside training without {companion.library}: {advice}"
+                )
+                continue
+            try:
+                self._running[companion] = self._start(companion)
+            except OSError as error:
+                self._console.warn(f"{companion.program} is not run beside training: {error}")
+
+    def _start(self, companion: Companion) -> subprocess.Popen:
+        module = f"stages.{companion.program.replace('-', '_')}"
+        command = [sys.executable, "-P", "-m", module, *self._options.argv(), "--watch"]
+        log = self._log(companion)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
+            process = subprocess.Popen(
+                command, stdout=file, stderr=file, env={**os.environ, BESIDE: str(os.getpid())}, start_new_session=True
+            )
+        with suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+        self._console.log(f"beside training: {companion.program} --watch, its log: {log}")
+        return process
+
+    def _log(self, companion: Companion) -> Path:
+        return self._folder / LOGS / f"{companion.program}.log"
+
+    def finish(self, stage: StageName | None = None) -> None:
+        """Tell the companions that run until `stage` to finish, None: all of them, and wait until they have, but not
+        for ever."""
+        told = {it: process for it, process in self._running.items() if stage is None or it.until == stage}
+        for process in told.values():
+            if process.poll() is None:
+                process.terminate()
+        began, killed = time.monotonic(), set()
+        while any(process.poll() is None for process in told.values()):
+            if time.monotonic() - began > (INTERRUPTED_S if self._stop_handler.reason else FINISH_S):
+                killed = {it for it, process in told.items() if process.poll() is None}
+                for companion in killed:
+                    told[companion].kill()
+                    told[companion].wait()
+                break
+            time.sleep(0.05)
+        for companion, process in told.items():
+            del self._running[companion]
+            if companion in killed and self._stop_handler.reason:
+                continue
+            if process.returncode not in (OK, -signal.SIGTERM):  # the second: told before it could listen
+                self._add_failure(companion, process.returncode, companion in killed)
+
+    def _add_failure(self, companion: Companion, code: int, is_killed: bool) -> None:
+        log = str(self._log(companion))
+        self.failed.append({"program": companion.program, "exit_code": code, "log": log})
+        how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        if is_killed:
+            how = f"did not finish within {FINISH_S:.0f} s, and was ended"
+        self._console.warn(f"{companion.program} --watch, beside training, {how}; what it said: {log}")
+
+    def __enter__(self) -> "Companions":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.finish()
+
+
+class Watch:
+    """Looks of a program with --watch at runs that are being trained:
+
+        for last in Watch(folders):
+            ...  # do what the trainer has left since
+
+    Until no trainer is at work: then, or where the program is told to finish (SIGTERM, Ctrl-C), there is a last look,
+    so nothing that a trainer left is missed. A companion of `run` follows until it is told to finish, or until `run`
+    is gone and then the trainer.
+
+    told: whether it was told to finish.
+    """
+
+    def __init__(self, folders: Sequence[Path], pause_s: float = WATCH_S) -> None:
+        self.told = False
+        self._folders, self._pause_s = folders, pause_s
+        self._seen, self._began = False, time.monotonic()
+
+    def __iter__(self) -> Iterator[bool]:
+        with StopHandler(stop=self._tell).stop_on_signals():
+            while not (last := self._has_ended()):
+                yield last
+                look = time.monotonic() + self._pause_s
+                while not self.told and time.monotonic() < look:
+                    time.sleep(min(0.1, self._pause_s))
+            yield last
+
+    def _tell(self) -> None:
+        if self.told:  # Ctrl-C a second time
+            raise KeyboardInterrupt
+        self.told = True
+
+    def _has_ended(self) -> bool:
+        if self.told:
+            return True
+        beside = os.environ.get(BESIDE)
+        if beside and os.getppid() == int(beside):
+            return False
+        running = any(map(_is_trained, self._folders))
+        self._seen = self._seen or running or bool(beside)
+        return not running and (self._seen or time.monotonic() - self._began > START_S)
+
+
+def _is_trained(folder: Path) -> bool:
+    """Whether a trainer is at work there; where there are no locks, whether it has not finished."""
+    running = is_running(folder)
+    return not (folder / RESULT_NOTE).exists() if running is None else running
