@@ -22,6 +22,7 @@ import torch
 from schemas.cli.library_messages import silence_libraries
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
+from schemas.config.section import listed
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from trainer.run_state import result_folder
@@ -112,10 +113,12 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
     if torch.cuda.is_available():
         pipeline.enable_model_cpu_offload()
     options: dict[str, Any] = {"prompt": arguments.prompt, "generator": torch.Generator().manual_seed(arguments.seed)}
-    options["num_inference_steps"] = arguments.steps or config.validation.steps or config.model.family_spec.steps
+    options["num_inference_steps"] = arguments.steps or next(
+        iter(listed(config.validation.steps)), config.model.family_spec.steps
+    )
     if arguments.image:
         options["image"] = Image.open(arguments.image).convert("RGB")
-    if given := arguments.size or config.validation.size:
+    if given := arguments.size or next(iter(listed(config.validation.size)), None):
         size = Bucket.parse(given)
         options |= {"width": size.width, "height": size.height}
         if hasattr(pipeline, "resolutions"):

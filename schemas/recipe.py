@@ -69,11 +69,13 @@ def plan_key(config: Config, side_multiple: int) -> str:
 def plan_settings(config: Config, side_multiple: int) -> Settings:
     """Every setting that determines a plan."""
     datasets = [dataset_settings(dataset) for dataset in config.datasets if not dataset.disabled]
-    # An image's name alone, as another machine may have it in another folder; its content is checked.
-    prompts = [
-        prompt.model_dump(exclude={"image"}, mode="json") | {"image": prompt.image and PurePath(prompt.image).name}
-        for prompt in config.validation.prompts
-    ]
+    prompts = []
+    for prompt in config.validation.prompts:
+        prompts.append(prompt.model_dump(include={"name", "prompt", "negative_prompt"}, mode="json"))
+        # An image's name alone, as another machine may have it in another folder; its content is checked.
+        prompts[-1]["image"] = prompt.image and PurePath(prompt.image).name
+        if prompt.size is not None:  # else left out: plans had none when they were first made
+            prompts[-1]["size"] = prompt.size
     settings = {
         "tables": TABLES_VERSION,
         "family": config.model.family,

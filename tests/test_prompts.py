@@ -42,6 +42,6 @@ def made(tmp_path: Path, tiny) -> Callable[..., dict]:
 def test_prompts_sizes_and_steps_of_validation_change_no_training(made) -> None:
     first = made(prompts=[{"name": "one", "prompt": "a colour"}])
     two = [{"name": "one", "prompt": "a colour"}, {"name": "two", "prompt": "another colour"}]
-    more = made(prompts=two, size="96x64", steps=3)
+    more = made(prompts=two, size=["96x64", "64x64"], steps=[3, 4], seed=[1, 2])
     assert more["set"] != first["set"] and more["digest"] == first["digest"]
     assert made(captions="filename")["digest"] != first["digest"]

@@ -262,11 +262,12 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
                 predict, data, settings, batch_size, device, run.skip_frames, shown.advance
             )
         record({"step": done, **found, "eval_weights": weights})
-    if data.validation:
+    if data.meta["validation"]:
         ranks = run.accelerator.num_processes
         # Every rank computes a part of a sharded model; otherwise each takes prompts of its own.
         share = (0, 1) if is_sharded(run.model.parameters()) else (run.accelerator.process_index, ranks)
-        steps = -(-len(data.validation) // share[1]) * validation.denoising_steps(run.config)
+        samples = validation.list_samples(run.config, data)
+        steps = sum(sample.steps for sample, _ in validation.divide_samples(samples, share))
         shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")
         with shows as shown, run.files.collected(folder) as place:
             count = validation.write_validation_latents(

@@ -5,7 +5,7 @@ Nothing here uses a global random state, so validating more or less often does n
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from cache.tensors import Array
-from cache.trainset import Sample, TrainSet
+from cache.trainset import Sample, TrainSet, ValidationPrompt
 from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
+from schemas.config.section import listed
 from schemas.config.validation import Validation
+from schemas.config.validation_samples import SizedPrompt, ValidationSample, validation_samples
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from trainer import flow
@@ -55,15 +57,15 @@ def compute_eval_loss(
     by_bucket: dict[str, list[float]] = {}
     ids: list[str] = []
     rows, on = data.choose_eval_rows(settings.eval_samples)
-    family = FAMILIES[data.meta["family"]]
+    family, seed = FAMILIES[data.meta["family"]], listed(settings.seed)[0]
     for row in rows:
         sample = data.sample(row)
         ids.append(sample.id)
         for first in range(0, len(settings.eval_sigmas), batch_size):
             sigmas = settings.eval_sigmas[first : first + batch_size]
-            draws = [f"{settings.seed}/{sample.id}/eval"] * len(sigmas)
+            draws = [f"{seed}/{sample.id}/eval"] * len(sigmas)
             batch = draw_latents(collate([sample] * len(sigmas), "").to(device, torch.float32), family, draws)
-            noise = seeded_noise([f"{settings.seed}/{sample.id}"], "eval", batch.latents_BCTHW.shape[1:], device)
+            noise = seeded_noise([f"{seed}/{sample.id}"], "eval", batch.latents_BCTHW.shape[1:], device)
             noise_BCTHW = noise.expand_as(batch.latents_BCTHW)
             sigma_B = torch.tensor(sigmas, device=device)
             noisy = flow.interpolate(batch.latents_BCTHW, noise_BCTHW, sigma_B)
@@ -73,16 +75,25 @@ def compute_eval_loss(
                 losses[sigma].append(loss)
                 by_bucket.setdefault(data.bucket(row), []).append(loss)
         advance()
-    compared = hash_json([ids, settings.seed, settings.eval_sigmas])
+    compared = hash_json([ids, seed, settings.eval_sigmas])
     by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in losses.items()}
     found: dict[str, Any] = {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma}
     found["eval_by_bucket"] = {bucket: fmean(values) for bucket, values in sorted(by_bucket.items())}
     return found | {"eval_on": on, "eval_id": compared}
 
 
-def denoising_steps(config: Config) -> int:
-    """Of each validation prompt."""
-    return config.validation.steps or config.model.family_spec.steps
+def list_samples(config: Config, data: TrainSet) -> list[ValidationSample]:
+    """The validation samples of the set's prompts, in order."""
+    planned = [SizedPrompt(entry["name"], entry["bucket"]) for entry in data.meta["validation"]]
+    return validation_samples(config.validation, config.model.family_spec, planned)
+
+
+def divide_samples(samples: Sequence[ValidationSample], share: tuple[int, int]) -> list[tuple[ValidationSample, bool]]:
+    """What rank i of n denoises, share (i, n): every n-th sample from i on, and whether its result counts. Ranks with
+    one sample less denoise the last one too, as all must compute equally often."""
+    first, every = share
+    numbers = range(first, -(-len(samples) // every) * every, every)
+    return [(samples[min(number, len(samples) - 1)], number < len(samples)) for number in numbers]
 
 
 def write_validation_latents(
@@ -96,60 +107,75 @@ def write_validation_latents(
     autocast: torch.dtype | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> int:
-    """Denoise the validation prompts of the set to `folder`/<name>.safetensors; returns how many there are. model: in
-    eval mode. folder: None to write nothing, on ranks beside the first of a sharded model. share: (i, n): every n-th
-    prompt from i on; ranks with one prompt less denoise the last one too, as all must compute equally often. advance:
-    called after each denoising step.
+    """Denoise the validation samples of the set's prompts to `folder`/<name>.safetensors; returns how many there are.
+    model: in eval mode. folder: None to write nothing, on ranks beside the first of a sharded model. share: see
+    `divide_samples`. advance: called after each denoising step.
 
     Each file has a float32 tensor, `latent` (C, T, h, w) in model space, and JSON under the metadata key "latentpress".
-    A prompt has the same noise at every step of every run. Files appear whole. `latentpress decode` makes pictures of
+    A sample has the same noise at every step of every run. Files appear whole. `latentpress decode` makes pictures of
     them.
     """
-    prompts = data.validation
-    if not prompts:
+    samples = list_samples(config, data)
+    if not samples:
         return 0
-    settings = config.validation
-    spec, task = config.model.family_spec, config.model.task
-    steps = denoising_steps(config)
-    guidance = spec.guidance if settings.guidance is None else settings.guidance  # 0 is valid
-    scheduler = load_scheduler(config.model.source, config.model.revision, settings.shift)
+    prompts, task = data.validation, config.model.task
+    scheduler = load_scheduler(config.model.source, config.model.revision, config.validation.shift)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    first, every = share
-    rounds = -(-len(prompts) // every)
-    for number in range(first, rounds * every, every):
-        prompt = prompts[min(number, len(prompts) - 1)]
-        grid_THW = Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
-        shape = (spec.latent_channels, *grid_THW)
-        noise_BCTHW = seeded_noise([f"{settings.seed}/{prompt.name}"], "validation", shape, device)
-        tensors = {"latent": Array.from_numpy(np.zeros(shape, np.float32))}
-        tensors |= {} if prompt.condition is None else {"condition": prompt.condition}
-        draw = [f"{settings.seed}/{prompt.name}/validation"]
-        batch, negative = (
-            draw_latents(
-                collate([Sample(prompt.name, tensors, text)], prompt.bucket).to(device, torch.float32), spec, draw
-            )
-            for text in (prompt.text, prompt.negative)
-        )
+    for sample, counts in divide_samples(samples, share):
+        prompt = prompts[sample.planned]
+        batch, negative, noise_BCTHW = draw_inputs(config, prompt, sample, device)
         precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
         with precision, validation_backend(model, family, config):
-            latents = denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps, guidance, advance)
-        if folder is None or number >= len(prompts):
-            continue
-        metadata = {
-            "family": config.model.family,
-            "flavour": config.model.flavour_spec.name,
-            "task": task,
-            "name": prompt.name,
-            "prompt": prompt.prompt,
-            "negative_prompt": prompt.negative_prompt,
-            "bucket": prompt.bucket,
-            "set": data.id,
-            "seed": settings.seed,
-            "steps": steps,
-            "guidance": guidance,
-        }
-        temp = folder / f".{prompt.name}.{os.getpid()}.tmp"
-        write_tensors({"latent": latents[0].float().cpu().contiguous()}, temp, {"latentpress": json.dumps(metadata)})
-        temp.replace(folder / f"{prompt.name}.safetensors")
-    return len(prompts)
+            latents = denoise(
+                model, family, task, batch, negative, noise_BCTHW, scheduler, sample.steps, sample.guidance, advance
+            )
+        if folder is not None and counts:
+            metadata = describe_sample(config, data, prompt, sample)
+            temp = folder / f".{sample.name}.{os.getpid()}.tmp"
+            write_tensors(
+                {"latent": latents[0].float().cpu().contiguous()}, temp, {"latentpress": json.dumps(metadata)}
+            )
+            temp.replace(folder / f"{sample.name}.safetensors")
+    return len(samples)
+
+
+def draw_inputs(
+    config: Config, prompt: ValidationPrompt, sample: ValidationSample, device: torch.device
+) -> tuple[Batch, Batch, torch.Tensor]:
+    """The batches of the prompt and of its negative prompt, and the noise (1, C, T, h, w)."""
+    spec = config.model.family_spec
+    grid_THW = Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
+    shape = (spec.latent_channels, *grid_THW)
+    tensors = {"latent": Array.from_numpy(np.zeros(shape, np.float32))}
+    tensors |= {} if prompt.condition is None else {"condition": prompt.condition}
+    batch, negative = (
+        draw_latents(
+            collate([Sample(prompt.name, tensors, text)], prompt.bucket).to(device, torch.float32),
+            spec,
+            [f"{sample.draw}/validation"],
+        )
+        for text in (prompt.text, prompt.negative)
+    )
+    return batch, negative, seeded_noise([sample.draw], "validation", shape, device)
+
+
+def describe_sample(
+    config: Config, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample
+) -> dict[str, Any]:
+    """What a file of validation latents says of itself: all that it depends on beside the weights."""
+    return {
+        "family": config.model.family,
+        "flavour": config.model.flavour_spec.name,
+        "task": config.model.task,
+        "name": sample.name,
+        "group": sample.group,
+        "prompt_name": sample.prompt,
+        "prompt": prompt.prompt,
+        "negative_prompt": prompt.negative_prompt,
+        "bucket": prompt.bucket,
+        "set": data.id,
+        "seed": sample.seed,
+        "steps": sample.steps,
+        "guidance": sample.guidance,
+    }

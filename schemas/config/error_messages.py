@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from schemas.config import migration_hints
 from schemas.config.pipeline import Config
-from schemas.config.section import PATTERNS, InconsistentValues, Problem, Section
+from schemas.config.section import ONE_TAG, PATTERNS, SEVERAL_TAG, InconsistentValues, Problem, Section
 from schemas.config.yaml_reader import KeyPath, parse_yaml
 from schemas.text_format import shorten
 
@@ -54,7 +54,8 @@ def find_sections_with(key: str, section: type[Section] = Config, above: str = "
 
 def explain_error(error: ErrorDetails) -> list[Problem]:
     """The problems of one pydantic error, in words."""
-    path, context = error["loc"], error.get("ctx", {})
+    path = tuple(step for step in error["loc"] if step not in (ONE_TAG, SEVERAL_TAG))
+    context = error.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, InconsistentValues):
         return [((*path, *below), message) for below, message in cause.problems]

@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 from schemas.clips import largest_valid_frames
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Latents, Model, Stages, Text, Vision
-from schemas.config.section import Problem, Section
+from schemas.config.section import OneOrSeveral, Problem, Section, listed
 from schemas.config.training import Train
 from schemas.config.validation import Validation
+from schemas.config.validation_samples import MOST_SAMPLES, validation_samples
 from schemas.folder_checks import find_obstacle
 from schemas.geometry import workable_step
 
@@ -136,15 +137,29 @@ class Config(Section):
             if self.model.condition is None and prompt.image is not None:
                 yield (*here, "image"), f"{task} takes no image; remove it from prompt {prompt.name!r}"
 
-        if self.validation.size is None:
-            return
-        at, spec = ("validation", "size"), self.model.family_spec
-        size, _, frames = self.validation.size.partition("@")
-        if any(int(side) % spec.side_multiple for side in size.split("x")):
-            yield at, f"sides of {size!r} must be multiples of {spec.side_multiple} for {spec.name}"
-        if frames and not spec.video and frames != "1":
-            yield at, f"{spec.name} makes images; write {size!r}"
-        elif frames and (int(frames) - 1) % spec.temporal_stride:
-            below = largest_valid_frames(int(frames), spec.temporal_stride)
-            multiple = f"frames - 1 must be a multiple of {spec.temporal_stride}"
-            yield at, f"{frames} frames: {multiple}; the next below is {below}"
+        yield from self._size_problems(("validation", "size"), self.validation.size)
+        for i, prompt in enumerate(prompts):
+            yield from self._size_problems(("validation", "prompts", i, "size"), prompt.size)
+        samples = validation_samples(self.validation, self.model.family_spec)
+        if len(samples) > MOST_SAMPLES:
+            many = f"{len(samples):,} validation samples, of all prompts, sizes, step counts, guidances and seeds"
+            yield ("validation",), f"{many}; at most {MOST_SAMPLES:,}"
+        taken = dict[str, str]()  # name of a sample -> its prompt
+        for sample in samples:
+            if (other := taken.setdefault(sample.name, sample.prompt)) != sample.prompt:
+                what = f"{sample.name!r} would name samples of prompts {other!r} and {sample.prompt!r}"
+                yield ("validation", "prompts", names.index(sample.prompt), "name"), f"{what}; rename one"
+
+    def _size_problems(self, at: tuple[str | int, ...], value: OneOrSeveral[str] | None) -> Iterator[Problem]:
+        spec = self.model.family_spec
+        for i, each in enumerate(listed(value)):
+            here = (*at, i) if isinstance(value, tuple) else at
+            size, _, frames = each.partition("@")
+            if any(int(side) % spec.side_multiple for side in size.split("x")):
+                yield here, f"sides of {size!r} must be multiples of {spec.side_multiple} for {spec.name}"
+            if frames and not spec.video and frames != "1":
+                yield here, f"{spec.name} makes images; write {size!r}"
+            elif frames and (int(frames) - 1) % spec.temporal_stride:
+                below = largest_valid_frames(int(frames), spec.temporal_stride)
+                multiple = f"frames - 1 must be a multiple of {spec.temporal_stride}"
+                yield here, f"{frames} frames: {multiple}; the next below is {below}"

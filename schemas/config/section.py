@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
@@ -24,6 +24,15 @@ Precision = Literal["float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=DEVICE, description="auto, cpu, cuda or cuda:N")]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
+#: A value, or a list of them. The tags are parts of pydantic's paths of errors, which `explain_error` drops.
+ONE_TAG, SEVERAL_TAG = "(one)", "(several)"
+Value = TypeVar("Value")
+OneOrSeveral = Annotated[
+    Annotated[Value, Tag(ONE_TAG)]
+    | Annotated[tuple[Value, ...], Field(strict=False, min_length=1, max_length=100), Tag(SEVERAL_TAG)],
+    Discriminator(lambda value: SEVERAL_TAG if isinstance(value, list | tuple) else ONE_TAG),
+]
+
 MOST_STEPS = 10**9  # of training; for an interval it means "never"
 MOST_PROCESSES = 1024  # of one stage on one machine, and threads of one process
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
@@ -40,6 +49,11 @@ class InconsistentValues(ValueError):
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(message for _, message in problems))
         self.problems = problems
+
+
+def listed(value: Any) -> tuple[Any, ...]:
+    """The values of an option of OneOrSeveral; none where it is null."""
+    return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
 class Section(BaseModel):

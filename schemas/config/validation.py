@@ -1,26 +1,56 @@
 """validation: the eval loss, and prompts that are denoised while training."""
 
+from collections.abc import Iterator
+from typing import Annotated
+
 from pydantic import Field
 
 from schemas.config.attention import AttentionBackend
-from schemas.config.section import SIZE, Name, Section, Seed, Steps, UnitFloat
+from schemas.config.section import SIZE, Name, OneOrSeveral, Problem, Section, Seed, Steps, UnitFloat, listed
+from schemas.geometry import Bucket
+
+Size = Annotated[str, Field(pattern=SIZE)]
+SamplingSteps = Annotated[int, Field(ge=1, le=10_000)]
+Guidance = Annotated[float, Field(ge=0, le=1000)]
+
+#: Options that validation and each of its prompts have: a validation sample is made with each combination of values.
+GRID_OPTIONS = ("size", "steps", "guidance", "seed")
 
 
-class Prompt(Section):
+class GridSection(Section):
+    def _problems(self) -> Iterator[Problem]:
+        for option in GRID_OPTIONS:
+            values = listed(getattr(self, option))
+            # 64x64 and 64x64@1 are one size
+            same = [Bucket.parse(value) if option == "size" else value for value in values]
+            for i, value in enumerate(same):
+                if value in same[:i]:
+                    yield (option, i), f"{values[i]} is already in the list; remove one of the two"
+
+
+class Prompt(GridSection):
     name: Name
     prompt: str
     negative_prompt: str | None = Field(None, description="default: the pipeline's own")
     image: str | None = Field(None, description="source image (i2i), first frame or clip (i2v)")
+    size: OneOrSeveral[Size] | None = Field(None, description="one or several; default: validation.size")
+    steps: OneOrSeveral[SamplingSteps] | None = Field(None, description="one or several; default: validation.steps")
+    guidance: OneOrSeveral[Guidance] | None = Field(None, description="one or several; default: validation.guidance")
+    seed: OneOrSeveral[Seed] | None = Field(None, description="one or several; default: validation.seed")
 
 
-class Validation(Section):
+class Validation(GridSection):
     prompts: tuple[Prompt, ...] = Field((), strict=False)
-    size: str | None = Field(None, pattern=SIZE, description="WxH or WxH@F; default: the family's resolution, square")
+    size: OneOrSeveral[Size] | None = Field(
+        None, description="WxH or WxH@F, one or several; default: the family's resolution, square"
+    )
     every: Steps = Field(500, description="steps")
-    steps: int | None = Field(None, ge=1, le=10_000, description="denoising steps; default: the family's")
-    guidance: float | None = Field(None, ge=0, le=1000, description="default: the family's")
+    steps: OneOrSeveral[SamplingSteps] | None = Field(
+        None, description="denoising steps, one or several; default: the family's"
+    )
+    guidance: OneOrSeveral[Guidance] | None = Field(None, description="one or several; default: the family's")
     shift: float | None = Field(None, gt=0, le=1000, description="of the sampling schedule; default: the checkpoint's")
-    seed: Seed = 0
+    seed: OneOrSeveral[Seed] = Field(0, description="one or several; the eval loss takes the first")
     attention_backend: AttentionBackend | None = Field(None, description="of prompts; default: train.attention_backend")
     eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[UnitFloat, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)

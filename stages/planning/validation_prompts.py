@@ -11,6 +11,7 @@ from schemas import identity
 from schemas.clips import frames_available
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.validation import Prompt
+from schemas.config.validation_samples import sized_prompts
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, cover_crop
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA
@@ -28,10 +29,9 @@ def add_validation_prompts(
     LatentpressError.
     """
     family, template = config.model.family_spec, config.model.template
-    if not config.validation.prompts:
-        return
-    bucket = validation_bucket(config, multiple)
-    for prompt in config.validation.prompts:
+    prompts = {prompt.name: prompt for prompt in config.validation.prompts}
+    for name, size in sized_prompts(config.validation):
+        prompt, bucket = prompts[name], validation_bucket(config, multiple, size)
         condition, image = None, None
         if prompt.image is not None and config.model.condition is not None:
             condition_bucket = Bucket(bucket.width, bucket.height, config.model.condition.frames)
@@ -64,14 +64,14 @@ def add_validation_prompts(
         )
 
 
-def validation_bucket(config: Config, multiple: int) -> Bucket:
-    """The bucket of validation.size. LatentpressError if the model can't have it."""
+def validation_bucket(config: Config, multiple: int, size: str | None) -> Bucket:
+    """The bucket of a size of validation prompts. LatentpressError if the model can't have it."""
     family = config.model.family_spec
-    if config.validation.size is None:
+    if size is None:
         edge = max(multiple, round(family.resolution / multiple) * multiple)
         return Bucket(edge, edge, family.frames)
     try:
-        bucket = Bucket.parse(config.validation.size)
+        bucket = Bucket.parse(size)
         bucket.latent_shape(multiple, family.temporal_stride)
     except ValueError as error:
         raise LatentpressError(f"validation.size: {error}", "correct validation.size") from error

@@ -256,6 +256,28 @@ def test_validation_sizes_that_fit(family, size):
     assert Config.model_validate(data(model={"family": family}, validation={"size": size})).validation.size == size
 
 
+def test_several_sizes_of_validation_each_fit():
+    found = problems(
+        model={"family": "sana"},
+        validation={"size": ["64x64", "65x64"], "prompts": [{"name": "a", "prompt": "b", "size": "64x64@5"}]},
+    )
+    assert "multiples of 32" in found["validation", "size", 1]
+    assert "makes images" in found["validation", "prompts", 0, "size"]
+
+
+def test_samples_of_two_prompts_have_no_name_in_common():
+    prompts = [{"name": "a", "prompt": "b"}, {"name": "a_seed2", "prompt": "b", "seed": 1}]
+    Config.model_validate(data(validation={"prompts": prompts}))
+    found = problems(validation={"prompts": prompts, "seed": [1, 2]})
+    assert "'a_seed2' would name samples of prompts 'a' and 'a_seed2'" in found["validation", "prompts", 1, "name"]
+
+
+def test_validation_samples_are_limited():
+    prompts = [{"name": f"p{i}", "prompt": "b"} for i in range(11)]
+    found = problems(validation={"prompts": prompts, "seed": list(range(100)), "steps": list(range(1, 11))})
+    assert "11,000 validation samples" in found[("validation",)]
+
+
 def test_several_problems_are_told_at_once():
     found = problems(root=str(PACKAGES[0]), datasets=[dataset("a"), dataset("a", dataset_type="video")])
     assert set(found) == {("root",), ("datasets", 1, "id"), ("datasets", 1, "dataset_type")}

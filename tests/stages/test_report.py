@@ -253,3 +253,19 @@ def test_secrets_of_addresses_stay_out(home: Project) -> None:
 def test_a_dry_run_writes_nothing(home: Project) -> None:
     made = home.run(report.run, dry_run=True)
     assert made.remaining == 1 and not (home.folder / "output").exists()
+
+
+@pytest.mark.slow
+def test_the_seeds_of_a_sample_are_a_group(home: Project) -> None:
+    """Under one heading, with the prompt once; a sample that the configuration no longer has is after them."""
+    home.settings["validation"]["seed"] = [1, 2]
+    made = FakeRun(home)
+    for seed in (2, 1):
+        made.latent(40, f"one_seed{seed}", seed=seed, group="one", prompt_name="one")
+        made.picture(40, f"one_seed{seed}", (seed, 20, 90))
+    made.picture(40, "gone", (1, 2, 3))
+    text, _ = page_of(home)
+    articles = re.findall(r'<article class="prompt"><h3>(.*?)</h3>(.*?)</article>', text, re.DOTALL)
+    assert [name for name, _ in articles] == ["one", "gone"]
+    content = articles[0][1]
+    assert content.index("seed 1, ") < content.index("seed 2, ") and content.count("a colour") == 1

@@ -1,4 +1,4 @@
-"""The validation prompts of a run as a grid: a row for each prompt, a cell for each step, pictures and playing clips.
+"""The validation samples of a run as a grid: a row for each, a cell for each step, pictures and playing clips.
 
 The trainer writes latents (validation/<step>/<name>.safetensors), decode makes files of them (samples/<step>/). What is
 shown is small enough for one page; a cell without a file says what is missing.
@@ -8,11 +8,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
 from cache.training_run import read_description, step_of
 from schemas.config.pipeline import Config
+from schemas.config.validation_samples import ValidationSample, validation_samples
 from schemas.text_format import escape_unprintable
 from stages.media.errors import MediaError
 from stages.pages.html import Picture
@@ -40,9 +42,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class RunSamples:
-    """What a run made of a prompt. settings: seed, size, steps, guidance."""
+    """What a run made of a validation sample. settings: seed, size, steps, guidance."""
 
     run: str
+    name: str
     prompt: str
     negative_prompt: str
     settings: tuple[tuple[str, str], ...]
@@ -53,7 +56,8 @@ class RunSamples:
 
 @dataclass
 class SampleGrid:
-    """rows: prompt's name -> its samples of each run. notes: what is not shown, and where it is."""
+    """rows: group of samples that differ by their seeds -> each of them, of each run. notes: what is not shown, and
+    where it is."""
 
     rows: dict[str, list[RunSamples]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -62,11 +66,13 @@ class SampleGrid:
 
 @dataclass(frozen=True)
 class _Files:
-    """A run's files of validation. files: (prompt, step) -> path of the picture or clip, None where not decoded."""
+    """A run's files of validation. samples: those of the configuration, by name. files: (name, step) -> path of the
+    picture or clip, None where not decoded."""
 
     run: str
     folder: Path
     config: Config
+    samples: dict[str, ValidationSample]
     files: dict[tuple[str, Step], Path | None]
 
     @property
@@ -99,7 +105,7 @@ def gather_samples(
     columns = max(MIN_STEPS, min(MAX_STEPS, MAX_CELLS // max(1, per_row * len(names))))
     shown_names = names[: max(1, MAX_CELLS // (per_row * columns))]
     if len(shown_names) < len(names):
-        grid.notes.append(f"{len(shown_names)} of {len(names)} prompts are shown; the samples folder has all.")
+        grid.notes.append(f"{len(shown_names)} of {len(names)} rows are shown; the samples folder has all.")
     most = max((len(each.steps) for each in found), default=0)
     if most > columns:
         grid.notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
@@ -109,7 +115,8 @@ def gather_samples(
         for each in found:
             steps = [step for step in spread(each.steps, columns) if (name, step) in each.files]
             if steps:
-                grid.rows.setdefault(name, []).append(_read_row(each, name, steps, limit, beside))
+                group, row = _read_row(each, name, steps, limit, beside)
+                grid.rows.setdefault(group, []).append(row)
     return grid
 
 
@@ -122,7 +129,8 @@ def spread(steps: Sequence[Step], most: int) -> list[Step]:
 
 def _find_files(run: str, folder: Path, config: Config) -> _Files:
     files: dict[tuple[str, Step], Path | None] = {}
-    order = {prompt.name: number for number, prompt in enumerate(config.validation.prompts)}
+    samples = {sample.name: sample for sample in validation_samples(config.validation, config.model.family_spec)}
+    order = {name: number for number, name in enumerate(samples)}
     for path in sorted((folder / "validation").glob("step-*/*.safetensors")):
         if (step := step_of(path.parent)) is not None:
             files[path.stem, step] = None
@@ -130,16 +138,20 @@ def _find_files(run: str, folder: Path, config: Config) -> _Files:
         if path.suffix in SUFFIXES and (step := step_of(path.parent)) is not None and not path.name.startswith("."):
             files[path.stem, step] = path
     ordered = sorted(files.items(), key=lambda entry: (order.get(entry[0][0], len(order)), entry[0]))
-    return _Files(run, folder, config, dict(ordered))
+    return _Files(run, folder, config, samples, dict(ordered))
 
 
 def _read_row(
     files: _Files, name: str, steps: Sequence[Step], limit: int, beside: tuple[Path, Path] | None
-) -> RunSamples:
-    prompt = next((one for one in files.config.validation.prompts if one.name == name), None)
-    about = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt} if prompt else {}
+) -> tuple[str, RunSamples]:
+    """(its group, the row)"""
+    sample, about = files.samples.get(name), dict[str, Any]()
+    named = name if sample is None else sample.prompt
+    prompt = next((one for one in files.config.validation.prompts if one.name == named), None)
+    if sample is not None and prompt is not None:
+        about = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt, "seed": sample.seed}
     about |= read_description(files.folder / "validation" / f"step-{steps[-1]:06d}" / f"{name}.safetensors")
-    values = {"seed": about.get("seed", files.config.validation.seed), "size": about.get("bucket")}
+    values = {"seed": about.get("seed"), "size": about.get("bucket")}
     values |= {key: about.get(key) for key in ("steps", "guidance")}
     source, problem = None, ""
     if prompt is not None and prompt.image:
@@ -147,8 +159,9 @@ def _read_row(
             source = shrink_file(Path(prompt.image), SOURCE_BOX, SOURCE_BYTES)
         except MediaError as error:
             problem = f"the source image can't be shown: {error}"
-    return RunSamples(
+    row = RunSamples(
         run=files.run,
+        name=name,
         prompt=str(about.get("prompt") or ""),
         negative_prompt=str(about.get("negative_prompt") or ""),
         settings=tuple((key, f"{value:g}" if isinstance(value, float) else str(value))
@@ -157,6 +170,8 @@ def _read_row(
         source_problem=problem,
         cells=tuple(_read_cell(files, name, step, limit, beside) for step in steps),
     )  # fmt: skip
+    group = about.get("group", name if sample is None else sample.group)
+    return group if isinstance(group, str) else name, row
 
 
 def _read_cell(files: _Files, name: str, step: Step, limit: int, beside: tuple[Path, Path] | None) -> Cell:

@@ -1,0 +1,46 @@
+"""Validation samples in the trainer: divided among ranks, each with a file that says what it is."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from schemas.catalogue import FAMILIES
+from schemas.config.validation import Validation
+from schemas.config.validation_samples import validation_samples
+from tests.trainer.runs import train
+from trainer.validation import divide_samples
+
+
+@pytest.mark.parametrize("count, ranks", itertools.product(range(1, 8), range(1, 5)))
+def test_ranks_denoise_equally_often_and_every_sample_counts_once(count, ranks) -> None:
+    settings = Validation.model_validate({"prompts": [{"name": "a", "prompt": "b"}], "seed": list(range(count))})
+    samples = validation_samples(settings, FAMILIES["sana"])
+    parts = [divide_samples(samples, (rank, ranks)) for rank in range(ranks)]
+    assert len({len(part) for part in parts}) == 1
+    counted = [sample.name for part in parts for sample, counts in part if counts]
+    assert sorted(counted) == sorted(sample.name for sample in samples)
+
+
+@pytest.mark.slow
+def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(make_config, make_set) -> None:
+    look = {"eval_samples": 0, "steps": 2, "seed": [3, 4], "guidance": [1, 2.5]}
+    prompt = {"name": "one", "prompt": "of the configuration", "seed": [4, 5]}
+    config = make_config("t2i", steps=1, validation={**look, "prompts": [prompt]})
+    make_set(config)
+    train(config)
+    found = {}
+    for path in (Path(config.output) / "run" / "validation" / "step-000001").iterdir():
+        with safe_open(path, framework="pt") as file:
+            found[path.stem] = json.loads(file.metadata()["latentpress"])
+    assert set(found) == {f"one_guidance{guidance}_seed{seed}" for guidance in ("1", "2.5") for seed in (4, 5)}
+    about = found["one_guidance2.5_seed4"]
+    expected = {"name": "one_guidance2.5_seed4", "group": "one_guidance2.5", "prompt_name": "one", "seed": 4}
+    expected |= {"steps": 2, "guidance": 2.5, "bucket": "64x64", "task": "t2i", "set": "set1"}
+    assert about.items() >= expected.items()
+    folder = Path(config.output) / "run" / "validation" / "step-000001"
+    latents = [load_file(folder / f"one_guidance1_seed{seed}.safetensors")["latent"] for seed in (4, 5)]
+    assert (latents[0] - latents[1]).abs().max() > 0.1
