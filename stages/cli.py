@@ -26,6 +26,7 @@ PROGRAMS = {
     "export": "a training set as self-contained shards",
     "import": "an export into ordinary shards and a training set",
     "status": "per stage: done, remaining, set aside, bytes",
+    "ui": "a web page: start, stop and watch the stages, plan, pictures, report, logs",
     "verify": "check every shard and table; with --repair make damaged ones again",
     "gc": "what nothing uses any longer, with sizes; removed with --yes",
 }

@@ -43,6 +43,7 @@ from schemas.cli.options import (
     SetOption,
     WorkersOption,
 )
+from schemas.cli.program_note import noted
 from schemas.cli.report import Report
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
 from schemas.text_format import escape_unprintable, to_json_values
@@ -309,6 +310,14 @@ def run_program(
     name: str, run: RunFunction, options: Options, own: Mapping[str, Any] | None = None, *, extra: str = ""
 ) -> int:
     """Load the configuration, run, print the report or the error; returns the exit code."""
+    with noted(name) as note:
+        code = _run_program(name, run, options, own or {}, extra)
+        if note is not None:
+            note.update(tasks=(), exit_code=code)
+    return code
+
+
+def _run_program(name: str, run: RunFunction, options: Options, own: Mapping[str, Any], extra: str) -> int:
     from schemas.config.loading import load_config
 
     console = Console(json=options.json, complete=options.add_given_options)
@@ -316,7 +325,7 @@ def run_program(
         console.log(f"--shard {options.partition}, by {options.partition.source}")
     try:
         config = load_config(options.config, options.overrides)
-        report = run(config, options, console, **(own or {}))
+        report = run(config, options, console, **own)
         complete = options.add_given_options
         steps = [complete(step) for step in report.next_steps]
         details = {key: complete(it) if isinstance(it, str) else it for key, it in report.details.items()}

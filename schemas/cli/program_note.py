@@ -1,0 +1,118 @@
+"""What a program says of itself in a small file while it runs, where $LATENTPRESS_NOTES names a folder for it.
+
+`latentpress ui` sets the variable for the programs that it starts, and they pass it on to those that they start. So a
+page that is opened later still knows what runs, how far it is, and how it ended. A note that can't be written stops
+nothing.
+"""
+
+import os
+import platform
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+NOTES_VARIABLE = "LATENTPRESS_NOTES"
+MAX_BYTES = 100_000  # of a note that is read
+
+
+class TaskNote(BaseModel):
+    """What is being done. total: None where the end is not known. per_second: None as long as it is not known."""
+
+    model_config = ConfigDict(frozen=True, str_max_length=2000, allow_inf_nan=False)
+
+    description: str
+    unit: str
+    done: float
+    total: float | None = None
+    per_second: float | None = None
+
+
+class ProgramNote(BaseModel):
+    """process_start: of `find_process_start`, so that another process with the same id is not taken for this one.
+    began, updated: seconds since 1970."""
+
+    model_config = ConfigDict(frozen=True, str_max_length=2000, allow_inf_nan=False)
+
+    program: str
+    process: int = Field(default_factory=os.getpid, gt=0)
+    process_start: str
+    host: str = Field(default_factory=socket.gethostname)
+    began: float = Field(default_factory=time.time)
+    updated: float = 0.0
+    tasks: tuple[TaskNote, ...] = ()
+    exit_code: int | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None and is_process(self.process, self.process_start, self.host)
+
+
+class NoteWriter:
+    """Writes a program's note again whenever it has changed."""
+
+    def __init__(self, folder: Path, program: str) -> None:
+        self._path = folder / f"{program}.json"
+        self._note = ProgramNote(program=program, process_start=find_process_start(os.getpid()))
+        self._lock = threading.Lock()
+
+    def update(self, **changes: object) -> None:
+        with self._lock:
+            self._note = self._note.model_copy(update={**changes, "updated": time.time()})
+            temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                temporary.write_text(self._note.model_dump_json(), encoding="utf-8")
+                os.replace(temporary, self._path)
+
+
+@contextmanager
+def noted(program: str) -> Iterator[NoteWriter | None]:
+    """A context around a program: its note is there from the beginning, and says afterwards how it ended, unless the
+    process was killed. The body tells the exit code by `update(exit_code=...)`; an exception counts as 1."""
+    folder = os.environ.get(NOTES_VARIABLE)
+    if not folder:
+        yield None
+        return
+    writer = NoteWriter(Path(folder), program)
+    writer.update()
+    try:
+        yield writer
+    except BaseException:
+        writer.update(tasks=(), exit_code=1)
+        raise
+
+
+def read_notes(folder: Path) -> list[ProgramNote]:
+    """Those of a folder; what is no note is left out."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        with suppress(OSError, ValidationError), path.open("rb") as file:
+            found.append(ProgramNote.model_validate_json(file.read(MAX_BYTES)))
+    return found
+
+
+def is_process(process: int, start: str, host: str) -> bool:
+    """Whether this process of this machine is at work, and not another one that was given its id later."""
+    return host == socket.gethostname() and bool(start) and find_process_start(process) == start
+
+
+def find_process_start(process: int) -> str:
+    """When a process began, as the system tells it: no other process with the same id has the same. "" where none is at
+    work."""
+    if platform.system() != "Linux":
+        command = ["ps", "-o", "stat=,lstart=", "-p", str(process)]
+        state, _, start = subprocess.run(command, capture_output=True, text=True).stdout.strip().partition(" ")
+        return "" if state.startswith("Z") else start.strip()
+    try:
+        # Of "1234 (name) S 1 ...", whose name may hold anything, the state and the 22nd value.
+        state, *values = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if state in ("Z", "X") else f"{boot}:{values[18]}"

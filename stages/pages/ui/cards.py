@@ -1,0 +1,188 @@
+"""The stages as the flow page shows them: what `status` says, joined with what the programs say of themselves. Pure but
+for the files of a run."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from cache.training_run import RunProgress, read_progress
+from schemas.cli.program_note import ProgramNote
+from schemas.cli.report import Report
+from schemas.config.pipeline import Config
+from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
+from stages.pages.ui.child_programs import ChildPrograms, Start
+from stages.pages.ui.jobs import STAGES, list_conflicts, stage_order
+
+EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
+
+
+@dataclass
+class Card:
+    """A job. state: "ready", "running", "stopping", "restarting", "done" or "failed", which the page colours; said: the
+    same in words. done, total: of the bar; total None where the end is not known, both None without a bar. lines: below
+    it. can: what its buttons do."""
+
+    name: str
+    what: str
+    state: str = "ready"
+    said: str = ""
+    done: float | None = None
+    total: float | None = None
+    count: str = ""
+    rate: str = ""
+    left: str = ""
+    lines: list[str] = field(default_factory=list)
+    can: list[str] = field(default_factory=list)
+    has_log: bool = False
+
+
+def build_cards(config: Config, programs: ChildPrograms, status: Report | LatentpressError | None) -> list[list[Card]]:
+    """Steps in order; stages that need not wait for each other are one step."""
+    rows = status.details.get("stages", []) if isinstance(status, Report) else []
+    by_stage = {row["stage"]: row for row in rows}
+    notes = _notes_by_program(programs)
+    steps: list[list[Card]] = []
+    for name in stage_order(config):
+        card = build_job_card(name, STAGES[name], programs)
+        _add_counts(card, config, status, by_stage.get(name))
+        _add_note(card, notes.get(name, ()))
+        together = name.startswith("encode-") and steps and steps[-1][0].name.startswith("encode-")
+        if together:
+            steps[-1].append(card)
+        else:
+            steps.append([card])
+    return steps
+
+
+def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
+    """What its last start says."""
+    start, card = programs.last_start(name), Card(name, what)
+    card.has_log = bool(programs.logs(name))
+    conflict = next((other for other in list_conflicts(name) if _is_running(programs.last_start(other))), None)
+    if programs.is_restarting(name):
+        card.state, card.said, card.can = "restarting", "stopping, to start again", ["kill"]
+    elif start is not None and start.is_running:
+        since = _ago(start.began)
+        card.state, card.said, card.can = "running", f"running for {since}", ["stop", "restart"]
+        if start.stop_asked is not None:
+            card.state, card.said, card.can = "stopping", f"stopping for {_ago(start.stop_asked)}", ["kill"]
+    else:
+        if start is not None:
+            card.state, card.said = _describe_end(start)
+        card.can = [] if conflict else ["start"]
+    return card
+
+
+def _is_running(start: Start | None) -> bool:
+    return start is not None and start.is_running
+
+
+def _describe_end(start: Start) -> tuple[str, str]:
+    when = f", {_ago(start.ended)} ago" if start.ended else ""
+    if start.exit_code is None:
+        lost = f"runs on {start.host}" if start.runs_elsewhere else "killed: it ended without a word"
+        return ("running" if start.runs_elsewhere else "failed"), lost
+    if start.stop_asked is not None:
+        return "ready", f"stopped{when}"
+    if start.exit_code < 0:
+        return "failed", f"killed by signal {-start.exit_code}{when}"
+    words = EXIT_WORDS.get(start.exit_code, "failed")
+    state = "done" if start.exit_code == 0 else "ready" if start.exit_code == INTERRUPTED else "failed"
+    return state, f"{words}{when}"
+
+
+def _ago(moment: float) -> str:
+    """Like 0:01:25, in steps that grow, so that the page has not to be drawn anew each second."""
+    seconds = max(0, round(time.time() - moment))
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min"
+    return f"{seconds // 3600} h" if seconds < 48 * 3600 else f"{seconds // 86400} days"
+
+
+def _add_counts(card: Card, config: Config, status: Report | LatentpressError | None, row: Any) -> None:
+    """What there is, whoever made it."""
+    if card.name == "train":
+        return _add_training(card, read_progress(config))
+    if card.name == "decode":
+        return _add_decoded(card, Path(config.output) / config.train.run)
+    if card.name == "index":
+        made = status.details.get("training_set", "") if isinstance(status, Report) else ""
+        card.lines += [f"training set: {made}"] if made else []
+        if made.startswith("sets/") and "older" not in made and card.state == "ready":
+            card.state = "done"
+        return None
+    if row is None:
+        return None
+    done, remaining = row["done"], row["remaining"]
+    card.count = f"{done} {row['what']}"
+    if card.name.startswith("encode-"):
+        card.done, card.total = done, done + remaining
+        card.count = f"{done} of {done + remaining} {row['what']}"
+        card.rate = f"{row['items_per_second']} {row['what']}/s" if row.get("items_per_second") else ""
+        card.left = f"{row['left']} left" if row.get("left") else ""
+        card.lines += [f"jobs: {row['jobs']}"] if row.get("jobs") else []
+    if row["set_aside"]:
+        card.lines.append(f"{row['set_aside']} set aside")
+    if not remaining and card.state == "ready" and (done or row["set_aside"]):
+        card.state = "done"
+    return None
+
+
+def _add_training(card: Card, progress: RunProgress) -> None:
+    card.done, card.total, card.count = progress.step, progress.steps, f"step {progress.step} of {progress.steps}"
+    card.rate = (
+        f"{progress.samples_per_s:.3g} samples/s" if progress.samples_per_s and progress.state == "running" else ""
+    )
+    if progress.seconds_left is not None:
+        card.left = f"{timedelta(seconds=round(progress.seconds_left))} left"
+    card.lines += [f"loss {progress.loss:.4g}"] if progress.loss is not None else []
+    card.lines += [f"eval loss {progress.eval_loss}"] if progress.eval_loss else []
+    card.lines += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
+    if progress.state == "running" and card.state not in ("running", "stopping", "restarting"):
+        card.state, card.said = "running", "running"
+    elif progress.state == "finished" and card.state == "ready":
+        card.state = "done"
+
+
+def _add_decoded(card: Card, folder: Path) -> None:
+    latents = {
+        path.with_suffix("").relative_to(folder / "validation") for path in folder.glob("validation/*/*.safetensors")
+    }
+    pictures = {path.with_suffix("").relative_to(folder / "samples") for path in folder.glob("samples/*/*")}
+    if latents:
+        done = len(latents & pictures)
+        card.done, card.total, card.count = done, len(latents), f"{done} of {len(latents)} pictures and clips"
+        if done == len(latents) and card.state == "ready":
+            card.state = "done"
+
+
+def _notes_by_program(programs: ChildPrograms) -> dict[str, list[ProgramNote]]:
+    """Of what runs now: program -> notes, of its own start and of the stages of `run`."""
+    found: dict[str, list[ProgramNote]] = {}
+    for job in (*STAGES, "run"):
+        for note in programs.notes(job):
+            if note.is_running:
+                found.setdefault(note.program, []).append(note)
+    return found
+
+
+def _add_note(card: Card, notes: Sequence[ProgramNote]) -> None:
+    """What the program does now replaces the counts of `status`, which are of whole shards."""
+    for note in notes:
+        if card.state not in ("running", "stopping", "restarting"):
+            card.state, card.said, card.can = "running", f"running for {_ago(note.began)}", []
+        if not note.tasks:
+            continue
+        task = note.tasks[-1]
+        card.done, card.total = task.done, task.total
+        of = "" if task.total is None else f" of {task.total:.10g}"
+        card.count = f"{task.description}: {task.done:.10g}{of} {task.unit}".rstrip()
+        card.rate = f"{task.per_second:.3g} {task.unit}/s" if task.per_second else ""
+        card.left = ""
+        if task.per_second and task.total is not None and task.total > task.done:
+            card.left = f"{timedelta(seconds=round((task.total - task.done) / task.per_second))} left"

@@ -1,0 +1,153 @@
+"""Which requests are answered: an ASGI middleware before everything else.
+
+A page of another site can make a browser send requests here, and a browser that was told that a foreign name is this
+machine (DNS rebinding) lets that site read the answers. So a request has to name a host that is ours, one that changes
+something has to come from our own pages, and beyond this machine it has to bring the token's cookie.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+FREE_PATHS = ("/login", "/style.css", "/script.js")  # without the token
+DOCUMENTS = "/documents/"  # whose addresses hold a key of their own
+TOKEN_VARIABLE, MIN_TOKEN = "LATENTPRESS_UI_TOKEN", 16
+
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "frame-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+HEADERS = {
+    "content-security-policy": PAGE_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class Token:
+    """The secret of one who may use the page. code: opens the page once, in place of the token."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self.code = text.encode(), secrets.token_urlsafe(32)
+        self.cookie = hmac.new(self._text, b"latentpress ui", hashlib.sha256).hexdigest()
+
+    def matches(self, text: str) -> bool:
+        return hmac.compare_digest(hashlib.sha256(self._text).digest(), hashlib.sha256(text.encode()).digest())
+
+    def use_code(self, text: str) -> bool:
+        """Whether this is the code, which then is used up."""
+        right = bool(self.code) and hmac.compare_digest(self.code.encode(), text.encode("utf-8", "replace"))
+        if right:
+            self.code = ""
+        return right
+
+    def is_in(self, cookies: str, name: str) -> bool:
+        try:
+            found = SimpleCookie(cookies).get(name)
+        except CookieError:
+            return False
+        return found is not None and hmac.compare_digest(found.value.encode(), self.cookie.encode())
+
+
+def list_names(host: str, more: Sequence[str] = ()) -> frozenset[str]:
+    """The names by which a browser may call this machine: of the loopback, and beyond it the machine's own."""
+    own = [] if host in LOOPBACK_NAMES else [host, socket.gethostname(), socket.getfqdn()]
+    return frozenset(name.lower() for name in (*LOOPBACK_NAMES, *own, *more))
+
+
+def find_refusal(method: str, path: str, headers: Mapping[str, str], hosts: Sequence[str], names: Iterable[str]) -> str:
+    """Why a request is not answered; "" where it is. hosts: all its Host headers."""
+    if len(hosts) != 1 or not _is_ours(hosts[0], names):
+        shown = ", ".join(hosts)[:100] or "nothing"
+        return f"this page is not called {shown!a}; where that is its name, start it with --allow-host"
+    if method not in ("GET", "HEAD", "POST"):
+        return f"{method} is not answered here"
+    site = headers.get("sec-fetch-site", "")
+    if method == "POST":
+        origin = urlsplit(headers.get("origin", ""))
+        if origin.scheme not in ("http", "https") or origin.netloc.lower() != hosts[0].lower():
+            return "only this page itself can change something: the request is of another site"
+        if site not in ("", "same-origin"):
+            return "only this page itself can change something: the request is of another site"
+        return ""
+    is_link = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    if site in ("cross-site", "same-site") and not is_link and not path.startswith(DOCUMENTS):
+        return "other sites can link to this page and nothing else"
+    return ""
+
+
+def _is_ours(host: str, names: Iterable[str]) -> bool:
+    """An address in numbers is: no other site can have it as its name."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if any(character in host for character in "/@?#\\ "):
+        return False
+    if name in names:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Guard:
+    """token: None where none is needed."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str], token: Token | None, cookie: str) -> None:
+        self._app, self._names, self._token, self._cookie = app, names, token, cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # there are none
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            return
+        headers, path = Headers(scope=scope), scope["path"]
+        answer: ASGIApp = self._app
+        if why := find_refusal(scope["method"], path, headers, headers.getlist("host"), self._names):
+            answer = PlainTextResponse(f"Refused: {why}.\n", 403)
+        elif not self._may_enter(path, headers):
+            answer = _ask_for_token(scope["method"])
+        await answer(scope, receive, _with_headers(send))
+
+    def _may_enter(self, path: str, headers: Headers) -> bool:
+        if self._token is None or path in FREE_PATHS or path.startswith(DOCUMENTS):
+            return True
+        return self._token.is_in(headers.get("cookie", ""), self._cookie)
+
+
+def _ask_for_token(method: str) -> Response:
+    if method == "POST":
+        return PlainTextResponse("Refused: the token is missing; open /login.\n", 401)
+    return RedirectResponse("/login", 303)
+
+
+def _with_headers(send: Send) -> Send:
+    """Adds HEADERS that the answer does not have itself."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            given: list[Any] = list(message.get("headers", []))
+            have = {name.lower() for name, _ in given}
+            more = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in have]
+            message = {**message, "headers": given + more}
+        await send(message)
+
+    return sending

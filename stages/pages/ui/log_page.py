@@ -1,0 +1,99 @@
+"""The logs of what was started from the page: the end of each, and what is added to it."""
+
+import re
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from schemas.text_format import escape_unprintable, shorten
+from stages.pages.ui.app import Page, get, render, site_of
+from stages.pages.ui.jobs import JOBS
+
+PIECE_BYTES = 64 << 10  # of a log that one answer has
+MAX_LINE = 2000  # characters
+_TERMINAL = re.compile(  # what terminals take as commands: colours, moves of the cursor, titles
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
+)
+
+
+def show(request: Request) -> Response:
+    programs = site_of(request).programs
+    name = request.path_params.get("job")
+    if name is None:
+        listed = [(job, programs.last_start(job)) for job in JOBS if programs.logs(job)]
+        return render(request, "logs.html", title="Logs", jobs=listed)
+    logs = [path.name for path in _logs(request)]
+    if not logs:
+        raise HTTPException(404, f"{name} was not started from this page yet")
+    chosen = _chosen(request)
+    text, start, end = read_piece(chosen, None, _has_ended(request))
+    return render(
+        request,
+        "log.html",
+        title=f"Log of {name}",
+        job=name,
+        logs=logs,
+        chosen=chosen.name,
+        text=text,
+        cut=start,
+        end=end,
+    )
+
+
+def tail(request: Request) -> Response:
+    """What was added since `from`."""
+    given = request.query_params.get("from", "")
+    chosen, ended = _chosen(request), _has_ended(request)
+    offset = int(given) if re.fullmatch("[0-9]{1,18}", given, re.ASCII) else None
+    text, start, end = read_piece(chosen, offset, ended)
+    return JSONResponse({"text": text, "cut": offset is not None and start > offset, "end": end, "ended": ended})
+
+
+def _has_ended(request: Request) -> bool:
+    last = site_of(request).programs.last_start(request.path_params["job"])
+    return last is None or not last.is_running
+
+
+def _logs(request: Request) -> list[Path]:
+    if request.path_params["job"] not in JOBS:
+        raise HTTPException(404, "there is no such program")
+    return site_of(request).programs.logs(request.path_params["job"])
+
+
+def _chosen(request: Request) -> Path:
+    """The log that is asked for, by the name of one that there is, or the newest."""
+    logs = _logs(request)
+    wanted = request.query_params.get("file") or (logs[0].name if logs else "")
+    for path in logs:
+        if path.name == wanted:
+            return path
+    raise HTTPException(404, "there is no such log any more")
+
+
+def read_piece(path: Path, offset: int | None, ended: bool) -> tuple[str, int, int]:
+    """Whole lines of a log from `offset` on, or its last ones: (text, where they begin, where they end).
+
+    Never more than PIECE_BYTES; of a log that grew by more only the end. ended: the last line is whole as it is."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        start = size - PIECE_BYTES if offset is None else max(min(offset, size), size - PIECE_BYTES)
+        file.seek(max(0, start))
+        raw = file.read(PIECE_BYTES)
+    start = max(0, start)
+    if start and start != offset:  # in the middle of a line
+        cut = raw.find(b"\n") + 1
+        raw, start = raw[cut:], start + cut
+    whole = len(raw) if ended or len(raw) == PIECE_BYTES else raw.rfind(b"\n") + 1
+    return readable(raw[:whole]), start, start + whole
+
+
+def readable(raw: bytes) -> str:
+    """Lines without a terminal's commands; of a line that was written over only what remained."""
+    text = _TERMINAL.sub("", raw.decode("utf-8", "replace"))
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return "\n".join(shorten(escape_unprintable(line.replace("\t", "    ")), MAX_LINE) for line in lines)
+
+
+PAGE = Page("Logs", "/logs", (get("/logs", show), get("/logs/{job}", show), get("/logs/{job}/tail", tail)))

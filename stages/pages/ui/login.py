@@ -1,0 +1,26 @@
+"""Where a browser shows that it has the token: by the address that is printed, which works once, or by a form."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from stages.pages.ui.app import fragment, read_form
+from stages.pages.ui.guard import Token
+
+
+def login_routes(token: Token, cookie: str) -> list[BaseRoute]:
+    async def login(request: Request) -> Response:
+        if request.method == "POST":
+            entered = token.matches((await read_form(request)).get("token", "").strip())
+            failed = not entered
+        else:
+            code = request.query_params.get("code", "")
+            entered, failed = token.use_code(code), bool(code)
+        name = "entered.html" if entered else "login.html"
+        answer = fragment(name, failed=failed and not entered)
+        answer.status_code = 200 if entered or not failed else 403
+        if entered:
+            answer.set_cookie(cookie, token.cookie, httponly=True, samesite="strict", path="/")
+        return answer
+
+    return [Route("/login", login, methods=["GET", "POST"])]

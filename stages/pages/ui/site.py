@@ -1,0 +1,84 @@
+"""What every page of `latentpress ui` shares: the configuration, the programs, and what `status` last said."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from schemas.cli.console import Options, Report
+from schemas.config.loading import ConfigError, load_config
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from stages.pages.ui.child_programs import ChildPrograms
+
+LOCAL_S, REMOTE_S = 2.0, 30.0  # between two looks at the root, of a folder and of an object store
+FIRST_WAIT_S = 3.0  # that the first page waits for the first look
+MIN_PAUSE_FACTOR = 4  # looking may take at most this fraction of the time: 1/4
+
+
+class Site:
+    """build_status: makes the report of `latentpress status`."""
+
+    def __init__(self, config: Config, options: Options, build_status: Callable[[Config], Report]) -> None:
+        self.options, self._config, self._stamp = options, config, _stamp(options.config)
+        self.output, self.root = Path(config.output), config.root
+        argv = Options(options.config.absolute(), options.overrides, device=options.device, workers=options.workers)
+        self.programs = ChildPrograms(self.output, argv.argv())
+        self.document_key = secrets.token_urlsafe(16)  # in the addresses of documents
+        self.config_error: LatentpressError | None = None
+        self._build_status, self._lock = build_status, threading.Lock()
+        self._status: Report | LatentpressError | None = None
+        self._built, self._took = 0.0, 0.0
+        self._builder: threading.Thread | None = None
+
+    def config(self) -> Config:
+        """As the file says now, or as it last was where it is not valid: then `config_error` says why."""
+        with self._lock:
+            stamp = _stamp(self.options.config)
+            if stamp != self._stamp:
+                self._stamp, self.config_error = stamp, None
+                try:
+                    config = load_config(self.options.config, self.options.overrides)
+                    if (Path(config.output), config.root) == (self.output, self.root):
+                        self._config = config
+                    else:
+                        message = f"{self.options.config} names another root or output than this page shows"
+                        self.config_error = ConfigError([message], "start `latentpress ui` again for these")
+                except LatentpressError as error:
+                    self.config_error = error
+            return self._config
+
+    def status(self) -> Report | LatentpressError | None:
+        """As of the last look, which is repeated in the background only while somebody asks. None before the first."""
+        config = self.config()
+        with self._lock:
+            pause = max(REMOTE_S if "://" in self.root else LOCAL_S, self._took * (MIN_PAUSE_FACTOR - 1))
+            if self._builder is None and (not self._built or time.monotonic() - self._built > pause):
+                self._builder = threading.Thread(target=self._look, args=(config,), name="status", daemon=True)
+                self._builder.start()
+            builder, first = self._builder, self._status is None
+        if first and builder is not None:
+            builder.join(FIRST_WAIT_S)
+        return self._status
+
+    def _look(self, config: Config) -> None:
+        began = time.monotonic()
+        found: Report | LatentpressError
+        try:
+            found = self._build_status(config)
+        except LatentpressError as error:
+            found = error
+        except Exception as error:  # the page has to say it: nobody sees this thread's traceback
+            found = LatentpressError(f"status failed: {error!r}", "run `latentpress status` to see where")
+        with self._lock:
+            self._status, self._built = found, time.monotonic()
+            self._took, self._builder = self._built - began, None
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_mtime_ns, about.st_size, about.st_ino

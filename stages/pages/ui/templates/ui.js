@@ -1,0 +1,124 @@
+"use strict";
+// Keeps a page up to date, and sends its forms without leaving it. Everything works without, by loading the page again.
+
+const MOST_LINES = 5000; // of a log that the page keeps
+const said = document.getElementById("said");
+
+function say(text, bad) {
+  said.textContent = text;
+  said.className = bad ? "bad" : "";
+  said.hidden = !text;
+}
+
+async function ask(url, options) {
+  const answer = await fetch(url, { credentials: "same-origin", ...options });
+  if (answer.redirected && new URL(answer.url).pathname === "/login") location.assign("/login");
+  return answer;
+}
+
+// Calls `work` every `seconds`, not while the page is hidden; an error is shown until it is over.
+function repeat(seconds, work) {
+  let lost = false;
+  const turn = async () => {
+    try {
+      if (!document.hidden) await work();
+      if (lost) say("", false);
+      lost = false;
+    } catch (error) {
+      lost = true;
+      say("The page's program does not answer. Programs that it started go on; start `latentpress ui` again.", true);
+    }
+    setTimeout(turn, seconds * 1000);
+  };
+  setTimeout(turn, seconds * 1000);
+  return turn;
+}
+
+// Puts new elements in the place of those that changed; what has the focus keeps it.
+function swap(place, text) {
+  const fresh = new DOMParser().parseFromString(text, "text/html").body;
+  const focused = document.activeElement && place.contains(document.activeElement) ? document.activeElement.id : "";
+  const olds = [...place.children], news = [...fresh.children];
+  if (olds.length !== news.length || olds.some((old, number) => old.id !== news[number].id)) {
+    place.replaceChildren(...news);
+  } else {
+    olds.forEach((old, number) => {
+      if (old.outerHTML === news[number].outerHTML) return;
+      if (old.tagName === "OL") swap(old, news[number].innerHTML);
+      else old.replaceWith(news[number]);
+    });
+  }
+  if (focused) (document.getElementById(focused) || nearest(focused))?.focus();
+}
+
+// Of a button that is gone, such as Start, the one that is there instead.
+function nearest(id) {
+  const card = document.getElementById(`card-${id.slice(id.indexOf("-") + 1)}`);
+  return card && card.querySelector("button, a");
+}
+
+let refresh = async () => {};
+for (const place of document.querySelectorAll("[data-live]")) {
+  refresh = async () => {
+    const answer = await ask(place.dataset.live);
+    if (answer.ok) swap(place, await answer.text());
+  };
+  repeat(Number(place.dataset.every), () => refresh());
+}
+
+document.addEventListener("submit", async (event) => {
+  const form = event.target;
+  if (form.method !== "post" || form.dataset.plain !== undefined) return;
+  event.preventDefault();
+  if (form.dataset.ask && !confirm(form.dataset.ask)) return;
+  const buttons = form.querySelectorAll("button");
+  buttons.forEach((button) => { button.disabled = true; });
+  try {
+    const answer = await ask(form.action, {
+      method: "POST", body: new URLSearchParams(new FormData(form)), headers: { Accept: "application/json" },
+    });
+    const told = await answer.json();
+    say(told.message || [told.error, told.next_step].filter(Boolean).join("\n"), !answer.ok);
+    if (answer.ok && form.dataset.then === "reload") location.reload();
+  } catch (error) {
+    say("That was not answered; load the page again.", true);
+  }
+  buttons.forEach((button) => { button.disabled = false; });
+  await refresh();
+});
+
+for (const choice of document.querySelectorAll("[data-go]")) {
+  choice.addEventListener("change", () => choice.form.requestSubmit());
+}
+
+const log = document.getElementById("log");
+if (log) {
+  log.scrollTop = log.scrollHeight;
+  repeat(1, async () => {
+    const answer = await ask(`${log.dataset.tail}&from=${log.dataset.from}`);
+    if (!answer.ok) return;
+    const piece = await answer.json();
+    const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 40;
+    log.dataset.from = piece.end;
+    log.dataset.ended = piece.ended;
+    if (!piece.text) return;
+    log.append(`${piece.cut ? "[...]\n" : ""}${piece.text}`);
+    const lines = log.textContent.split("\n");
+    if (lines.length > MOST_LINES) log.textContent = lines.slice(-MOST_LINES).join("\n");
+    if (atEnd) log.scrollTop = log.scrollHeight;
+  });
+}
+
+// A document that was made again is shown again; one that is there for the first time with the whole page.
+const shown = document.getElementById("document");
+if (shown) {
+  repeat(2, async () => {
+    const answer = await ask(shown.dataset.check);
+    if (!answer.ok) return;
+    const { version } = await answer.json();
+    if (!version || version === shown.dataset.version) return;
+    if (!shown.dataset.version) { location.reload(); return; }
+    shown.dataset.version = version;
+    shown.src = shown.getAttribute("src").split("?")[0] + `?version=${version}`;
+  });
+}

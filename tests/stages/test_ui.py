@@ -1,0 +1,223 @@
+"""`latentpress ui` by its requests: what is answered, what is refused, and what the programs do that it starts."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stages import ui
+from stages.pages.ui import serve
+from stages.pages.ui.child_programs import Start
+from stages.pages.ui.guard import Token
+from tests.project import Project
+from tests.stages.ui_server import UiServer, ui_server
+
+
+@pytest.fixture
+def home(project: Callable[..., Project]) -> Project:
+    made = project()
+    made.image("a.png", (64, 48), "a <b>bold</b> caption")
+    return made
+
+
+@pytest.fixture
+def server(home: Project) -> Iterator[UiServer]:
+    with ui_server(home) as started:
+        yield started
+
+
+@pytest.mark.slow
+def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
+    assert server.post("/jobs/discover/start").json == {"message": "discover was started"}
+    again = server.post("/jobs/discover/start")
+    assert again.status == 409 and "discover is at work already: it was started at" in again.json["error"]
+    beside = server.post("/jobs/run/start")
+    assert beside.status == 409 and "run can't start beside discover" in beside.json["error"]
+    ended = server.wait_for_end("discover")
+    assert ended.exit_code == 0
+    assert "discover: 1 done" in server.get("/logs/discover").text
+    assert '<span class="state done">done</span>' in server.get("/cards").text
+    assert [note.program for note in server.site.programs.notes("discover")] == ["discover"]
+
+
+@pytest.mark.slow
+def test_another_page_finds_what_runs_and_stops_it(home: Project) -> None:
+    os.mkfifo(home.folder / "pipeline.fifo")
+    with ui_server(home) as first:
+        # Waits for its configuration, which nobody writes: it is at work as long as the test wants.
+        first.site.programs._argv = ["--config", str(home.folder / "pipeline.fifo")]
+        started = first.site.programs.start("discover")
+    with ui_server(home) as second:
+        found = second.site.programs.last_start("discover")
+        assert found is not None and found.is_running and found.process == started.process
+        assert os.getsid(started.process) == started.process, "it has a session of its own"
+        assert second.post("/jobs/discover/kill").status == 409, "it is told to stop first"
+        assert second.post("/jobs/discover/stop").status == 200
+        assert second.wait_for_end("discover").exit_code in (-signal.SIGTERM, None)
+
+
+def test_a_reused_process_id_is_not_taken_for_the_program(server: UiServer, home: Project) -> None:
+    programs = server.site.programs
+    programs._write(
+        Start(
+            job="train",
+            process=os.getpid(),
+            process_start="of another boot:17",
+            host=socket.gethostname(),
+            began=0.0,
+            log="train-1.log",
+        )
+    )
+    assert server.post("/jobs/train/stop").status == 409
+    assert "killed: it ended without a word" in server.get("/cards").text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("GET", "/", {}, 200),
+        ("GET", "/", {"Host": "localhost"}, 200),
+        ("GET", "/", {"Host": "[::1]:8420"}, 200),
+        ("GET", "/", {"Host": "evil.example"}, 403),
+        ("GET", "/", {"Host": "localhost.evil.example:80"}, 403),
+        ("GET", "/", {"Host": "localhost@evil.example"}, 403),
+        ("GET", "/", {"Host": ""}, 403),
+        ("GET", "/cards", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+        ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}, 403),
+        ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
+        ("POST", "/jobs/discover/start", {}, 403),
+        ("POST", "/jobs/discover/start", {"Origin": "null"}, 403),
+        ("POST", "/jobs/discover/start", {"Origin": "http://evil.example"}, 403),
+        ("POST", "/jobs/discover/start", {"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        ("POST", "/jobs/discover/start", {"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:2"}, 403),
+        ("POST", "/jobs/discover/start", {"Host": "localhost", "Origin": "file://localhost"}, 403),
+        ("PUT", "/jobs/discover/start", {"Origin": "http://localhost", "Host": "localhost"}, 403),
+        ("GET", "/jobs/discover/start", {}, 405),
+        ("POST", "/jobs/rm/start", {"Origin": "http://localhost", "Host": "localhost"}, 404),
+        ("POST", "/jobs/discover/_write", {"Origin": "http://localhost", "Host": "localhost"}, 404),
+    ],
+)
+def test_requests_of_others_do_nothing(
+    server: UiServer, method: str, path: str, headers: dict[str, str], status: int
+) -> None:
+    answer = server.request(method, path, **headers)
+    assert answer.status == status
+    assert "access-control-allow-origin" not in answer.headers
+    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    assert server.site.programs.last_start("discover") is None
+
+
+def test_a_socket_of_another_site_is_not_opened(server: UiServer) -> None:
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    answer = server.request("GET", "/", **upgrade, **{"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="})
+    assert answer.status != 101
+
+
+def test_the_token(home: Project) -> None:
+    token = Token("a long enough token")
+    with ui_server(home, token, host="192.0.2.1") as server:
+        asked = server.get("/")
+        assert asked.status == 303 and asked.headers["location"] == "/login"
+        assert server.get("/cards", Cookie=f"latentpress-ui-{server.port}=wrong").status == 303
+        assert server.post("/jobs/discover/start").status == 401
+        assert server.get("/login?code=wrong").status == 403
+        code = token.code
+        once, again = server.get(f"/login?code={code}"), server.get(f"/login?code={code}")
+        assert once.status == 200 and again.status == 403
+        cookie = once.headers["set-cookie"]
+        assert {"HttpOnly", "SameSite=strict"} <= {part.strip() for part in cookie.split(";")}
+        assert "a long enough token" not in cookie
+        server.cookie = cookie.partition(";")[0]
+        assert server.get("/").status == 200 and server.get("/cards").status == 200
+        assert token.code == "" and server.get("/login?code=").status == 200
+        assert server.post("/login", token="a wrong token").status == 403
+        assert server.post("/login", token="a long enough token").headers["set-cookie"] == cookie
+
+
+def test_only_documents_of_the_output_are_served(server: UiServer, home: Project) -> None:
+    output = home.folder / "output"
+    (output / "run").mkdir(parents=True)
+    (output / "run/report.html").write_text("<p>the report</p>")
+    (output / "run/secret.yaml").write_text("a: secret")
+    (output / ".hidden").mkdir()
+    (output / ".hidden/page.html").write_text("secret")
+    (home.folder / "outside.html").write_text("secret")
+    (output / "link.html").symlink_to(home.folder / "outside.html")
+    (output / "away").symlink_to(home.folder)
+    base = f"/documents/{server.site.document_key}"
+    answer = server.get(f"{base}/run/report.html")
+    assert answer.text == "<p>the report</p>"
+    policy = answer.headers["content-security-policy"]
+    assert "sandbox allow-scripts;" in policy and "allow-same-origin" not in policy and "connect-src 'none'" in policy
+    others = ["run/secret.yaml", ".hidden/page.html", "link.html", "away/outside.html", "../outside.html", "run"]
+    others += [
+        "..%2foutside.html",
+        "%2e%2e/outside.html",
+        str(home.folder / "outside.html"),
+        "a%00.html",
+        "run/absent.html",
+    ]
+    for name in others:
+        assert server.get(f"{base}/{name}").status == 404, name
+    assert server.get("/documents/another-key/run/report.html").status == 404
+
+
+def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Project) -> None:
+    programs = server.site.programs
+    log = programs._new_log("bucket")
+    bidi = "\u202e"
+    log.write_bytes(
+        b"\x1b[31mred\x1b[0m <script>alert(1)</script>\n\x1b]0;title\x07named\nold\rnew\n"
+        + f"{bidi}x\n".encode()
+        + b"\xff\x00\n"
+        + b"y" * 100_000
+        + b"\nlast"
+    )
+    text = server.get("/logs/bucket").text
+    assert "&lt;script&gt;" not in text and "<script>alert" not in text, "only its end is shown"
+    log.write_bytes(
+        b"\x1b[31mred\x1b[0m <script>alert(1)</script>\n\x1b]0;title\x07named\nold\rnew\n"
+        + f"{bidi}x\n".encode()
+        + b"\xff\x00\n"
+        + b"y" * 9_000
+        + b"\nlast"
+    )
+    text = server.get("/logs/bucket").text
+    assert "red &lt;script&gt;alert(1)&lt;/script&gt;\nnamed\nnew\n\\u202ex\n\ufffd\\x00\nyyy" in text
+    assert "y" * 2001 not in text and "last\n" not in text and "last</pre>" in text
+    begin = log.stat().st_size
+    with log.open("ab") as file:
+        file.write(b" more\n" + b"z\n" * 50_000)
+    piece = server.get(f"/logs/bucket/tail?file={log.name}&from={begin}").json
+    assert piece["cut"] and len(piece["text"]) <= 65_536 and piece["end"] == log.stat().st_size
+    assert server.get("/logs/bucket/tail?file=../starts/bucket.json&from=0").status == 404
+    assert server.get("/logs/..%2fbucket").status == 404
+
+
+def test_an_invalid_configuration_is_shown_and_starts_nothing(server: UiServer, home: Project) -> None:
+    path = home.folder / "pipeline.yaml"
+    path.write_text(path.read_text().replace('"resolution"', '"resolutoin"'))
+    refused = server.post("/jobs/discover/start")
+    assert refused.status == 409 and "pipeline.yaml:" in refused.json["error"] and "resolutoin" in refused.json["error"]
+    assert "The configuration is not valid" in server.get("/").text
+    form = server.request("POST", "/jobs/discover/start", "", Origin=server.url)
+    assert form.status == 409 and "resolutoin" in form.text and "<h1>" in form.text, "without a script it is a page"
+
+
+def test_a_taken_port_is_named(server: UiServer) -> None:
+    with pytest.raises(serve.CannotListen, match=f"port {server.port}"):
+        serve.open_socket("127.0.0.1", server.port)
+
+
+def test_a_dry_run_listens_nowhere(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.config()
+    report = home.run(ui.run, dry_run=True)
+    assert report.details["address"] == "http://127.0.0.1:8420/" and report.details["token"] == "not needed"
+    assert home.run(ui.run, dry_run=True, host="0.0.0.0").details["token"] == "needed"
+    monkeypatch.setenv("LATENTPRESS_UI_TOKEN", "short")
+    with pytest.raises(ui.WeakToken, match="5 characters"):
+        home.run(ui.run, dry_run=True)
+    assert not Path(home.folder / "output" / ".ui").exists()

@@ -1,0 +1,102 @@
+"""`latentpress ui` in the test's own process, asked by requests that a browser could send, and by others."""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from schemas.cli.console import Options
+from stages import status
+from stages.pages.ui.child_programs import Start
+from stages.pages.ui.guard import Token
+from stages.pages.ui.serve import guarded_app, make_server, open_socket
+from stages.pages.ui.site import Site
+from tests.project import Project
+
+WAIT_S = 60.0
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+@dataclass
+class UiServer:
+    """A page that answers at 127.0.0.1. cookie: what `get` and `post` send, as a browser that entered does."""
+
+    site: Site
+    port: int
+    cookie: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(self, method: str, path: str, body: str = "", **headers: str) -> Answer:
+        """headers: names with "_" for "-". Exactly these are sent, and a Host unless there is one."""
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        connection.putrequest(method, path, skip_host="Host" in given, skip_accept_encoding=True)
+        for name, value in given.items():
+            connection.putheader(name, value)
+        if body or method == "POST":
+            connection.putheader("Content-Length", str(len(body.encode())))
+        connection.endheaders(body.encode())
+        with connection.getresponse() as answer:
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            text = answer.read().decode("utf-8", "replace")
+        connection.close()
+        return Answer(answer.status, found, text)
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.request("GET", path, **({"Cookie": self.cookie} if self.cookie else {}), **headers)
+
+    def post(self, path: str, **fields: str) -> Answer:
+        """As the page's script sends it."""
+        own = {"Origin": self.url, "Accept": "application/json", "Sec-Fetch-Site": "same-origin"}
+        own |= {"Cookie": self.cookie} if self.cookie else {}
+        return self.request("POST", path, urlencode(fields), **own)
+
+    def wait_for_end(self, job: str) -> Start:
+        end = time.monotonic() + WAIT_S
+        while (start := self.site.programs.last_start(job)) is None or start.is_running:
+            assert time.monotonic() < end, f"{job} did not end within {WAIT_S:g} s"
+            time.sleep(0.05)
+        return start
+
+
+@contextmanager
+def ui_server(home: Project, token: Token | None = None, host: str = "127.0.0.1") -> Iterator[UiServer]:
+    """The page of a project whose pipeline.yaml is written."""
+    options = Options(home.folder / "pipeline.yaml")
+    listener = open_socket("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    site = Site(home.config(), options, lambda config: status.build_report(config, options))
+    server = make_server(guarded_app(site, host, port, token, ()))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield UiServer(site, port)
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {WAIT_S:g} s: {what}"
+        time.sleep(0.05)
