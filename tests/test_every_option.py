@@ -312,6 +312,8 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "validation.prompts.one.steps": (RUN, "validation.prompts.one.steps=3"),
     "validation.prompts.one.guidance": (RUN, "validation.prompts.one.guidance=[1, 3]"),
     "validation.prompts.one.seed": (RUN, "validation.prompts.one.seed=[3, 4]"),
+    "validation.prompts_file": (PLAN, "validation.prompts_file=prompts.yaml validation.placeholders={token: cat}"),
+    "validation.placeholders": (REFUSED, "validation.placeholders={token: cat}"),
     "validation.size": (PLAN, "validation.size=64x64@5"),
     "validation.attention_backend": (RUN, "validation.attention_backend=_native_flash"),
     "validation.eval_sigmas": (RUN, "validation.eval_sigmas=[0.3]"),
@@ -373,6 +375,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> tuple[Project, 
     home.video("../other/a.mp4")
     for name in ("first", "second"):
         home.image(f"../{name}.png", caption="", seed=len(name))
+    (folder / "prompts.yaml").write_text("more: {prompt: a <token>, image: second.png}")
     shutil.copytree(tiny("kandinsky5-video-i2v"), folder / "copy")
     shutil.copytree(tiny("dinov2"), folder / "dino")
     for weights in (*(folder / "copy").glob("*/*.safetensors"), *(folder / "dino").glob("*.safetensors")):
@@ -435,7 +438,7 @@ def test_options_of_training_and_validation_need_nothing_made_again(made: tuple[
 
 def _split(given: str) -> list[str]:
     """The overrides of a row."""
-    return re.split(r" (?=(?:datasets|train)\.)", given)
+    return re.split(r" (?=(?:datasets|train|validation)\.)", given)
 
 
 def _same_set(home: Project, name: str, values: list[str]) -> None:

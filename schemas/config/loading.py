@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin
 
@@ -21,6 +22,7 @@ from schemas.catalogue import FAMILIES
 from schemas.config.error_messages import dotted_path, explain_error, is_section, section_fields
 from schemas.config.overrides import parse_override, set_value
 from schemas.config.pipeline import Config
+from schemas.config.prompt_library import LibraryPrompt, PromptLibraryError, read_prompts
 from schemas.config.yaml_reader import MAX_CHARACTERS, Document, KeyPath, YamlError, parse_yaml
 from schemas.errors import USAGE, LatentpressError
 
@@ -63,12 +65,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     _drop_empty_sections(document.value, Config)
     portable = [_portable_paths(dataset, path.absolute().parent) for dataset in _list_items(document.value, "datasets")]
     _resolve_paths(document.value, path.absolute().parent)
+    library, wrong_prompts = _add_library(document.value)
+    errors += wrong_prompts
     try:
         config = Config.model_validate(document.value)
     except ValidationError as error:
         found = error.errors(include_url=False)
         problems = [problem for each in found[:MAX_ERRORS] for problem in explain_error(each)]
-        errors += [line for _, line in sorted({_locate_error(path, document, set_paths, *each) for each in problems})]
+        located = {library.locate(*each) or _locate_error(path, document, set_paths, *each) for each in problems}
+        errors += [line for _, line in sorted(located)]
         if len(found) > MAX_ERRORS:
             errors.append(f"{path}: and {len(found) - MAX_ERRORS} more")
     if errors:
@@ -97,6 +102,47 @@ def json_schema() -> dict[str, Any]:
         for name, flavours in ((name, [*family.flavours, None]) for name, family in FAMILIES.items())
     ]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "latentpress pipeline"}
+
+
+@dataclass(frozen=True)
+class _Library:
+    """The prompts of validation.prompts_file, which are the items of validation.prompts from number `first` on."""
+
+    file: str = ""
+    first: int = 0
+    prompts: Sequence[LibraryPrompt] = ()
+
+    def locate(self, path: KeyPath, message: str) -> tuple[int, str] | None:
+        """The line to sort by, and the error after its place in the file; None where it is elsewhere."""
+        if path[:2] != ("validation", "prompts") or len(path) < 3 or not isinstance(path[2], int):
+            return None
+        if not self.first <= path[2] < self.first + len(self.prompts):
+            return None
+        prompt, inner = self.prompts[path[2] - self.first], path[3:]
+        line = prompt.lines.get(str(inner[0]), prompt.line) if inner else prompt.line
+        key = f"{dotted_path(inner)}: " if inner else ""
+        return line, f"{self.file}:{line}: {prompt.describe()}: {key}{message}"
+
+
+def _add_library(config: dict[str, Any]) -> tuple[_Library, list[str]]:
+    """Append the prompts of validation.prompts_file to validation.prompts; and the errors of the file."""
+    section = config.get("validation")
+    file = section.get("prompts_file") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(file, str) or not file:
+        return _Library(), []
+    if "://" in file:
+        return _Library(), [f"validation.prompts_file: {file!r} is a URL; it is a file of this machine"]
+    given = section.get("placeholders")
+    known = {key: value for key, value in given.items() if isinstance(value, str)} if isinstance(given, dict) else {}
+    try:
+        prompts = read_prompts(Path(file), known)
+    except PromptLibraryError as error:
+        return _Library(), [f"{file}:{line}: {message}" for line, message in error.problems[:MAX_ERRORS]]
+    inline = section.get("prompts")
+    if inline is not None and not isinstance(inline, list):
+        return _Library(), []  # which the checks of the configuration refuse
+    section["prompts"] = [*(inline or []), *(prompt.values for prompt in prompts)]
+    return _Library(file, len(inline or []), prompts), []
 
 
 def _read_document(path: Path) -> Document:
@@ -162,6 +208,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
         named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps a dataset of the hub
         _map_texts(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)
         _map_texts(dataset, ("media_root", "caption_file", "conditioning_data", "mask_data"), absolute)
+    _map_texts(config.get("validation"), ("prompts_file",), absolute)
     for prompt in _list_items(config.get("validation"), "prompts"):
         _map_texts(prompt, ("image",), absolute)
 

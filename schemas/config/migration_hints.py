@@ -96,6 +96,13 @@ HINTS = {
     "prior_loss_weight": "here train.methods.regularisation.weight, with target: data",
     "caption_dropout_probability": "here train.caption_dropout",
     "validation_prompt": "here validation.prompts, a list with name and prompt",
+    **dict.fromkeys(
+        ("user_prompt_library", "validation_prompt_library"),
+        "here validation.prompts_file, which may be that JSON file",
+    ),
+    "validation_seed": "here validation.seed, a number or a list",
+    "validation_negative_prompt": "here negative_prompt of a prompt",
+    "validation_num_video_frames": "here validation.size, WxH@F",
     "validation_steps": "here validation.every",
     "validation_resolution": "here validation.size, WxH or WxH@F",
     "validation_guidance": "here validation.guidance",

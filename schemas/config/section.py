@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
+WORD = r"^[A-Za-z][A-Za-z0-9_-]*$"
 SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"
 ADDRESS = r"^(auto|[A-Za-z0-9._-]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5})$"
 #: Pattern -> its description in an error.
@@ -15,6 +16,7 @@ PATTERNS = {
     NAME_PATTERN: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
     DEVICE: "valid: auto, cpu, cuda, cuda:N",
     ADDRESS: "valid: auto, and HOST:PORT as `ray start --head` prints it; addresses of Ray's client, ray://, are not",
+    WORD: "valid: letters, digits, '_' and '-', beginning with a letter",
     SIZE: "valid: WxH or WxH@F, for example 768x512@61",
 }
 

@@ -6,12 +6,13 @@ from typing import Annotated
 from pydantic import Field
 
 from schemas.config.attention import AttentionBackend
-from schemas.config.section import SIZE, Name, OneOrSeveral, Problem, Section, Seed, Steps, UnitFloat, listed
+from schemas.config.section import SIZE, WORD, Name, OneOrSeveral, Problem, Section, Seed, Steps, UnitFloat, listed
 from schemas.geometry import Bucket
 
 Size = Annotated[str, Field(pattern=SIZE)]
 SamplingSteps = Annotated[int, Field(ge=1, le=10_000)]
 Guidance = Annotated[float, Field(ge=0, le=1000)]
+Word = Annotated[str, Field(pattern=WORD, max_length=100)]
 
 #: Options that validation and each of its prompts have: a validation sample is made with each combination of values.
 GRID_OPTIONS = ("size", "steps", "guidance", "seed")
@@ -41,6 +42,13 @@ class Prompt(GridSection):
 
 class Validation(GridSection):
     prompts: tuple[Prompt, ...] = Field((), strict=False)
+    # What the file has becomes items of `prompts` (`schemas/config/loading.py`); a resolved configuration has these.
+    prompts_file: str | None = Field(
+        None, min_length=1, exclude=True, description="more prompts: a YAML or JSON file, or text with one a line"
+    )
+    placeholders: dict[Word, str] = Field(
+        {}, exclude=True, description="word -> the text for <word> in the prompts of prompts_file"
+    )
     size: OneOrSeveral[Size] | None = Field(
         None, description="WxH or WxH@F, one or several; default: the family's resolution, square"
     )
@@ -55,3 +63,8 @@ class Validation(GridSection):
     eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[UnitFloat, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
     fps: float | None = Field(None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's")
+
+    def _problems(self) -> Iterator[Problem]:
+        yield from super()._problems()
+        if self.placeholders and self.prompts_file is None:
+            yield ("placeholders",), "they are for prompts of a prompts_file, and there is none; remove them"

@@ -1,0 +1,156 @@
+"""Prompts in a file of their own, validation.prompts_file: YAML, JSON, or a prompt a line.
+
+YAML and JSON: name -> prompt, or name -> a section with the options of `validation.prompts`; or a list of such
+sections. Text: names are made of the prompts' words. `<word>` in a prompt or a name stands for a value of
+validation.placeholders; "<<" is a "<", and a "<" that begins no `<word>` stands for itself.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from schemas.config.section import NAME_PATTERN
+from schemas.config.yaml_reader import MAX_CHARACTERS, Document, YamlError, parse_yaml
+
+FORMATS = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".txt": "text"}
+PLACEHOLDER = re.compile(r"<<|<([A-Za-z][A-Za-z0-9_-]*)>")
+NAME_CHARACTERS = 40  # of a name that is made of a prompt's words
+TEXTS = ("name", "prompt", "negative_prompt")  # in which placeholders are replaced
+
+
+@dataclass
+class LibraryPrompt:
+    """values: as of an item of validation.prompts, not checked yet. lines: of its keys in the file; line: its own."""
+
+    values: dict[str, Any]
+    line: int
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        name = self.values.get("name")
+        return f"prompt {name!r}" if isinstance(name, str) else "a prompt"
+
+
+class PromptLibraryError(ValueError):
+    """problems: (line from 1, message) of each."""
+
+    def __init__(self, problems: list[tuple[int, str]]) -> None:
+        super().__init__("; ".join(f"line {line}: {message}" for line, message in problems))
+        self.problems = problems
+
+
+def read_prompts(path: Path, placeholders: Mapping[str, str]) -> list[LibraryPrompt]:
+    """The prompts of a file, placeholders replaced and paths of images absolute. PromptLibraryError has every problem
+    that is not one of a value, which the configuration's own checks find."""
+    kind = FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise PromptLibraryError([(1, f"{path.name!r} ends with none of {', '.join(FORMATS)}; rename it")])
+    text = _read_text(path)
+    prompts = list(_text_prompts(text)) if kind == "text" else list(_structured_prompts(_parse(text, kind)))
+    if not prompts:
+        raise PromptLibraryError([(1, "it has no prompt; write one, or remove validation.prompts_file")])
+    problems, first = list[tuple[int, str]](), dict[str, int]()
+    for prompt in prompts:
+        problems += _replace_placeholders(prompt, placeholders)
+        name, image = prompt.values.get("name"), prompt.values.get("image")
+        if isinstance(name, str) and first.setdefault(name, prompt.line) != prompt.line:
+            problems.append((prompt.line, f"{prompt.describe()} is in line {first[name]}, too; names must differ"))
+        if isinstance(image, str) and image and "://" not in image:
+            prompt.values["image"] = os.path.abspath(path.parent / os.path.expanduser(image))
+    if problems:
+        raise PromptLibraryError(problems)
+    return prompts
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)  # limited: it may be /dev/zero
+    except UnicodeDecodeError as error:
+        raise PromptLibraryError([(1, f"not UTF-8 text (byte {error.start}); save it as UTF-8")]) from error
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}; correct validation.prompts_file"
+        raise PromptLibraryError([(1, what)]) from error
+    except ValueError as error:  # a zero byte in the name
+        raise PromptLibraryError([(1, f"cannot be read: {error}")]) from error
+    if len(text) > MAX_CHARACTERS:
+        raise PromptLibraryError([(1, f"it is longer than {MAX_CHARACTERS:,} characters; shorten it")])
+    return text
+
+
+def _parse(text: str, kind: str) -> Document:
+    if kind == "json":
+        try:
+            json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            line = getattr(error, "lineno", 1)
+            raise PromptLibraryError([(line, f"not valid JSON: {getattr(error, 'msg', 'nested too deep')}")]) from error
+        text = text.replace("\t", " ")  # not inside of texts, where JSON has none; YAML takes none between values
+    try:
+        return parse_yaml(text)
+    except YamlError as error:
+        raise PromptLibraryError(error.problems) from error
+
+
+def _structured_prompts(document: Document) -> Iterator[LibraryPrompt]:
+    found, lines = document.value, document.lines
+    if not isinstance(found, dict | list) and found is not None:
+        what = "expected names with their prompts, or a list of sections with name and prompt"
+        raise PromptLibraryError([(1, what)])
+    entries = found.items() if isinstance(found, dict) else enumerate(found or ())
+    for key, value in entries:
+        own = {path[1]: line for path, line in lines.items() if len(path) == 2 and path[0] == key}
+        values = dict(value) if isinstance(value, dict) else {"prompt": value}
+        if isinstance(found, dict):
+            if "name" in values:
+                what = f"{key}: its name is the key {key!r} already; remove `name`"
+                raise PromptLibraryError([(own["name"], what)])
+            values = {"name": key, **values}
+        elif not isinstance(value, dict):
+            what = f"item {int(key) + 1} of the list is no section with name and prompt; write one, or name: prompt"
+            raise PromptLibraryError([(lines[key,], what)])
+        yield LibraryPrompt(values, lines[key,], {str(name): line for name, line in own.items()})
+
+
+def _text_prompts(text: str) -> Iterator[LibraryPrompt]:
+    for number, line in enumerate(text.splitlines(), 1):
+        prompt = line.strip()
+        if prompt and not prompt.startswith("#"):
+            yield LibraryPrompt({"name": name_of(prompt), "prompt": prompt}, number)
+
+
+def name_of(prompt: str) -> str:
+    """A name of a prompt's words, which no other prompt of the file changes: cut where it is long, then with a hash."""
+    words = re.sub(r"[^a-z0-9]+", "-", PLACEHOLDER.sub(lambda match: match[1] or "", prompt).lower()).strip("-")
+    digest = hashlib.sha256(prompt.encode()).hexdigest()[:6]
+    if not words:
+        return f"prompt-{digest}"
+    return words if len(words) <= NAME_CHARACTERS else f"{words[:NAME_CHARACTERS].rstrip('-')}-{digest}"
+
+
+def _replace_placeholders(prompt: LibraryPrompt, placeholders: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    for key in TEXTS:
+        if not isinstance(text := prompt.values.get(key), str):
+            continue
+        for match in PLACEHOLDER.finditer(text):
+            if match[1] is not None and match[1] not in placeholders:
+                known = ", ".join(f"<{name}>" for name in placeholders) or "none"
+                what = f"{prompt.describe()}: <{match[1]}> is not in validation.placeholders (there: {known})"
+                step = f"add `{match[1]}` there, or write <<{match[1]}> for the text <{match[1]}>"
+                yield prompt.lines.get(key, prompt.line), f"{what}; {step}"
+        values = {name: _name_part(value) if key == "name" else value for name, value in placeholders.items()}
+        prompt.values[key] = _fill(text, values)
+
+
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    return PLACEHOLDER.sub(lambda match: "<" if match[1] is None else values.get(match[1], match[0]), text)
+
+
+def _name_part(value: str) -> str:
+    """A placeholder's value inside a name: what can't be in one becomes "-"."""
+    return value if re.fullmatch(NAME_PATTERN, value) else re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-")
