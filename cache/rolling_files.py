@@ -8,6 +8,7 @@ ends, so one that was killed leaves nothing that has to be mended.
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from schemas.identity import hash_json
 
 FOLDER = "rolling"
 POSITION, LOCK = f"{FOLDER}/position.json", f"{FOLDER}/lock"
+LOOK_S = 0.2
 
 
 class RollingError(LatentpressError):
@@ -45,6 +47,8 @@ class Position:
 
 class RollingFiles:
     """Those of a store, which must be a folder of this machine: RollingError otherwise."""
+
+    patience_s = 60.0
 
     def __init__(self, store: Store) -> None:
         if store.root is None:
@@ -92,25 +96,35 @@ class RollingFiles:
 
     @contextmanager
     def working(self, program: str) -> Iterator["StageFile"]:
-        """Hold the file of an encoding stage. RollingError where another process does."""
+        """Hold the file of an encoding stage, or of training. RollingError where another process does, and goes on so
+        for `patience_s`: one whose `run` was killed ends once it has seen that."""
         with explained(str(self.folder)):
             make_folders(self.folder)
             file = os.open(self.folder / f"{program}.json", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            with self.locked():  # whoever asks whether a stage is running holds this, too
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
+            end = time.monotonic() + self.patience_s
+            while not (held := self._hold(file)):
+                if time.monotonic() > end:
                     raise RollingError(
                         f"another {program} is at work for the rolling cache {self.store.path(FOLDER)}",
-                        "One process a stage hands out its units; for several workers: --workers N.",
-                    ) from error
-                held = StageFile(file)
-                held.write({})
+                        "One process a stage hands out its units; for several workers: --workers N. One whose `run` "
+                        "was killed ends by itself, training after its step: then run the same command again.",
+                    )
+                time.sleep(LOOK_S)
             yield held
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
+
+    def _hold(self, file: int) -> "StageFile | None":
+        with self.locked():  # whoever asks whether a stage is running holds this, too
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            held = StageFile(file)
+            held.write({})
+            return held
 
     def read_stage(self, program: str) -> dict[int, int] | None:
         """Shard -> bytes reserved, of a stage that is running; None of one that is not. Called under `locked`."""

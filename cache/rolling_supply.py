@@ -21,6 +21,7 @@ FIRST_MESSAGE_S, NEXT_MESSAGE_S = 10.0, 60.0
 
 class RollingSupply:
     """See `cache.shard_supply.ShardSupply`. main: whether this process tells where the run is; of several, one does.
+    behind: steps that other processes may be behind it.
 
     on_wait: called again and again while a shard is waited for; what it raises ends the wait. log: for people.
     """
@@ -33,8 +34,10 @@ class RollingSupply:
         position: Position,
         main: bool = True,
         log: Callable[[str], object] = lambda text: None,
+        behind: int = 0,
     ) -> None:
         self._cache, self._position, self._main, self._log = cache, position, main, log
+        self._behind = behind
         self.on_wait: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
         self._forget: list[Callable[[int], None]] = []
@@ -93,7 +96,7 @@ class RollingSupply:
         time.sleep(POLL_S)
 
     def finished(self, step: int) -> None:
-        self._position = replace(self._position, step=max(self._position.step, step + 1))
+        self._position = replace(self._position, step=max(self._position.step, step + 1 - self._behind))
         self._tell()
 
     def _tell(self, now: bool = False) -> None:

@@ -20,7 +20,7 @@ from cache.damage import ENCODE_PROGRAMS
 from cache.stage_log import append_stage
 from cache.training_run import METRICS_FILE
 from schemas.cli.console import Console, Options, Report, make_app
-from schemas.cli.interruption import MaxTimeOption, StopHandler
+from schemas.cli.interruption import MaxTimeOption, StopHandler, child_environment
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
@@ -209,7 +209,7 @@ class _StageProcesses:
         command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
         if self._stopped:
             return INCOMPLETE, {}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as self._process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as self._process:
             if self._stopped:  # since it was checked above
                 self._process.terminate()
             output, _ = self._process.communicate()

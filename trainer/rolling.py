@@ -35,11 +35,19 @@ def follow_encoding(
             f"set {data.id} is of a rolling cache, whose shards are encoded while it is trained on",
             "Set cache.rolling, or run `latentpress run`, which encodes everything and makes a set of it.",
         )
+    if rolling.alternate and world > 1:
+        raise RollingError(
+            f"cache.rolling.alternate is for one process, and these are {world}: each would find at another step that "
+            "the shards are used up",
+            "Set cache.rolling.alternate: false, and let the encoding stages run beside training.",
+        )
     order = ReadingOrder.of(config.train, world)
     check_room(data, order, config.validation.eval_samples, rolling.max_gb)
     cache = RollingCache(data, rolling.max_gb)
     with cache.files.working("train") if main else nullcontext():
-        supply = RollingSupply(cache, Position(data.id, config.train.run, order, step), main, console.log)
+        # A rank that takes a step's batches has ended the step before, which no rank does alone; others may still read.
+        behind = int(world > 1)
+        supply = RollingSupply(cache, Position(data.id, config.train.run, order, step), main, console.log, behind)
         supply.on_wait = lambda: stop.check_waiting(SPENT if rolling.alternate else "")
         data.report = lambda program, member: console.warn(
             f"{member.id} was set aside by {program} ({member.message}): it is left out wherever its turn comes"

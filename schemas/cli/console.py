@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
 
 import typer
 
+from schemas.cli.interruption import end_with_parent
 from schemas.cli.library_messages import silence_libraries
 from schemas.cli.options import (
     NOT_PARTITIONED,
@@ -320,6 +321,7 @@ def run_program(
 def _run_program(name: str, run: RunFunction, options: Options, own: Mapping[str, Any], extra: str) -> int:
     from schemas.config.loading import load_config
 
+    end_with_parent()
     console = Console(json=options.json, complete=options.add_given_options)
     if options.partition.source:
         console.log(f"--shard {options.partition}, by {options.partition.source}")

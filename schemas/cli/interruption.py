@@ -38,6 +38,29 @@ MaxTimeOption = Annotated[
 ]
 
 
+PARENT_VARIABLE = "LATENTPRESS_PARENT"
+LOOK_S = 1.0  # between two looks whether it is still there
+
+
+def child_environment() -> dict[str, str]:
+    """For a program that is not to outlive this one: see `end_with_parent`."""
+    return {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """Of a program that another one, such as `run`, started with `child_environment`: once that is gone, as after
+    SIGKILL, this one ends as it does by SIGTERM. Otherwise it would go on alone, in the way of the next `run`."""
+    parent = int(os.environ.pop(PARENT_VARIABLE, 0))
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if parent:
+        threading.Thread(target=watch, daemon=True, name="watch-parent").start()
+
+
 class StopHandler:
     """Calls `stop` at the first SIGINT or SIGTERM, or `max_time` seconds from now. Without `stop` it raises
     KeyboardInterrupt: the body of `stop_on_signals` ends after its context managers have cleaned up, and a second

@@ -22,14 +22,16 @@ from cache.damage import ENCODE_PROGRAMS
 from cache.rolling_files import RollingFiles
 from cache.store import Store
 from schemas.errors import INCOMPLETE
-from stages import bucket, discover, gc, index, status, verify
+from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from tests.background import repeated
 from tests.project import Project
 from tests.torture.conftest import LONG
+from tests.trainer.runs import on_two_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="the long form (TORTURE=long) trains five times")]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PICTURES, LIMIT_GB = 40, 40, 0.0007
+PROGRAMS = {"stages.cli", "stages.encode_text", "stages.encode_latents", "trainer"}  # while a rolling run trains
 
 
 def make(project: Callable[..., Project], **rolling: object) -> Project:
@@ -144,11 +146,14 @@ def test_run_gives_the_losses_of_a_full_cache(wanted: dict[int, float], project:
     its_programs_understand_it(home)
 
 
-@pytest.mark.parametrize("victims", [("trainer", "stages.encode_latents"), ("stages.encode_text", "", "")], ids=len)
+@pytest.mark.parametrize(
+    "victims", [("trainer", "stages.encode_latents"), ("stages.encode_text", "", "stages.cli", "")], ids=len
+)
 def test_whatever_is_killed(
     wanted: dict[int, float], project: Callable[..., Project], victims: tuple[str, ...]
 ) -> None:
-    """The trainer, an encoding stage, or everything at once (""), a few steps after each start."""
+    """The trainer, an encoding stage, `run` alone, or everything at once (""), a few steps after each start. What `run`
+    leaves behind ends by itself, while the next one waits."""
     killed, draw = make(project, max_gb=LIMIT_GB), random.Random(1)
     with watched(killed) as most:
         for victim in victims:
@@ -156,11 +161,14 @@ def test_whatever_is_killed(
             wait_for_steps(killed, process, 3)
             time.sleep(draw.random() / 4)
             running = programs(process.pid)
-            assert running.keys() >= {"stages.cli", "stages.encode_text", "stages.encode_latents", "trainer"}
+            assert running.keys() >= PROGRAMS
             if victim:
                 os.kill(running[victim], signal.SIGKILL)
             else:
                 os.killpg(process.pid, signal.SIGKILL)
+            if victim == "stages.cli":
+                assert process.wait(60) == -signal.SIGKILL
+                continue
             _, log = process.communicate(timeout=300)
             assert process.returncode == (INCOMPLETE if victim else -signal.SIGKILL), log
             stage = "train" if victim == "trainer" else victim.removeprefix("stages.").replace("_", "-")
@@ -170,17 +178,36 @@ def test_whatever_is_killed(
 
 
 def wait_for_steps(home: Project, process: subprocess.Popen, steps: int) -> None:
-    """Until training is so many steps past what the last start came to."""
-    files = RollingFiles(Store(home.root))
-    target = position_step(files) + steps
-    while position_step(files) < target:
+    """Until all programs run, and then training is so many steps further."""
+    files, target = RollingFiles(Store(home.root)), None
+    while target is None or position_step(files) < target:
         assert process.poll() is None, process.communicate()
+        if target is None and programs(process.pid).keys() >= PROGRAMS:
+            target = position_step(files) + steps
         time.sleep(0.01)
 
 
 def position_step(files: RollingFiles) -> int:
     position = files.read_position()
     return position.step if position else 0
+
+
+def test_two_ranks(project: Callable[..., Project]) -> None:
+    """The losses of two ranks on a full cache."""
+    full, home = make(project), make(project, max_gb=2 * LIMIT_GB)
+    for each in (full, home):
+        each.settings["train"] |= {"steps": 16, "device": "cpu"}
+        each.config()
+        for program in (discover, bucket, *((encode_text, encode_latents) if each is full else ()), index):
+            assert each.run(program.run).exit_code == 0
+    on_two_ranks(full.folder / "pipeline.yaml")
+    with watched(home) as most:
+        stages = [start(home, stage, stdout=subprocess.DEVNULL) for stage in ("encode-text", "encode-latents")]
+        on_two_ranks(home.folder / "pipeline.yaml")
+        ended = [(stage.communicate(timeout=560)[1], stage.returncode) for stage in stages]
+    assert [code for _, code in ended] == [0, 0], ended
+    assert losses(home) == losses(full) and len(losses(full)) == 16
+    assert 0 < most[0] <= 2 * LIMIT_GB * 1e9
 
 
 def test_encoding_and_training_take_turns(wanted: dict[int, float], project: Callable[..., Project]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,10 +34,12 @@ from cache.step_shards import ReadingOrder
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import SetError
+from schemas.config.encoding import Rolling
 from schemas.config.training import Train
 from tests.background import repeated
 from tests.cache.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
 from trainer.data import BatchLoader
+from trainer.rolling import follow_encoding
 
 pytestmark = pytest.mark.slow
 
@@ -267,7 +270,7 @@ def test_the_limit_asked_for_is_that_of_two_steps_in_a_row(home: Home) -> None:
     assert seen[0] <= most
 
 
-def test_what_is_removed_is_needed_last(home: Home) -> None:
+def test_what_is_removed_is_needed_last(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = home.cache()
     with cache.files.working("encode-text") as text, cache.files.working("encode-latents") as latents:
         needs = RollingNeeds(cache.data, 0)
@@ -292,9 +295,26 @@ def test_what_is_removed_is_needed_last(home: Home) -> None:
         assert set(order[:4]) <= now
         need = {number: order.index(number) if number in order else len(order) for number in here}
         assert here - now and min(need[gone] for gone in here - now) >= max(need[kept] for kept in here & now)
+    monkeypatch.setattr(RollingFiles, "patience_s", 0.0)
     again = RollingFiles(home.store).working("encode-text")
     with pytest.raises(RollingError, match="another encode-text is at work"), cache.files.working("encode-text"), again:
         pass
+
+
+def test_a_stage_that_is_ending_is_waited_for(home: Home) -> None:
+    with encoding(home, "text") as children:
+        place = RollingFiles(home.store)
+        while not is_running(place, "encode-text"):
+            time.sleep(0.01)
+        ending = threading.Timer(0.5, lambda: os.kill(children[0], signal.SIGKILL))
+        ending.start()
+        with place.working("encode-text"):
+            ending.join()
+
+
+def is_running(place: RollingFiles, program: str) -> bool:
+    with place.locked():
+        return place.read_stage(program) is not None
 
 
 def test_a_damaged_shard_is_encoded_again_once(home: Home) -> None:
@@ -363,6 +383,25 @@ def test_missing_media_and_needed_prompts_stop_training(home: Home) -> None:
         assert "latentpress discover" in stopped.value.next_step
         with pytest.raises(SetError, match="s4, which every run needs, could not be encoded"):
             data.sample(4)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_the_shards_of_a_step_stay_while_another_rank_may_be_at_it(home: Home, behind: int) -> None:
+    with closing(rolling(home, behind=behind)) as data:
+        for step in range(6):
+            data.supply.finished(step)
+    position = RollingFiles(home.store).read_position()
+    assert position is not None and position.step == 6 - behind
+
+
+def test_taking_turns_is_for_one_rank(home: Home) -> None:
+    cache = SimpleNamespace(rolling=Rolling(max_gb=1.0, alternate=True))
+    config, nothing = SimpleNamespace(cache=cache), SimpleNamespace()
+    with (
+        pytest.raises(RollingError, match="alternate is for one process, and these are 2"),
+        follow_encoding(config, home.open(), 0, 2, True, nothing, nothing),  # type: ignore[arg-type]
+    ):
+        pass
 
 
 def test_waiting_ends_when_it_is_told_to(home: Home) -> None:

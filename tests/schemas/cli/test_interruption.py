@@ -5,11 +5,18 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import typer
 
-from schemas.cli.interruption import StopHandler, parse_duration
+from schemas.cli.interruption import (
+    PARENT_VARIABLE,
+    StopHandler,
+    child_environment,
+    end_with_parent,
+    parse_duration,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,3 +65,46 @@ def test_a_ctrl_c_that_comes_with_another_signal_does_not_wait() -> None:
         assert os.waitpid(child, 0)[1] == 0 and time.monotonic() - began < 30
         os.close(reading)
         os.close(writing)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("handled", [True, False])
+def test_a_program_whose_parent_is_gone_ends_as_by_sigterm(tmp_path: Path, handled: bool) -> None:
+    """A parent that starts a program and is killed while that works."""
+    reading, writing = os.pipe()
+
+    def program(environment: dict[str, str]) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.update(environment)
+        end_with_parent()
+        assert PARENT_VARIABLE not in os.environ, "what it starts has another parent"
+        os.write(writing, b"1")
+        if handled:
+            with StopHandler(stop=lambda: (os.write(writing, b"S"), os._exit(0))).stop_on_signals():
+                time.sleep(60)
+        time.sleep(60)
+
+    parent = os.fork()
+    if parent == 0:
+        environment = child_environment()
+        if os.fork() == 0:
+            os.close(reading)
+            try:
+                program(environment)
+            finally:
+                os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    os.close(writing)
+    assert os.read(reading, 1) == b"1"
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert os.read(reading, 1) == (b"S" if handled else b""), "the pipe is closed when it has ended"
+    os.close(reading)
+
+
+def test_a_program_that_was_not_started_by_another_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PARENT_VARIABLE, raising=False)
+    before = threading.active_count()
+    end_with_parent()
+    assert threading.active_count() == before
