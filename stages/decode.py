@@ -2,7 +2,8 @@
 
 Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
 <output>/<run>/samples/contact-sheet.png, and adds the pictures to the trackers of `train.trackers`. A latent is decoded
-again only if it is newer than its picture.
+again only if it is newer than its picture. Of training samples whose captions the prompts are it writes the original
+and the decoded latents (stages/pages/training_samples.py).
 """
 
 import json
@@ -16,6 +17,7 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
+from stages.pages import training_samples
 from stages.trackers import open_trackers
 
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
@@ -69,6 +71,15 @@ def run(config: Config, options: Options, console: Console) -> Report:
                 trackers.add_picture(file.stem, step, np.asarray(frames_THWC), picture, fps)
                 report.done += 1
                 progress.advance(1)
+        suffix = OUTPUT_SUFFIXES[config.model.family_spec.video]
+        training_samples.write_training_samples(
+            config,
+            folder,
+            autoencoder,
+            options.resources(config, "decode"),
+            lambda path, frames_THWC: write_output(path.with_suffix(suffix), frames_THWC, fps),
+            console,
+        )
     sheet = folder / "samples" / "contact-sheet.png"
     if todo or not sheet.exists():
         with explained(str(sheet)):

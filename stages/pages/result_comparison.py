@@ -70,13 +70,13 @@ def _compare_sample(
         return replace(result, damage=stored)
     path, row = stored
     try:
-        decoded = _decode(model.family_spec, autoencoder, path, row, "latent", item.bucket)
+        decoded = decode_tensor(model.family_spec, autoencoder, path, row, "latent", item.bucket)
         comparison = clip_comparison.compare_clips(pixels.frames if pixels else None, decoded, item.times, max_bytes)
         if "condition" in row.tensors:
             size = Bucket.parse((item.sample["source_geometry"] or item.sample["geometry"])["bucket"])
             given = 1 if model.condition is None else model.condition.frames
             bucket = Bucket(size.width, size.height, given)
-            decoded = _decode(model.family_spec, autoencoder, path, row, "condition", bucket)
+            decoded = decode_tensor(model.family_spec, autoencoder, path, row, "condition", bucket)
             times = item.times[:given]
             condition = clip_comparison.compare_clips(pixels.condition if pixels else None, decoded, times, max_bytes)
             comparison = replace(comparison, condition=condition.frames[0])
@@ -85,7 +85,7 @@ def _compare_sample(
     return replace(result, comparison=comparison)
 
 
-def _decode(
+def decode_tensor(
     family: Family, autoencoder: base.Autoencoder, path: str, row: ShardRow, name: str, bucket: Bucket
 ) -> np.ndarray:
     """uint8 (T, H, W, 3) of the row's tensor `name`: latents (C, T, h, w), or their moments (2 C, T, h, w). Tiled as

@@ -1,11 +1,12 @@
 """The validation samples of a run as a grid: a row for each, a cell for each step, pictures and playing clips.
 
-The trainer writes latents (validation/<step>/<name>.safetensors), decode makes files of them (samples/<step>/). What is
-shown is small enough for one page; a cell without a file says what is missing.
+The trainer writes latents (validation/<step>/<name>.safetensors), decode makes files of them (samples/<step>/), and
+of the training samples whose captions the prompts are. What is shown is small enough for one page; a cell without a
+file says what is missing.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from schemas.config.pipeline import Config
 from schemas.config.validation_samples import ValidationSample, validation_samples
 from schemas.text_format import escape_unprintable
 from stages.media.errors import MediaError
+from stages.pages import training_samples
 from stages.pages.html import Picture
 from stages.pages.report.thumbnails import PICTURE_BOX, Clip, shrink_clip, shrink_file
 
@@ -31,9 +33,10 @@ Step = int
 
 @dataclass(frozen=True)
 class Cell:
-    """A prompt at a step. problem: why there is neither a picture nor a clip. link: the file beside the page."""
+    """A prompt at a step, or what it is compared with. problem: why there is neither a picture nor a clip. link: the
+    file beside the page."""
 
-    step: Step
+    label: str
     picture: Picture | None = None
     clip: Clip | None = None
     problem: str = ""
@@ -42,7 +45,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class RunSamples:
-    """What a run made of a validation sample. settings: seed, size, steps, guidance."""
+    """What a run made of a validation sample. settings: seed, size, steps, guidance. training: the training sample
+    whose caption the prompt is, as it was encoded and decoded again; empty where there is none."""
 
     run: str
     name: str
@@ -51,6 +55,7 @@ class RunSamples:
     settings: tuple[tuple[str, str], ...]
     source: Picture | None
     source_problem: str
+    training: tuple[Cell, ...]
     cells: tuple[Cell, ...]
 
 
@@ -109,7 +114,8 @@ def gather_samples(
     most = max((len(each.steps) for each in found), default=0)
     if most > columns:
         grid.notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
-    cells = per_row * len(shown_names) * min(columns, max(1, most))
+    compared = 2 if any((each.folder / training_samples.FOLDER).is_dir() for each in found) else 0
+    cells = per_row * len(shown_names) * (min(columns, max(1, most)) + compared)
     limit = max(MIN_CELL_BYTES, min(MAX_CELL_BYTES, max_bytes // max(1, cells)))
     for name in shown_names:
         for each in found:
@@ -168,23 +174,34 @@ def _read_row(
                        for key, value in values.items() if value is not None),
         source=source,
         source_problem=problem,
-        cells=tuple(_read_cell(files, name, step, limit, beside) for step in steps),
+        training=tuple(_read_training(files, named, limit, beside)),
+        cells=tuple(_read_step(files, name, step, limit, beside) for step in steps),
     )  # fmt: skip
     group = about.get("group", name if sample is None else sample.group)
     return group if isinstance(group, str) else name, row
 
 
-def _read_cell(files: _Files, name: str, step: Step, limit: int, beside: tuple[Path, Path] | None) -> Cell:
-    path = files.files[name, step]
-    if path is None:
-        return Cell(step, problem="not decoded yet")
+def _read_step(files: _Files, name: str, step: Step, limit: int, beside: tuple[Path, Path] | None) -> Cell:
+    path, label = files.files[name, step], f"step {step}"
+    return Cell(label, problem="not decoded yet") if path is None else _read_cell(path, label, files.run, limit, beside)
+
+
+def _read_training(files: _Files, prompt: str, limit: int, beside: tuple[Path, Path] | None) -> Iterator[Cell]:
+    folder = files.folder / training_samples.FOLDER / prompt
+    for label in (training_samples.ORIGINAL, training_samples.RECONSTRUCTION):
+        for path in (folder / f"{label}{suffix}" for suffix in SUFFIXES):
+            if path.is_file():
+                yield _read_cell(path, label, files.run, limit, beside)
+
+
+def _read_cell(path: Path, label: str, run: str, limit: int, beside: tuple[Path, Path] | None) -> Cell:
     try:
-        link = _put_beside(path, files.run, beside) if beside else ""
+        link = _put_beside(path, run, beside) if beside else ""
         if path.suffix == ".mp4":
-            return Cell(step, clip=shrink_clip(path, limit), link=link)
-        return Cell(step, picture=shrink_file(path, PICTURE_BOX, limit), link=link)
+            return Cell(label, clip=shrink_clip(path, limit), link=link)
+        return Cell(label, picture=shrink_file(path, PICTURE_BOX, limit), link=link)
     except MediaError as error:
-        return Cell(step, problem=escape_unprintable(f"can't be read: {error}"))
+        return Cell(label, problem=escape_unprintable(f"can't be read: {error}"))
 
 
 def _put_beside(path: Path, run: str, beside: tuple[Path, Path]) -> str:
@@ -200,8 +217,8 @@ def _put_beside(path: Path, run: str, beside: tuple[Path, Path]) -> str:
     return quote(os.path.relpath(target, page_folder))
 
 
-def describe_clip(clip: Clip, name: str, step: Step) -> Markup:
+def describe_clip(clip: Clip, about: str) -> Markup:
     """The element that plays a clip; it has controls, so it needs neither a mouse nor a script."""
     return Markup(
         '<video src="{}" width="{}" height="{}" controls muted loop playsinline preload="auto" aria-label="{}"></video>'
-    ).format(clip.uri, clip.width, clip.height, f"{escape_unprintable(name)} at step {step}")
+    ).format(clip.uri, clip.width, clip.height, escape_unprintable(about))

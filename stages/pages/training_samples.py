@@ -1,0 +1,111 @@
+"""The training samples that a run's validation prompts name, as files to compare the run's own samples with.
+
+A prompt names a training sample where it is its caption (i2i: with the same source image). For each such prompt
+<output>/<run>/samples/training/<prompt>/ has `original.png|mp4`, the pixels that were encoded,
+`reconstruction.png|mp4`, their cached latents decoded again, and `sample.json`, which says what sample it is. The
+original is left out where its file is not on this machine.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.files import replacing
+from cache.store import Store
+from schemas.cli.console import Console
+from schemas.config.encoding import StageWorkers
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from schemas.geometry import Bucket
+from stages.engines.sandbox import SandboxPool
+from stages.media.errors import MediaError
+from stages.pages.encoded_plan import EncodedPlan
+from stages.pages.plan_table import PlanTable
+from stages.pages.sample_preview import OriginalPixels, make_original_reader, read_samples
+from stages.planning.plan_lookup import current_plan
+
+FOLDER = "samples/training"
+ORIGINAL, RECONSTRUCTION, DESCRIPTION = "original", "reconstruction", "sample.json"
+#: (path without suffix, uint8 frames_THWC): writes a picture or clip.
+WriteFrames = Callable[[Path, np.ndarray], None]
+
+
+def write_training_samples(
+    config: Config, folder: Path, autoencoder: Any, resources: StageWorkers, write: WriteFrames, console: Console
+) -> None:
+    """Write those that are not there yet. folder: of the run. autoencoder: decodes their latents."""
+    try:
+        table = PlanTable(store := Store(config.root), config, current_plan(store, config))
+        encoded = EncodedPlan(table)
+    except LatentpressError:  # trained on a set that was made elsewhere: there is no plan, or not its checkpoint
+        return
+    todo = dict[str, int]()
+    for prompt, row in find_training_samples(encoded).items():
+        if _read_id(folder / FOLDER / prompt) != (table.active.column("sample_id")[row].as_py(), encoded.folder):
+            todo[prompt] = row
+    if not todo:
+        return
+    timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
+    with SandboxPool(make_original_reader, workers=resources.workers, timeout_s=timeout, memory_mib=memory) as pool:
+        read = read_samples(table, todo.values(), pool)
+        for prompt, (item, original) in zip(todo, read, strict=True):
+            sample = {"sample_id": item.sample["sample_id"], "dataset": item.active_row["dataset"]}
+            about = sample | {"path": item.path, "bucket": str(item.bucket), "latents": encoded.folder}
+            try:
+                frames = _decode(encoded, autoencoder, item.sample["sample_id"], str(item.bucket))
+            except LatentpressError as error:
+                console.warn(f"the training sample of prompt {prompt} can't be decoded: {error.message}")
+                continue
+            _write_files(folder / FOLDER / prompt, about, original, frames, write)
+
+
+def find_training_samples(encoded: EncodedPlan) -> dict[str, int]:
+    """prompt -> row of `encoded.table.active`: the first encoded training sample that the prompt is a caption of."""
+    table = encoded.table
+    texts = {row["name"]: row["text"] for row in table.plan.info["validation"]}
+    trained = pc.equal(table.active.column("role"), "train").to_numpy() & encoded.encoded
+    column = table.active.column("texts").combine_chunks()
+    rows, ids = pc.list_parent_indices(column).to_numpy(), pc.list_flatten(column)
+    found = dict[str, int]()
+    named = pc.is_in(ids, value_set=pa.array(texts.values(), ids.type)).to_numpy(zero_copy_only=False)
+    for place in np.flatnonzero(named & trained[rows]):
+        found.setdefault(ids[int(place)].as_py(), int(rows[place]))
+    return {name: found[text] for name, text in texts.items() if text in found}
+
+
+def _read_id(folder: Path) -> tuple[str, str] | None:
+    """(sample id, folder of its latents) of what is there."""
+    try:
+        about = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        return about["sample_id"], about["latents"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _decode(encoded: EncodedPlan, autoencoder: Any, sample_id: str, bucket: str) -> np.ndarray:
+    from stages.pages.result_comparison import decode_tensor
+
+    [stored] = encoded.latents.read([sample_id]).values()
+    if isinstance(stored, LatentpressError):
+        raise stored
+    path, row = stored
+    family = encoded.table.config.model.family_spec
+    return decode_tensor(family, autoencoder, path, row, "latent", Bucket.parse(bucket))
+
+
+def _write_files(
+    folder: Path, about: dict[str, str], original: OriginalPixels | MediaError, frames: np.ndarray, write: WriteFrames
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob(f"{ORIGINAL}.*"):  # of another sample
+        file.unlink()
+    if not isinstance(original, MediaError):
+        write(folder / ORIGINAL, original.frames)
+    write(folder / RECONSTRUCTION, frames)
+    with replacing(folder / DESCRIPTION) as temporary:
+        temporary.write_text(json.dumps(about) + "\n", encoding="utf-8")
