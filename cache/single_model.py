@@ -8,8 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cache.hub_progress import bar_class
 from cache.store import Store
 from cache.weights import COMMIT_PATTERN, WeightsError, call_hub, hash_file, local_folder
+from schemas.cli.progress import activity
 from schemas.identity import hash_json
 
 CONFIG_FILE = "config.json"
@@ -50,10 +52,9 @@ class SingleModel:
         if folder is None:
             from huggingface_hub import snapshot_download
 
-            patterns = list(self.files)
-            folder = Path(
-                call_hub(snapshot_download, self.source, self.revision, key=self.key, allow_patterns=patterns)
-            )
+            with activity(f"fetching {self.source}", unit="bytes") as task:
+                options = {"allow_patterns": list(self.files), "tqdm_class": bar_class(task)}
+                folder = Path(call_hub(snapshot_download, self.source, self.revision, key=self.key, **options))
         if not any(path.suffix == ".safetensors" for path in self._list_files(folder)):
             raise WeightsError(
                 f"{self.source} has no *.safetensors",

@@ -22,6 +22,7 @@ from cache.damage import DamageError, as_damage
 from cache.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
 from cache.layout import is_project_file
 from cache.store_errors import explained_object
+from schemas.cli.progress import activity
 from schemas.identity import hash_json
 
 OPEN_TRIES = 5
@@ -110,15 +111,19 @@ class Store:
             with self._explained(prefix):
                 found = [entry for entry, _ in object_store.list_uploads(self.fs, top) if is_project_file(entry.name)]
             local = spool_folder()
-        with self._explained(prefix) if local is None else explained(str(local)):
+        shown = activity(f"listing {self.path(prefix)}", unit="files")
+        with self._explained(prefix) if local is None else explained(str(local)), shown as task:
             if local is None:
-                found = list(object_store.list_objects(self.fs, top, expected))
+                for about in object_store.list_objects(self.fs, top, expected):
+                    found.append(about)
+                    task.done = len(found)
             else:
                 wanted = is_temporary if temporaries else lambda name: not is_unfinished(name)
                 for name, entry in files.walk(local):
                     with suppress(FileNotFoundError):
                         if wanted(name.rpartition("/")[2]):
                             found.append(Entry(name, entry.stat().st_size, entry.stat().st_mtime))
+                    task.done = len(found)
         return sorted(found)
 
     def size(self, rel: str) -> int:

@@ -4,13 +4,11 @@ A source is a local directory in diffusers layout or the id of a Hugging Face re
 through huggingface_hub, so its own settings apply (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, ...).
 """
 
-import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,17 @@ import xxhash
 
 from cache.damage import DamageError
 from cache.files import StoreError
+from cache.hub_progress import bar_class
 from cache.json_checks import check_object
 from cache.store import Store
+from schemas.cli.progress import activity
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json
+from schemas.text_format import format_bytes, shown_path
 from schemas.weight_files import ALLOW_PATTERNS, find_weights_problem
 
 MODEL_INDEX = "model_index.json"
+HASH_BUFFER_BYTES = 1 << 20
 MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
 PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
@@ -61,7 +63,9 @@ def fingerprint_weights(
         return {"repo": source, "commit": _find_commit(source, revision, memo), "parts": sorted(parts)}
     _check_components(folder, parts)
     files = sorted((name, path) for part in parts for name, path in _list_files(folder, part))
-    return {"content": hash_json([[name, hash_file(path, memo)] for name, path in files])}
+    with activity(f"reading the weights of {shown_path(folder)}", unit="bytes") as task:
+        task.total = sum(path.stat().st_size for _, path in files)
+        return {"content": hash_json([[name, hash_file(path, memo, task.advance)] for name, path in files])}
 
 
 def fetch_components(source: str, revision: str | None, parts: Sequence[str]) -> Path:
@@ -71,7 +75,9 @@ def fetch_components(source: str, revision: str | None, parts: Sequence[str]) ->
         from huggingface_hub import snapshot_download
 
         patterns = [MODEL_INDEX, *(f"{part}/{pattern}" for part in parts for pattern in ALLOW_PATTERNS)]
-        folder = Path(call_hub(snapshot_download, source, revision, allow_patterns=patterns))
+        with activity(f"fetching {', '.join(parts)} of {source}", unit="bytes") as task:
+            bars = bar_class(task)
+            folder = Path(call_hub(snapshot_download, source, revision, allow_patterns=patterns, tqdm_class=bars))
     _check_components(folder, parts)
     return folder
 
@@ -85,7 +91,9 @@ def load_pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
     """`model_class.from_pretrained(folder)` of safetensors only. UnsafeWeights where the weights are pickled."""
     if problem := find_weights_problem(folder):
         raise UnsafeWeights(*problem)
-    return model_class.from_pretrained(folder, use_safetensors=True, **settings)
+    size = format_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
+    with activity(f"loading {model_class.__name__} from {shown_path(folder)}, {size}"):
+        return model_class.from_pretrained(folder, use_safetensors=True, **settings)
 
 
 def read_component_config(source: str, revision: str | None, part: str) -> dict[str, Any]:
@@ -132,26 +140,37 @@ def _list_files(folder: Path, part: str) -> list[tuple[str, Path]]:
     return sorted((name.as_posix(), path) for name, path in shown)
 
 
-def hash_file(path: Path, memo: Store | None) -> str:
-    """xxh3-128 of a file's bytes; memo: where the hashes of large files are stored."""
+def hash_file(path: Path, memo: Store | None, advance: Callable[[int], object] = lambda count: None) -> str:
+    """xxh3-128 of a file's bytes; memo: where the hashes of large files are stored. advance: of bytes."""
     about, name = path.stat(), os.fspath(path.resolve())
     key = [name, about.st_size, about.st_mtime_ns]
     if memo is None or about.st_size < MEMO_MIN_BYTES:
-        return _hash_content(*key)
+        return _hash_content((name, about.st_size, about.st_mtime_ns), advance)
     rel = f"weights/{hash_json(key)}.json"
     with suppress(FileNotFoundError, DamageError):  # a damaged one is written again
-        return memo.read_json(rel)["content"]
-    content = _hash_content(*key)
+        content = memo.read_json(rel)["content"]
+        advance(about.st_size)
+        return content
+    content = _hash_content((name, about.st_size, about.st_mtime_ns), advance)
     with suppress(StoreError):  # a read-only root: the file is hashed again next time
         memo.publish_json(rel, {"path": name, "content": content})
     return content
 
 
-@lru_cache(maxsize=1024)
-def _hash_content(path: str, size: int, modified_ns: int) -> str:
-    """size, modified_ns: so that a changed file is read again."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+_hashes: dict[tuple[str, int, int], str] = {}  # (path, size, time of change) -> content
+
+
+def _hash_content(key: tuple[str, int, int], advance: Callable[[int], object]) -> str:
+    if key in _hashes:
+        advance(key[1])
+    else:
+        content, buffer = xxhash.xxh3_128(), memoryview(bytearray(HASH_BUFFER_BYTES))
+        with open(key[0], "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                content.update(buffer[:count])
+                advance(count)
+        _hashes[key] = content.hexdigest()
+    return _hashes[key]
 
 
 def _memo_path(repo: str, revision: str | None) -> str:

@@ -1,7 +1,9 @@
-"""Text and values for output: shortened, printable, plain JSON. Pure."""
+"""Text and values for output: shortened, printable, plain JSON."""
 
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -12,6 +14,25 @@ def shorten(text: str, limit: int = 60) -> str:
 def escape_unprintable(text: str) -> str:
     """One line: line breaks, invisible characters and terminal controls become escapes."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def format_bytes(count: float) -> str:
+    """Like "512 bytes", "3.1 MiB" or "15.4 GiB"."""
+    if count < 1024:
+        return f"{count:.0f} bytes"
+    units = ("KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(len(units), int(math.log(count, 1024)))
+    return f"{count / 1024**power:.1f} {units[power - 1]}"
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """A path as people like to read it: from the working directory where that is above it, or from the home (~)."""
+    absolute = Path(os.path.abspath(path))
+    if absolute.is_relative_to(Path.cwd()):
+        return os.fspath(absolute.relative_to(Path.cwd()))
+    if absolute.is_relative_to(Path.home()):
+        return os.fspath("~" / absolute.relative_to(Path.home()))
+    return os.fspath(absolute)
 
 
 def to_json_values(value: Any) -> Any:

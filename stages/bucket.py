@@ -16,6 +16,7 @@ from cache.compatibility import bucket_side_multiple
 from cache.schedule import small_bucket_advice
 from cache.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.progress import activity
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
@@ -48,8 +49,9 @@ def run(
     store = Store(config.root)
     multiple = bucket_side_multiple(config.model)
     used = [dataset for dataset in config.datasets if not dataset.disabled]
-    plan = build_plan(config, {dataset.id: read_configured_media(store, dataset) for dataset in used}, multiple)
-    add_validation_prompts(plan, config, multiple, probe_prompt_image)
+    with activity("planning"):
+        plan = build_plan(config, {dataset.id: read_configured_media(store, dataset) for dataset in used}, multiple)
+        add_validation_prompts(plan, config, multiple, probe_prompt_image)
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training_samples(plan)
     # Damaged plans are quarantined, so that their samples and texts are planned again. Unit ids are made of their
@@ -91,7 +93,8 @@ def run(
         report.details["divided_again"] = len(divided.unit_ids)
     before = plans.list_plans(store)
     tables = {"samples": new_samples, "texts": new_texts, "units": new_units, "active": plan.active}
-    generation = plans.publish_plan(store, key, tables, info)
+    with activity(f"writing the plan to {store.path('plans')}"):
+        generation = plans.publish_plan(store, key, tables, info)
     list_name = f"{config.model.family}-{config.model.task}"
     rejects.write_rejects(store, "bucket", list_name, plan.rejects)
     report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.rejects.num_rows else ""

@@ -9,6 +9,7 @@ import sys
 from keyword import iskeyword
 
 from schemas.cli.import_path import remove_working_directory
+from schemas.cli.starting import show_starting
 
 PROGRAMS = {
     "discover": "find media, captions and companions; name files by content",
@@ -72,6 +73,7 @@ def main() -> None:
     if name not in PROGRAMS:
         print(f"error: {name!r} is no program; choose from {', '.join(PROGRAMS)}", file=sys.stderr)
         sys.exit(2)
+    show_starting(name)
     if name in TRAINER_PROGRAMS:
         os.execv(sys.executable, [sys.executable, "-P", "-m", program_module(name), *rest])
     importlib.import_module(program_module(name)).app(args=rest, prog_name=f"latentpress {name}")

@@ -14,6 +14,7 @@ import numpy as np
 
 from cache.files import check_folder, explained, replacing
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
@@ -44,10 +45,11 @@ def run(config: Config, options: Options, console: Console) -> Report:
         return report
     if todo:
         with garbage_collection_paused():
-            import torch
+            with activity("loading torch and what decodes", at_once=True):
+                import torch
 
-            from stages.encoding import model_loading
-            from stages.encoding.vae import base
+                from stages.encoding import model_loading
+                from stages.encoding.vae import base
 
             device = model_loading.select_device(options.resources(config, "decode"))
             autoencoder = base.load_autoencoder(config, device)

@@ -25,7 +25,7 @@ from cache.json_checks import printable
 from cache.layout import is_project_file
 from cache.set_lookup import CONFIG_POINTER_PATTERN
 from cache.store import STALE, Store
-from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from stages.encoding import stage_registry
@@ -103,12 +103,14 @@ def run(
         return report
     # Listed again: what came into use meanwhile stays.
     still = {entry for item in UnusedFiles(store, configs, now - keep_days * DAY_S).items for entry in item.entries}
-    for item in sorted(items, key=lambda item: REMOVAL_ORDER.index(item.path.partition("/")[0])):
+    for item in items:
         item.entries = [entry for entry in item.entries if entry in still]
         report.done += len(item.entries)
-        if item.entries:
-            console.log(f"removing {item.path}")
-            _remove_item(store, item, unused.active_folders)
+    with console.progress(report.done, "remove", "files") as progress:
+        for item in sorted(items, key=lambda item: REMOVAL_ORDER.index(item.path.partition("/")[0])):
+            if item.entries:
+                console.log(f"removing {item.path}")
+                _remove_item(store, item, unused.active_folders, progress)
     report.details["removed_mib"] = round(sum(item.total_bytes for item in items) / MIB, 2)
     return report
 
@@ -223,9 +225,10 @@ def _cache_folder(name: str) -> str:
     return "/".join(name.split("/")[:-1][:2])
 
 
-def _remove_item(store: Store, item: UnusedItem, active_folders: set[str]) -> None:
+def _remove_item(store: Store, item: UnusedItem, active_folders: set[str], progress: Progress) -> None:
     if not item.path:
         store.remove_stale_temps(STALE)
+        progress.advance(len(item.entries))
         return
 
     def rank(entry: Entry) -> tuple[int, str]:
@@ -237,6 +240,7 @@ def _remove_item(store: Store, item: UnusedItem, active_folders: set[str]) -> No
 
     for entry in sorted(item.entries, key=rank):
         store.remove(entry.name)
+        progress.advance()
     folders = {item.path}
     if item.path.partition("/")[0] == "rejects":  # the folder of each cache, as another one may be in use
         folders = {entry.name.rpartition("/")[0] for entry in item.entries}

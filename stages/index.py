@@ -24,6 +24,7 @@ from cache.step_shards import ReadingOrder
 from cache.store import Store
 from cache.trainset import read_set_table
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
@@ -65,7 +66,8 @@ def run(
             encoded[kind] = planned_members(state.units, folder, config.cache.format, state.wanted_ids)
             continue
         paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
-        encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
+        with activity(f"reading what the {len(paths)} shards of {kind} hold"):
+            encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
     aside = _list_set_aside(plan, encoded)
     stopped = []  # stages that exceeded the limit of rejects, and would again
     for kind, stage in kinds.items() if not rolling else ():
@@ -79,7 +81,8 @@ def run(
     if not allow_missing and any(row["reason"] == "missing" for row in aside):
         return _refuse_missing_media(report, aside, states)
     texts = encoded.pop("text")
-    joined = join_plan(plan, texts, encoded)
+    with activity("joining plan and shards"):
+        joined = join_plan(plan, texts, encoded)
     record = {
         "format_version": SET_VERSIONS[len(encoded) > 1],
         "family": config.model.family,

@@ -15,6 +15,7 @@ import typer
 from cache.files import check_folder, explained, replacing
 from cache.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
@@ -106,7 +107,8 @@ def _show_latents(
             "Install it with: pip install -e '.[encode]'; `latentpress preview --plan` works without it",
         )
     _require_media(table, chosen)
-    from stages.pages import contact_sheet, result_comparison, result_page
+    with activity("loading torch and what decodes", at_once=True):
+        from stages.pages import contact_sheet, result_comparison, result_page
 
     with console.progress(total, "preview", "samples") as progress:
         resources = options.resources(table.config, "decode")

@@ -15,6 +15,7 @@ import typer
 from cache.files import check_folder, explained, replacing
 from cache.training_run import METRICS_FILE
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.progress import activity
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
@@ -113,13 +114,15 @@ def _write_page(
     config: Config, options: Options, names: Sequence[str], page: Path, beside: bool
 ) -> tuple[int, list[str]]:
     """Size of the page in bytes, and what is missing on it."""
-    from stages.pages.report.page import gather_content, read_run, render_report
+    with activity("loading what draws"):
+        from stages.pages.report.page import gather_content, read_run, render_report
 
     places = [_find_run(config, name) for name in names]
     labels = _label_runs([folder for folder, _ in places])
     found = [read_run(label, *place, config) for label, place in zip(labels, places, strict=True)]
     folder = (page.with_name(f"{page.stem}-files"), page.parent) if beside else None
-    content = gather_content(found, folder)
+    with activity("gathering curves, samples and data"):
+        content = gather_content(found, folder)
     command = "latentpress report" + "".join(f" {shlex.quote(name)}" for name in names if name != config.train.run)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
         for piece in render_report(content, options.add_given_options(command)):

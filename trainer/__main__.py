@@ -15,6 +15,7 @@ from cache.shard_order import make_schedule
 from cache.trainset import TrainSet
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption
+from schemas.cli.progress import activity, show_activities
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
@@ -54,6 +55,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
     if not main:
         console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (only rank 0 reports)
         console = Console(stdout=nowhere, stderr=nowhere)
+        show_activities(console)
     report = Report("train", dry_run=options.dry_run)
     stop, ending = StopRequest(max_time, console, world), ExitStack()
     try:
@@ -92,7 +94,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
             if main:
                 require_trackers(config.train)
             with follow_encoding(config, data, summary["skipped"], world, main, console, stop):
-                with garbage_collection_paused():
+                with garbage_collection_paused(), activity("loading torch and the trainer", at_once=True):
                     from trainer.train import train
 
                 try:
@@ -191,7 +193,7 @@ def predict_memory(
         console.warn(f"the memory is not predicted: {error}")
         return {}
     check_layers(config, shape)
-    with garbage_collection_paused():
+    with garbage_collection_paused(), activity("loading torch", at_once=True):
         from trainer.memory_advice import explain_fit, find_card
         from trainer.memory_estimate import MemoryEstimate, estimate_memory
         from trainer.setup.load import explain_checkpoint_errors
@@ -214,7 +216,7 @@ def predict_memory(
 def try_attention(config: Config, device: str, console: Console) -> list[dict[str, Any]]:
     """For a dry run: options, the attention backends that they name, and whether these can be used on the device; a
     warning where not."""
-    with garbage_collection_paused():
+    with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
         from trainer.attention import describe_backends
         from trainer.families.base import module_of
         from trainer.setup.wrap import find_device

@@ -16,10 +16,12 @@ from cache.best_step import best_checkpoint
 from cache.schedule import BatchSchedule
 from cache.trainset import TrainSet
 from schemas.cli.console import Console
+from schemas.cli.progress import activity
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.identity import derive_seed
+from schemas.text_format import shown_path
 from trainer import checkpoint, flow, losses, metrics, progress, resume, run_state, validation
 from trainer.batch import to_device
 from trainer.data import MicroBatch, StepBatches
@@ -78,7 +80,8 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
             for batches in clock.time_waits(run.loader.steps(first, config.train.steps)):
                 run.watch.note(f"step {batches.step + 1}")
                 stop.check()
-                numbers = train_step(run, batches)
+                with activity("the first step") if done == first else nullcontext():
+                    numbers = train_step(run, batches)
                 done = batches.step + 1
                 measured = {**clock.rates(done), **run.loader.data.supply.metrics()}
                 record({"step": done, **numbers, **measured, **metrics.memory_use(run.accelerator.device)})
@@ -100,7 +103,8 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
     folder, found = run.folder / "checkpoints", None
     run.watch.note("looking for a checkpoint")
     if run.is_main:
-        found, damaged = resume.newest_checkpoint(folder, verify=True)
+        with activity(f"checking the checkpoints in {shown_path(folder)}"):
+            found, damaged = resume.newest_checkpoint(folder, verify=True)
         for path, reason in damaged:
             assert found is not None
             kept = checkpoint.quarantine(path)
@@ -111,7 +115,8 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
     run.watch.note("resuming")
     with run.files.checkpoint(found) as found:
         if found is not None:
-            restore_run(run, found)
+            with activity(f"reading {found.path.name}"):
+                restore_run(run, found)
     if run.is_main:
         run_state.write_config(run.config, run.loader.data)
     run.accelerator.wait_for_everyone()
@@ -301,7 +306,8 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
     formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
     write = lambda to: export(run, done, to, formats)  # noqa: E731
     state = (run.trainable, run.optimizer, run.signature, extra, averages)
-    path = checkpoint.save(folder, done, *state, write, main=run.is_main)
+    with activity(f"writing the checkpoint of step {done}"):
+        path = checkpoint.save(folder, done, *state, write, main=run.is_main)
     if run.is_main:
         best = best_checkpoint(run.folder)
         checkpoint.prune(folder, settings.keep_checkpoints, settings.keep_every, [best.step] if best else [])
@@ -323,7 +329,8 @@ def save_result(run: TrainState, done: int) -> Path:
     """Write the result after `done` steps to `run_state.result_folder`, and record it last."""
     path = run_state.result_folder(run.config)
     folder = path.parent if path.name == "transformer" else path
-    export(run, done, folder if run.is_main else None, run.config.train.adapter.formats)
+    with activity(f"writing {shown_path(path)}"):
+        export(run, done, folder if run.is_main else None, run.config.train.adapter.formats)
     if run.is_main:
         run_state.record_result(run.config, done, name_weights(run.optimizer, run.average))
     run.accelerator.wait_for_everyone()

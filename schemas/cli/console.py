@@ -16,17 +16,14 @@ the report alone.
 import inspect
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
+from typing import Annotated, Any, TextIO, get_args
 
 import typer
 
@@ -45,17 +42,23 @@ from schemas.cli.options import (
     WorkersOption,
 )
 from schemas.cli.program_note import noted
+from schemas.cli.progress import (
+    PROGRESS_INTERVAL_S,
+    Display,
+    LineDisplay,
+    NoDisplay,
+    Progress,
+    TerminalDisplay,
+    show_activities,
+)
 from schemas.cli.report import Report
+from schemas.cli.starting import hide_starting
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
 from schemas.text_format import escape_unprintable, to_json_values
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
 
 # Everything that a program needs, in one import.
 __all__ = ["DAMAGE", "INCOMPLETE", "OK", "USAGE", "Console", "Options", "Partition", "Progress", "Report", "make_app"]
 
-PROGRESS_INTERVAL_S = 5.0  # between lines of progress where there is no terminal
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: True of every program: files appear whole or not at all.
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
@@ -65,36 +68,6 @@ EXIT_CODES = (
 )
 
 silence_libraries()
-
-
-class Progress:
-    """Counts the units done of `total` (None: unknown). Safe to advance from several threads.
-
-    The rate is measured from the first advance on, so that loading a model does not count.
-    """
-
-    def __init__(self, total: float | None, show: Callable[["Progress"], None], clock: Callable[[], float]) -> None:
-        self.total, self.done = total, 0.0
-        self._show, self._clock, self._lock = show, clock, threading.Lock()
-        self._first: tuple[float, float] | None = None  # time and count of the first advance
-
-    def advance(self, n: float = 1) -> None:
-        with self._lock:
-            self.done += n
-            self._first = self._first or (self._clock(), self.done)
-            self._show(self)
-
-    def state(self, unit: str) -> str:
-        """Like "12/140 units, 1.5 units/s, 0:01:25 left"."""
-        start, counted = self._first or (self._clock(), self.done)
-        elapsed = self._clock() - start
-        rate = (self.done - counted) / elapsed if elapsed > 0 else 0.0
-        text = f"{self.done:.10g} {unit}" if self.total is None else f"{self.done:.10g}/{self.total:.10g} {unit}"
-        if rate:
-            text += f", {rate:.3g} {unit}/s" if rate < 100 else f", {rate:.0f} {unit}/s"
-        if self.total is None or rate == 0 or self.done >= self.total:
-            return text
-        return f"{text}, {timedelta(seconds=round((self.total - self.done) / rate))} left"
 
 
 class Console:
@@ -123,8 +96,10 @@ class Console:
                 stream.reconfigure(errors="backslashreplace")
         self._rich = RichConsole(file=stderr or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._on_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
-        self._clock, self._interval, self._complete = clock, interval, complete
-        self._bars: Bars | None = None  # those that are shown now
+        self._clock, self._complete = clock, complete
+        self._display: Display = LineDisplay(self.log, clock, interval)
+        if self._on_terminal:
+            self._display = TerminalDisplay(self._rich)
 
     def log(self, message: str) -> None:
         self._rich.print(_escape_lines(message))
@@ -135,28 +110,9 @@ class Console:
     def error(self, message: str) -> None:
         self._rich.print(f"error: {_escape_lines(message)}", style="bold red")
 
-    @contextmanager
-    def progress(self, total: float | None, description: str, unit: str = "items") -> Iterator[Progress]:
-        """A context in which `.advance(n)` moves the progress of `total` units."""
-        if self._on_terminal:
-            with self._add_bar(total, description) as update:
-                progress = Progress(total, lambda p: update(completed=p.done, state=p.state(unit)), self._clock)
-                progress.advance(0)
-                yield progress
-            return
-        begin = last = self._clock()
-
-        def show(progress: Progress) -> None:
-            nonlocal last
-            if self._clock() - last >= self._interval:
-                last = self._clock()
-                self.log(f"{description}: {progress.state(unit)}")
-
-        progress = Progress(total, show, self._clock)
-        try:
-            yield progress
-        finally:
-            self.log(f"{description}: {progress.state(unit)}, after {timedelta(seconds=round(self._clock() - begin))}")
+    def progress(self, total: float | None, description: str, unit: str = "items") -> AbstractContextManager[Progress]:
+        """A context in which `.advance(n)` moves the progress of `total` units; its end is shown, too."""
+        return self.activity(description, total=total, unit=unit, keep=True)
 
     @contextmanager
     def bar(self, total: float, description: str) -> Iterator[Callable[[float, str], None] | None]:
@@ -165,75 +121,57 @@ class Console:
         if not self._on_terminal:
             yield None
             return
-        with self._add_bar(total, description) as update:
-            yield lambda done, text: update(completed=done, state=text)
+        task = Progress(total, description, "", self._clock)
+        with self._showing(task, keep=True):
+            yield task.say
 
     @contextmanager
-    def activity(self, description: str) -> Iterator[None]:
-        """Show what is being done, on a terminal with a moving bar, and when it is done how long it took."""
-        begin = self._clock()
-        if self._on_terminal:
-            with self._add_bar(None, description, transient=True):
-                yield
-        else:
-            self.log(description)
+    def activity(
+        self, description: str, *, total: float | None = None, unit: str = "", keep: bool = False, at_once: bool = False
+    ) -> Iterator[Progress]:
+        """See schemas.cli.progress.activity, by which any module does the same."""
+        task = Progress(total, description, unit, self._clock)
+        with self._showing(task, keep, at_once):
+            yield task
+
+    @contextmanager
+    def _showing(self, task: Progress, keep: bool, at_once: bool = False) -> Iterator[None]:
+        display = self._display
+        display.begin(task, at_once)
+        try:
             yield
-        took = timedelta(seconds=round(self._clock() - begin))
-        self.log(f"{description}: done, after {took}" if self._on_terminal else f"done, after {took}")
-
-    @contextmanager
-    def _add_bar(self, total: float | None, description: str, transient: bool = False) -> Iterator[Callable[..., None]]:
-        """A bar at the bottom of the terminal, below those that are there; gives rich's `update` of it. transient: the
-        bar disappears at its end, as one below others always does."""
-        from rich import progress
-        from rich.constrain import Constrain
-        from rich.table import Column
-
-        terminal = self._rich
-
-        class NarrowBars(progress.Progress):
-            """Leaves room for the terminal's "^C" beside a full line; a further line would not be erased."""
-
-            def get_renderable(self) -> Constrain:
-                return Constrain(super().get_renderable(), terminal.width - 4)
-
-        if self._bars is not None:
-            task = self._bars.add_task(_escape_lines(description), total=total, state="")
-            try:
-                yield partial(self._bars.update, task)
-            finally:
-                self._bars.refresh()  # its end is seen, however short it was
-                self._bars.remove_task(task)
-            return
-        state = progress.TextColumn("{task.fields[state]}", table_column=Column(overflow="fold"))
-        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(20), state)
-        with NarrowBars(*columns, console=self._rich, transient=transient) as bars:
-            self._bars = bars
-            try:
-                yield partial(bars.update, bars.add_task(_escape_lines(description), total=total, state=""))
-            finally:
-                self._bars = None
+        finally:
+            display.end(task, keep)
 
     @contextmanager
     def live_display(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:
         """Give `show(lines, text)`. On a terminal `text` replaces the last one and disappears at the end; elsewhere
-        the values of `lines` whose keys are new are printed."""
-        if self._on_terminal:
-            from rich.live import Live
-            from rich.text import Text
+        the values of `lines` whose keys are new are printed. From the first one on no activities are shown."""
+        from rich.live import Live
+        from rich.text import Text
 
-            with Live(console=self._rich, auto_refresh=False, transient=True) as live:
-                yield lambda lines, text: live.update(Text(_escape_lines(text)), refresh=True)
-            return
         shown: Mapping[str, str] = {}
+        display, live = self._display, None
 
         def show(lines: Mapping[str, str], text: str) -> None:
-            nonlocal shown
-            for key in [key for key in lines if key not in shown]:
-                self.log(lines[key])
-            shown = lines
+            nonlocal shown, live
+            self._display = NoDisplay()
+            if not self._on_terminal:
+                for key in [key for key in lines if key not in shown]:
+                    self.log(lines[key])
+                shown = lines
+                return
+            if live is None:
+                live = Live(console=self._rich, auto_refresh=False, transient=True)
+                live.start()
+            live.update(Text(_escape_lines(text)), refresh=True)
 
-        yield show
+        try:
+            yield show
+        finally:
+            self._display = display
+            if live is not None:
+                live.stop()
 
     def print_report(self, report: Report) -> int:
         """Print the report; returns the exit code."""
@@ -277,6 +215,8 @@ def make_app(
     unused: common options that --help leaves out. They are read, so that the program can say why it has none.
     """
 
+    hide_starting()  # this module's program has been imported
+
     def command(
         config: ConfigOption = Path("pipeline.yaml"),
         overrides: SetOption = None,
@@ -312,7 +252,10 @@ def run_program(
 ) -> int:
     """Load the configuration, run, print the report or the error; returns the exit code."""
     with noted(name) as note:
-        code = _run_program(name, run, options, own or {}, extra)
+        try:
+            code = _run_program(name, run, options, own or {}, extra)
+        finally:
+            show_activities(None)
         if note is not None:
             note.update(tasks=(), exit_code=code)
     return code
@@ -323,6 +266,7 @@ def _run_program(name: str, run: RunFunction, options: Options, own: Mapping[str
 
     end_with_parent()
     console = Console(json=options.json, complete=options.add_given_options)
+    show_activities(console)
     if options.partition.source:
         console.log(f"--shard {options.partition}, by {options.partition.source}")
     try:

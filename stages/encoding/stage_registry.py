@@ -11,6 +11,7 @@ from cache.plans import Unit
 from cache.store import Store
 from cache.weights import fingerprint_weights
 from schemas.catalogue import VISION_MODELS
+from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.import_time import garbage_collection_paused
@@ -56,7 +57,9 @@ def estimate_vision_bytes(config: Config, unit: Unit) -> int:
 def load_worker(module: str, name: str, job: Job) -> Worker:
     """Imports torch and loads the model."""
     with garbage_collection_paused():
-        return getattr(import_module(f"stages.encoding.{module}.worker"), name)(job)
+        with activity("loading torch and what encodes", at_once=True):
+            worker = getattr(import_module(f"stages.encoding.{module}.worker"), name)
+        return worker(job)
 
 
 TEXT = EncodingStage("encode-text", "text", text_fingerprint_inputs, partial(load_worker, "text", "TextWorker"))

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from cache.plans import Unit
+from schemas.cli.progress import activity
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
 
@@ -43,7 +44,9 @@ def run_units(
     if job.resources.worker_count > 1:
         yield from _WorkerPool(load, job, advance, warn).run(units)
     else:
-        yield from load(job).run_units(partial(_take, units), advance)
+        worker = load(job)
+        advance(0)
+        yield from worker.run_units(partial(_take, units), advance)
 
 
 def _take(units: Iterator[Unit | None], wait: bool) -> Unit | None:
@@ -75,8 +78,12 @@ class _WorkerPool:
         self._load_failures: Counter[int] = Counter()  # by number: processes that died in a row while they loaded
 
     def run(self, units: Iterator[Unit | None]) -> Iterator[UnitResult]:
+        loading = ExitStack()
+        loading.enter_context(activity(f"{self._job.resources.worker_count} worker processes load their models"))
         try:
             while True:
+                if self._ready:
+                    loading.close()
                 yield from self._dispatch_units(units)
                 if self._given_all and not any(self._given.values()):
                     return
@@ -85,6 +92,7 @@ class _WorkerPool:
                     assert isinstance(pipe, Connection)
                     yield from self._receive(pipe)
         finally:
+            loading.close()
             for pipe in self._processes:
                 pipe.close()
             for process in self._processes.values():

@@ -11,7 +11,7 @@ is left for it to do.
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from operator import length_hint
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from cache.plans import Unit
 from cache.store import Store
+from schemas.cli.progress import activity
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
 from stages.engines.ray_actor import RootMismatch, UnitActor, digest_code, digest_plan
@@ -58,7 +59,8 @@ def run_units(
         )
     begun_here = not ray.is_initialized()
     if begun_here:
-        connect(job)
+        with activity("connecting to the Ray cluster"):
+            connect(job)
     try:
         yield from _ActorPool(load, job, units, advance, warn).run()
     finally:
@@ -117,9 +119,15 @@ class _ActorPool:
         self._said_no_room = False
 
     def run(self) -> Iterator[UnitResult]:
+        loading = ExitStack()
+        shown = loading.enter_context(activity("waiting for room on the Ray cluster"))
         try:
             while True:
                 self._hand_out()
+                if placed := sum(actor.state != "starting" for actor in self._actors):
+                    shown.description = f"{placed} workers on the Ray cluster load their models"
+                if any(actor.state in ("ready", "encoding") for actor in self._actors):
+                    loading.close()
                 if not self._actors:
                     return
                 calls = self._open_calls()
@@ -131,6 +139,7 @@ class _ActorPool:
                         yield from self._receive(calls[call], call)
                 yield from self._check_times()
         finally:
+            loading.close()
             self._end_all()
 
     def _hand_out(self) -> None:
@@ -198,6 +207,7 @@ class _ActorPool:
             if answer is not None:
                 raise self._place_error(answer, actor)
             self._load_failures.pop(actor.number, None)
+            self._advance(0)
             actor.begin("ready", None)
         else:
             counted, result = answer

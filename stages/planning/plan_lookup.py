@@ -3,6 +3,7 @@
 from cache import plans
 from cache.compatibility import bucket_side_multiple
 from cache.store import Store
+from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
@@ -10,7 +11,8 @@ from schemas.recipe import plan_key
 
 def current_plan(store: Store, config: Config) -> plans.Plan:
     """The plan of this configuration. LatentpressError if there is none yet."""
-    plan = plans.newest_plan(store, plan_key(config, bucket_side_multiple(config.model)))
+    with activity(f"reading the plan in {store.path('plans')}"):
+        plan = plans.newest_plan(store, plan_key(config, bucket_side_multiple(config.model)))
     if plan is None:
         raise LatentpressError(
             "there is no plan for this configuration (none was made, or its datasets, model or validation changed)",

@@ -167,7 +167,7 @@ def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, mo
     file.write_bytes(b"first")
     memo = Store(tmp_path / "root")
     first = weights.fingerprint_weights(str(folder), ("vae",), None, memo)
-    weights._hash_content.cache_clear()
+    weights._hashes.clear()
     with monkeypatch.context() as never:
         never.setattr(weights, "_hash_content", lambda *_: pytest.fail("read again"))
         assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) == first
@@ -247,7 +247,7 @@ REPO = {
 
 
 def test_of_a_repository_safetensors_configurations_and_tokenizers_are_fetched(monkeypatch, tmp_path) -> None:
-    def snapshot(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot(repo_id: str, revision: str | None, allow_patterns: list[str], tqdm_class: type) -> str:
         for name in filter_repo_objects(REPO, allow_patterns=allow_patterns):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text("x")

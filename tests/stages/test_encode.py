@@ -242,7 +242,7 @@ def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path,
     weights.write_bytes(data)
     import cache.weights
 
-    cache.weights._hash_content.cache_clear()
+    cache.weights._hashes.clear()
     found = (
         encode_text.STAGE.fingerprint(same) != encode_text.STAGE.fingerprint(config),
         encode_latents.STAGE.fingerprint(same) != encode_latents.STAGE.fingerprint(config),

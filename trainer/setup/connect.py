@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from schemas.cli.progress import activity
 from schemas.config.training import Parallel
 from trainer.rank_watch import RankLostError
 from trainer.run_state import RunError
@@ -59,12 +60,14 @@ def meet(store: Store, rank: int, ranks: int, timeout: float) -> None:
     """Wait for all ranks. RankLostError names those that did not come, and the machines of the others."""
     store.set(f"here/{rank}", socket.gethostname())
     end, came, late = time.monotonic() + timeout, dict[int, str](), list[int]()
-    for other in range(ranks):
-        try:
-            store.wait([f"here/{other}"], timedelta(seconds=max(0.1, end - time.monotonic())))
-            came[other] = store.get(f"here/{other}").decode()
-        except DistError:
-            late.append(other)
+    with activity("waiting for all ranks", total=ranks, unit="ranks") as task:
+        for other in range(ranks):
+            try:
+                store.wait([f"here/{other}"], timedelta(seconds=max(0.1, end - time.monotonic())))
+                came[other] = store.get(f"here/{other}").decode()
+                task.advance()
+            except DistError:
+                late.append(other)
     if late:
         machines = ", ".join(f"{number} on {host}" for number, host in came.items()) or "none"
         names = ", ".join(map(str, late))

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from cache.schedule import BatchSchedule
 from cache.trainset import TrainSet
 from schemas.cli.console import Console
+from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.identity import derive_seed, hash_json
 from trainer import run_state
@@ -172,7 +173,8 @@ def prepare_run(
         denoiser = prepare_model(config, data, family, methods, accelerator, watch, signature, console, load)
     watch.note("bringing the ranks' models together")
     model, trainable = denoiser.model, denoiser.trainable()
-    wrapped = denoiser if sharded else wrap_for_ranks(denoiser, accelerator, settings)
+    with activity("bringing the model to the device"):
+        wrapped = denoiser if sharded else wrap_for_ranks(denoiser, accelerator, settings)
     optimizer = make_optimizer(trainable, settings.optimizer)
     average = None if settings.ema is None else MovingAverage(trainable, settings.ema)
     bad_steps = BadStepCounter(settings.max_bad_steps)
@@ -214,14 +216,14 @@ def prepare_model(
     sharded = uses_sharding(settings.parallel, accelerator.num_processes)
     watch.note("loading the transformer", alone=True)
     place = f"on {device}, computing in {run_state.train_precision(config)}"
-    with console.activity(f"loading the transformer of {config.model.source} {place}"):
+    with console.activity(f"loading the transformer of {config.model.source} {place}", keep=True):
         model, autocast = load_transformer(config, family, loading_device(settings.offload, sharded, device), load)
     with explain_checkpoint_errors(config):
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
         signature["base weights"] = fingerprint_model(model)  # before it is quantised: the same for any base_precision
         if settings.quantised:
             watch.note("quantising the base", alone=True)
-            with console.activity(f"quantising the base to {settings.base_precision}"):
+            with console.activity(f"quantising the base to {settings.base_precision}", keep=True):
                 home = loading_device(settings.offload, sharded, device)
                 said = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
             if accelerator.is_main_process:

@@ -287,6 +287,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     clock, stderr = Clock(), Terminal()
     console = Console(stderr=stderr, clock=clock)
     with console.progress(4, "encode", "units") as progress:
+        progress.advance(0)
         clock.now += 2
         progress.advance(4)
         console.log("beside it")

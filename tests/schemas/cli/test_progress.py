@@ -1,0 +1,166 @@
+"""How far a program is: lines of a terminal, lines of a log, and what other modules say they do."""
+
+import io
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from cache.hub_progress import bar_class
+from schemas.cli.console import Console
+from schemas.cli.progress import DELAY_S, MARGIN, STILL_S, Progress, activity, show_activities
+from tests.terminal import run_in_terminal, screen_lines
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def log():
+    """A console without a terminal that shows this process' activities, its clock and what it wrote."""
+    clock, stderr = Clock(), io.StringIO()
+    show_activities(Console(stderr=stderr, clock=clock))
+    yield clock, stderr
+    show_activities(None)
+
+
+def wait_for(stderr: io.StringIO, lines: list[str]) -> None:
+    """Until the display's thread has looked at the clock."""
+    end = time.monotonic() + 60
+    while stderr.getvalue().splitlines() != lines and time.monotonic() < end:
+        time.sleep(0.01)
+    assert stderr.getvalue().splitlines() == lines
+
+
+def test_what_lasts_is_said_once_and_again_only_after_long(log) -> None:
+    clock, stderr = log
+    with activity("loading the model"):
+        clock.now += DELAY_S
+        wait_for(stderr, ["loading the model"])
+        clock.now += STILL_S
+        wait_for(stderr, ["loading the model", "loading the model: 0:00:31"])
+    with activity("listing"):
+        pass
+    with activity("importing", at_once=True):
+        assert stderr.getvalue().splitlines()[2:] == ["importing"]
+    stderr.truncate(stderr.seek(len("loading the model\nloading the model: 0:00:31\n")))
+    with activity("quantising", keep=True):
+        clock.now += 2
+        wait_for(stderr, ["loading the model", "loading the model: 0:00:31", "quantising"])
+    assert stderr.getvalue().splitlines()[2:] == ["quantising", "quantising: done, after 0:00:02"]
+    assert "\r" not in stderr.getvalue() and "\x1b" not in stderr.getvalue()
+
+
+def test_bytes_have_a_rate_and_the_time_left(log) -> None:
+    clock, stderr = log
+    with activity("reading weights", total=4 << 30, unit="bytes") as task:
+        task.advance(0)
+        clock.now += 10
+        task.advance(1 << 30)
+        assert task.state() == "1.0 GiB of 4.0 GiB, 102.4 MiB/s, 0:00:30 left"
+        task.advance(3 << 30)
+    assert stderr.getvalue() == "reading weights: 1.0 GiB of 4.0 GiB, 102.4 MiB/s, 0:00:30 left\n"
+
+
+def test_a_loop_that_has_not_begun_says_since_when_it_waits(log) -> None:
+    clock, stderr = log
+    task = Progress(8, "encode", "texts", clock)
+    assert task.state() == "0/8 texts"
+    clock.now += 7
+    assert task.state() == "0/8 texts, 0:00:07"
+    task.advance(0)  # the model is loaded: from here on the rate counts
+    clock.now += 2
+    task.advance(4)
+    assert task.state() == "4/8 texts, 2 texts/s, 0:00:02 left"
+    assert stderr.getvalue() == ""
+
+
+def test_other_threads_and_processes_without_a_console_show_nothing(log) -> None:
+    _, stderr = log
+
+    def work() -> None:
+        with activity("in a thread", keep=True) as task:
+            task.advance()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    show_activities(None)
+    with activity("nowhere", keep=True):
+        pass
+    assert stderr.getvalue() == ""
+
+
+def test_a_download_of_the_hub_is_an_activity(log) -> None:
+    """Its two bars, of what came and of what was written, are one; files are not counted."""
+    from huggingface_hub.utils.tqdm import _create_progress_bar
+
+    clock, _ = log
+    with activity("fetching vae of a/b", unit="bytes") as task:
+        kind = bar_class(task)
+        bars = [
+            _create_progress_bar(cls=kind, log_level=30, desc=text, total=0, initial=0, unit="B")
+            for text in ("Downloading bytes", "Reconstructing")
+        ]
+        files = kind(range(3), desc="Fetching 3 files")
+        for bar in bars:
+            bar.total += 4 << 20
+        for _ in files:
+            files.update(1)
+        bars[0].update(3 << 20)
+        bars[1].update(1 << 20)
+        clock.now += 2
+        assert task.state() == "3.0 MiB of 4.0 MiB, 0:00:02"
+        bars[1].update(3 << 20)
+        assert task.state() == "4.0 MiB of 4.0 MiB, 512.0 KiB/s"
+        for bar in (*bars, files):
+            bar.close()
+
+
+PROBE = """\
+from schemas.cli import progress
+from schemas.cli.console import Report, make_app
+
+progress.DELAY_S = 0.0
+
+def run(config, options, console):
+    with console.progress(4, "encode-latents", "samples") as shown:
+        with progress.activity("loading AutoencoderKLHunyuanVideo from a/long/path/of/some/checkpoint/vae, 942.0 MiB"):
+            pass
+        shown.advance(0)
+        with console.progress(1000, "step 100000: validation of prompts", "denoising steps") as inner:
+            inner.advance(1000)
+        console.log("日本語の写真 🐈 " * 3)
+        shown.advance(4)
+    return Report("probe", done=4)
+
+app = make_app("probe", "Do it.", run)
+app()
+"""
+YAML = "root: w\nmodel: {family: sana}\ndatasets: [{id: a, instance_data_dir: x}]\n"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 140])
+def test_a_terminal_of_any_width_has_whole_lines(tmp_path, columns) -> None:
+    (tmp_path / "pipeline.yaml").write_text(YAML)
+    (tmp_path / "probe.py").write_text(PROBE)
+    code, written = run_in_terminal([sys.executable, "probe.py"], columns, tmp_path, {"PYTHONPATH": str(ROOT)})
+    lines = screen_lines(written)
+    assert code == 0, written
+    text = " ".join(word for line in lines for word in line.split())
+    assert "loading AutoencoderKLHunyuanVideo" in text and "942.0 MiB" in text, "folded, not cut off"
+    assert "1000/1000 denoising steps" in text and "probe: 4 done" in lines[-1]
+    assert max(cell_len(line) for line in lines) <= columns - MARGIN, lines
+    assert "━" in text and "4/4 samples" in lines[-2]
+    assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is there again"
