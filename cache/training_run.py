@@ -21,6 +21,7 @@ SCORES_FILE = "scores.jsonl"
 METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
 WANDB_ID = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
+COMPANION_LOGS = "logs"  # folder of a run, with a file for each program that `run` starts beside training
 SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
 TAIL_BYTES = 1 << 20  # of the metrics that status reads: about 1,500 steps
 MAX_HEADER_BYTES = 1 << 20  # of a validation latent

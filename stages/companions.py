@@ -17,14 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from cache.training_run import RESULT_NOTE, is_running, read_progress
+from cache.training_run import COMPANION_LOGS, RESULT_NOTE, is_running, read_progress
 from schemas.cli.console import Console, Options
 from schemas.cli.interruption import StopHandler
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import OK
 
-LOGS = "logs"  # folder of a run, with a file for each companion
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a companion
 FINISH_S = 600.0  # for a companion to end once it is told to
 INTERRUPTED_S = 10.0  # the same where `run` itself is interrupted: schedulers wait 30 s before they kill
@@ -98,7 +97,7 @@ class Companions:
         return process
 
     def _log(self, companion: Companion) -> Path:
-        return self._folder / LOGS / f"{companion.program}.log"
+        return self._folder / COMPANION_LOGS / f"{companion.program}.log"
 
     def finish(self, stage: StageName | None = None) -> None:
         """Tell the companions that run until `stage` to finish, None: all of them, and wait until they have, but not

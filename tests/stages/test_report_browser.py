@@ -1,8 +1,6 @@
 """The page of `latentpress report` in a real browser, headless Chromium without a network."""
 
-import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,12 @@ import pytest
 
 from stages import bucket, discover, report
 from tests.project import Project
+from tests.stages.browser import browser, until  # noqa: F401 (a fixture)
 from tests.stages.html_page import HOSTILE
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 POINTS = """() => Object.fromEntries(Bokeh.documents.map((document) => {
   const figure = document.roots()[0];
@@ -30,19 +28,6 @@ INK = """(id) => {
     return new Set(pixels.filter((_, number) => number % 4 === 3)).size;
   }));
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium here")
-    from playwright.sync_api import sync_playwright
-
-    arguments = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    with sync_playwright() as library:
-        started = library.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield started
-        started.close()
 
 
 def make_page(project: Callable[..., Project]) -> Path:
@@ -61,7 +46,7 @@ def make_page(project: Callable[..., Project]) -> Path:
     return Path(home.run(report.run, runs=["first", "second"]).details["page"])
 
 
-def test_a_page_in_a_browser(project: Callable[..., Project], browser: Any) -> None:
+def test_a_page_in_a_browser(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
     """Plots have their points, clips play, a phone scrolls down only, keys reach everything, nothing is requested."""
     page_path = make_page(project)
     for size, scheme in (("desktop", "light"), ("phone", "dark")):
@@ -121,14 +106,6 @@ def finger_scrolls(context: Any, page: Any) -> None:
         )
     session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
     until(page, f"scrollY > {before} + 150")
-
-
-def until(page: Any, condition: str, seconds: float = 20.0) -> None:
-    """Wait for a condition. Playwright's own way evaluates text on the page, which the page's policy forbids."""
-    end = time.monotonic() + seconds
-    while not page.evaluate(condition):
-        assert time.monotonic() < end, f"not within {seconds:g} s: {condition}"
-        time.sleep(0.05)
 
 
 def _brightness(colour: str) -> float:

@@ -195,6 +195,14 @@ def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Proj
     assert piece["cut"] and len(piece["text"]) <= 65_536 and piece["end"] == log.stat().st_size
     assert server.get("/logs/bucket/tail?file=../starts/bucket.json&from=0").status == 404
     assert server.get("/logs/..%2fbucket").status == 404
+    beside = home.folder / "output/run/logs"
+    beside.mkdir(parents=True)
+    (beside / "report.log").write_text("page made again\n")
+    (home.folder / "passwords.log").write_text("secret")
+    (beside / "link.log").symlink_to(home.folder / "passwords.log")
+    assert "/logs/beside-report" in server.get("/logs").text
+    assert "page made again" in server.get("/logs/beside-report").text
+    assert server.get("/logs/beside-link").status == 404 and server.get("/logs/beside-..%2f..%2fx").status == 404
 
 
 def test_an_invalid_configuration_is_shown_and_starts_nothing(server: UiServer, home: Project) -> None:

@@ -21,22 +21,24 @@ EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "fou
 
 @dataclass
 class Card:
-    """A job. state: "ready", "running", "stopping", "restarting", "done" or "failed", which the page colours; said: the
-    same in words. done, total: of the bar; total None where the end is not known, both None without a bar. lines: below
-    it. can: what its buttons do."""
+    """A job. state: "to do", "running", "stopping", "restarting", "done" or "failed"; said: more of it.
+
+    done, total: of the bar; total None where the end is not known, both None without a bar. facts: beside it, after
+    count, rate and time left. can: what its buttons do. log: the job whose log it has.
+    """
 
     name: str
     what: str
-    state: str = "ready"
+    state: str = "to do"
     said: str = ""
     done: float | None = None
     total: float | None = None
     count: str = ""
     rate: str = ""
     left: str = ""
-    lines: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
     can: list[str] = field(default_factory=list)
-    has_log: bool = False
+    log: str = ""
 
 
 def build_cards(config: Config, programs: ChildPrograms, status: Report | LatentpressError | None) -> list[list[Card]]:
@@ -60,15 +62,15 @@ def build_cards(config: Config, programs: ChildPrograms, status: Report | Latent
 def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
     """What its last start says."""
     start, card = programs.last_start(name), Card(name, what)
-    card.has_log = bool(programs.logs(name))
+    card.log = name if programs.logs(name) else ""
     conflict = next((other for other in list_conflicts(name) if _is_running(programs.last_start(other))), None)
     if programs.is_restarting(name):
         card.state, card.said, card.can = "restarting", "stopping, to start again", ["kill"]
     elif start is not None and start.is_running:
         since = _ago(start.began)
-        card.state, card.said, card.can = "running", f"running for {since}", ["stop", "restart"]
+        card.state, card.said, card.can = "running", f"for {since}", ["stop", "restart"]
         if start.stop_asked is not None:
-            card.state, card.said, card.can = "stopping", f"stopping for {_ago(start.stop_asked)}", ["kill"]
+            card.state, card.said, card.can = "stopping", f"for {_ago(start.stop_asked)}", ["kill"]
     else:
         if start is not None:
             card.state, card.said = _describe_end(start)
@@ -86,11 +88,11 @@ def _describe_end(start: Start) -> tuple[str, str]:
         lost = f"runs on {start.host}" if start.runs_elsewhere else "killed: it ended without a word"
         return ("running" if start.runs_elsewhere else "failed"), lost
     if start.stop_asked is not None:
-        return "ready", f"stopped{when}"
+        return "to do", f"stopped{when}"
     if start.exit_code < 0:
         return "failed", f"killed by signal {-start.exit_code}{when}"
     words = EXIT_WORDS.get(start.exit_code, "failed")
-    state = "done" if start.exit_code == 0 else "ready" if start.exit_code == INTERRUPTED else "failed"
+    state = "done" if start.exit_code == 0 else "to do" if start.exit_code == INTERRUPTED else "failed"
     return state, f"{words}{when}"
 
 
@@ -112,8 +114,8 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
         return _add_decoded(card, Path(config.output) / config.train.run)
     if card.name == "index":
         made = status.details.get("training_set", "") if isinstance(status, Report) else ""
-        card.lines += [f"training set: {made}"] if made else []
-        if made.startswith("sets/") and "older" not in made and card.state == "ready":
+        card.facts += [made.partition(":")[0] if made.startswith("none yet") else made] if made else []
+        if made.startswith("sets/") and "older" not in made and card.state == "to do":
             card.state = "done"
         return None
     if row is None:
@@ -125,10 +127,10 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
         card.count = f"{done} of {done + remaining} {row['what']}"
         card.rate = f"{row['items_per_second']} {row['what']}/s" if row.get("items_per_second") else ""
         card.left = f"{row['left']} left" if row.get("left") else ""
-        card.lines += [f"jobs: {row['jobs']}"] if row.get("jobs") else []
+        card.facts += [f"jobs: {row['jobs']}"] if row.get("jobs") else []
     if row["set_aside"]:
-        card.lines.append(f"{row['set_aside']} set aside")
-    if not remaining and card.state == "ready" and (done or row["set_aside"]):
+        card.facts.append(f"{row['set_aside']} set aside")
+    if not remaining and card.state == "to do" and (done or row["set_aside"]):
         card.state = "done"
     return None
 
@@ -140,12 +142,12 @@ def _add_training(card: Card, progress: RunProgress) -> None:
     )
     if progress.seconds_left is not None:
         card.left = f"{timedelta(seconds=round(progress.seconds_left))} left"
-    card.lines += [f"loss {progress.loss:.4g}"] if progress.loss is not None else []
-    card.lines += [f"eval loss {progress.eval_loss}"] if progress.eval_loss else []
-    card.lines += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
+    card.facts += [f"loss {progress.loss:.4g}"] if progress.loss is not None else []
+    card.facts += [f"eval loss {progress.eval_loss}"] if progress.eval_loss else []
+    card.facts += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
     if progress.state == "running" and card.state not in ("running", "stopping", "restarting"):
-        card.state, card.said = "running", "running"
-    elif progress.state == "finished" and card.state == "ready":
+        card.state, card.said = "running", "not started from this page"
+    elif progress.state == "finished" and card.state == "to do":
         card.state = "done"
 
 
@@ -157,25 +159,26 @@ def _add_decoded(card: Card, folder: Path) -> None:
     if latents:
         done = len(latents & pictures)
         card.done, card.total, card.count = done, len(latents), f"{done} of {len(latents)} pictures and clips"
-        if done == len(latents) and card.state == "ready":
+        if done == len(latents) and card.state == "to do":
             card.state = "done"
 
 
-def _notes_by_program(programs: ChildPrograms) -> dict[str, list[ProgramNote]]:
-    """Of what runs now: program -> notes, of its own start and of the stages of `run`."""
-    found: dict[str, list[ProgramNote]] = {}
+def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, ProgramNote]]]:
+    """Of what runs now: program -> jobs that it is of, and notes; `run` has those of its stages."""
+    found: dict[str, list[tuple[str, ProgramNote]]] = {}
     for job in (*STAGES, "run"):
         for note in programs.notes(job):
             if note.is_running:
-                found.setdefault(note.program, []).append(note)
+                found.setdefault(note.program, []).append((job, note))
     return found
 
 
-def _add_note(card: Card, notes: Sequence[ProgramNote]) -> None:
+def _add_note(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
     """What the program does now replaces the counts of `status`, which are of whole shards."""
-    for note in notes:
+    for job, note in notes:
         if card.state not in ("running", "stopping", "restarting"):
-            card.state, card.said, card.can = "running", f"running for {_ago(note.began)}", []
+            card.state, card.said, card.can = "running", f"for {_ago(note.began)}", []
+            card.log = card.log or job
         if not note.tasks:
             continue
         task = note.tasks[-1]

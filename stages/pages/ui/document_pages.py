@@ -51,7 +51,10 @@ def _show(request: Request, job: str) -> Response:
 
 
 def _show_card(request: Request, job: str) -> Response:
-    return fragment("job_card.html", card=build_job_card(job, WHAT[job], site_of(request).programs))
+    site = site_of(request)
+    return fragment(
+        "job_card.html", card=build_job_card(job, WHAT[job], site.programs), made=bool(list_documents(site, job))
+    )
 
 
 def _show_version(request: Request, job: str) -> Response:

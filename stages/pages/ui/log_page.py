@@ -1,4 +1,5 @@
-"""The logs of what was started from the page: the end of each, and what is added to it."""
+"""The logs of what was started from the page, and of what `run` starts beside training: the end of each, and what is
+added to it."""
 
 import re
 from pathlib import Path
@@ -7,10 +8,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cache.training_run import COMPANION_LOGS, is_running
 from schemas.text_format import escape_unprintable, shorten
 from stages.pages.ui.app import Page, get, render, site_of
 from stages.pages.ui.jobs import JOBS
+from stages.pages.ui.site import Site
 
+BESIDE = "beside-"  # before the name of a companion
 PIECE_BYTES = 64 << 10  # of a log that one answer has
 MAX_LINE = 2000  # characters
 _TERMINAL = re.compile(  # what terminals take as commands: colours, moves of the cursor, titles
@@ -23,10 +27,10 @@ def show(request: Request) -> Response:
     name = request.path_params.get("job")
     if name is None:
         listed = [(job, programs.last_start(job)) for job in JOBS if programs.logs(job)]
-        return render(request, "logs.html", title="Logs", jobs=listed)
+        return render(request, "logs.html", title="Logs", jobs=listed, companions=_list_companions(site_of(request)))
     logs = [path.name for path in _logs(request)]
     if not logs:
-        raise HTTPException(404, f"{name} was not started from this page yet")
+        raise HTTPException(404, f"{name} was not started yet")
     chosen = _chosen(request)
     text, start, end = read_piece(chosen, None, _has_ended(request))
     return render(
@@ -52,14 +56,28 @@ def tail(request: Request) -> Response:
 
 
 def _has_ended(request: Request) -> bool:
-    last = site_of(request).programs.last_start(request.path_params["job"])
+    site, name = site_of(request), request.path_params["job"]
+    if name.startswith(BESIDE):
+        return not is_running(site.output / site.config().train.run)
+    last = site.programs.last_start(name)
     return last is None or not last.is_running
 
 
+def _list_companions(site: Site) -> list[str]:
+    return sorted(path.stem for path in (site.output / site.config().train.run / COMPANION_LOGS).glob("*.log"))
+
+
 def _logs(request: Request) -> list[Path]:
-    if request.path_params["job"] not in JOBS:
+    """The newest first. None that a link leads out of the output's folder."""
+    site, name = site_of(request), request.path_params["job"]
+    if name.startswith(BESIDE) and (companion := name.removeprefix(BESIDE)) in _list_companions(site):
+        found = [site.output / site.config().train.run / COMPANION_LOGS / f"{companion}.log"]
+    elif name in JOBS:
+        found = site.programs.logs(name)
+    else:
         raise HTTPException(404, "there is no such program")
-    return site_of(request).programs.logs(request.path_params["job"])
+    output = site.output.resolve()
+    return [path for path in found if path.resolve().is_relative_to(output)]
 
 
 def _chosen(request: Request) -> Path:

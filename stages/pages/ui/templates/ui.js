@@ -71,8 +71,8 @@ document.addEventListener("submit", async (event) => {
   if (form.method !== "post" || form.dataset.plain !== undefined) return;
   event.preventDefault();
   if (form.dataset.ask && !confirm(form.dataset.ask)) return;
-  const buttons = form.querySelectorAll("button");
-  buttons.forEach((button) => { button.disabled = true; });
+  if (form.ariaBusy) return; // not by disabling its button, which would lose the focus
+  form.ariaBusy = "true";
   try {
     const answer = await ask(form.action, {
       method: "POST", body: new URLSearchParams(new FormData(form)), headers: { Accept: "application/json" },
@@ -83,7 +83,7 @@ document.addEventListener("submit", async (event) => {
   } catch (error) {
     say("That was not answered; load the page again.", true);
   }
-  buttons.forEach((button) => { button.disabled = false; });
+  form.ariaBusy = null;
   await refresh();
 });
 

@@ -1,0 +1,234 @@
+"""`latentpress ui` in a real browser: a rehearsal from start to pictures, while the page's process is killed; and what
+other sites can't do."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.pages.ui.child_programs import ChildPrograms
+from stages.pages.ui.jobs import JOBS
+from tests.background import served
+from tests.project import Project
+from tests.stages.browser import FOREIGN, browser, until  # noqa: F401 (a fixture)
+from tests.stages.report_run import FakeRun, step_line
+from tests.stages.ui_server import ui_server
+
+pytestmark = pytest.mark.slow
+
+RUN_S = 400.0  # within which a rehearsal ends on a busy machine
+
+
+@contextmanager
+def page_process(home: Project) -> Iterator[tuple[subprocess.Popen, str]]:
+    """`latentpress ui` as a program, and its address."""
+    command = [sys.executable, "-P", "-m", "stages.ui", "--config", str(home.folder / "pipeline.yaml"), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stderr is not None
+            yield process, re.findall(r"open (\S+)/ ", process.stderr.readline())[0]
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def ended() -> Iterator[list[Project]]:
+    """Projects whose programs are killed at the end of the test, however it ends."""
+    homes: list[Project] = []
+    yield homes
+    for home in homes:
+        programs = ChildPrograms(home.folder / "output", [])
+        for name in JOBS:
+            if (start := programs.last_start(name)) is not None and start.is_running:
+                os.killpg(start.process, signal.SIGKILL)
+
+
+def state_of(page: Any, card: str) -> str:
+    return page.locator(f"#card-{card} .state").inner_text()
+
+
+def wait_for_state(page: Any, card: str, state: str, seconds: float = RUN_S) -> None:
+    until(page, f"document.querySelector('#card-{card} .state')?.textContent === '{state}'", seconds)
+
+
+@pytest.mark.timeout(900)
+def test_a_rehearsal(project: Callable[..., Project], ended: list[Project], browser: Any) -> None:  # noqa: F811
+    """Started by a key, watched, not stopped by the end of the page, and its pictures are on the report."""
+    prompt = {"name": "one", "prompt": "<b>a picture</b>"}
+    home = project(validation={"size": "64x64", "steps": 1, "prompts": [prompt]}, train={"steps": 2})
+    for number in range(2):
+        home.image(f"{number}.png", (64, 64), f"<script>document.title = 'ran'</script> {number}", number)
+    home.config()
+    ended.append(home)
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page, errors = context.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    with page_process(home) as (process, url):
+        page.goto(url)
+        page.locator("#start-run").focus()
+        page.keyboard.press("Enter")
+        until(page, "document.getElementById('said').textContent === 'run was started'")
+        wait_for_state(page, "run", "running")
+        until(page, "document.activeElement.closest('#card-run') !== null")
+        wait_for_state(page, "discover", "done")
+        assert errors == []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        until(page, "document.getElementById('said').textContent.includes('does not answer')")
+    errors.clear()
+    with page_process(home) as (_, url):
+        page.goto(url)
+        assert state_of(page, "run") in ("running", "done"), "it went on"
+        page.goto(f"{url}/logs/run")
+        until(page, "document.getElementById('log').dataset.ended === 'true'", RUN_S)
+        assert "--- report" in page.locator("#log").inner_text()
+        page.goto(url)
+        for card in ("run", "discover", "bucket", "encode-text", "encode-latents", "index", "train", "decode"):
+            wait_for_state(page, card, "done", 60.0)
+        assert "step 2 of 2" in page.locator("#card-train").inner_text()
+        page.goto(f"{url}/report")
+        report = page.frame_locator("#document")
+        picture = report.locator("article.prompt img").first
+        picture.scroll_into_view_if_needed()
+        assert picture.evaluate("image => image.complete && image.naturalWidth") == 64
+        page.goto(f"{url}/plan")
+        page.locator("#start-preview-plan").click()
+        page.locator("iframe#document").wait_for(timeout=RUN_S * 1000)
+        plan = page.frame_locator("#document")
+        assert plan.locator("article img").first.evaluate("image => image.naturalWidth") > 0
+        assert "<script>document.title" in plan.locator("body").inner_text()
+        assert errors == [] and page.title() == "Plan · latentpress"
+    context.close()
+
+
+def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
+    home = project()
+    home.config()
+    run = FakeRun(home)
+    run.metrics(*(step_line(step) for step in range(1, 4)))
+    (run.folder / "report.html").write_text("<p>a report</p>" + "<p>long</p>" * 100)
+    with ui_server(home) as server:
+        server.site.programs._new_log("run").write_text(f"{'x' * 3000}\n<img src=x onerror=alert(1)>\n")
+        context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
+        page, dialogs, requests = context.new_page(), [], []
+        page.on("dialog", lambda dialog: dialogs.append(dialog.message))
+        page.on("request", lambda request: requests.append(request.url))
+        for path in ("/", "/logs", "/logs/run", "/plan", "/preview", "/report"):
+            page.goto(server.url + path)
+            assert page.evaluate("document.documentElement.scrollWidth") == 390, path
+            colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert max(map(int, re.findall(r"\d+", colour)[:3])) < 50, "dark"
+        assert dialogs == [] and all(url.startswith(server.url) for url in requests)
+        page.goto(server.url)
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "To the content"
+        found = set()
+        for _ in range(30):
+            page.keyboard.press("Tab")
+            found.add(page.evaluate("document.activeElement.id"))
+        assert {"start-run", "start-discover", "start-train", "log-run"} <= found
+        context.close()
+
+
+def test_a_document_is_shown_again_and_reaches_nothing(
+    project: Callable[..., Project],
+    browser: Any,  # noqa: F811
+) -> None:
+    """A report that somebody else wrote: its script runs, in an origin of its own."""
+    home = project()
+    home.config()
+    report = FakeRun(home).folder / "report.html"
+    hostile = """<p id=said>first</p><script>
+      const note = (text) => { document.getElementById("said").textContent += " " + text; };
+      note(origin);
+      try { note(document.cookie || "no cookie"); } catch (error) { note("no cookie"); }
+      try { note(parent.document.title); } catch (error) { note("no parent"); }
+      fetch("/jobs/discover/start", {method: "POST", mode: "no-cors"})
+        .then(() => note("sent"), () => note("no request"));
+      const form = document.body.appendChild(document.createElement("form"));
+      form.method = "post"; form.action = "/jobs/discover/start"; form.submit();
+    </script>"""
+    report.write_text(hostile)
+    with ui_server(home) as server:
+        page = browser.new_page()
+        page.goto(f"{server.url}/report")
+        said = page.frame_locator("#document").locator("#said")
+        said.filter(has_text="no request").wait_for()
+        assert said.inner_text() == "first null no cookie no parent no request"
+        page.goto(server.url + page.locator("#document").get_attribute("src"))
+        page.locator("#said", has_text="no request").wait_for()
+        assert page.locator("#said").inner_text().startswith("first null no cookie")
+        page.goto(f"{server.url}/report")
+        report.write_text("<p id=said>second</p>")
+        page.frame_locator("#document").locator("#said", has_text="second").wait_for()
+        assert server.site.programs.last_start("discover") is None
+        page.close()
+
+
+class ForeignSite(BaseHTTPRequestHandler):
+    """A page that does to `target` whatever a page can do to another site."""
+
+    target = ""
+
+    def do_GET(self) -> None:
+        page = f"""<!doctype html><p id=said></p>
+        <iframe name=inner></iframe><iframe id=framed src="{self.target}/"></iframe>
+        <img src="{self.target}/cards"><script src="{self.target}/cards"></script>
+        <form method=post action="{self.target}/jobs/discover/start" target=inner></form><script>
+        document.forms[0].submit();
+        (async () => {{
+          const found = [];
+          const start = "/jobs/discover/start", headers = {{"Content-Type": "application/json"}};
+          const method = "POST";
+          for (const [path, how] of [["/cards", {{}}], [start, {{method}}], [start, {{method, headers}}]]) {{
+            try {{ found.push((await fetch("{self.target}" + path, how)).status); }}
+            catch (error) {{ found.push("refused"); }}
+          }}
+          await fetch("{self.target}/jobs/discover/start", {{method: "POST", mode: "no-cors"}}).catch(() => 0);
+          const socket = new WebSocket("{self.target.replace("http", "ws")}/cards");
+          socket.onerror = socket.onopen = (event) => {{
+            document.getElementById("said").textContent = [...found, event.type].join(" ");
+          }};
+        }})();
+        </script>"""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(page.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_other_sites_do_nothing(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
+    """Neither a page on another port of this machine, which a browser takes for the same site, nor one of another name;
+    nor one whose name was made to point here."""
+    home = project()
+    home.config()
+    with ui_server(home) as server:
+        handler = type("Handler", (ForeignSite,), {"target": server.url})
+        foreign = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        with served(foreign):
+            for host in ("127.0.0.1", FOREIGN):
+                page = browser.new_page()
+                page.goto(f"http://{host}:{foreign.server_port}/")
+                until(page, "document.getElementById('said').textContent !== ''")
+                assert page.locator("#said").inner_text() == "refused refused refused error"
+                page.close()
+        page = browser.new_page()
+        answer = page.goto(f"http://{FOREIGN}:{server.port}/")
+        assert answer.status == 403 and "Refused" in page.content()
+        asked = page.evaluate("fetch('/jobs/discover/start', {method: 'POST'}).then((answer) => answer.status)")
+        assert asked == 403
+        page.close()
+        assert server.site.programs.last_start("discover") is None
+        assert not Path(home.folder / "output" / ".ui" / "logs").exists()
