@@ -1,8 +1,5 @@
 """`latentpress ui` by its requests: what is answered, what is refused, and what the programs do that it starts."""
 
-import os
-import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +7,6 @@ import pytest
 
 from stages import ui
 from stages.pages.ui import serve
-from stages.pages.ui.child_programs import Start
 from stages.pages.ui.guard import Token
 from tests.project import Project
 from tests.stages.ui_server import UiServer, ui_server
@@ -41,38 +37,6 @@ def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
     assert "discover: 1 done" in server.get("/logs/discover").text
     assert '<span class="state done">done</span>' in server.get("/cards").text
     assert [note.program for note in server.site.programs.notes("discover")] == ["discover"]
-
-
-@pytest.mark.slow
-def test_another_page_finds_what_runs_and_stops_it(home: Project) -> None:
-    os.mkfifo(home.folder / "pipeline.fifo")
-    with ui_server(home) as first:
-        # Waits for its configuration, which nobody writes: it is at work as long as the test wants.
-        first.site.programs._argv = ["--config", str(home.folder / "pipeline.fifo")]
-        started = first.site.programs.start("discover")
-    with ui_server(home) as second:
-        found = second.site.programs.last_start("discover")
-        assert found is not None and found.is_running and found.process == started.process
-        assert os.getsid(started.process) == started.process, "it has a session of its own"
-        assert second.post("/jobs/discover/kill").status == 409, "it is told to stop first"
-        assert second.post("/jobs/discover/stop").status == 200
-        assert second.wait_for_end("discover").exit_code in (-signal.SIGTERM, None)
-
-
-def test_a_reused_process_id_is_not_taken_for_the_program(server: UiServer, home: Project) -> None:
-    programs = server.site.programs
-    programs._write(
-        Start(
-            job="train",
-            process=os.getpid(),
-            process_start="of another boot:17",
-            host=socket.gethostname(),
-            began=0.0,
-            log="train-1.log",
-        )
-    )
-    assert server.post("/jobs/train/stop").status == 409
-    assert "killed: it ended without a word" in server.get("/cards").text
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
         if start.stop_asked is not None:
             card.state, card.said, card.can = "stopping", f"for {_ago(start.stop_asked)}", ["kill"]
     else:
-        if start is not None:
+        if start is not None and not _is_outdated(start, programs.last_start("run")):
             card.state, card.said = _describe_end(start)
         card.can = [] if conflict else ["start"]
     return card
@@ -82,13 +82,18 @@ def _is_running(start: Start | None) -> bool:
     return start is not None and start.is_running
 
 
+def _is_outdated(start: Start, whole: Start | None) -> bool:
+    """Whether `run` has done the stage's work since."""
+    return start.job in STAGES and whole is not None and whole.exit_code == 0 and whole.began > start.began
+
+
 def _describe_end(start: Start) -> tuple[str, str]:
     when = f", {_ago(start.ended)} ago" if start.ended else ""
+    if start.stop_asked is not None and not start.runs_elsewhere:
+        return "to do", f"stopped{when}"
     if start.exit_code is None:
         lost = f"runs on {start.host}" if start.runs_elsewhere else "killed: it ended without a word"
         return ("running" if start.runs_elsewhere else "failed"), lost
-    if start.stop_asked is not None:
-        return "to do", f"stopped{when}"
     if start.exit_code < 0:
         return "failed", f"killed by signal {-start.exit_code}{when}"
     words = EXIT_WORDS.get(start.exit_code, "failed")
@@ -115,8 +120,7 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
     if card.name == "index":
         made = status.details.get("training_set", "") if isinstance(status, Report) else ""
         card.facts += [made.partition(":")[0] if made.startswith("none yet") else made] if made else []
-        if made.startswith("sets/") and "older" not in made and card.state == "to do":
-            card.state = "done"
+        _settle(card, made.startswith("sets/") and "older" not in made)
         return None
     if row is None:
         return None
@@ -130,9 +134,14 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
         card.facts += [f"jobs: {row['jobs']}"] if row.get("jobs") else []
     if row["set_aside"]:
         card.facts.append(f"{row['set_aside']} set aside")
-    if not remaining and card.state == "to do" and (done or row["set_aside"]):
-        card.state = "done"
+    _settle(card, not remaining and (done or row["set_aside"]) > 0)
     return None
+
+
+def _settle(card: Card, is_done: bool) -> None:
+    """What there is counts more than how the last start ended, unless that failed."""
+    if card.state in ("to do", "done"):
+        card.state = "done" if is_done else "to do"
 
 
 def _add_training(card: Card, progress: RunProgress) -> None:
@@ -147,8 +156,8 @@ def _add_training(card: Card, progress: RunProgress) -> None:
     card.facts += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
     if progress.state == "running" and card.state not in ("running", "stopping", "restarting"):
         card.state, card.said = "running", "not started from this page"
-    elif progress.state == "finished" and card.state == "to do":
-        card.state = "done"
+    else:
+        _settle(card, progress.state == "finished")
 
 
 def _add_decoded(card: Card, folder: Path) -> None:
@@ -159,8 +168,7 @@ def _add_decoded(card: Card, folder: Path) -> None:
     if latents:
         done = len(latents & pictures)
         card.done, card.total, card.count = done, len(latents), f"{done} of {len(latents)} pictures and clips"
-        if done == len(latents) and card.state == "to do":
-            card.state = "done"
+        _settle(card, done == len(latents))
 
 
 def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, ProgramNote]]]:
@@ -174,7 +182,8 @@ def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, Prog
 
 
 def _add_note(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
-    """What the program does now replaces the counts of `status`, which are of whole shards."""
+    """What the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of training,
+    which is of steps."""
     for job, note in notes:
         if card.state not in ("running", "stopping", "restarting"):
             card.state, card.said, card.can = "running", f"for {_ago(note.began)}", []
@@ -182,10 +191,6 @@ def _add_note(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
         if not note.tasks:
             continue
         task = note.tasks[-1]
-        card.done, card.total = task.done, task.total
-        of = "" if task.total is None else f" of {task.total:.10g}"
-        card.count = f"{task.description}: {task.done:.10g}{of} {task.unit}".rstrip()
-        card.rate = f"{task.per_second:.3g} {task.unit}/s" if task.per_second else ""
-        card.left = ""
-        if task.per_second and task.total is not None and task.total > task.done:
-            card.left = f"{timedelta(seconds=round((task.total - task.done) / task.per_second))} left"
+        card.facts.append(f"{task.description}: {task.done:.10g} {task.unit}")
+        if card.name != "train" and task.total is not None:
+            card.done, card.total, card.rate, card.left = task.done, task.total, "", ""

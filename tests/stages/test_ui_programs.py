@@ -1,0 +1,188 @@
+"""Programs of the page: started once, stopped, killed, restarted, found by another page. A script stands in."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from schemas.cli.program_note import find_process_start
+from schemas.errors import LatentpressError
+from stages.pages.ui.cards import build_job_card
+from stages.pages.ui.child_programs import KEPT_LOGS, ChildPrograms, Refused, Start
+from stages.pages.ui.jobs import JOBS
+from tests.stages.ui_server import until
+
+WAITS = "#!/bin/sh\necho began $*\nexec sleep 600\n"
+OBSTINATE = "#!/bin/sh\ntrap '' TERM\necho began\nwhile true; do sleep 0.05; done\n"
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ChildPrograms]]:
+    """page(script) -> the programs of another page over the same output. Whatever still runs at the end is killed."""
+
+    def make(script: str = WAITS) -> ChildPrograms:
+        path = tmp_path / "program"
+        path.write_text(script)
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+        return ChildPrograms(tmp_path / "output", ["--config", "pipeline.yaml"])
+
+    yield make
+    for name in JOBS:
+        last = make().last_start(name)
+        if last is not None and last.is_running:
+            os.killpg(last.process, signal.SIGKILL)
+
+
+def said(programs: ChildPrograms, start: Start) -> str:
+    log = next(path for path in programs.logs(start.job) if path.name == start.log)
+    until(lambda: log.read_text(), "a first line")
+    return log.read_text()
+
+
+def ended(programs: ChildPrograms, name: str) -> Start:
+    until(lambda: not programs.last_start(name).is_running, f"the end of {name}")
+    return programs.last_start(name)
+
+
+def test_of_many_that_start_it_at_once_one_does(page: Callable[..., ChildPrograms]) -> None:
+    pages, started, refused = [page() for _ in range(4)], [], []
+
+    def start(programs: ChildPrograms) -> None:
+        try:
+            started.append(programs.start("discover"))
+        except Refused as error:
+            refused.append(error.message)
+
+    threads = [threading.Thread(target=start, args=(programs,)) for programs in pages * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(started) == 1 and len(refused) == 11
+    assert set(refused) == {f"discover is at work already: it was started at {at_time(started[0])}"}
+    assert said(pages[0], started[0]) == "began -P -m stages.discover --config pipeline.yaml\n"
+    with pytest.raises(Refused, match=r"run can't start beside discover: it was started at"):
+        pages[1].start("run")
+    pages[2].start("bucket")  # stages may run beside each other
+
+
+def at_time(start: Start) -> str:
+    return f"{time.strftime('%H:%M:%S', time.localtime(start.began))}, process {start.process}"
+
+
+def test_a_program_goes_on_when_its_page_is_killed(page: Callable[..., ChildPrograms]) -> None:
+    programs = page()
+    child = os.fork()
+    if child == 0:
+        programs.start("preview-plan")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    other = page()
+    found = other.last_start("preview-plan")
+    assert found is not None and found.is_running and os.getsid(found.process) == found.process
+    with pytest.raises(Refused, match="at work already"):
+        other.start("preview-plan")
+    assert build_job_card("preview-plan", "", other).can == ["stop", "restart"]
+    assert said(other, found).startswith("began -P -m stages.preview --config pipeline.yaml --plan")
+    other.stop("preview-plan")
+    assert ended(other, "preview-plan").exit_code is None, "only its parent could be told"
+    assert build_job_card("preview-plan", "", other).said == "stopped"
+
+
+def test_stop_kill_and_what_is_said_of_them(page: Callable[..., ChildPrograms]) -> None:
+    programs = page()
+    for verb in (programs.stop, programs.kill):
+        with pytest.raises(Refused, match="train is not at work"):
+            verb("train")
+    programs.start("train")
+    with pytest.raises(Refused, match="was not told to stop yet"):
+        programs.kill("train")
+    programs.stop("train")
+    assert ended(programs, "train").exit_code == -signal.SIGTERM
+    assert build_job_card("train", "", programs).said.startswith("stopped, ")
+
+    programs = page(OBSTINATE)
+    said(programs, programs.start("train"))
+    programs.stop("train")
+    card = build_job_card("train", "", programs)
+    assert (card.state, card.can) == ("stopping", ["kill"])
+    with pytest.raises(Refused, match="was told to stop already"):
+        programs.stop("train")
+    programs.kill("train")
+    assert ended(programs, "train").exit_code == -signal.SIGKILL
+
+
+def test_a_restart_waits_for_the_end(page: Callable[..., ChildPrograms]) -> None:
+    programs = page(OBSTINATE)
+    first = programs.start("decode")
+    said(programs, first)
+    programs.restart("decode")
+    assert build_job_card("decode", "", programs).state == "restarting"
+    with pytest.raises(Refused, match="being restarted already"):
+        programs.restart("decode")
+    assert programs.last_start("decode").process == first.process, "it has not ended yet"
+    programs.kill("decode")
+    until(lambda: programs.last_start("decode").process != first.process, "the second start")
+    assert programs.last_start("decode").is_running and len(programs.logs("decode")) == 2
+    until(lambda: not programs.is_restarting("decode"), "the restart")
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "words"), [(0, "done", "finished"), (3, "failed", "work remains"), (2, "failed", "failed")]
+)
+def test_how_it_ended(page: Callable[..., ChildPrograms], code: int, state: str, words: str) -> None:
+    programs = page(f"#!/bin/sh\nexit {code}\n")
+    programs.start("index")
+    assert ended(programs, "index").exit_code == code
+    card = build_job_card("index", "", programs)
+    assert card.state == state and words in card.said and card.can == ["start"] and card.log == "index"
+    programs.start("index")
+
+
+def test_another_process_with_its_id_is_left_alone(page: Callable[..., ChildPrograms]) -> None:
+    programs = page()
+    before = programs.start("report")
+    mine = before.model_copy(update={"process": os.getpid()})
+    programs._write(mine)
+    assert not programs.last_start("report").is_running
+    with pytest.raises(Refused, match="report is not at work"):
+        programs.stop("report")
+    programs._write(before)
+
+
+def test_a_program_on_another_machine_is_named(page: Callable[..., ChildPrograms]) -> None:
+    programs = page()
+    start = Start(
+        job="train",
+        process=os.getpid(),
+        process_start=find_process_start(os.getpid()),
+        host=f"not-{socket.gethostname()}",
+        began=time.time(),
+        log="train-0.log",
+    )
+    programs._write(start)
+    for verb in (programs.start, programs.stop):
+        with pytest.raises(LatentpressError) as refused:
+            verb("train")
+        assert start.host in str(refused.value) or verb == programs.stop
+    assert build_job_card("train", "", programs).said == f"runs on {start.host}"
+
+
+def test_old_logs_are_removed(page: Callable[..., ChildPrograms], tmp_path: Path) -> None:
+    programs = page("#!/bin/sh\n")
+    folder = tmp_path / "output/.ui/logs"
+    folder.mkdir(parents=True)
+    for number in range(KEPT_LOGS + 5):
+        (folder / f"preview-20200101-{number:06d}-0000.log").touch()
+        (folder / f"preview-plan-20200101-{number:06d}-0000.log").touch()
+    start = programs.start("preview")
+    assert [path.name for path in programs.logs("preview")][:2] == [start.log, "preview-20200101-000024-0000.log"]
+    assert len(programs.logs("preview")) == KEPT_LOGS and len(programs.logs("preview-plan")) == KEPT_LOGS + 5
+    ended(programs, "preview")
