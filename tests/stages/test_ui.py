@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from schemas.cli.console import Options, Report
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
 from stages import ui
 from stages.pages.ui import serve
 from stages.pages.ui.guard import Token
+from stages.pages.ui.site import Site
 from tests.project import Project
-from tests.stages.ui_server import UiServer, ui_server
+from tests.stages.ui_server import UiServer, ui_server, until
 
 
 @pytest.fixture
@@ -193,3 +197,38 @@ def test_a_dry_run_listens_nowhere(home: Project, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ui.WeakToken, match="5 characters"):
         home.run(ui.run, dry_run=True)
     assert not Path(home.folder / "output" / ".ui").exists()
+
+
+def test_a_store_is_listed_only_while_somebody_looks_and_not_for_each_look(
+    home: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def look(config: Config) -> Report:
+        looks.append(len(looks))
+        if len(looks) == 2:
+            raise ZeroDivisionError
+        return Report("status", done=len(looks))
+
+    config = home.config("root=s3://bucket/work")
+    path = home.folder / "pipeline.yaml"
+    page = Site(config, Options(path, ("root=s3://bucket/work",)), look)
+    assert looks == [], "nobody has looked"
+    for _ in range(20):
+        found = page.status()
+        assert isinstance(found, Report) and found.done == 1
+    assert len(looks) == 1
+    monkeypatch.setattr("stages.pages.ui.site.REMOTE_S", 0.0)
+    until(lambda: isinstance(page.status(), LatentpressError), "a second look, which fails")
+    until(lambda: isinstance(page.status(), Report), "a third one")
+
+
+def test_another_root_in_the_configuration_is_not_followed(server: UiServer, home: Project) -> None:
+    home.settings["root"] = "elsewhere"
+    home.config()
+    refused = server.post("/jobs/discover/start")
+    assert refused.status == 409 and "names another root or output" in refused.json["error"]
+    assert server.site.config().root.endswith("/work")
+    home.settings |= {"root": "work", "train": {"run": "second"}}
+    home.config()
+    assert server.site.config().train.run == "second" and "run second" in server.get("/").text

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from stages.pages.ui.child_programs import ChildPrograms
+from stages.pages.ui.guard import Token
 from stages.pages.ui.jobs import JOBS
 from tests.background import served
 from tests.project import Project
@@ -84,9 +85,9 @@ def test_a_rehearsal(project: Callable[..., Project], ended: list[Project], brow
         process.send_signal(signal.SIGKILL)
         process.wait()
         until(page, "document.getElementById('said').textContent.includes('does not answer')")
-    errors.clear()
     with page_process(home) as (_, url):
         page.goto(url)
+        errors.clear()
         assert state_of(page, "run") in ("running", "done"), "it went on"
         page.goto(f"{url}/logs/run")
         until(page, "document.getElementById('log').dataset.ended === 'true'", RUN_S)
@@ -232,3 +233,30 @@ def test_other_sites_do_nothing(project: Callable[..., Project], browser: Any) -
         page.close()
         assert server.site.programs.last_start("discover") is None
         assert not Path(home.folder / "output" / ".ui" / "logs").exists()
+
+
+def test_entering_with_the_token(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
+    """By the address that works once, and by the form; no script sees the cookie, and a report has its pictures."""
+    home = project()
+    home.config()
+    run = FakeRun(home)
+    run.picture(0, "one", (255, 0, 0), (64, 48))
+    (run.folder / "report.html").write_text("<img src=samples/step-000000/one.png>")
+    token = Token("a long enough token")
+    with ui_server(home, token) as server:
+        for way, path in (("address", f"/login?code={token.code}"), ("form", "/")):
+            context = browser.new_context()
+            page = context.new_page()
+            page.goto(server.url + path)
+            if way == "form":
+                assert page.url == f"{server.url}/login"
+                page.locator("input").fill("a long enough token")
+                page.keyboard.press("Enter")
+            page.wait_for_url(f"{server.url}/")
+            page.locator("#card-discover").wait_for()
+            assert page.evaluate("document.cookie") == ""
+            page.goto(f"{server.url}/report")
+            picture = page.frame_locator("#document").locator("img")
+            picture.wait_for()
+            assert picture.evaluate("(image) => image.decode().then(() => image.naturalWidth)") == 64
+            context.close()

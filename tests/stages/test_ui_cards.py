@@ -1,0 +1,101 @@
+"""The cards of the flow page, from what `status` and the programs say."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from schemas.cli.program_note import ProgramNote, find_process_start
+from schemas.cli.report import Report
+from schemas.errors import LatentpressError
+from stages.pages.ui.cards import Card, build_cards
+from stages.pages.ui.child_programs import ChildPrograms
+from tests.project import Project
+from tests.stages.report_run import FakeRun, eval_line, step_line
+
+
+def row(stage: str, done: int, remaining: int = 0, set_aside: int = 0, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, "what": "samples", "done": done, "remaining": remaining, "set_aside": set_aside} | more
+
+
+def note(programs: ChildPrograms, job: str, program: str, **values: Any) -> None:
+    folder = programs._folder / "notes" / job
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {"process_start": find_process_start(os.getpid()), "began": time.time() - 90} | values
+    (folder / f"{program}.json").write_text(ProgramNote(program=program, **given).model_dump_json())
+
+
+@pytest.fixture
+def cards(project: Callable[..., Project]) -> Callable[..., dict[str, Card]]:
+    """cards(status rows) -> name -> card."""
+    home = project(train={"steps": 40})
+    config = home.config()
+    programs = ChildPrograms(home.folder / "output", [])
+
+    def make(*rows: dict[str, Any], **details: Any) -> dict[str, Card]:
+        status = Report("status", details={"stages": list(rows), **details})
+        return {card.name: card for step in build_cards(config, programs, status) for card in step}
+
+    make.home, make.programs, make.config = home, programs, config  # type: ignore[attr-defined]
+    return make
+
+
+def test_counts_rates_and_what_is_set_aside(cards: Any) -> None:
+    encode = row("encode-latents", 30, 70, 2, items_per_second="1.5", left="0:00:47", jobs="2 running, 1 lost")
+    found = cards(row("discover", 6), row("bucket", 0, 0), encode, row("encode-text", 8), training_set="sets/abc")
+    states = {name: card.state for name, card in found.items()}
+    assert states == {
+        "discover": "done",
+        "bucket": "to do",
+        "encode-text": "done",
+        "encode-latents": "to do",
+        "index": "done",
+        "train": "to do",
+        "decode": "to do",
+    }
+    card = found["encode-latents"]
+    assert (card.done, card.total, card.count) == (30, 100, "30 of 100 samples")
+    assert (card.rate, card.left, card.facts) == (
+        "1.5 samples/s",
+        "0:00:47 left",
+        ["jobs: 2 running, 1 lost", "2 set aside"],
+    )
+    assert all(card.can == ["start"] for card in found.values())
+    older = cards(row("discover", 6), training_set="sets/abc, of the older plan x: latentpress index")
+    assert older["index"].state == "to do"
+
+
+def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
+    note(cards.programs, "run", "encode-text")
+    note(cards.programs, "run", "discover", exit_code=0)
+    note(cards.programs, "run", "bucket", process_start="of another process")
+    found = cards(row("encode-text", 2, 6))
+    assert (found["encode-text"].state, found["encode-text"].can, found["encode-text"].said) == (
+        "running",
+        [],
+        "for 1 min",
+    )
+    assert found["encode-text"].log == "run"
+    assert found["discover"].state == found["bucket"].state == "to do"
+
+
+def test_a_run_and_its_pictures(cards: Any) -> None:
+    run = FakeRun(cards.home, "run", "train.steps=40")
+    run.metrics(eval_line(0, 2.5), *(step_line(step) for step in range(1, 11)))
+    run.latent(10, "one")
+    run.latent(10, "two")
+    run.picture(10, "one", (255, 0, 0))
+    found = cards()
+    assert (found["train"].done, found["train"].total, found["train"].state) == (10, 40, "to do")
+    assert found["train"].facts[1] == "eval loss 2.5 at step 0"
+    assert (found["decode"].done, found["decode"].total, found["decode"].state) == (1, 2, "to do")
+    run.picture(10, "two", (255, 0, 0))
+    assert cards()["decode"].state == "done"
+
+
+def test_a_status_that_failed_leaves_the_buttons(cards: Any) -> None:
+    steps = build_cards(cards.config, cards.programs, LatentpressError("the disk is gone"))
+    assert [[card.name for card in step] for step in steps][2] == ["encode-text", "encode-latents"]
+    assert all(card.can == ["start"] for step in steps for card in step)
