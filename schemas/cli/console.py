@@ -41,7 +41,7 @@ from schemas.cli.options import (
     SetOption,
     WorkersOption,
 )
-from schemas.cli.program_note import noted
+from schemas.cli.program_note import NoteWriter, noted
 from schemas.cli.progress import (
     PROGRESS_INTERVAL_S,
     Display,
@@ -74,7 +74,7 @@ class Console:
     """A program's output: the report to `stdout`, everything else to `stderr`.
 
     On a terminal progress is a bar; elsewhere a line at most every `interval` seconds, and one at the end. complete:
-    adds this program's options to the commands in a warning.
+    adds this program's options to the commands in a warning. note: says what is shown to others, too.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         interval: float = PROGRESS_INTERVAL_S,
         complete: Callable[[str], str] = str,
+        note: NoteWriter | None = None,
     ) -> None:
         from rich.console import Console as RichConsole
 
@@ -96,7 +97,7 @@ class Console:
                 stream.reconfigure(errors="backslashreplace")
         self._rich = RichConsole(file=stderr or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._on_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
-        self._clock, self._complete = clock, complete
+        self._clock, self._complete, self._note = clock, complete, note
         self._display: Display = LineDisplay(self.log, clock, interval)
         if self._on_terminal:
             self._display = TerminalDisplay(self._rich)
@@ -138,9 +139,13 @@ class Console:
     def _showing(self, task: Progress, keep: bool, at_once: bool = False) -> Iterator[None]:
         display = self._display
         display.begin(task, at_once)
+        if self._note is not None:
+            self._note.begin(task)
         try:
             yield
         finally:
+            if self._note is not None:
+                self._note.end(task)
             display.end(task, keep)
 
     @contextmanager
@@ -253,7 +258,7 @@ def run_program(
     """Load the configuration, run, print the report or the error; returns the exit code."""
     with noted(name) as note:
         try:
-            code = _run_program(name, run, options, own or {}, extra)
+            code = _run_program(name, run, options, own or {}, extra, note)
         finally:
             show_activities(None)
         if note is not None:
@@ -261,11 +266,13 @@ def run_program(
     return code
 
 
-def _run_program(name: str, run: RunFunction, options: Options, own: Mapping[str, Any], extra: str) -> int:
+def _run_program(
+    name: str, run: RunFunction, options: Options, own: Mapping[str, Any], extra: str, note: NoteWriter | None
+) -> int:
     from schemas.config.loading import load_config
 
     end_with_parent()
-    console = Console(json=options.json, complete=options.add_given_options)
+    console = Console(json=options.json, complete=options.add_given_options, note=note)
     show_activities(console)
     if options.partition.source:
         console.log(f"--shard {options.partition}, by {options.partition.source}")

@@ -17,20 +17,23 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from schemas.cli.progress import Progress
+from schemas.text_format import shorten
+
 NOTES_VARIABLE = "LATENTPRESS_NOTES"
 MAX_BYTES = 100_000  # of a note that is read
+INTERVAL_S = 1.0
 
 
 class TaskNote(BaseModel):
-    """What is being done. total: None where the end is not known. per_second: None as long as it is not known."""
+    """What is being done. state: how far it is, in words. total: None where the end is not known."""
 
     model_config = ConfigDict(frozen=True, str_max_length=2000, allow_inf_nan=False)
 
     description: str
-    unit: str
+    state: str
     done: float
     total: float | None = None
-    per_second: float | None = None
 
 
 class ProgramNote(BaseModel):
@@ -54,21 +57,54 @@ class ProgramNote(BaseModel):
 
 
 class NoteWriter:
-    """Writes a program's note again whenever it has changed."""
+    """Writes a program's note again when it has changed, and every INTERVAL_S while something is being done."""
 
     def __init__(self, folder: Path, program: str) -> None:
         self._path = folder / f"{program}.json"
         self._note = ProgramNote(program=program, process_start=find_process_start(os.getpid()))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._tasks: list[Progress] = []
+        self._ticker: threading.Thread | None = None
+
+    def begin(self, task: Progress) -> None:
+        """From now on the note says how far this is."""
+        with self._lock:
+            self._tasks.append(task)
+            if self._ticker is None:
+                self._ticker = threading.Thread(target=self._tick, name="note", daemon=True)
+                self._ticker.start()
+
+    def end(self, task: Progress) -> None:
+        with self._lock:
+            self._tasks.remove(task)
+
+    def _tick(self) -> None:
+        """Until nothing has been done for INTERVAL_S: tasks that follow each other share a thread."""
+        while True:
+            with self._lock:
+                tasks = tuple(_note_task(task) for task in self._tasks)
+                if tasks != self._note.tasks:
+                    self.update(tasks=tasks)
+                elif not tasks:
+                    self._ticker = None
+                    return
+            time.sleep(INTERVAL_S)
 
     def update(self, **changes: object) -> None:
         with self._lock:
+            if self._note.exit_code is not None:
+                return
             self._note = self._note.model_copy(update={**changes, "updated": time.time()})
             temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.write_text(self._note.model_dump_json(), encoding="utf-8")
                 os.replace(temporary, self._path)
+
+
+def _note_task(task: Progress) -> TaskNote:
+    said = shorten(task.description, 1000)
+    return TaskNote(description=said, state=shorten(task.state(), 1000), done=task.done, total=task.total)
 
 
 @contextmanager

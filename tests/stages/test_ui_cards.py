@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from schemas.cli.program_note import ProgramNote, find_process_start
+from schemas.cli.program_note import ProgramNote, TaskNote, find_process_start
 from schemas.cli.report import Report
 from schemas.errors import LatentpressError
 from stages.pages.ui.cards import Card, build_cards
@@ -79,6 +79,12 @@ def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
     )
     assert found["encode-text"].log == "run"
     assert found["discover"].state == found["bucket"].state == "to do"
+    reading = TaskNote(description="encode-text", state="3/8 texts, 2 texts/s", done=3, total=8)
+    for tasks in ((reading, TaskNote(description="loading", state="0:00:07", done=0)), (reading,)):
+        note(cards.programs, "run", "encode-text", tasks=tasks)
+        card = cards(row("encode-text", 2, 6, items_per_second="9"))["encode-text"]
+        assert card.facts == [f"{tasks[-1].description}: {tasks[-1].state}"]
+    assert (card.done, card.total, card.rate) == (3, 8, ""), "of what is not yet in a shard, too"
 
 
 def test_a_run_and_its_pictures(cards: Any) -> None:

@@ -191,6 +191,6 @@ def _add_note(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
         if not note.tasks:
             continue
         task = note.tasks[-1]
-        card.facts.append(f"{task.description}: {task.done:.10g} {task.unit}")
+        card.facts.append(f"{task.description}: {task.state}" if task.state else task.description)
         if card.name != "train" and task.total is not None:
             card.done, card.total, card.rate, card.left = task.done, task.total, "", ""

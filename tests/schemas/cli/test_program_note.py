@@ -1,5 +1,6 @@
 """What programs say of themselves in files."""
 
+import io
 import os
 import socket
 import subprocess
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from schemas.cli.console import Console
 from schemas.cli.program_note import NOTES_VARIABLE, find_process_start, is_process, noted, read_notes
+from tests.stages.ui_server import until
 
 
 def test_a_note_begins_and_ends_with_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +31,25 @@ def test_a_note_begins_and_ends_with_its_program(tmp_path: Path, monkeypatch: py
     with pytest.raises(ZeroDivisionError), noted("bucket"):
         raise ZeroDivisionError
     assert read_notes(folder)[0].exit_code == 1
+
+
+def test_a_note_says_what_is_being_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTES_VARIABLE, str(tmp_path))
+    monkeypatch.setattr("schemas.cli.program_note.INTERVAL_S", 0.01)
+    with noted("bucket") as note, io.StringIO() as stderr:
+        console = Console(stderr=stderr, note=note)
+        with console.progress(8, "reading", "files") as progress:
+            progress.advance(2)
+            with console.activity("loading"):
+                until(lambda: len(read_notes(tmp_path)[0].tasks) == 2, "both are noted")
+                first, second = read_notes(tmp_path)[0].tasks
+                assert (first.description, first.done, first.total) == ("reading", 2, 8)
+                assert first.state.startswith("2/8 files") and (second.description, second.total) == ("loading", None)
+            until(lambda: len(read_notes(tmp_path)[0].tasks) == 1, "one has ended")
+            progress.advance(6)
+            until(lambda: read_notes(tmp_path)[0].tasks[0].done == 8, "the other goes on")
+        note.update(tasks=(), exit_code=0)
+    assert read_notes(tmp_path)[0].tasks == ()
 
 
 def test_a_note_that_is_damaged_or_can_not_be_written_stops_nothing(
