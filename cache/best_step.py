@@ -1,10 +1,11 @@
-"""The step with the lowest eval loss of a run, and its checkpoint."""
+"""The best steps of a run, by eval loss and by each score, and their checkpoints."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cache.scores import read_curves
 from cache.training_run import CHECKPOINTS, METRICS_FILE, checkpoint_step, list_checkpoints, read_metrics
 
 
@@ -47,3 +48,25 @@ def describe_best(folder: Path) -> dict[str, Any]:
             details[key] = found._asdict()
             details[key] |= {"checkpoint": paths[found.step]} if found.step in paths else {}
     return details
+
+
+def best_steps(folder: Path) -> list[dict[str, Any]]:
+    """Rows of a table: the best step by the eval loss (the lowest) and by each score (the highest), and where that step
+    has no checkpoint the best of those that have one. checkpoint: its path, "" where there is none."""
+    paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / CHECKPOINTS)}
+    lines = read_metrics(folder / METRICS_FILE)
+    rows = []
+    for steps in (None, paths):
+        if (found := best_evaluation(lines, steps)) is not None:
+            rows.append(_best_row("eval loss", found.step, found.eval_loss, None, paths))
+    for curve in read_curves(folder):
+        name = curve.name.replace("_", " ")
+        for steps in (None, paths):
+            if (point := curve.best(steps)) is not None:
+                rows.append(_best_row(name, point.step, point.value, point.spread, paths))
+    return [row for number, row in enumerate(rows) if row not in rows[:number]]
+
+
+def _best_row(measure: str, step: int, value: float, spread: float | None, paths: Mapping[int, str]) -> dict[str, Any]:
+    shown = "" if spread is None else spread
+    return {"measure": measure, "step": step, "value": value, "spread": shown, "checkpoint": paths.get(step, "")}

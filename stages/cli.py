@@ -21,6 +21,7 @@ PROGRAMS = {
     "index": "join plan and shards into the training set",
     "train": "shards -> adapter or model, checkpoints, validation latents",
     "decode": "validation latents -> pictures and videos",
+    "score": "scores of decoded samples by step (CLIP score); the best step by each",
     "report": "one HTML page of a run, or of several side by side",
     "export-adapter": "an adapter for ComfyUI or diffusers, or merged into a model",
     "run": "all of the above in order, skipping what is done",

@@ -10,7 +10,9 @@ from schemas.catalogue import FAMILIES, VISION_MODELS, get_flavour
 from schemas.config.section import ADDRESS, Count, Device, Precision, Problem, Processes, Section
 from schemas.family import Condition, Family, Flavour, Task, Template
 
-StageName = Literal["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode"]
+StageName = Literal[
+    "discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode", "score"
+]
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
 MOST_PREFETCH = 1_000_000
@@ -216,6 +218,7 @@ class Stages(Section):
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")
     encode_vision: Encoding = Field(Encoding(), alias="encode-vision")
     decode: StageWorkers = StageWorkers()
+    score: StageWorkers = StageWorkers(device="cpu")
 
     def _problems(self) -> Iterator[Problem]:
         if self.engine == "ray" and self.ray.stall_timeout_s <= self.item_timeout_s:

@@ -208,7 +208,9 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
         named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps a dataset of the hub
         _map_texts(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)
         _map_texts(dataset, ("media_root", "caption_file", "conditioning_data", "mask_data"), absolute)
-    _map_texts(config.get("validation"), ("prompts_file",), absolute)
+    validation = config.get("validation")
+    _map_texts(validation, ("prompts_file",), absolute)
+    _map_texts(validation.get("scores") if isinstance(validation, dict) else None, ("clip",), absolute_if_there)
     for prompt in _list_items(config.get("validation"), "prompts"):
         _map_texts(prompt, ("image",), absolute)
 

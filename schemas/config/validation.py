@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from schemas.config.attention import AttentionBackend
+from schemas.config.scores import Scores
 from schemas.config.section import SIZE, WORD, Name, OneOrSeveral, Problem, Section, Seed, Steps, UnitFloat, listed
 from schemas.geometry import Bucket
 
@@ -63,6 +64,7 @@ class Validation(GridSection):
     eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[UnitFloat, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
     fps: float | None = Field(None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's")
+    scores: Scores = Scores()
 
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()

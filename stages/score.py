@@ -1,0 +1,255 @@
+"""score: how well decoded validation samples fit their prompts, by step, and which step is the best by each measure.
+
+Reads <output>/<run>/samples/<step>/ and what the trainer wrote about each validation latent; adds a line to
+<output>/<run>/scores.jsonl for each step with new or changed samples, and its numbers to the trackers. With --watch it
+does so beside training, a step at a time once its validation is over and all of it is decoded. The models are those of
+`validation.scores`; without one nothing is loaded.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cache.best_step import best_steps
+from cache.files import check_folder
+from cache.scores import SCORES_FILE, SampleScores, ScorePoint, append_step, read_samples
+from cache.training_run import METRICS_FILE, read_last_metrics
+from schemas.cli.console import Console, Options, Progress, Report, make_app
+from schemas.config.pipeline import Config
+from schemas.import_time import garbage_collection_paused
+from stages.companions import Watch
+from stages.encoding.stage import refuse_partition
+from stages.media.errors import MediaError, unreadable_error
+from stages.scoring.measures import LoadedMeasure, Measure, plan_measures
+from stages.scoring.samples import Sample, StepSamples, find_samples, read_sample
+
+
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Score each step when its samples are decoded, while it trains.")
+    ] = False,
+) -> Report:
+    refuse_partition(options, "score")
+    folder = Path(config.output) / config.train.run
+    check_folder(folder)
+    report = Report(program="score", dry_run=options.dry_run, what="samples")
+    if not config.validation.scores.any:
+        console.log("validation.scores names no model, so there is nothing to score with")
+        return report
+    scorer = _Scorer(config, options, console, list(plan_measures(config)))
+    if options.dry_run:
+        report.remaining = sum(len(work.missing) for work in scorer.find_work(find_samples(folder)))
+        return report
+    with scorer:
+        if watch:
+            seen = _Watched(folder, Watch([folder]))
+            for steps in seen:
+                scorer.score(steps, report)
+            if seen.told:  # `latentpress run` scores the rest
+                return report
+        steps = find_samples(folder)
+        scorer.score(steps, report)
+    report.skipped = max(0, sum(len(step.samples) for step in steps) - report.done - len(report.failed))
+    if waiting := sum(len(step.waiting) for step in steps):
+        report.remaining = waiting
+        report.next_steps = ["latentpress decode", "latentpress score"]
+    report.details = {"scores": str(folder / SCORES_FILE), "best_steps": best_steps(folder)}
+    return report
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What there is to score of a step. missing: (sample's name, measure's name) of the scores that are not known."""
+
+    step: StepSamples
+    contents: dict[str, str]
+    known: dict[str, dict[tuple[str, str], float]]
+    missing: list[tuple[str, str]]
+
+    def score_of(self, name: str, measure: str) -> float | None:
+        return self.known.get(measure, {}).get((name, self.contents[name]))
+
+
+class _Scorer:
+    """Scores steps with the measures, whose models are loaded when the first sample needs them."""
+
+    def __init__(self, config: Config, options: Options, console: Console, measures: list[Measure]) -> None:
+        self._folder = Path(config.output) / config.train.run
+        self._config, self._options, self._console = config, options, console
+        self._measures = measures
+        self._measured = {measure.name: measure.measured for measure in measures}
+        self._loaded: dict[str, LoadedMeasure] = {}
+        self._stack, self._trackers = ExitStack(), None
+        self._cut: set[str] = set()  # prompts of which it was said
+
+    def __enter__(self) -> "_Scorer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def find_work(self, steps: Iterable[StepSamples]) -> Iterator[_Work]:
+        """Of the steps that are decoded and have samples that are new, changed or gone since they were scored."""
+        known = read_samples(self._folder, self._measured)
+        for step in steps:
+            if step.waiting:
+                continue
+            found = known.get(step.step, {})
+            contents = {sample.name: sample.content() for sample in step.samples}
+            missing = [
+                (name, measure)
+                for name, content in contents.items()
+                for measure in self._measured
+                if (name, content) not in found.get(measure, {})
+            ]
+            gone = any(scores.keys() - set(contents.items()) for scores in found.values())
+            if missing or gone:
+                yield _Work(step, contents, found, missing)
+
+    def score(self, steps: Iterable[StepSamples], report: Report) -> None:
+        work = list(self.find_work(steps))
+        if not work:
+            return
+        if any(each.missing for each in work):
+            self._load()
+        total = sum(len({name for name, _ in each.missing}) for each in work)
+        with self._console.progress(total, "score", "samples") as progress:
+            for each in work:
+                self._score_step(each, report, progress)
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        with garbage_collection_paused():
+            from stages.encoding import model_loading
+
+            model_loading.disable_progress_bars()
+            device = model_loading.select_device(self._options.resources(self._config, "score"))
+            for measure in self._measures:
+                self._console.log(f"loading {measure.measured.model} for the {measure.name.replace('_', ' ')}")
+                self._loaded[measure.name] = measure.load(device)
+
+    def _score_step(self, work: _Work, report: Report, progress: Progress) -> None:
+        scored, damaged = [], []
+        report.failed = [row for row in report.failed if row["step"] != work.step.step]
+        unknown = {name for name, _ in work.missing}
+        for sample in work.step.samples:
+            try:
+                scores = self._score_sample(sample, work, report)
+            except MediaError as error:
+                row = {"item": sample.name, "path": str(sample.picture), "step": work.step.step}
+                report.failed.append(row | {"reason": error.reason, "message": _advise(error)})
+                damaged.append(sample.name)
+            else:
+                scored.append(SampleScores(sample.name, sample.group, sample.seed, work.contents[sample.name], scores))
+                report.done += sample.name in unknown
+            if sample.name in unknown:
+                progress.advance(1)
+        before = {name for scores in work.known.values() for name in scores}
+        if scored and (len(work.known) < len(self._measured) or before != {(s.name, s.content) for s in scored}):
+            points = append_step(self._folder, work.step.step, scored, self._measured, damaged)
+            self._add_to_trackers(work.step.step, points)
+            self._console.log(f"step {work.step.step}: {_format(points)}")
+
+    def _score_sample(self, sample: Sample, work: _Work, report: Report) -> dict[str, float]:
+        """MediaError where its file can't be read."""
+        known = {measure: work.score_of(sample.name, measure) for measure in self._measured}
+        scores = {measure: score for measure, score in known.items() if score is not None}
+        if len(scores) == len(known):
+            return scores
+        try:
+            frames_FHWC = read_sample(sample.picture, self._config.validation.scores.frames)
+        except OSError as error:
+            raise unreadable_error(sample.picture, error) from error
+        for name, measure in self._loaded.items():
+            if name not in scores:
+                scores[name] = measure.score(frames_FHWC, sample.prompt)
+                self._note_cut(measure, sample, report)
+        return scores
+
+    def _note_cut(self, measure: LoadedMeasure, sample: Sample, report: Report) -> None:
+        if sample.prompt not in self._cut and (cut := measure.find_cut(sample.prompt)):
+            self._cut.add(sample.prompt)
+            message = f"the prompt has {cut[0]} tokens, of which CLIP reads {cut[1]}"
+            report.truncated.append({"item": sample.group, "reason": "prompt-cut", "message": message})
+
+    def _add_to_trackers(self, step: int, points: dict[str, ScorePoint]) -> None:
+        names = self._config.train.trackers
+        if not names:
+            return
+        if self._trackers is None:
+            from stages.trackers import open_trackers
+
+            self._trackers = self._stack.enter_context(open_trackers(self._folder, names, self._console, "scores"))
+        self._trackers.add_scores(step, dict(_numbers(points)))
+
+
+def _numbers(points: dict[str, ScorePoint]) -> Iterator[tuple[str, float]]:
+    """Of a tracker: each score, its spread, and by prompt."""
+    for name, point in points.items():
+        yield name, point.value
+        if point.spread is not None:
+            yield f"{name}_spread", point.spread
+        if len(point.groups) > 1:
+            for group, (mean, _) in point.groups.items():
+                yield f"{name}/{group}", mean
+
+
+def _format(points: dict[str, ScorePoint]) -> str:
+    spread = {name: "" if point.spread is None else f" ± {point.spread:.3g}" for name, point in points.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {point.value:.4g}{spread[name]}" for name, point in points.items())
+
+
+def _advise(error: MediaError) -> str:
+    return f"{error.problem}; delete it, and run `latentpress decode`, then `latentpress score`"
+
+
+class _Watched:
+    """Steps whose validation is over and which are decoded, as they come, while a trainer is at work.
+
+    Files are read again only where one of their step is new or changed. told: whether the program was told to finish.
+    """
+
+    def __init__(self, folder: Path, watch: Watch) -> None:
+        self._folder, self._watch = folder, watch
+        self._seen: dict[int, list[Any]] = {}
+
+    @property
+    def told(self) -> bool:
+        return self._watch.told
+
+    def __iter__(self) -> Iterator[list[StepSamples]]:
+        for last in self._watch:
+            if last:
+                return
+            lines = read_last_metrics(self._folder / METRICS_FILE)
+            newest = lines[-1]["step"] if lines else 0
+            found = [step for step in find_samples(self._folder) if step.step < newest and not step.waiting]
+            if new := [step for step in found if self._is_new(step)]:
+                yield new
+
+    def _is_new(self, step: StepSamples) -> bool:
+        stamps = [(sample.name, sample.content()) for sample in step.samples]
+        is_new = self._seen.get(step.step) != stamps
+        self._seen[step.step] = stamps
+        return is_new
+
+
+app = make_app(
+    "score",
+    "Measure how decoded validation samples fit their prompts, by step; which step is the best.",
+    run,
+    examples=["--watch", "--device cuda"],
+    extra="encode",
+)
+
+if __name__ == "__main__":
+    app()
