@@ -17,7 +17,6 @@ from cache.files import explained, replacing
 from cache.json_checks import parse_json
 from schemas.config.pipeline import Config
 
-SCORES_FILE = "scores.jsonl"
 METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
 WANDB_ID = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
@@ -56,16 +55,6 @@ def parse_metrics(content: bytes) -> list[dict[str, Any]]:
         else:
             found.append(line)
     return found
-
-
-def read_scores(folder: Path) -> list[dict[str, Any]]:
-    """The lines {"step": 100, "scores": {"clip score": 0.31}} of a run's scores.jsonl; a later line of a step replaces
-    an earlier one's scores of the same names."""
-    by_step: dict[int, dict[str, Any]] = {}
-    for line in read_metrics(folder / SCORES_FILE):
-        if isinstance(line.get("scores"), dict):
-            by_step.setdefault(line["step"], {}).update(line["scores"])
-    return [{"step": step, "scores": scores} for step, scores in sorted(by_step.items())]
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

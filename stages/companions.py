@@ -47,7 +47,14 @@ class Companion:
     extra: str = ""
 
 
-COMPANIONS = (Companion("report", library="bokeh", extra="report"),)
+def _scores(config: Config) -> bool:
+    return config.validation.scores.any and "score" in config.stages.order
+
+
+COMPANIONS = (
+    Companion("score", applies=_scores, library="transformers", extra="encode"),
+    Companion("report", library="bokeh", extra="report"),
+)
 
 
 class Companions:

@@ -104,7 +104,10 @@ def _run_stages(
         known = {row.get("item") for row in report.set_aside}  # index lists what the encoding stages did
         report.set_aside += [row for row in document["set_aside"] if row.get("item") not in known]
         report.more_set_aside += document["more_set_aside"]
-        report.truncated = document["truncated"] or report.truncated  # index lists all, encode-text new ones
+        if stage == "score":  # validation prompts, by CLIP
+            report.truncated += document["truncated"]
+        else:
+            report.truncated = document["truncated"] or report.truncated  # index lists all, encode-text new ones
         report.failed += document["failed"]
         report.damage += document["damage"]
         if not options.dry_run:
@@ -119,6 +122,10 @@ def _run_stages(
             elif stage == "decode" and "contact_sheet" in details:
                 report.details["pictures"] = details["samples"]
                 report.details["contact_sheet"] = details["contact_sheet"]
+            elif stage == "score" and "best_steps" in details:
+                for name in ("best_step", "best_checkpoint"):  # they are among these
+                    report.details.pop(name, None)
+                report.details |= {name: details[name] for name in ("scores", "best_steps")}
         if code != OK:  # what a stage before advises is not enough
             report.next_steps.clear()
         for step in document["next_steps"]:  # `run` has this option, too
@@ -151,10 +158,16 @@ def _make_report(options: Options, console: Console, processes: "_StageProcesses
     return document.get("details", {}).get("page", "")
 
 
+def _chosen_stages(config: Config) -> list[StageName]:
+    """Those that the configuration has work for, in order."""
+    idle = {"encode-vision": not config.vision.model, "score": not config.validation.scores.any}
+    return [stage for stage in config.stages.order if not idle.get(stage)]
+
+
 def _stage_order(config: Config, options: Options) -> list[StageName]:
     """The stages in order. With cache.rolling, `index` comes before the encoding stages, and these run beside `train`;
     a dry run asks them before it."""
-    order = [stage for stage in config.stages.order if stage != "encode-vision" or config.vision.model]
+    order = _chosen_stages(config)
     if config.cache.rolling is None:
         return order
     encoding = [stage for stage in order if stage in ENCODE_PROGRAMS.values()]
@@ -233,7 +246,7 @@ class _Followers:
 
     def __init__(self, config: Config, options: Options, training: _StageProcesses) -> None:
         rolling = None if options.dry_run else config.cache.rolling
-        order = [stage for stage in config.stages.order if stage != "encode-vision" or config.vision.model]
+        order = _chosen_stages(config)
         self.stages = tuple(stage for stage in order if rolling and stage in ENCODE_PROGRAMS.values())
         self._alternate = rolling is not None and rolling.alternate
         self._options, self._training = options, training

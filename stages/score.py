@@ -26,6 +26,7 @@ from stages.encoding.stage import refuse_partition
 from stages.media.errors import MediaError, unreadable_error
 from stages.scoring.measures import LoadedMeasure, Measure, plan_measures
 from stages.scoring.samples import Sample, StepSamples, find_samples, read_sample
+from stages.trackers import Tracker, open_trackers
 
 
 def run(
@@ -87,7 +88,8 @@ class _Scorer:
         self._measures = measures
         self._measured = {measure.name: measure.measured for measure in measures}
         self._loaded: dict[str, LoadedMeasure] = {}
-        self._stack, self._trackers = ExitStack(), None
+        self._stack = ExitStack()
+        self._trackers: Tracker | None = None
         self._cut: set[str] = set()  # prompts of which it was said
 
     def __enter__(self) -> "_Scorer":
@@ -186,8 +188,6 @@ class _Scorer:
         if not names:
             return
         if self._trackers is None:
-            from stages.trackers import open_trackers
-
             self._trackers = self._stack.enter_context(open_trackers(self._folder, names, self._console, "scores"))
         self._trackers.add_scores(step, dict(_numbers(points)))
 

@@ -154,8 +154,8 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "stages.item_memory_mib": (MACHINE, "stages.item_memory_mib=4096"),
     **{
         f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}={value}")
-        for stage in ("discover", "encode-text", "encode-latents", "encode-vision", "decode")
-        for option, value in (("workers", 2), ("threads", 3), ("device", "cpu"))
+        for stage in ("discover", "encode-text", "encode-latents", "encode-vision", "decode", "score")
+        for option, value in (("workers", 2), ("threads", 3), ("device", "auto" if stage == "score" else "cpu"))
     },
     **{
         f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}=2")
@@ -316,6 +316,9 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "validation.placeholders": (REFUSED, "validation.placeholders={token: cat}"),
     "validation.size": (PLAN, "validation.size=64x64@5"),
     "validation.attention_backend": (RUN, "validation.attention_backend=_native_flash"),
+    "validation.scores.clip": (RUN, "validation.scores={clip: ./clip}"),
+    "validation.scores.clip_revision": (RUN, "validation.scores={clip: org/clip, clip_revision: main}"),
+    "validation.scores.frames": (RUN, "validation.scores={clip: ./clip, frames: 3}"),
     "validation.eval_sigmas": (RUN, "validation.eval_sigmas=[0.3]"),
     **{
         f"validation.{name}": (RUN, f"validation.{name}=3")

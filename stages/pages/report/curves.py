@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ Line = Mapping[str, Any]
 @dataclass(frozen=True)
 class Curve:
     """Values by step, ascending; NaN where there is none. run: its number. faint: what `smoothed` lies over. recorded:
-    the points before thinning."""
+    the points before thinning. spread: half the height of a band around the curve, NaN where it has none."""
 
     name: str
     run: int
@@ -28,6 +28,7 @@ class Curve:
     values: np.ndarray
     faint: bool = False
     recorded: int = 0
+    spread: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,9 @@ _KINDS = (
 )  # fmt: skip
 
 
-def build_charts(runs: Sequence[tuple[str, Sequence[Line]]], scores: Sequence[Sequence[Line]] = ()) -> list[Chart]:
-    """The charts of runs (name, lines of metrics). scores: of each run, lines {"step", "scores": {name: number}}."""
-    charts = [_build(kind, runs) for kind in _KINDS]
-    lines = [*scores, *([] for _ in runs[len(scores) :])]
-    if not any(lines):
-        charts.append(Chart("scores", "Scores", "", (), missing=("none are recorded.",)))
-    names = sorted({name for of_run in lines for line in of_run for name in line["scores"]})
-    for name in names[:MAX_CURVES]:
-        named = [(run, [{"step": line["step"], "score": line["scores"].get(name)} for line in of_run])
-                 for (run, _), of_run in zip(runs, lines, strict=True)]  # fmt: skip
-        kind = _Kind(f"score-{names.index(name)}", f"Score: {_clean(name)}", "score", ("score",), "it was not scored")
-        charts.append(_build(kind, named))
-    return charts
+def build_charts(runs: Sequence[tuple[str, Sequence[Line]]]) -> list[Chart]:
+    """The charts of runs (name, lines of metrics)."""
+    return [_build(kind, runs) for kind in _KINDS]
 
 
 def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
@@ -97,7 +88,7 @@ def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
     notes: list[str] = []
     missing: list[str] = []
     for number, (run, lines) in enumerate(runs):
-        prefix = f"{_clean(run)}: " if len(runs) > 1 else ""
+        prefix = f"{clean_name(run)}: " if len(runs) > 1 else ""
         found = _nested_curves(kind, number, lines) if kind.nested else _plain_curves(kind, number, lines)
         if not found:
             missing.append(f"{prefix}{kind.absent}.")
@@ -117,12 +108,17 @@ def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
             curves += [_named(curve, (f"{prefix}{curve.name}" if curve.name else prefix[:-2]) or kind.title)
                        for curve in found]  # fmt: skip
     notes = [kind.note, *notes] if kind.note and curves else notes
-    share = MAX_POINTS // max(1, len(curves))
-    thinned = tuple(_thin_curve(curve, share) for curve in curves)
+    return thinned_chart(Chart(kind.key, kind.title, kind.unit, tuple(curves), tuple(notes), tuple(missing)))
+
+
+def thinned_chart(chart: Chart) -> Chart:
+    """With at most MAX_POINTS; it says so where points are left out."""
+    share = MAX_POINTS // max(1, len(chart.curves))
+    thinned, notes = tuple(_thin_curve(curve, share) for curve in chart.curves), chart.notes
     if any(len(curve.steps) < curve.recorded for curve in thinned):
         most = max(curve.recorded for curve in thinned)
-        notes.append(f"Of {most} points the lowest and the highest of each stretch are drawn.")
-    return Chart(kind.key, kind.title, kind.unit, thinned, tuple(notes), tuple(missing))
+        notes = (*notes, f"Of {most} points the lowest and the highest of each stretch are drawn.")
+    return replace(chart, curves=thinned, notes=notes)
 
 
 def _plain_curves(kind: _Kind, run: int, lines: Sequence[Line]) -> list[Curve]:
@@ -142,7 +138,7 @@ def _nested_curves(kind: _Kind, run: int, lines: Sequence[Line]) -> list[Curve]:
     for name in dict.fromkeys(key for line in lines for key in line[metric]):
         steps, values = _column([(line["step"], line[metric].get(name)) for line in lines])
         if np.isfinite(values).any():
-            found.append(Curve(_clean(name), run, steps, values, recorded=len(steps)))
+            found.append(Curve(clean_name(name), run, steps, values, recorded=len(steps)))
     return found
 
 
@@ -167,7 +163,7 @@ def _named(curve: Curve, name: str, values: np.ndarray | None = None, faint: boo
     return Curve(name, curve.run, curve.steps, values, faint, curve.recorded)
 
 
-def _clean(text: str) -> str:
+def clean_name(text: str) -> str:
     """A name from a file as a legend shows it. Bokeh reads $$...$$ as TeX, for which it would load MathJax."""
     return escape_unprintable(shorten(text, 40)).replace("$", "\N{FULLWIDTH DOLLAR SIGN}")
 
@@ -185,7 +181,8 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 def _thin_curve(curve: Curve, most: int) -> Curve:
     kept = thin(curve.values, most)
-    return Curve(curve.name, curve.run, curve.steps[kept], curve.values[kept], curve.faint, curve.recorded)
+    spread = None if curve.spread is None else curve.spread[kept]
+    return replace(curve, steps=curve.steps[kept], values=curve.values[kept], spread=spread)
 
 
 def thin(values: np.ndarray, most: int) -> np.ndarray:

@@ -15,7 +15,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cache.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress, read_scores
+from cache.scores import ScoreCurve, read_curves
+from cache.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress
 from schemas.config.pipeline import Config
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.report import costs, settings
@@ -23,6 +24,7 @@ from stages.pages.report.curves import build_charts
 from stages.pages.report.dataset import DataGlance, glance_at_data
 from stages.pages.report.plots import COLOURS, Plot, draw_chart, script_library
 from stages.pages.report.samples import RunSamples, SampleGrid, describe_clip, gather_samples
+from stages.pages.report.scores import best_rows, score_charts
 
 MAX_PAGE_BYTES = 10_000_000
 SAMPLE_BYTES = 4_800_000  # of pictures and clips, before base64 makes a third more of them
@@ -41,7 +43,7 @@ class ReportRun:
     planned: Config
     not_own: bool
     metrics: list[dict[str, Any]]
-    scores: list[dict[str, Any]]
+    scores: list[ScoreCurve]
     progress: RunProgress
 
     @property
@@ -70,12 +72,13 @@ def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRu
     train = config.train.model_copy(update={"run": folder.name})
     config = config.model_copy(update={"output": str(folder.parent), "train": train})
     metrics = read_metrics(folder / METRICS_FILE)
-    return ReportRun(name, folder, config, planned, not_own, metrics, read_scores(folder), read_progress(config))
+    return ReportRun(name, folder, config, planned, not_own, metrics, read_curves(folder), read_progress(config))
 
 
 def gather_content(runs: Sequence[ReportRun], beside: tuple[Path, Path] | None = None) -> ReportContent:
     """beside: see `gather_samples`."""
-    charts = build_charts([(run.name, run.metrics) for run in runs], [run.scores for run in runs])
+    charts = build_charts([(run.name, run.metrics) for run in runs])
+    charts += score_charts([(run.name, run.scores) for run in runs])
     plots = [draw_chart(chart, len(runs)) for chart in charts]
     grid = gather_samples([(run.name, run.folder, run.config) for run in runs], SAMPLE_BYTES, beside)
     data = glance_at_data([(run.name, run.config, run.planned) for run in runs])
@@ -148,6 +151,7 @@ def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
         runs=run_rows(content),
         absent=content.missing,
         plots=content.plots,
+        best=best_rows([(run.name, run.folder) for run in runs]),
         colours={run.name: COLOURS[number % len(COLOURS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
         grid=content.grid,
         clip=describe_clip,

@@ -98,6 +98,8 @@ def line_figure(chart: Chart, legend: Sequence[LegendEntry]) -> Any:
         source = ColumnDataSource(data | {"name": [curve.name] * len(curve.steps)})
         look: dict[str, Any] = {"line_color": entry.colour, "line_dash": entry.dash}
         look |= {"line_width": 1, "line_alpha": 0.5} if entry.faint else {"line_width": 2}
+        if curve.spread is not None:
+            _draw_band(figure, curve, entry)
         line = figure.line("step", "value", source=source, name=entry.line, **look)
         line.nonselection_glyph = None
         if not curve.faint and len(curve.steps) <= MARKED_POINTS:
@@ -105,6 +107,15 @@ def line_figure(chart: Chart, legend: Sequence[LegendEntry]) -> Any:
         shown.append(line)
     figure.add_tools(HoverTool(renderers=shown, tooltips=[("", "@name"), ("step", "@step"), (chart.unit, "@value")]))
     return figure
+
+
+def _draw_band(figure: Any, curve: Curve, entry: LegendEntry) -> None:
+    """Between the values less and plus their spread, where they have one."""
+    assert curve.spread is not None
+    known = np.isfinite(curve.values) & np.isfinite(curve.spread)
+    steps, values, spread = curve.steps[known].astype(int), curve.values[known], curve.spread[known]
+    low, high = ([_rounded(value) for value in side] for side in (values - spread, values + spread))
+    figure.varea(x=steps.tolist(), y1=low, y2=high, name=entry.line, fill_color=entry.colour, fill_alpha=0.2)
 
 
 def draw_bars(key: str, title: str, unit: str, labels: Sequence[str], parts: Mapping[str, Sequence[int]]) -> Plot:
@@ -175,7 +186,10 @@ def value_rows(chart: Chart) -> tuple[dict[str, Any], ...]:
 def _at(curve: Curve, step: float) -> str:
     """The value at a step, or of the last one before it."""
     place = int(np.searchsorted(curve.steps, step, side="right")) - 1
-    return f"{curve.values[place]:.5g}" if place >= 0 and np.isfinite(curve.values[place]) else ""
+    if place < 0 or not np.isfinite(curve.values[place]):
+        return ""
+    has_spread = curve.spread is not None and np.isfinite(curve.spread[place])
+    return f"{curve.values[place]:.5g}" + (f" ± {curve.spread[place]:.2g}" if has_spread else "")  # type: ignore[index]
 
 
 def summarize(chart: Chart) -> str:
