@@ -47,12 +47,8 @@ class Companion:
     extra: str = ""
 
 
-def _scores(config: Config) -> bool:
-    return config.validation.scores.any and "score" in config.stages.order
-
-
 COMPANIONS = (
-    Companion("score", applies=_scores, library="transformers", extra="encode"),
+    Companion("score", applies=lambda config: "score" in config.stage_order, library="transformers", extra="encode"),
     Companion("report", library="bokeh", extra="report"),
 )
 

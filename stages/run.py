@@ -158,16 +158,10 @@ def _make_report(options: Options, console: Console, processes: "_StageProcesses
     return document.get("details", {}).get("page", "")
 
 
-def _chosen_stages(config: Config) -> list[StageName]:
-    """Those that the configuration has work for, in order."""
-    idle = {"encode-vision": not config.vision.model, "score": not config.validation.scores.any}
-    return [stage for stage in config.stages.order if not idle.get(stage)]
-
-
 def _stage_order(config: Config, options: Options) -> list[StageName]:
     """The stages in order. With cache.rolling, `index` comes before the encoding stages, and these run beside `train`;
     a dry run asks them before it."""
-    order = _chosen_stages(config)
+    order = config.stage_order
     if config.cache.rolling is None:
         return order
     encoding = [stage for stage in order if stage in ENCODE_PROGRAMS.values()]
@@ -246,7 +240,7 @@ class _Followers:
 
     def __init__(self, config: Config, options: Options, training: _StageProcesses) -> None:
         rolling = None if options.dry_run else config.cache.rolling
-        order = _chosen_stages(config)
+        order = config.stage_order
         self.stages = tuple(stage for stage in order if rolling and stage in ENCODE_PROGRAMS.values())
         self._alternate = rolling is not None and rolling.alternate
         self._options, self._training = options, training

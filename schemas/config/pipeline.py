@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from schemas.clips import largest_valid_frames
 from schemas.config.datasets import Dataset
-from schemas.config.encoding import Cache, Latents, Model, Stages, Text, Vision
+from schemas.config.encoding import Cache, Latents, Model, StageName, Stages, Text, Vision
 from schemas.config.section import OneOrSeveral, Problem, Section, listed
 from schemas.config.training import Train
 from schemas.config.validation import Validation
@@ -53,6 +53,12 @@ class Config(Section):
             latents = self.latents.model_copy(update={"precision": self.model.family_spec.latent_precision})
             object.__setattr__(self, "latents", latents)  # sections are frozen
         return self
+
+    @property
+    def stage_order(self) -> list[StageName]:
+        """What `latentpress run` runs: of `stages.order` what this configuration has work for."""
+        idle = {"encode-vision": not self.vision.model, "score": not self.validation.scores.any}
+        return [stage for stage in self.stages.order if not idle.get(stage)]
 
     def unused_features(self, *topics: Topic) -> Iterator[str]:
         """A sentence for each of `topics` that is configured and prepared, but that training does not use."""

@@ -14,7 +14,7 @@ from schemas.cli.report import Report
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
 from stages.pages.ui.child_programs import ChildPrograms, Start
-from stages.pages.ui.jobs import STAGES, list_conflicts, stage_order
+from stages.pages.ui.jobs import STAGES, list_conflicts
 
 EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
 
@@ -47,7 +47,7 @@ def build_cards(config: Config, programs: ChildPrograms, status: Report | Latent
     by_stage = {row["stage"]: row for row in rows}
     notes = _notes_by_program(programs)
     steps: list[list[Card]] = []
-    for name in stage_order(config):
+    for name in config.stage_order:
         card = build_job_card(name, STAGES[name], programs)
         _add_counts(card, config, status, by_stage.get(name))
         _add_note(card, notes.get(name, ()))

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from schemas.config.pipeline import Config
-
 #: What each does, in the order in which they follow each other.
 STAGES = {
     "discover": "finds media and captions",
@@ -14,6 +12,7 @@ STAGES = {
     "index": "joins plan and shards",
     "train": "trains the adapter or model",
     "decode": "decodes the validation latents",
+    "score": "scores the decoded samples",
 }
 
 
@@ -32,11 +31,6 @@ class Job:
 
 JOBS = {name: Job(name, name) for name in (*STAGES, "run", "report", "preview")}
 JOBS["preview-plan"] = Job("preview-plan", "preview", ("--plan",))
-
-
-def stage_order(config: Config) -> list[str]:
-    """The stages that `run` runs."""
-    return [name for name in config.stages.order if name != "encode-vision" or config.vision.model]
 
 
 def list_conflicts(name: str) -> list[str]:
