@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +27,8 @@ from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from stages.companions import Companions
 from stages.encoding.stage import refuse_partition
 
+PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
+
 
 def run(
     config: Config,
@@ -37,20 +39,32 @@ def run(
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="For index: leave out the samples whose media were missing.")
     ] = False,
+    prompts: Annotated[
+        bool,
+        typer.Option(
+            "--prompts",
+            help="Only what new validation prompts need: plan and encode them, and make a set with them, which a run "
+            "that is training takes them from.",
+        ),
+    ] = False,
 ) -> Report:
     refuse_partition(options, "run")
+    if prompts and config.cache.rolling is not None:
+        what = "--prompts: with cache.rolling, validation prompts are encoded when training begins"
+        raise LatentpressError(what, "Stop the run, and start `latentpress run` again.")
+    order = [stage for stage in _stage_order(config, options) if not prompts or stage in PROMPT_STAGES]
     processes = _StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     followers = _Followers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
     companions = Companions(config, options, console, stop_handler)
     with stop_handler.stop_on_signals(), companions:
         try:
-            report = _run_stages(config, options, console, processes, stop_handler, followers, companions)
+            report = _run_stages(order, config, options, console, processes, stop_handler, followers, companions)
         except StageFailed:
             if (Path(config.output) / config.train.run / METRICS_FILE).exists():
                 console.log(f"the report of what was done: {_make_report(options, console, processes)}")
             raise
-        if not options.dry_run and (page := _find_report(config, report, options, console, processes)):
+        if not options.dry_run and not prompts and (page := _find_report(config, report, options, console, processes)):
             report.details["report"] = page
     if companions.failed:
         report.details["companions_that_failed"] = companions.failed
@@ -62,6 +76,7 @@ def run(
 
 
 def _run_stages(
+    order: Sequence[StageName],
     config: Config,
     options: Options,
     console: Console,
@@ -73,7 +88,7 @@ def _run_stages(
     report = Report(program="run", what="stages", dry_run=options.dry_run)
     rows: list[dict] = []
     report.details["stages"] = rows
-    for stage in _stage_order(config, options):
+    for stage in order:
         started = time.monotonic()
         beside = followers.stages if stage == "train" else ()
         console.log(f"--- {stage}" + (f", with {', '.join(beside)}" if beside else ""))

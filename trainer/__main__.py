@@ -16,6 +16,7 @@ from cache.trainset import TrainSet
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption
 from schemas.cli.progress import activity, show_activities
+from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
@@ -26,6 +27,7 @@ from trainer.interruption import StopRequest, StopTraining, describe_progress
 from trainer.metrics import require_trackers
 from trainer.output_lock import lock_output
 from trainer.progress import describe_results
+from trainer.prompt_updates import PromptUpdates
 from trainer.rolling import describe_set_aside, follow_encoding
 from trainer.run_state import (
     RunError,
@@ -97,8 +99,11 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
                 with garbage_collection_paused(), activity("loading torch and the trainer", at_once=True):
                     from trainer.train import train
 
+                device = options.device or config.train.device
                 try:
-                    summary = train(config, data, schedule, console, options.device or config.train.device, stop)
+                    summary = train(
+                        config, data, schedule, console, device, stop, follow_prompts(config, data, options, console)
+                    )
                 except StopTraining:  # before the first step, while data were waited for
                     console.log(f"stopped by {stop.reason}")
     except RunFinished:
@@ -119,6 +124,18 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         report.details["stopped"] = f"by {stop.reason}; {describe_progress(config)}"
         report.next_steps = ["latentpress train"]
     return report
+
+
+def follow_prompts(config: Config, data: TrainSet, options: Options, console: Console) -> PromptUpdates | None:
+    """None where the set was named, or rolls: its prompts are those of the run."""
+    if config.train.set != "current" or config.cache.rolling is not None or not config.datasets:
+        return None
+    return PromptUpdates(
+        config,
+        data,
+        lambda: load_config(options.config, options.overrides),
+        lambda message: console.warn(options.add_given_options(message)),
+    )
 
 
 def report_finished(report: Report, config: Config) -> Report:

@@ -46,7 +46,7 @@ class RunFiles:
             token.touch()
         accelerator.wait_for_everyone()
         self.sees = token.exists()
-        seen = self._gathered((self.sees, socket.gethostname()))
+        seen = self.gathered((self.sees, socket.gethostname()))
         token.unlink(missing_ok=True)
         self._hosts = [host for _, host in seen]
         self.shared = all(each for each, _ in seen)
@@ -84,7 +84,7 @@ class RunFiles:
             return
         step = self.from_main(step)
         newest, _ = resume.newest_checkpoint(self.folder / "checkpoints") if not self.sees else (None, [])
-        own = self._gathered(0 if newest is None else newest.step)
+        own = self.gathered(0 if newest is None else newest.step)
         if (most := max(own)) > step:
             host, has = self._hosts[own.index(most)], f"one of step {step}" if step else "none"
             raise OutputMismatch(
@@ -162,8 +162,10 @@ class RunFiles:
         dist.broadcast_object_list(values)
         return values[0]
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
+        if self._accelerator.num_processes == 1:
+            return [value]
         values: list[Any] = [None] * self._accelerator.num_processes
         dist.all_gather_object(values, value)
         return values

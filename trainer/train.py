@@ -6,7 +6,7 @@ killed and resumed, or moved to another number of GPUs, continues with the same 
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from trainer.failure_messages import explain_failures
 from trainer.families.base import components
 from trainer.interruption import StopRequest, StopTraining, StopValidation
 from trainer.methods.base import MethodStep
+from trainer.prompt_updates import PromptUpdates
 from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.export import export_weights
 from trainer.setup.optim import set_learning_rate
@@ -45,6 +46,7 @@ def train(
     console: Console,
     device: str,
     stop: StopRequest | None = None,
+    updates: PromptUpdates | None = None,
 ) -> dict[str, Any]:
     """Train to config.train.steps and save the result under <output>/<run>, or a checkpoint where `stop` asks for it;
     returns details for the report, of which "saved" is there only at the end.
@@ -54,6 +56,7 @@ def train(
     """
     with explain_failures(run_state.run_folder(config)):
         run = prepare_training(config, data, schedule, console, device)
+        run.updates = updates
         with unwrap_at_end(run):
             return train_loop(run, stop)
 
@@ -267,26 +270,18 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
                 predict, data, settings, batch_size, device, run.skip_frames, shown.advance
             )
         record({"step": done, **found, "eval_weights": weights})
-    if data.meta["validation"]:
+    config, prompts = run.updates.check(run.files) if run.updates else (run.config, data)
+    if prompts.meta["validation"]:
         ranks = run.accelerator.num_processes
-        # Every rank computes a part of a sharded model; otherwise each takes prompts of its own.
+        # Every rank computes a part of a sharded model; otherwise each takes samples of its own.
         share = (0, 1) if is_sharded(run.model.parameters()) else (run.accelerator.process_index, ranks)
-        samples = validation.list_samples(run.config, data)
+        samples = validation.list_samples(config, prompts)
         steps = sum(sample.steps for sample, _ in validation.divide_samples(samples, share))
         shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")
         with shows as shown, run.files.collected(folder) as place:
-            count = validation.write_validation_latents(
-                run.model,
-                run.family,
-                run.config,
-                data,
-                place if run.is_main or share[1] > 1 else None,
-                device,
-                share,
-                predict.autocast,
-                shown.advance,
-            )
-        run.log(f"step {done}: {count} validation latents in {folder}")
+            write = partial(validation.write_validation_latents, run.model, run.family, config, prompts)
+            write(place if run.is_main or share[1] > 1 else None, device, share, predict.autocast, shown.advance)
+        run.log(f"step {done}: {len(samples)} validation latents in {folder}")
 
 
 def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) -> int:

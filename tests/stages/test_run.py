@@ -12,6 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from cache.set_lookup import open_configured_set
+from cache.trainset import SetNotFound
 from schemas.cli.console import Console, Options, Report, run_program
 from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
@@ -20,6 +22,7 @@ from stages.cli import PROGRAMS, program_module
 from tests.project import Project
 from tests.reports import odd_keys
 from trainer.__main__ import run as train
+from trainer.run_state import data_signature
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {
@@ -182,3 +185,30 @@ def test_every_program_reports_in_snake_case(
                 assert program == "encode-vision", error  # which this configuration does not want
                 document = error.to_dict()
             assert list(odd_keys(document)) == [], program
+
+
+@pytest.mark.slow
+def test_new_prompts_alone(forked_programs: None, home: Project) -> None:
+    """--prompts plans, encodes and indexes them, and leaves alone what came to the media since; nothing is trained."""
+    for program in ("discover", "bucket", "encode-text", "encode-latents", "index"):
+        assert home.run(STAGES[program]).exit_code == 0
+    before = open_configured_set(home.config(), pytest.fail)
+    (home.folder / "more.yaml").write_text("two: another colour\nthree: {prompt: a third, size: [64x64, 96x64]}\n")
+    home.settings["validation"]["prompts_file"] = "more.yaml"
+    home.image("late.png", (64, 64), "a late colour", 9)
+    with pytest.raises(SetNotFound) as caught:
+        open_configured_set(home.config(), pytest.fail)
+    assert "latentpress run --prompts" in caught.value.next_step
+    code, report, _, log = latentpress(home, "run", "--prompts")
+    assert code == 0, log
+    done = {row["stage"]: row["done"] for row in report.details["stages"]}
+    assert [*done] == ["bucket", "encode-text", "encode-latents", "index"] and done["encode-text"] == 2
+    after = open_configured_set(home.config(), pytest.fail)
+    prompts = [(prompt.name, prompt.bucket) for prompt in after.validation]
+    assert prompts == [("one", "64x64@1"), ("two", "64x64@1"), ("three", "64x64@1"), ("three", "96x64@1")]
+    assert data_signature(after)["digest"] == data_signature(before)["digest"]
+    assert not (home.folder / "output").exists() or not list((home.folder / "output").glob("*/checkpoints"))
+    home.settings["cache"] = {"rolling": {"max_gb": 1}}
+    home.config()
+    code, _, document, _ = latentpress(home, "run", "--prompts")
+    assert code != 0 and "cache.rolling" in document["error"]["message"]

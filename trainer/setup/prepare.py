@@ -23,6 +23,7 @@ from trainer.data import BatchLoader
 from trainer.families.base import FamilyModule, module_of
 from trainer.methods.base import Method, Predict
 from trainer.methods.selection import make_methods
+from trainer.prompt_updates import PromptUpdates
 from trainer.rank_watch import RankWatch
 from trainer.run_files import RunFiles
 from trainer.setup.attach import make_trainable
@@ -62,6 +63,7 @@ class TrainState:
     signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
     watch: RankWatch
     files: RunFiles
+    updates: PromptUpdates | None = None  # None: the prompts of the set, to the end
 
     @property
     def folder(self) -> Path:
