@@ -19,6 +19,10 @@ from stages.pages.ui.jobs import STAGES, list_conflicts
 EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
 
 
+AT_WORK = ("running", "stopping", "restarting")
+WORTH_A_WORD = ("running", "lost", "failed")  # of the states of jobs on all machines
+
+
 @dataclass
 class Card:
     """A job. state: "to do", "running", "stopping", "restarting", "done" or "failed"; said: more of it.
@@ -49,8 +53,9 @@ def build_cards(config: Config, programs: ChildPrograms, status: Report | Latent
     steps: list[list[Card]] = []
     for name in config.stage_order:
         card = build_job_card(name, STAGES[name], programs)
+        _add_state(card, notes.get(name, ()))
         _add_counts(card, config, status, by_stage.get(name))
-        _add_note(card, notes.get(name, ()))
+        _add_tasks(card, notes.get(name, ()))
         together = name.startswith("encode-") and steps and steps[-1][0].name.startswith("encode-")
         if together:
             steps[-1].append(card)
@@ -131,7 +136,9 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
         card.count = f"{done} of {done + remaining} {row['what']}"
         card.rate = f"{row['items_per_second']} {row['what']}/s" if row.get("items_per_second") else ""
         card.left = f"{row['left']} left" if row.get("left") else ""
-        card.facts += [f"jobs: {row['jobs']}"] if row.get("jobs") else []
+        jobs = row.get("jobs", "")
+        if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
+            card.facts.append(f"jobs: {jobs}")
     if row["set_aside"]:
         card.facts.append(f"{row['set_aside']} set aside")
     _settle(card, not remaining and (done or row["set_aside"]) > 0)
@@ -154,7 +161,7 @@ def _add_training(card: Card, progress: RunProgress) -> None:
     card.facts += [f"loss {progress.loss:.4g}"] if progress.loss is not None else []
     card.facts += [f"eval loss {progress.eval_loss}"] if progress.eval_loss else []
     card.facts += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
-    if progress.state == "running" and card.state not in ("running", "stopping", "restarting"):
+    if progress.state == "running" and card.state not in AT_WORK:
         card.state, card.said = "running", "not started from this page"
     else:
         _settle(card, progress.state == "finished")
@@ -181,15 +188,17 @@ def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, Prog
     return found
 
 
-def _add_note(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
+def _add_state(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
+    """That of a stage which `run` runs."""
+    for job, note in notes:
+        if card.state not in AT_WORK:
+            card.state, card.said, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
+
+
+def _add_tasks(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
     """What the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of training,
     which is of steps."""
-    for job, note in notes:
-        if card.state not in ("running", "stopping", "restarting"):
-            card.state, card.said, card.can = "running", f"for {_ago(note.began)}", []
-            card.log = card.log or job
-        if not note.tasks:
-            continue
+    for note in [note for _, note in notes if note.tasks]:
         task = note.tasks[-1]
         card.facts.append(f"{task.description}: {task.state}" if task.state else task.description)
         if card.name != "train" and task.total is not None:
