@@ -49,7 +49,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     ConfigError has every error found, each as "pipeline.yaml:17: train.optimizer.lr: what is wrong".
     """
     path = Path(path)
-    document = _read_document(path)
+    return parse_config(read_text(path), path, overrides)
+
+
+def parse_config(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
+    """As `load_config`, of a text that the file `path` has or will have."""
+    try:
+        document = parse_yaml(text)
+    except YamlError as error:
+        raise ConfigError([f"{path}:{line}: {message}" for line, message in error.problems[:MAX_ERRORS]]) from error
     if document.value is None:
         document.value = {}
     if not isinstance(document.value, dict):
@@ -145,10 +153,12 @@ def _add_library(config: dict[str, Any]) -> tuple[_Library, list[str]]:
     return _Library(file, len(inline or []), prompts), []
 
 
-def _read_document(path: Path) -> Document:
+def read_text(path: Path) -> str:
+    """What is in a configuration file; of one that is too long only so much that the parser says so. ConfigError where
+    it can't be read."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            return parse_yaml(file.read(MAX_CHARACTERS + 1))  # limited: it may be /dev/zero
+            return file.read(MAX_CHARACTERS + 1)  # limited: it may be /dev/zero
     except FileNotFoundError as error:
         step = "Copy the pipeline.yaml of the source tree and edit it, or name yours with --config."
         raise ConfigError([f"{path}: no such file"], step) from error
@@ -156,8 +166,6 @@ def _read_document(path: Path) -> Document:
         raise ConfigError([f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"]) from error
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
-    except YamlError as error:
-        raise ConfigError([f"{path}:{line}: {message}" for line, message in error.problems[:MAX_ERRORS]]) from error
     except ValueError as error:  # a zero byte in the name
         raise ConfigError([f"{str(path)!r}: cannot be read: {error}"]) from error
 

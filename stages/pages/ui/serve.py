@@ -8,14 +8,21 @@ import uvicorn
 
 from schemas.cli.interruption import StopHandler
 from schemas.errors import USAGE, LatentpressError
-from stages.pages.ui import document_pages, documents, flow_page, log_page
+from stages.pages.ui import config_page, document_pages, documents, flow_page, log_page
 from stages.pages.ui.app import build_app
 from stages.pages.ui.guard import Guard, Token, list_names
 from stages.pages.ui.login import login_routes
 from stages.pages.ui.site import Site
 
 #: In the order of the navigation.
-PAGES = (flow_page.PAGE, log_page.PAGE, document_pages.PLAN, document_pages.PREVIEW, document_pages.REPORT)
+PAGES = (
+    flow_page.PAGE,
+    config_page.PAGE,
+    log_page.PAGE,
+    document_pages.PLAN,
+    document_pages.PREVIEW,
+    document_pages.REPORT,
+)
 MAX_REQUESTS = 200  # at a time
 CLOSE_S = 2  # that requests have to end
 

@@ -1,0 +1,136 @@
+"""The configuration: its text with the errors at their lines, beside a form that changes the same text."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import xxhash
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from cache.files import explained, replacing
+from schemas.config.loading import ConfigError, parse_config, read_text
+from schemas.config.yaml_reader import YamlError
+from schemas.errors import LatentpressError
+from stages.pages.ui.app import TEMPLATES, Page, get, read_form, render, site_of
+from stages.pages.ui.config_form import Group, build_form, changed_text
+
+PATH = "/configuration"
+FIELD = "field:"  # before the path of each in the form
+
+
+def show(request: Request) -> Response:
+    return _render(request, read_text(site_of(request).options.config))
+
+
+def _render(request: Request, text: str, said: str = "", problems: tuple[str, ...] = (), status: int = 200) -> Response:
+    """problems: what was not done."""
+    site = site_of(request)
+    return render(
+        request,
+        "configuration.html",
+        status,
+        title="Configuration",
+        text=text,
+        form=_form_of(text),
+        errors=find_errors(text, site.options.config, site.options.overrides),
+        stamp=_stamp(read_text(site.options.config)),
+        overrides=site.options.overrides,
+        message=said,
+        problems=problems,
+        field=FIELD,
+    )
+
+
+def _form_of(text: str) -> Group | None:
+    try:
+        return build_form(text)
+    except YamlError:
+        return None
+
+
+def find_errors(text: str, path: Path, overrides: tuple[str, ...] | list[str]) -> list[tuple[int, str]]:
+    """(line, or 0 where it is not in the text; what is wrong), as programs say it."""
+    try:
+        parse_config(text, path, overrides)
+    except ConfigError as error:
+        place = re.compile(rf"{re.escape(str(path))}:(\d+): (.*)", re.DOTALL)
+        found = [(place.fullmatch(line), line) for line in error.errors]
+        return [(int(match[1]), match[2]) if match else (0, line) for match, line in found]
+    except LatentpressError as error:
+        return [(0, error.message)]
+    return []
+
+
+def _stamp(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
+
+
+async def check(request: Request) -> Response:
+    """The text with the form's changes, and its errors; nothing is written."""
+    return await run_in_threadpool(_answer, request, await read_form(request), save=False)
+
+
+async def save(request: Request) -> Response:
+    """The same, and the file is written where there is no error and nobody changed it meanwhile."""
+    return await run_in_threadpool(_answer, request, await read_form(request), save=True)
+
+
+def _answer(request: Request, given: Mapping[str, str], save: bool) -> Response:
+    site = site_of(request)
+    text, base = (given.get(name, "").replace("\r\n", "\n") for name in ("text", "base"))
+    fields = {name.removeprefix(FIELD): value for name, value in given.items() if name.startswith(FIELD)}
+    text, problems = changed_text(text, base, fields)
+    errors, said = find_errors(text, site.options.config, site.options.overrides), ""
+    if save and not problems:
+        if problem := _refuse(site.options.config, errors, given.get("stamp", "")):
+            problems.append(problem)
+        else:
+            said = _write(site.options.config, text, problems)
+    status = 409 if save and problems else 200
+    if "application/json" not in request.headers.get("accept", ""):
+        return _render(request, text, said, tuple(problems), status)
+    form = _form_of(text)
+    values = {} if form is None else {each.path: each.value for each in form.all_fields()}
+    answer = {"text": text, "errors": errors, "values": values, "problems": problems, "message": said}
+    return JSONResponse(answer | {"stamp": _stamp(text) if said else given.get("stamp", "")}, status)
+
+
+def _refuse(path: Path, errors: list[tuple[int, str]], stamp: str) -> str:
+    """Why it is not saved."""
+    if errors:
+        return f"it was not saved: it has {len(errors)} error{'s' if len(errors) > 1 else ''}"
+    if _stamp(read_text(path)) != stamp:
+        return "it was not saved: the file was changed meanwhile; copy your text, and load this page again"
+    return ""
+
+
+def _write(path: Path, text: str, problems: list[str]) -> str:
+    target = Path(os.path.realpath(path))
+    try:
+        with explained(str(target)), replacing(target) as temporary:
+            temporary.write_text(text, encoding="utf-8", newline="\n")
+            temporary.chmod(target.stat().st_mode & 0o777)
+    except LatentpressError as error:
+        problems.append(f"it was not saved: {error.message}")
+        return ""
+    return f"saved to {path}; programs that are started now use it"
+
+
+def _script(request: Request) -> Response:
+    return PlainTextResponse((TEMPLATES / "configuration.js").read_text(), media_type="text/javascript")
+
+
+PAGE = Page(
+    "Configuration",
+    PATH,
+    (
+        get(PATH, show),
+        get(f"{PATH}/script.js", _script),
+        Route(f"{PATH}/check", check, methods=["POST"]),
+        Route(f"{PATH}/save", save, methods=["POST"]),
+    ),
+)

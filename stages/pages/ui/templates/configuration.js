@@ -1,0 +1,87 @@
+"use strict";
+// Form and text follow each other: what is changed in one is checked by the server, which answers with both.
+
+const PAUSE_MS = 400;
+const form = document.getElementById("configuration"), text = document.getElementById("text");
+const numbers = document.getElementById("numbers"), errors = document.getElementById("errors");
+const problems = document.getElementById("problems"), sound = document.getElementById("sound");
+let turn = 0, waiting = 0, wrong = new Set(), saved = text.value;
+
+function number() {
+  const count = text.value.split("\n").length;
+  numbers.replaceChildren(...Array.from({ length: count }, (_, line) => {
+    const mark = document.createElement(wrong.has(line + 1) ? "mark" : "span");
+    mark.textContent = `${line + 1}\n`;
+    return mark;
+  }));
+  numbers.scrollTop = text.scrollTop;
+}
+
+function goTo(line) {
+  const start = text.value.split("\n").slice(0, line - 1).join("\n").length + (line > 1);
+  const end = text.value.indexOf("\n", start);
+  text.focus();
+  text.setSelectionRange(start, end < 0 ? text.value.length : end);
+  text.scrollTop = (line - 5) * text.scrollHeight / text.value.split("\n").length;
+}
+
+function list(found) {
+  wrong = new Set(found.map(([line]) => line));
+  errors.replaceChildren(...found.map(([line, message]) => {
+    const item = document.createElement("li"), link = document.createElement("a");
+    link.href = "#text"; link.dataset.line = line; link.textContent = `line ${line}`;
+    item.append(...(line ? [link, `: ${message}`] : [message]));
+    return item;
+  }));
+  sound.hidden = found.length > 0;
+}
+
+async function send(verb) {
+  const own = ++turn, before = text.value;
+  const answer = await ask(`/configuration/${verb}`, {
+    method: "POST", body: new URLSearchParams(new FormData(form)), headers: { Accept: "application/json" },
+  });
+  const told = await answer.json();
+  if (own !== turn || text.value !== before) return; // something was typed meanwhile, which is sent next
+  if (text.value !== told.text) text.value = told.text;
+  form.elements.base.value = told.text;
+  form.elements.stamp.value = told.stamp;
+  for (const [path, value] of Object.entries(told.values)) {
+    const field = form.elements[`field:${path}`];
+    if (!field || field.value === value) continue;
+    if (field.options && ![...field.options].some((one) => one.value === value)) field.add(new Option(value));
+    field.value = value;
+  }
+  list(told.errors);
+  problems.replaceChildren(...told.problems.map((problem) => {
+    const line = document.createElement("p");
+    line.textContent = problem;
+    return line;
+  }));
+  problems.hidden = !told.problems.length;
+  if (told.message) { saved = told.text; say(told.message, false); }
+  number();
+}
+
+const sent = (verb) => send(verb).catch(() => say("That was not answered; is `latentpress ui` still there?", true));
+
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  clearTimeout(waiting);
+  sent(event.submitter && event.submitter.formAction.endsWith("/save") ? "save" : "check");
+});
+form.addEventListener("change", (event) => { if (event.target !== text) sent("check"); });
+text.addEventListener("input", () => {
+  number();
+  clearTimeout(waiting);
+  waiting = setTimeout(() => sent("check"), PAUSE_MS);
+});
+text.addEventListener("scroll", () => { numbers.scrollTop = text.scrollTop; });
+errors.addEventListener("click", (event) => {
+  if (!event.target.dataset.line) return;
+  event.preventDefault();
+  goTo(Number(event.target.dataset.line));
+});
+addEventListener("beforeunload", (event) => { if (text.value !== saved) event.preventDefault(); });
+for (const link of errors.querySelectorAll("[data-line]")) wrong.add(Number(link.dataset.line));
+number();

@@ -1,0 +1,142 @@
+"""The configuration's page of `latentpress ui`: the form, the text, their errors, and what is written."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from schemas.config.loading import ConfigError, load_config
+from stages.pages.ui.config_form import build_form, changed_text
+from tests.project import Project
+from tests.stages.ui_server import UiServer, ui_server
+
+EXAMPLE = Path(__file__).parents[2] / "pipeline.yaml"
+
+
+@pytest.fixture
+def home(project: Callable[..., Project]) -> Project:
+    made = project(train={"steps": 40})
+    made.config()
+    return made
+
+
+@pytest.fixture
+def server(home: Project) -> Iterator[UiServer]:
+    with ui_server(home) as started:
+        yield started
+
+
+def file_of(server: UiServer) -> Path:
+    return server.site.options.config
+
+
+def stamp_of(server: UiServer) -> str:
+    return server.get("/configuration").text.partition('name="stamp" value="')[2].partition('"')[0]
+
+
+def test_the_form_has_a_field_for_every_option_of_the_example() -> None:
+    text = EXAMPLE.read_text()
+    fields = {each.path: each for each in build_form(text).all_fields()}
+    assert fields["train.steps"].value == "2000" and fields["train.optimizer.lr"].value == "1e-4"
+    assert fields["model.family"].value == "kandinsky5-video"
+    assert fields["train.gradient_checkpointing"].choices == ["true", "false"]
+    assert "webdataset" in fields["cache.format"].choices and fields["cache.format"].default == "arrow"
+    assert "datasets.0.video.num_frames" in fields and "train.methods.tread.routes" not in fields
+    assert all(each.about or each.name for each in fields.values())
+
+
+def test_what_the_form_changes_is_what_the_program_reads() -> None:
+    base = EXAMPLE.read_text()
+    given = {
+        "train.steps": "77",
+        "train.optimizer.lr": "",
+        "train.run": "a run: of mine",
+        "validation.seed": "[1, 2]",
+        "train.gradient_checkpointing": "false",
+        "datasets.0.resolution": "512",
+    }
+    text, problems = changed_text(base, base, given)
+    assert problems == []
+    fields = {each.path: each.value for each in build_form(text).all_fields()}
+    assert {path: fields[path] for path in given} == given
+    before = {each.path: each.value for each in build_form(base).all_fields()}
+    assert {path: value for path, value in fields.items() if path not in given} == {
+        path: value for path, value in before.items() if path not in given
+    }
+    assert text.count("#") >= base.count("#") - 1, "comments stay, but that of a line that was removed"
+
+
+def test_fields_that_were_not_touched_leave_what_was_typed_into_the_text() -> None:
+    base = "train:\n  steps: 5\n"
+    typed = "train:\n  steps: 6  # typed\n"
+    assert changed_text(typed, base, {"train.steps": "5", "train.seed": "3"}) == (typed + "  seed: 3\n", [])
+
+
+def test_errors_are_those_of_the_command_line(server: UiServer) -> None:
+    text = file_of(server).read_text().replace('"steps": 40', '"steps": -4')
+    answer = server.post("/configuration/check", text=text, base=text).json
+    with pytest.raises(ConfigError) as error:
+        other = file_of(server).with_name("other.yaml")
+        other.write_text(text)
+        load_config(other)
+    said = [f"{other}:{line}: {message}" for line, message in answer["errors"]]
+    assert said == error.value.errors and len(said) == 1
+    assert "train.steps" in answer["errors"][0][1]
+    broken = server.post("/configuration/check", text="a: [", base=text).json
+    assert "not valid YAML" in broken["errors"][0][1] and broken["values"] == {}
+
+
+def test_saving_writes_the_file_once_it_is_sound(server: UiServer) -> None:
+    path, text = file_of(server), file_of(server).read_text()
+    path.chmod(0o640)
+    stamp = stamp_of(server)
+    refused = server.post("/configuration/save", text=text.replace("40", "-4"), base=text, stamp=stamp)
+    assert refused.status == 409 and path.read_text() == text and "1 error" in refused.json["problems"][0]
+
+    saved = server.post("/configuration/save", text=text, base=text, stamp=stamp, **{"field:train.steps": "41"})
+    assert saved.status == 200 and load_config(path).train.steps == 41
+    assert path.stat().st_mode & 0o777 == 0o640 and "saved to" in saved.json["message"]
+    assert server.site.config().train.steps == 41
+
+    late = server.post("/configuration/save", text=text, base=text, stamp=stamp)
+    assert late.status == 409 and "changed meanwhile" in late.json["problems"][0]
+    assert load_config(path).train.steps == 41
+    assert not list(path.parent.glob("*.tmp*"))
+
+
+def test_a_link_stays_a_link_and_a_folder_that_can_not_be_written_is_named(home: Project, server: UiServer) -> None:
+    path = file_of(server)
+    real = path.with_name("real.yaml")
+    path.rename(real)
+    path.symlink_to(real)
+    text = real.read_text()
+    fields = {"text": text, "base": text, "stamp": stamp_of(server), "field:train.steps": "41"}
+    assert server.post("/configuration/save", **fields).status == 200
+    assert path.is_symlink() and load_config(real).train.steps == 41
+
+
+def test_without_a_script_the_page_keeps_what_was_typed(server: UiServer) -> None:
+    text = "train:\n  steps: <b>\n"
+    body = "text=" + text.replace("\n", "%0A").replace("<", "%3C").replace(">", "%3E") + "&base="
+    answer = server.request("POST", "/configuration/save", body, Origin=server.url)
+    assert answer.status == 409 and "steps: &lt;b&gt;" in answer.text and "<b>" not in answer.text
+    assert "train.steps: expected a whole number" in answer.text
+
+
+def test_another_site_changes_nothing(server: UiServer) -> None:
+    before = file_of(server).read_text()
+    answer = server.request("POST", "/configuration/save", "text=root:%20a", Origin="http://elsewhere.example")
+    assert answer.status == 403 and file_of(server).read_text() == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_can_not_be_written(server: UiServer) -> None:
+    path, text = file_of(server), file_of(server).read_text()
+    path.parent.chmod(0o500)
+    try:
+        fields = {"text": text, "base": text, "stamp": stamp_of(server), "field:train.steps": "41"}
+        answer = server.post("/configuration/save", **fields)
+    finally:
+        path.parent.chmod(0o700)
+    assert answer.status == 409 and path.read_text() == text and "not saved" in answer.json["problems"][0]
