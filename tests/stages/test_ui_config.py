@@ -3,12 +3,14 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from schemas.config.loading import ConfigError, load_config
 from stages.pages.ui.config_form import build_form, changed_text
 from tests.project import Project
+from tests.stages.browser import browser, until  # noqa: F401 (a fixture)
 from tests.stages.ui_server import UiServer, ui_server
 
 EXAMPLE = Path(__file__).parents[2] / "pipeline.yaml"
@@ -140,3 +142,27 @@ def test_a_folder_that_can_not_be_written(server: UiServer) -> None:
     finally:
         path.parent.chmod(0o700)
     assert answer.status == 409 and path.read_text() == text and "not saved" in answer.json["problems"][0]
+
+
+@pytest.mark.slow
+def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser: Any) -> None:  # noqa: F811
+    page, errors = browser.new_page(viewport={"width": 1280, "height": 900}), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(f"{server.url}/configuration")
+    steps, text = page.locator('[id="field:train.steps"]'), page.locator("#text")
+    steps.fill("-4")
+    steps.press("Tab")
+    until(page, "document.querySelector('#errors a')")
+    assert "train.steps" in page.locator("#errors li").inner_text() and '"steps": -4' in text.input_value()
+    page.locator("#errors a").click()
+    chosen = page.evaluate("text.value.slice(text.selectionStart, text.selectionEnd)")
+    assert "steps" in chosen and page.locator("#numbers mark").inner_text().strip() == page.evaluate(
+        "String(text.value.slice(0, text.selectionStart).split('\\n').length)"
+    )
+    text.fill(text.input_value().replace("-4", "77"))
+    until(page, "document.getElementById('field:train.steps').value === '77'")
+    until(page, "!document.getElementById('sound').hidden")
+    page.get_by_role("button", name="Save").press("Enter")
+    until(page, "document.getElementById('said').textContent.startsWith('saved to')")
+    assert load_config(file_of(server)).train.steps == 77 and errors == []

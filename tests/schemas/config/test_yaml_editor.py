@@ -82,6 +82,7 @@ def test_an_empty_text_and_one_without_a_last_newline() -> None:
     assert set_value("# only a comment", ("root",), "a", True) == "# only a comment\nroot: a\n"
 
 
+@pytest.mark.slow
 def test_the_example_can_be_edited_wherever_it_has_a_value() -> None:
     text = Path(__file__).parents[3].joinpath("pipeline.yaml").read_text()
     lines = text.splitlines()
