@@ -34,7 +34,7 @@ from stages.encoding import stage_registry
 from stages.encoding.job_reports import JobReport, State, read_reports, sum_rates
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import StageState
-from stages.maintenance.set_aside import list_set_aside
+from stages.maintenance.rejects_report import report_rejects
 from stages.planning.plan_lookup import current_plan
 
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
@@ -63,12 +63,16 @@ def run(
     ] = 5.0,
     rejects_too: Annotated[
         bool,
-        typer.Option("--rejects", help="List every item that was set aside, with reason and remedy, and nothing else."),
+        typer.Option("--rejects", help="Show what was set aside, by reason, with the remedy, and nothing else."),
     ] = False,
+    every_reject: Annotated[bool, typer.Option("--all", help="With --rejects: every item of each reason.")] = False,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Like --rejects; writes a line for each item, too.")
+    ] = None,
 ) -> Report:
     refuse_partition(options, "status")
-    if rejects_too:
-        return report_rejects(config, options)
+    if rejects_too or every_reject or csv_file is not None:
+        return report_rejects(config, options.dry_run, every_reject, csv_file)
     if watch and not options.dry_run:
         return refresh_until_done(lambda: build_report(config, options), console, every)
     return build_report(config, options)
@@ -318,19 +322,12 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
         return report
 
 
-def report_rejects(config: Config, options: Options) -> Report:
-    """What discover, bucket and, for the current plan, the encoding stages set aside: why, and how to correct it."""
-    keys = ("stage", "item", "path", "reason", "message", "remedy")
-    rows = [{key: getattr(found, key) for key in keys} for found in list_set_aside(Store(config.root), config)]
-    report = Report(program="status", dry_run=options.dry_run)
-    report.details = {"rejects": rows or "nothing was set aside"}
-    for name in dict.fromkeys(row["stage"] for row in rows):
-        option = "" if name in ("discover", "bucket") else " --retry-set-aside"
-        report.next_steps.append(f"latentpress {name}{option}   # once the cause is corrected")
-    return report
-
-
-app = make_app("status", "Per stage: done, remaining, set aside, bytes.", run, examples=["--watch", "--rejects"])
+app = make_app(
+    "status",
+    "Per stage: done, remaining, set aside, bytes.",
+    run,
+    examples=["--watch", "--rejects", "--csv set-aside.csv"],
+)
 
 if __name__ == "__main__":
     app()

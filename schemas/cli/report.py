@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from schemas.cli.tables import WIDTH, fold, format_table, heading
 from schemas.errors import DAMAGE, INCOMPLETE, OK
 from schemas.text_format import escape_unprintable, to_json_values
 
@@ -68,46 +69,30 @@ class Report:
         return "\n".join(lines)
 
 
-_WORDS = {"mib": "MiB", "percent": "%", "psnr": "PSNR", "db": "dB", "tensorboard": "TensorBoard"}
-
-
-def heading(key: str) -> str:
-    """A key as a person reads it: `latents_mib` is "latents MiB"."""
-    return " ".join(_WORDS.get(word, word) for word in key.split("_"))
-
-
-def format_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Aligned lines, one per row, under the headings of the first row; numbers are right-aligned, fractions have
-    six digits."""
-    columns = []
-    for key in rows[0]:
-        values = [row.get(key, "") for row in rows]
-        shown = [float(f"{it:.6g}") if isinstance(it, float) and abs(it) < 1e5 else it for it in values]
-        cells = [heading(key), *(escape_unprintable(str(value)) for value in shown)]
-        is_number = all(isinstance(row.get(key, 0), int | float) for row in rows)
-        width = max(map(len, cells))
-        columns.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])
-    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
-
-
-def _format_detail(key: str, value: Any) -> list[str]:
-    name = heading(key)
+def _format_detail(key: str, value: Any, width: int = WIDTH) -> list[str]:
+    """Lines of at most `width` columns, as far as their words are shorter."""
+    name, inside = heading(key), width - 2
     if isinstance(value, Mapping):
-        return [f"  {name}:", *(f"  {line}" for inner in value.items() for line in _format_detail(*inner))]
+        return [f"  {name}:", *(f"  {line}" for inner in value.items() for line in _format_detail(*inner, inside))]
     if isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value):
-        if len(value[0]) > MOST_COLUMNS:  # of each row the first value, and below it the others
+        table = None if len(value[0]) > MOST_COLUMNS else format_table(value, width - 4)
+        if table is None:  # of each row the first value, and below it the others
             lines = [f"  {name}:"]
             for row in value:
                 (_, title), *others = row.items()
                 lines += [f"    {escape_unprintable(str(title))}:"]
-                lines += [f"    {line}" for key, cell in others for line in _format_detail(key, cell)]
+                lines += [f"    {line}" for key, cell in others for line in _format_detail(key, cell, width - 4)]
             return lines
-        return [f"  {name}:", *(f"    {line}" for line in format_table(value))]
+        return [f"  {name}:", *(f"    {line}" for line in table)]
     if isinstance(value, list | tuple):
         value = ", ".join(str(item) for item in value)
     if isinstance(value, bool):
         value = "yes" if value else "no"
-    return [f"  {name}: {value:g}" if isinstance(value, float) else f"  {name}: {value}"]
+    shown = escape_unprintable(f"{value:g}" if isinstance(value, float) else str(value))
+    return [
+        f"  {'  ' * (number > 0)}{line}"
+        for number, line in enumerate(fold(f"{name}: {shown}", width - 4, whole_paths=True))
+    ]
 
 
 def _format_items(title: str, items: Sequence[Mapping[str, Any]], full: str = "", unlisted: int = 0) -> list[str]:

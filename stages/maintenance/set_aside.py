@@ -1,16 +1,25 @@
 """Everything that was set aside for a configuration: by discover, bucket and, of its plan, the encoding stages."""
 
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, TextIO
 
 from cache import rejects
 from cache.plans import Plan
 from cache.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.text_format import escape_unprintable
 from stages.encoding import stage_registry
 from stages.planning.plan_lookup import current_plan
 
+CSV_COLUMNS = ("stage", "dataset", "item", "path", "reason", "message", "remedy")
+#: Of a cell that spreadsheets take for a formula; tabs and line breaks are escaped before.
+FORMULA_STARTS = ("=", "+", "-", "@")
 UNKNOWN_ADVICE = "see docs/datasets.md, or leave it set aside"
 
 
@@ -49,7 +58,53 @@ def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> li
     return [_parse(dataset, row) for dataset, row in found]
 
 
+@dataclass(frozen=True)
+class RejectGroup:
+    """Items that one stage set aside for one reason. remedies: each that there is, with "<name>" in place of an item's
+    own name and the items that it is for."""
+
+    stage: str
+    reason: str
+    items: list[SetAside]
+    remedies: dict[str, int]
+
+
+def group_by_reason(found: Iterable[SetAside]) -> list[RejectGroup]:
+    """In the order of the stages, of a stage the most frequent reason first."""
+    groups: dict[tuple[str, str], list[SetAside]] = {}
+    for item in found:
+        groups.setdefault((item.stage, item.reason), []).append(item)
+    stages = list(dict.fromkeys(stage for stage, _ in groups))
+    ordered = sorted(groups.items(), key=lambda each: (stages.index(each[0][0]), -len(each[1]), each[0][1]))
+    return [
+        RejectGroup(*key, items, dict(Counter(map(_general_remedy, items)).most_common())) for key, items in ordered
+    ]
+
+
+def _general_remedy(item: SetAside) -> str:
+    """The same for all items of which only the name differs."""
+    path = PurePosixPath(item.path)
+    names = [name for name in (item.path, path.name, item.path.removesuffix(path.suffix), path.stem) if name]
+    for name in sorted(set(names), key=len, reverse=True):
+        item_name = rf"(?<!\w){re.escape(name)}(?!\w)"
+        if re.search(item_name, item.remedy):
+            return re.sub(item_name, "<name>", item.remedy)
+    return item.remedy
+
+
+def write_csv(found: Iterable[SetAside], file: TextIO) -> None:
+    """A line for each item, below a line with the names of the columns. Line breaks and invisible characters are
+    escaped, and a cell that a spreadsheet would compute begins with an apostrophe."""
+    rows = csv.writer(file, lineterminator="\n")
+    rows.writerow(CSV_COLUMNS)
+    for item in found:
+        cells = (escape_unprintable(getattr(item, column)) for column in CSV_COLUMNS)
+        rows.writerow(f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell for cell in cells)
+
+
 def _parse(dataset: str, row: dict[str, Any]) -> SetAside:
-    problem, _, advice = row["message"].removeprefix(f"{row['path']}: ").partition("; ")
+    folder, named, said = row["message"].partition(f"{row['path']}: ")
+    message = said if named and (not folder or folder.endswith("/")) else row["message"]
+    problem, _, advice = message.partition("; ")
     remedy = advice or UNKNOWN_ADVICE
     return SetAside(row["stage"], dataset, row["item"], row["path"], row["reason"], problem, remedy)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from schemas.cli.report import heading
+from schemas.cli.tables import heading
 from schemas.clips import clip_times
 from schemas.geometry import Bucket
 from schemas.text_format import escape_unprintable, shorten

@@ -15,7 +15,7 @@ from PIL import Image
 
 from cache.store import Store
 from schemas.cli.console import Report
-from schemas.cli.report import heading
+from schemas.cli.tables import heading
 from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket

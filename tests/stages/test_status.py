@@ -1,5 +1,6 @@
 """What is done and what remains, once and again and again."""
 
+import csv
 import io
 import itertools
 import shutil
@@ -8,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from rich.cells import cell_len
 
 from schemas.cli.console import Console, Report
 from stages import bucket, discover, encode_latents, encode_text, index, status
@@ -56,7 +58,12 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     for folder in (encoded.root / "sets").iterdir():
         if folder.is_dir():
             shutil.rmtree(folder)
-    assert "is not there: latentpress index" in encoded.run(status.run).details["training_set"]
+    report = encoded.run(status.run)
+    assert "is not there: latentpress index" in report.details["training_set"]
+    (encoded.folder / "output" / ("写真🐈" * 20) / "checkpoints").mkdir(parents=True)
+    report.details["runs"] = encoded.run(status.run).details["runs"] * 3
+    report.details["stages"][-1] |= {"done": 10**9, "remaining": 10**9, "mib": 1e12, "left": "123 days, 0:00:00"}
+    assert len(report.details["runs"]) >= 3 and max(map(cell_len, report.summary().splitlines())) <= 100
 
     # Watched, it ends at once where nothing remains, and of what remains it says so.
     assert encoded.run(status.run, watch=True, every=0.1).exit_code == 0
@@ -169,7 +176,7 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     home = project("sana")
     for number in range(12):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    assert home.run(status.run, rejects_too=True).details["rejects"] == "nothing was set aside"
+    assert home.run(status.run, rejects_too=True).details["rejects"] == []
     (home.media / "0.txt").unlink()
     home.image("small.png", (32, 32), "small")
     for program in (discover, bucket):
@@ -182,6 +189,13 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     }
     assert rows["small.png"]["message"] == "is 32x32, smaller than its bucket 64x64"
     assert "set allow_upscale: true" in rows["small.png"]["remedy"] and rows["0.png"]["remedy"]
-    text = report.summary()
-    assert all(row[key] in text for row in rows.values() for key in ("item", "reason", "message", "remedy"))
+    text = " ".join(report.summary().split())
+    assert all(row[key] in text for row in rows.values() for key in ("item", "reason", "message"))
+    assert rows["small.png"]["remedy"] in text and "into <name>.txt" in text
+    table = home.folder / "new" / "aside.csv"
+    assert home.run(status.run, "datasets.photos.allow_upscale=false", csv_file=table, dry_run=True).exit_code == 0
+    assert not table.exists()
+    home.run(status.run, "datasets.photos.allow_upscale=false", csv_file=table)
+    with table.open(newline="", encoding="utf-8") as file:
+        assert {row["path"]: row for row in csv.DictReader(file)} == rows
     assert any(step.startswith("latentpress discover ") for step in report.next_steps) and report.exit_code == 0

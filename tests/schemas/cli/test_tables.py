@@ -1,0 +1,56 @@
+"""Tables and long lines within a width, whatever their cells hold."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from schemas.cli.report import Report
+from schemas.cli.tables import WIDTH, fold, format_table
+
+NAMES = st.text(min_size=1, max_size=60) | st.sampled_from(
+    ["日本語の写真 🐈 " * 4, "\x1b[2J\r\n", "=1+1", "a" * 60, "\u202e"]
+)
+
+
+@given(st.lists(st.tuples(NAMES, NAMES, st.integers(0, 10**9), st.floats(0, 1e12)), min_size=1, max_size=4))
+def test_a_table_with_room_for_its_numbers_keeps_to_the_width(found) -> None:
+    rows = [dict(zip(("dataset", "path", "set_aside", "mib"), values, strict=True)) for values in found]
+    lines = format_table(rows, WIDTH)
+    assert lines is not None and max(map(cell_len, lines)) <= WIDTH
+    assert all(line.isprintable() for line in lines), "no terminal control"
+    whole = format_table(rows)
+    assert whole is not None and len(whole) == len(rows) + 1, "without a width nothing is folded"
+
+
+def test_headings_and_text_are_folded_and_numbers_are_not() -> None:
+    rows = [{"stage": "encode-latents", "items_per_second": 1234567, "where": "a machine with a long name, process 7"}]
+    assert format_table(rows, 44) == [
+        "stage           items per  where",
+        "                   second",
+        "encode-latents    1234567  a machine",
+        "                           with a long",
+        "                           name, process",
+        "                           7",
+    ]
+    assert format_table([{"a": 10**9, "b": 10**9}], 12) is None
+
+
+def test_wide_characters_take_two_columns() -> None:
+    lines = format_table([{"name": "写真", "n": 1}, {"name": "abcd", "n": 2}])
+    assert lines == ["name  n", "写真  1", "abcd  2"]
+
+
+@given(st.text(alphabet="ab 写🐈", max_size=80), st.integers(2, 30))
+def test_folding_keeps_every_character_and_the_width(text, width) -> None:
+    lines = fold(text, width)
+    assert max(map(cell_len, lines)) <= width
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    path = f"/{text.replace(' ', '_')}"
+    assert fold(path, width, whole_paths=True) == [path]
+
+
+def test_a_table_that_is_too_wide_is_shown_row_by_row() -> None:
+    row = {"bucket": "512x512@1", **{f"number_{i}": 10**15 for i in range(7)}}
+    lines = Report("probe", details={"buckets": [row], "runs": ["a run with a name"] * 9}).summary().splitlines()
+    assert lines[1:4] == ["  buckets:", "    512x512@1:", "      number 0: 1000000000000000"]
+    assert max(map(cell_len, lines)) <= WIDTH and lines[-1].startswith("    ") and lines[-2].startswith("  runs: a run")

@@ -1,0 +1,59 @@
+"""What was set aside, by reason, and as CSV."""
+
+import csv
+import io
+
+import pytest
+from rich.cells import cell_len
+
+from stages.maintenance.rejects_report import EXAMPLES, RejectsReport
+from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason, write_csv
+
+
+def aside(path: str, reason: str = "no-caption", remedy: str = "", stage: str = "discover") -> SetAside:
+    stem = path.rpartition("/")[2].rpartition(".")[0] or path
+    advice = remedy or f"write one into {stem}.txt next to it"
+    return SetAside(stage, "photos", f"photos/{path}", path, reason, "has no caption", advice)
+
+
+def report(found: list[SetAside], shown: int | None = EXAMPLES) -> RejectsReport:
+    rows = [{column: getattr(item, column) for column in CSV_COLUMNS} for item in found]
+    return RejectsReport("status", details={"rejects": rows}, next_steps=["latentpress discover"], shown=shown)
+
+
+def test_items_of_a_reason_are_together_with_one_remedy() -> None:
+    found = [aside(f"deep/{number}.png") for number in range(12)]
+    found += [aside("b.png", "too-small", "lower min_size", "bucket"), aside("c.gif", "not-an-image", "remove it")]
+    groups = [(each.stage, each.reason, len(each.items), each.remedies) for each in group_by_reason(found)]
+    assert groups == [
+        ("discover", "no-caption", 12, {"write one into <name>.txt next to it": 12}),
+        ("discover", "not-an-image", 1, {"remove it": 1}),
+        ("bucket", "too-small", 1, {"lower min_size": 1}),
+    ]
+    text = report(found).summary()
+    assert text.startswith("status: 14 items set aside, for 3 reasons\n\ndiscover: no-caption, 12 items\n")
+    assert text.count("write one into") == 1 and "  ... and 7 more: --all shows them" in text
+    assert [f"deep/{number}.png" in text for number in range(12)] == [True] * EXAMPLES + [False] * 7
+    assert all(f"deep/{number}.png" in report(found, None).summary() for number in range(12))
+    assert report([]).summary() == "status: nothing was set aside"
+
+
+HOSTILE = ["写真" * 40 + ".png", "\x1b[2J\x1b]0;x\x07.png", "a\nb\r.png", "bad\udcff.png", " x.png", ".png", "=.*.png"]
+
+
+def test_hostile_names_stay_within_the_width_and_harmless() -> None:
+    text = report([aside(name) for name in HOSTILE], None).summary()
+    assert max(map(cell_len, text.splitlines())) <= 100
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "=1+1.png", "+1", "-1", "@SUM(A1)", "\t=1", 'a"b,c.png'])
+def test_csv_has_a_line_for_each_item_and_no_formula(name) -> None:
+    file = io.StringIO()
+    write_csv([aside(name), aside("last.png")], file)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 3 and all(line.isprintable() for line in lines)
+    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
+    assert [list(row) for row in rows] == [list(CSV_COLUMNS)] * 2 and rows[1]["path"] == "last.png"
+    assert not rows[0]["path"].startswith(("=", "+", "-", "@", "\t")) and None not in rows[0].values()
+    file.getvalue().encode("utf-8")
