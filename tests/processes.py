@@ -95,6 +95,7 @@ class ForkedProgram:
         self,
         args: Sequence[str],
         *,
+        stdin: Any = None,
         stdout: Any = None,
         stderr: Any = None,
         text: bool = False,
@@ -103,6 +104,7 @@ class ForkedProgram:
         start_new_session: bool = False,
     ) -> None:
         interpreter, *words = map(str, args)
+        assert stdin in (None, subprocess.DEVNULL), stdin  # a fork of multiprocessing reads nothing anyway
         assert interpreter == sys.executable, args
         self.args = args
         self.stdout, ends = None, {}
@@ -118,6 +120,8 @@ class ForkedProgram:
                 ends[number] = os.open(os.devnull, os.O_WRONLY)
             elif hasattr(given, "fileno"):
                 ends[number] = os.dup(given.fileno())
+            elif number == 2 and given == subprocess.STDOUT:
+                ends[number] = os.dup(ends[1])
             else:
                 assert given in (None, subprocess.PIPE), given
         self._start_new_session = start_new_session

@@ -1,9 +1,11 @@
 """`latentpress ui` in a real browser: a rehearsal from start to pictures, while the page's process is killed; and what
 other sites can't do."""
 
+import importlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,27 +19,59 @@ import pytest
 from stages.pages.ui.child_programs import ChildPrograms
 from stages.pages.ui.guard import Token
 from stages.pages.ui.jobs import JOBS
+from stages.pages.ui.serve import open_socket
 from tests.background import served
+from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.stages.browser import FOREIGN, browser, until  # noqa: F401 (a fixture)
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.ui_server import ui_server
+from tests.stages.ui_server import until as wait_until
 
 pytestmark = pytest.mark.slow
 
 RUN_S = 400.0  # within which a rehearsal ends on a busy machine
 
 
+class ForkedAlone(ForkedProgram):
+    """Without the sockets of the process that it is a fork of, as a new program has none: of a page that was killed
+    nothing listens any more."""
+
+    def prepare(self) -> None:
+        for name in os.listdir("/proc/self/fd"):
+            if Path(f"/proc/self/fd/{name}").is_socket():
+                os.dup2(os.open(os.devnull, os.O_RDWR), int(name))
+
+
+@pytest.fixture
+def forked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `forked_programs`; the libraries of the stages are imported here, once for all of them."""
+    for name in ("trainer.train", "stages.encoding.text.kandinsky5", "stages.encoding.vae.flux", "stages.status"):
+        importlib.import_module(name)
+    monkeypatch.setattr(subprocess, "Popen", ForkedAlone)
+
+
 @contextmanager
-def page_process(home: Project) -> Iterator[tuple[subprocess.Popen, str]]:
+def page_process(home: Project) -> Iterator[tuple[Any, str]]:
     """`latentpress ui` as a program, and its address."""
-    command = [sys.executable, "-P", "-m", "stages.ui", "--config", str(home.folder / "pipeline.yaml"), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stderr is not None
-            yield process, re.findall(r"open (\S+)/ ", process.stderr.readline())[0]
-        finally:
-            process.kill()
+    with open_socket("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    words = ["--config", str(home.folder / "pipeline.yaml"), "--port", str(port)]
+    process = subprocess.Popen([sys.executable, "-P", "-m", "stages.ui", *words], stdout=subprocess.DEVNULL)
+    try:
+        until_listening(port)
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until_listening(port: int) -> None:
+    def listens() -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(listens, "the page listens")
 
 
 @pytest.fixture
@@ -61,7 +95,12 @@ def wait_for_state(page: Any, card: str, state: str, seconds: float = RUN_S) -> 
 
 
 @pytest.mark.timeout(900)
-def test_a_rehearsal(project: Callable[..., Project], ended: list[Project], browser: Any) -> None:  # noqa: F811
+def test_a_rehearsal(
+    project: Callable[..., Project],
+    ended: list[Project],
+    browser: Any,  # noqa: F811
+    forked_alone: None,
+) -> None:
     """Started by a key, watched, not stopped by the end of the page, and its pictures are on the report."""
     prompt = {"name": "one", "prompt": "<b>a picture</b>"}
     home = project(validation={"size": "64x64", "steps": 1, "prompts": [prompt]}, train={"steps": 2})
@@ -82,7 +121,7 @@ def test_a_rehearsal(project: Callable[..., Project], ended: list[Project], brow
         until(page, "document.activeElement.closest('#card-run') !== null")
         wait_for_state(page, "discover", "done")
         assert errors == []
-        process.send_signal(signal.SIGKILL)
+        process.kill()  # SIGKILL
         process.wait()
         until(page, "document.getElementById('said').textContent.includes('does not answer')")
     with page_process(home) as (_, url):

@@ -178,15 +178,15 @@ class ChildPrograms:
         """With its exit code, if it has ended: a child of this page's tells it, any other by its note."""
         if start.exit_code is not None or start.is_running:
             return start
-        child, code = self._children.get(start.job), None
+        child, code, when = self._children.get(start.job), None, time.time()
+        own = [note for note in self.notes(start.job) if note.process == start.process and note.exit_code is not None]
+        if own:
+            code, when = own[0].exit_code, own[0].updated
         if child is not None and child.pid == start.process and start.host == socket.gethostname():
             code = child.wait()
-        else:
-            own = [note for note in self.notes(start.job) if note.process == start.process]
-            code = own[0].exit_code if own else None
         if code is None:
             return start
-        ended = start.model_copy(update={"exit_code": code, "ended": time.time()})
+        ended = start.model_copy(update={"exit_code": code, "ended": when})
         with self._lock, suppress(OSError):
             self._write(ended)
         return ended
