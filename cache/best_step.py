@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cache.scores import read_curves
+from cache.scores import read_curves, score_label
 from cache.training_run import CHECKPOINTS, METRICS_FILE, checkpoint_step, list_checkpoints, read_metrics
 
 
@@ -60,7 +60,7 @@ def best_steps(folder: Path) -> list[dict[str, Any]]:
         if (found := best_evaluation(lines, steps)) is not None:
             rows.append(_best_row("eval loss", found.step, found.eval_loss, None, paths))
     for curve in read_curves(folder):
-        name = curve.name.replace("_", " ")
+        name = score_label(curve.name)
         for steps in (None, paths):
             if (point := curve.best(steps)) is not None:
                 rows.append(_best_row(name, point.step, point.value, point.spread, paths))

@@ -75,6 +75,11 @@ class ScoreCurve:
         return max(found, key=lambda point: (point.value, -point.step), default=None)
 
 
+def score_label(name: str) -> str:
+    """A score's name as people read it: clip_score is "CLIP score"."""
+    return " ".join({"clip": "CLIP"}.get(word, word) for word in name.split("_"))
+
+
 def spread_of(values: Sequence[float]) -> float | None:
     """The standard deviation, of a sample of all seeds that there might be; None of fewer than two values."""
     return _rounded(stdev(values)) if len(values) > 1 else None

@@ -16,7 +16,7 @@ import typer
 
 from cache.best_step import best_steps
 from cache.files import check_folder
-from cache.scores import SCORES_FILE, SampleScores, ScorePoint, append_step, read_samples
+from cache.scores import SCORES_FILE, SampleScores, ScorePoint, append_step, read_samples, score_label
 from cache.training_run import METRICS_FILE, read_last_metrics
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.config.pipeline import Config
@@ -136,7 +136,7 @@ class _Scorer:
             model_loading.disable_progress_bars()
             device = model_loading.select_device(self._options.resources(self._config, "score"))
             for measure in self._measures:
-                self._console.log(f"loading {measure.measured.model} for the {measure.name.replace('_', ' ')}")
+                self._console.log(f"loading {measure.measured.model} for the {score_label(measure.name)}")
                 self._loaded[measure.name] = measure.load(device)
 
     def _score_step(self, work: _Work, report: Report, progress: Progress) -> None:
@@ -205,7 +205,7 @@ def _numbers(points: dict[str, ScorePoint]) -> Iterator[tuple[str, float]]:
 
 def _format(points: dict[str, ScorePoint]) -> str:
     spread = {name: "" if point.spread is None else f" ± {point.spread:.3g}" for name, point in points.items()}
-    return ", ".join(f"{name.replace('_', ' ')} {point.value:.4g}{spread[name]}" for name, point in points.items())
+    return ", ".join(f"{score_label(name)} {point.value:.4g}{spread[name]}" for name, point in points.items())
 
 
 def _advise(error: MediaError) -> str:

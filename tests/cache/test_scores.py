@@ -106,8 +106,8 @@ def test_the_best_step_by_each_and_its_checkpoint(tmp_path: Path) -> None:
     rows = best_steps(tmp_path)
     assert [(row["measure"], row["step"], row["value"], Path(row["checkpoint"]).name) for row in rows] == [
         ("eval loss", 10, 0.3, "step-000010"),
-        ("clip score", 0, 34.0, ""),
-        ("clip score", 20, 31.0, "step-000020"),
+        ("CLIP score", 0, 34.0, ""),
+        ("CLIP score", 20, 31.0, "step-000020"),
     ]
     assert rows[0]["spread"] == "" and rows[1]["spread"] == pytest.approx(2**0.5)
     assert best_steps(tmp_path / "nothing") == []

@@ -73,8 +73,8 @@ def test_each_step_is_scored_once_with_its_seeds_and_prompts(home: Project, tiny
         assert line["spread"]["clip_score"] == pytest.approx(np.std(seeds, ddof=1), abs=1e-5)
     best = {row["measure"]: row for row in report.details["best_steps"]}
     assert best["eval loss"]["step"] == 1000 and best["eval loss"]["checkpoint"].endswith("step-001000")
-    assert best["clip score"]["value"] >= max(line["scores"]["clip_score"] for line in found if line["step"] == 1000)
-    assert "clip score" in report.summary()
+    assert best["CLIP score"]["value"] >= max(line["scores"]["clip_score"] for line in found if line["step"] == 1000)
+    assert "CLIP score" in report.summary()
 
 
 @pytest.mark.slow

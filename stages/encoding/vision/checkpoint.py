@@ -11,9 +11,7 @@ from stages.encoding.vision.grids import PATCH_SIZE
 
 #: model_type in config.json -> class in transformers.
 MODEL_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
-KEY = "vision.model"
-ADVICE = "set {} to a DINOv2 in transformers' layout: a folder, or a repository such as facebook/dinov2-small"
-VISION_ADVICE = "set vision.model to dinov2_vits14, dinov2_vitg14, or another DINOv2 in transformers' layout"
+ADVICE = "set vision.model to dinov2_vits14, dinov2_vitg14, or another DINOv2 in transformers' layout"
 
 
 class UnsupportedModelError(WeightsError):
@@ -22,34 +20,30 @@ class UnsupportedModelError(WeightsError):
     exit_code = USAGE
 
 
-def dinov2_model(source: str, revision: str | None, key: str = KEY) -> SingleModel:
-    """key: the option that names it."""
-    return SingleModel(source, revision, key, VISION_ADVICE if key == KEY else ADVICE.format(key))
-
-
-def fingerprint_weights(
-    source: str, revision: str | None, memo: Store | None = None, *, key: str = KEY
-) -> dict[str, Any]:
+def fingerprint_weights(source: str, revision: str | None, memo: Store | None = None) -> dict[str, Any]:
     """`SingleModel.fingerprint` of a DINOv2."""
-    model = dinov2_model(source, revision, key)
-    require_dinov2_class(source, model.config_file(), model.advice)
+    model = _dinov2_model(source, revision)
+    require_dinov2_class(source, model.config_file())
     return model.fingerprint(memo)
 
 
 def feature_width(source: str, revision: str | None) -> int:
     """Numbers of one patch's token."""
-    return read_object(dinov2_model(source, revision).config_file())["hidden_size"]
+    return read_object(_dinov2_model(source, revision).config_file())["hidden_size"]
 
 
-def resolve_checkpoint(source: str, revision: str | None, *, key: str = KEY) -> Path:
+def resolve_checkpoint(source: str, revision: str | None) -> Path:
     """The directory of the config and weights, a repository's after fetching it. Raises WeightsError."""
-    model = dinov2_model(source, revision, key)
-    folder = model.fetch()
-    require_dinov2_class(source, folder / CONFIG_FILE, model.advice)
+    folder = _dinov2_model(source, revision).fetch()
+    require_dinov2_class(source, folder / CONFIG_FILE)
     return folder
 
 
-def require_dinov2_class(source: str, config: Path, advice: str = VISION_ADVICE) -> str:
+def _dinov2_model(source: str, revision: str | None) -> SingleModel:
+    return SingleModel(source, revision, "vision.model", ADVICE)
+
+
+def require_dinov2_class(source: str, config: Path) -> str:
     """The transformers class of the model that the config describes. UnsupportedModelError where it is no DINOv2."""
     values = read_object(config)
     kind, patch = values.get("model_type"), values.get("patch_size")
@@ -57,6 +51,6 @@ def require_dinov2_class(source: str, config: Path, advice: str = VISION_ADVICE)
         raise UnsupportedModelError(
             f"{source} is a {kind} with patches of {patch}; vision features are of "
             f"{' or '.join(MODEL_CLASSES)}, of {PATCH_SIZE}",
-            advice,
+            ADVICE,
         )
     return MODEL_CLASSES[kind]

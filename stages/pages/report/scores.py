@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cache.best_step import best_steps
-from cache.scores import ScoreCurve
+from cache.scores import ScoreCurve, score_label
 from stages.pages.report.curves import MAX_CURVES, MAX_NAMED_STEPS, Chart, Curve, clean_name, thinned_chart
 
 Runs = Sequence[tuple[str, Sequence[ScoreCurve]]]
@@ -26,7 +26,7 @@ def score_charts(runs: Runs) -> list[Chart]:
         for model in models:
             chosen = [(number, run, curve) for number, (run, curves) in enumerate(runs) for curve in curves
                       if (curve.name, curve.measured) == (name, model)]  # fmt: skip
-            title = f"Score: {clean_name(name.replace('_', ' '))}"
+            title = f"Score: {clean_name(score_label(name))}"
             if len(models) > 1:
                 title += f", by {clean_name(Path(model.model).name) if model else 'another program'}"
             absent = [run for number, (run, _) in enumerate(runs) if number not in [each[0] for each in chosen]]
@@ -43,7 +43,7 @@ def _charts_of_score(
         curves.append(_curve(prefix[:-2] or title, number, [(p.step, p.value, p.spread) for p in score.points]))
         prompts = list(dict.fromkeys(prompt for point in score.points for prompt in point.groups))
         for prompt in prompts[:MAX_CURVES] if len(prompts) > 1 else ():
-            points = [(point.step, *point.groups[prompt]) for point in score.points if prompt in point.groups]
+            points = [(point.step, point.groups[prompt][0], None) for point in score.points if prompt in point.groups]
             by_prompt.append(_curve(f"{prefix}{clean_name(prompt)}", number, points))
         notes += [prefix + note for note in _notes(score)]
         if len(prompts) > MAX_CURVES:
