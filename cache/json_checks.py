@@ -7,7 +7,7 @@ multiple of the bytes given.
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_NAME_CHARS = 200  # characters of an id or another name
@@ -130,3 +130,16 @@ def printable(value: object) -> str:
     """A foreign value, or an error that quotes one, as one short printable line for a message."""
     line = str(value)[:MAX_SHOWN_CHARS]
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)
+
+
+def check_prompt_image(prompt: Mapping[str, Any]) -> None:
+    """Of a validation prompt: which image of the data it starts from, where that is said."""
+    if "image" in prompt:
+        image = check_object(prompt["image"], "an image")
+        for key in ("dataset", "path"):
+            check_text(image[key], key)
+        if image["role"] not in ("media", "source"):
+            raise ValueError(f"{image['role']!r} is no role of an image")
+        start = image.get("start")
+        if start is not None and (isinstance(start, bool) or not isinstance(start, int | float)):
+            raise ValueError(f"{start!r} is no time")

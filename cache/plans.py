@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from cache.arrow_ipc import hash_table
 from cache.damage import DamageError, as_damage
-from cache.json_checks import check_checksum, check_list, check_name, check_object, check_text
+from cache.json_checks import check_checksum, check_list, check_name, check_object, check_prompt_image, check_text
 from cache.layout import is_project_file
 from cache.store import Store
 from cache.table_checks import check_active, check_samples, check_texts, check_units
@@ -223,6 +223,7 @@ def load_plan(store: Store, name: str) -> Plan:
             ids.append(prompt["condition"])
             for key in ("name", "prompt", "negative_prompt", "bucket"):
                 check_text(prompt[key], key)
+            check_prompt_image(prompt)
         for id in ids:
             if id is not None:
                 check_checksum(id, "an id")

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 
 from cache import plans
 from cache.damage import DamageError, as_damage
-from cache.json_checks import check_count, check_list, check_name, check_names, check_object, check_text
+from cache.json_checks import (
+    check_count,
+    check_list,
+    check_name,
+    check_names,
+    check_object,
+    check_prompt_image,
+    check_text,
+)
 from cache.schedule import Ints, Span
 from cache.shard import ShardRow
 from cache.shard_io import ReaderPool
@@ -340,6 +348,7 @@ def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
         numbers += [prompt["text"], prompt["negative"]]
         for key in ("prompt", "negative_prompt"):
             check_text(prompt[key], key)
+        check_prompt_image(prompt)
         if prompt["condition"] is not None:
             image = check_object(prompt["condition"], "a condition")
             check_count(image["row"], "the row of a condition")

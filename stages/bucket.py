@@ -27,6 +27,7 @@ from stages.media.errors import MediaError
 from stages.planning import summary, units
 from stages.planning.plan_builder import DraftPlan, build_plan
 from stages.planning.smaller_units import find_open_members
+from stages.planning.validation_images import describe_image
 from stages.planning.validation_prompts import add_validation_prompts
 
 TableRow = dict[str, Any]
@@ -50,10 +51,14 @@ def run(
     multiple = bucket_side_multiple(config.model)
     used = [dataset for dataset in config.datasets if not dataset.disabled]
     with activity("planning"):
-        plan = build_plan(config, {dataset.id: read_configured_media(store, dataset) for dataset in used}, multiple)
-        add_validation_prompts(plan, config, multiple, probe_prompt_image)
+        media = {dataset.id: read_configured_media(store, dataset) for dataset in used}
+        plan = build_plan(config, media, multiple)
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training_samples(plan)
+    add_validation_prompts(plan, config, multiple, probe_prompt_image, media)
+    chosen = {prompt["name"]: describe_image(prompt["image"]) for prompt in plan.validation if "image" in prompt}
+    for name, image in chosen.items():
+        console.log(f"validation prompt {name} has no image and starts from one of the data, {image}")
     # Damaged plans are quarantined, so that their samples and texts are planned again. Unit ids are made of their
     # members' ids, so the shards of units that are planned again stay in use.
     for name in plans.list_plans(store):

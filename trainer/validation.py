@@ -164,7 +164,8 @@ def describe_sample(
     config: Config, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample
 ) -> dict[str, Any]:
     """What a file of validation latents says of itself: all that it depends on beside the weights."""
-    return {
+    image = data.meta["validation"][sample.planned].get("image")
+    return ({} if image is None else {"image": image}) | {
         "family": config.model.family,
         "flavour": config.model.flavour_spec.name,
         "task": config.model.task,

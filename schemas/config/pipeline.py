@@ -138,8 +138,6 @@ class Config(Section):
             here = ("validation", "prompts", i)
             if prompt.name in names[:i]:
                 yield (*here, "name"), f"{prompt.name!r} is the name of an earlier prompt; names must differ"
-            if self.model.condition is not None and prompt.image is None:
-                yield (*here, "image"), f"{task} needs an image for prompt {prompt.name!r}"
             if self.model.condition is None and prompt.image is not None:
                 yield (*here, "image"), f"{task} takes no image; remove it from prompt {prompt.name!r}"
 

@@ -34,7 +34,9 @@ class Prompt(GridSection):
     name: Name
     prompt: str
     negative_prompt: str | None = Field(None, description="default: the pipeline's own")
-    image: str | None = Field(None, description="source image (i2i), first frame or clip (i2v)")
+    image: str | None = Field(
+        None, description="source image (i2i), first frame or clip (i2v); default: one of the data"
+    )
     size: OneOrSeveral[Size] | None = Field(None, description="one or several; default: validation.size")
     steps: OneOrSeveral[SamplingSteps] | None = Field(None, description="one or several; default: validation.steps")
     guidance: OneOrSeveral[Guidance] | None = Field(None, description="one or several; default: validation.guidance")

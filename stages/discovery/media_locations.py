@@ -59,7 +59,10 @@ class MediaLocations:
         """The file itself, or the archive that holds it. Raises MediaError if it is not there, LatentpressError if its
         whole place is not."""
         if file.dataset == VALIDATION:
-            return self._validation_image(file.path)
+            found = self._validation_image(file)
+            if not isinstance(found, RequiredFile):
+                return found
+            file = found
         role = "" if file.role == "media" else file.role
         return self._source(file.dataset).backing_file(role, file.path)
 
@@ -79,17 +82,25 @@ class MediaLocations:
         return True
 
     def open(self, file: RequiredFile) -> MediaPath:
-        """A file of a sample, to be opened; of a validation prompt its own image."""
+        """A file of a sample, to be opened; of a validation prompt its own image, or that of the data."""
         if file.dataset == VALIDATION:
-            return self._validation_image(file.path)
+            found = self._validation_image(file)
+            if not isinstance(found, RequiredFile):
+                return found
+            file = found
         source = self._source(file.dataset)
         return source.open(file.path) if file.role == "media" else source.open_companion(file.role, file.path)
 
-    def _validation_image(self, name: str) -> MediaPath:
+    def _validation_image(self, file: RequiredFile) -> MediaPath | RequiredFile:
+        """The path of a prompt's image, or the file of the data that was chosen for it."""
+        name = file.path
         prompt = next((prompt for prompt in self._config.validation.prompts if prompt.name == name), None)
-        if prompt is None or prompt.image is None:
-            raise MediaError("missing", name, "is no validation prompt with an image", "run `latentpress bucket`")
-        return prompt.image
+        if prompt is not None and prompt.image is not None:
+            return prompt.image
+        for entry in self._plan.info["validation"]:
+            if entry["name"] == name and (image := entry.get("image")):
+                return RequiredFile(image["dataset"], image["role"], image["path"], file.content)
+        raise MediaError("missing", name, "is no validation prompt with an image", "run `latentpress bucket`")
 
     def _source(self, dataset: str) -> Source:
         if dataset not in self._sources:

@@ -189,6 +189,8 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     for i, (prompt, image) in enumerate(zip(prompts, images.tolist(), strict=True)):
         entry = {key: prompt[key] for key in ("name", "prompt", "negative_prompt", "bucket")}
         entry |= {"text": numbers[2 * i], "negative": numbers[2 * i + 1], "condition": None}
+        if "image" in prompt:
+            entry["image"] = prompt["image"]
         if image >= 0:
             entry["condition"] = {"shard": int(shards.of(latents.shard[image])), "row": int(latents.row[image])}
         entries.append(entry)

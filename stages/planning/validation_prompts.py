@@ -1,6 +1,6 @@
 """The validation prompts of a plan, and the image or clip that each starts from if the task has one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,34 @@ from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, cover_crop
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA
 from stages.planning.plan_builder import DraftPlan, drop_duplicate_ids, plan_text, prompt_image_columns
+from stages.planning.validation_images import choose_image
 
 TableRow = dict[str, Any]
 
 
 def add_validation_prompts(
-    plan: DraftPlan, config: Config, multiple: int, probe: Callable[[Path, str], TableRow]
+    plan: DraftPlan,
+    config: Config,
+    multiple: int,
+    probe: Callable[[Path, str], TableRow],
+    media: Mapping[str, pa.Table],
 ) -> None:
     """Plan the validation prompts.
 
     probe: from a prompt's file and "image" or "video" to its media_id, width, height and duration; raises
-    LatentpressError.
+    LatentpressError. media: as of `build_plan`.
     """
     family, template = config.model.family_spec, config.model.template
     prompts = {prompt.name: prompt for prompt in config.validation.prompts}
     for name, size in sized_prompts(config.validation):
         prompt, bucket = prompts[name], validation_bucket(config, multiple, size)
-        condition, image = None, None
-        if prompt.image is not None and config.model.condition is not None:
+        condition, image, chosen = None, None, None
+        if config.model.condition is not None:
             condition_bucket = Bucket(bucket.width, bucket.height, config.model.condition.frames)
-            sample = _condition_sample(config, prompt, probe, condition_bucket)
+            if prompt.image is None:
+                chosen = choose_image(plan, media, config.model.condition, name)
+            start = _probe_image(config, prompt, probe, condition_bucket) if chosen is None else chosen.media
+            sample = _condition_sample(prompt, start, condition_bucket)
             condition = sample["sample_id"]
             active = dict.fromkeys(ACTIVE_SCHEMA.names)
             active |= {name: sample[name] for name in ("sample_id", "role", "dataset", "path")}
@@ -62,6 +70,8 @@ def add_validation_prompts(
                 "condition": condition,
             }
         )
+        if chosen is not None:
+            plan.validation[-1]["image"] = chosen.described
 
 
 def validation_bucket(config: Config, multiple: int, size: str | None) -> Bucket:
@@ -78,10 +88,8 @@ def validation_bucket(config: Config, multiple: int, size: str | None) -> Bucket
     return bucket
 
 
-def _condition_sample(
-    config: Config, prompt: Prompt, probe: Callable[[Path, str], TableRow], bucket: Bucket
-) -> TableRow:
-    """The sample of a prompt's image, or of a clip's first frames at the rate of the first video dataset."""
+def _probe_image(config: Config, prompt: Prompt, probe: Callable[[Path, str], TableRow], bucket: Bucket) -> TableRow:
+    """A prompt's image, or a clip's first frames at the rate of the first video dataset."""
     assert prompt.image is not None
     clip: TableRow = {"kind": "image"}
     if bucket.frames > 1:
@@ -94,20 +102,24 @@ def _condition_sample(
             f"{bucket.frames} frames, and {prompt.image} has fewer at {clip['rate']:g} per second",
             "give a longer clip",
         )
+    return {key: image[key] for key in ("media_id", "width", "height")} | clip
+
+
+def _condition_sample(prompt: Prompt, image: TableRow, bucket: Bucket) -> TableRow:
+    """The sample of what a prompt starts from. image: media_id, width, height, kind, and of a clip start and rate."""
     found = cover_crop(image["width"], image["height"], bucket.width, bucket.height)
     crop = {"resize_w": int(found.resize_width), "resize_h": int(found.resize_height)}
     crop |= {"x": int(found.x), "y": int(found.y)}
     record = np.zeros(1, identity.SAMPLE_DTYPE)
     record["media"] = identity.id_bytes(pa.array([image["media_id"]]))
     record["geometry"] = [bucket.width, bucket.height, bucket.frames, *crop.values()]
-    record["start"], record["rate"] = clip.get("start", 0.0), clip.get("rate", 0.0)
+    record["start"], record["rate"] = image.get("start") or 0.0, image.get("rate") or 0.0
     return dict.fromkeys(SAMPLES_SCHEMA.names) | {
         "sample_id": identity.sample_ids(record)[0].as_py(),
         "role": VALIDATION,
         "dataset": VALIDATION,
         "path": prompt.name,
-        "media_id": image["media_id"],
-        **clip,
+        **{key: image.get(key) for key in ("media_id", "kind", "start", "rate")},
         "geometry": {"bucket": str(bucket), **crop},
         "condition": "none",
     }

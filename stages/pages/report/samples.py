@@ -6,21 +6,25 @@ file says what is missing.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from cache.json_checks import check_prompt_image
 from cache.training_run import read_description, step_of
 from schemas.config.pipeline import Config
 from schemas.config.validation_samples import ValidationSample, validation_samples
+from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable
+from stages.discovery.sources.base import open_source
 from stages.media.errors import MediaError
 from stages.pages import training_samples
 from stages.pages.html import Picture
 from stages.pages.report.thumbnails import PICTURE_BOX, Clip, shrink_clip, shrink_file
+from stages.planning.validation_images import describe_image
 
 SUFFIXES = (".png", ".mp4")
 MAX_STEPS = 16  # columns
@@ -160,11 +164,15 @@ def _read_row(
     values = {"seed": about.get("seed"), "size": about.get("bucket")}
     values |= {key: about.get(key) for key in ("steps", "guidance")}
     source, problem = None, ""
-    if prompt is not None and prompt.image:
-        try:
+    try:
+        if prompt is not None and prompt.image:
             source = shrink_file(Path(prompt.image), SOURCE_BOX, SOURCE_BYTES)
-        except MediaError as error:
-            problem = f"the source image can't be shown: {error}"
+        elif "image" in about:
+            check_prompt_image(about)
+            values["image of the data"] = describe_image(about["image"])
+            source = _read_data_image(files.config, about["image"])
+    except (MediaError, LatentpressError, OSError, ValueError, KeyError) as error:
+        problem = escape_unprintable(f"the source image can't be shown: {error}")
     row = RunSamples(
         run=files.run,
         name=name,
@@ -179,6 +187,16 @@ def _read_row(
     )  # fmt: skip
     group = about.get("group", name if sample is None else sample.group)
     return group if isinstance(group, str) else name, row
+
+
+def _read_data_image(config: Config, image: Mapping[str, Any]) -> Picture:
+    """The image of the data that a prompt started from, where its dataset is here."""
+    dataset = next((each for each in config.datasets if each.id == image["dataset"]), None)
+    if dataset is None:
+        raise ValueError(f"there is no dataset {image['dataset']!r}")
+    source, path = open_source(dataset), image["path"]
+    file = source.open(path) if image["role"] == "media" else source.open_companion(image["role"], path)
+    return shrink_file(file, SOURCE_BOX, SOURCE_BYTES, image.get("start"))
 
 
 def _read_step(files: _Files, name: str, step: Step, limit: int, beside: tuple[Path, Path] | None) -> Cell:

@@ -32,15 +32,15 @@ class Clip:
         return f"data:video/mp4;base64,{base64.b64encode(self.data).decode()}"
 
 
-def shrink_file(path: MediaPath, box: tuple[int, int], max_bytes: int) -> Picture:
-    """An image, or the middle frame of a clip, as WebP. Raises MediaError."""
+def shrink_file(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | None = None) -> Picture:
+    """An image, or the frame of a clip at `at` seconds, by default the middle one, as WebP. Raises MediaError."""
     try:
-        return encode_picture(_read_pixels(path), box, max_bytes)
+        return encode_picture(_read_pixels(path, at), box, max_bytes)
     except OSError as error:
         raise unreadable_error(path, error) from error
 
 
-def _read_pixels(path: MediaPath) -> np.ndarray:
+def _read_pixels(path: MediaPath, at: float | None) -> np.ndarray:
     """(H, W, 3) uint8."""
     from stages.media.image import load_image
     from stages.media.video import probe_video, read_frames
@@ -50,7 +50,7 @@ def _read_pixels(path: MediaPath) -> np.ndarray:
     except MediaError:
         if not str(path).lower().endswith((".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts")):
             raise
-    return next(iter(read_frames(path, [probe_video(path).duration / 2])))
+    return next(iter(read_frames(path, [probe_video(path).duration / 2 if at is None else at])))
 
 
 def shrink_clip(path: Path, max_bytes: int) -> Clip:
