@@ -2,6 +2,9 @@
 
 import io
 import os
+import platform
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -78,3 +81,15 @@ def test_a_process_is_known_by_its_id_and_its_start() -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
         assert find_process_start(child.pid) == ""
     assert not any(is_process(child.pid, known, socket.gethostname()) for known in (start, ""))
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="there is no ps here")
+def test_a_system_without_proc_is_asked_by_ps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    with subprocess.Popen(["sleep", "60"]) as child:
+        start = find_process_start(child.pid)
+        assert re.search(r"\d\d:\d\d:\d\d \d{4}$", start) and find_process_start(child.pid) == start
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert find_process_start(child.pid) == ""
+    assert find_process_start(child.pid) == ""
