@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from cache.files import check_folder, explained, replacing
+from cache.scores import SCORES_FILE
 from cache.training_run import METRICS_FILE
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.progress import activity
@@ -145,17 +146,19 @@ def _remake_while_training(
         if now != made and not last:
             made = now
             _write_page(config, options, names, page, beside)
-            console.log(f"{page} made again, with {sum(now)} validations and samples")
+            console.log(f"{page} made again, with {sum(now)} validations, samples and scores")
     return not watch.told
 
 
 def _count_results(folders: Sequence[Path]) -> tuple[int, ...]:
-    """Lines of eval losses, and files of validation and of samples."""
+    """Lines of eval losses and of scores, and files of validation and of samples."""
     found = [
         sum(1 for _ in folder.glob(f"{part}/step-*/*")) for folder in folders for part in ("validation", "samples")
     ]
-    files = [folder / METRICS_FILE for folder in folders]
-    return (*found, *(file.read_bytes().count(b'"eval_loss"') for file in files if file.exists()))
+    for name, mark in ((METRICS_FILE, b'"eval_loss"'), (SCORES_FILE, b'"step"')):
+        files = [folder / name for folder in folders]
+        found += [file.read_bytes().count(mark) for file in files if file.exists()]
+    return tuple(found)
 
 
 app = make_app(

@@ -50,6 +50,17 @@ def test_without_a_model_nothing_is_loaded_or_written(home: Project, monkeypatch
     assert "names no model" in home.said and not (made.folder / SCORES_FILE).exists()
 
 
+def test_run_scores_only_where_a_model_is_named(home: Project) -> None:
+    def stages_and_companions() -> tuple[bool, bool]:
+        config = home.config()
+        beside = [each.program for each in companions.COMPANIONS if each.applies(config)]
+        return "score" in config.stage_order, "score" in beside
+
+    assert stages_and_companions() == (True, True)
+    home.settings["validation"] = {}
+    assert stages_and_companions() == (False, False)
+
+
 @pytest.mark.slow
 def test_each_step_is_scored_once_with_its_seeds_and_prompts(home: Project, tiny: Any) -> None:
     made = FakeRun(home)
