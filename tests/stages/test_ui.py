@@ -8,11 +8,12 @@ import pytest
 from schemas.cli.console import Options, Report
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from stages import ui
+from stages import bucket, discover, ui
 from stages.pages.ui import serve
 from stages.pages.ui.guard import Token
 from stages.pages.ui.site import Site
 from tests.project import Project
+from tests.s3_server import BUCKET, S3Server
 from tests.stages.ui_server import UiServer, ui_server, until
 
 
@@ -232,3 +233,19 @@ def test_another_root_in_the_configuration_is_not_followed(server: UiServer, hom
     home.settings |= {"root": "work", "train": {"run": "second"}}
     home.config()
     assert server.site.config().train.run == "second" and "run second" in server.get("/").text
+
+
+@pytest.mark.slow
+def test_a_root_in_a_store(home: Project, s3: S3Server) -> None:
+    """What is there is shown, by few requests however often the page is asked."""
+    home.settings["root"] = f"s3://{BUCKET}/work"
+    home.run(discover.run)
+    home.run(bucket.run)
+    with ui_server(home) as server:
+        s3.reset()
+        until(lambda: "1 samples" in server.get("/cards").text, "the first look")
+        looked = len(s3.requests)
+        assert 0 < looked < 60
+        for path in ("/", "/cards", "/logs", "/plan", "/report") * 5:
+            assert server.get(path).status == 200
+        assert len(s3.requests) == looked
