@@ -86,13 +86,15 @@ class StopHandler:
         timer = threading.Timer(0 if self._end is None else max(0.0, self.seconds_left()), self._on_timeout)
         timer.daemon = True
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        begun = False
         try:
             if self._end is not None:
                 timer.start()
             with _interrupt_waiting():
+                begun = True
                 yield
         except KeyboardInterrupt:
-            if not self.reason:
+            if not self.reason or not begun:  # before the body: no work began that could be ended in order
                 raise
         finally:
             timer.cancel()

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -108,3 +109,21 @@ def test_a_program_that_was_not_started_by_another_watches_nothing(monkeypatch: 
     before = threading.active_count()
     end_with_parent()
     assert threading.active_count() == before
+
+
+def test_a_signal_before_the_body_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    install = signal.set_wakeup_fd
+
+    def interrupted(*args: Any, **options: Any) -> int:
+        found = install(*args, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    before = signal.getsignal(signal.SIGTERM)
+    handler, done = StopHandler(), False
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(signal, "set_wakeup_fd", interrupted)
+        with handler.stop_on_signals():
+            done = True
+    signal.set_wakeup_fd(-1)
+    assert not done and handler.reason == "SIGTERM" and signal.getsignal(signal.SIGTERM) == before
