@@ -60,8 +60,9 @@ def test_counts_rates_and_what_is_set_aside(cards: Any) -> None:
     assert (card.rate, card.left, card.facts) == (
         "1.5 samples/s",
         "0:00:47 left",
-        ["jobs: 2 running, 1 lost", "2 set aside"],
+        ["jobs: 2 running, 1 lost"],
     )
+    assert card.set_aside == 2
     assert all(card.can == ["start"] for card in found.values())
     older = cards(row("discover", 6), training_set="sets/abc, of the older plan x: latentpress index")
     assert older["index"].state == "to do"

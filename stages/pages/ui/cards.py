@@ -43,6 +43,7 @@ class Card:
     facts: list[str] = field(default_factory=list)
     can: list[str] = field(default_factory=list)
     log: str = ""
+    set_aside: int = 0  # items
 
 
 def build_cards(config: Config, programs: ChildPrograms, status: Report | LatentpressError | None) -> list[list[Card]]:
@@ -139,8 +140,7 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
         jobs = row.get("jobs", "")
         if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
             card.facts.append(f"jobs: {jobs}")
-    if row["set_aside"]:
-        card.facts.append(f"{row['set_aside']} set aside")
+    card.set_aside = row["set_aside"]
     _settle(card, not remaining and (done or row["set_aside"]) > 0)
     return None
 

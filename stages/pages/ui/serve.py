@@ -8,7 +8,7 @@ import uvicorn
 
 from schemas.cli.interruption import StopHandler
 from schemas.errors import USAGE, LatentpressError
-from stages.pages.ui import config_page, document_pages, documents, flow_page, log_page
+from stages.pages.ui import config_page, document_pages, documents, flow_page, log_page, set_aside_page
 from stages.pages.ui.app import build_app
 from stages.pages.ui.guard import Guard, Token, list_names
 from stages.pages.ui.login import login_routes
@@ -18,6 +18,7 @@ from stages.pages.ui.site import Site
 PAGES = (
     flow_page.PAGE,
     config_page.PAGE,
+    set_aside_page.PAGE,
     log_page.PAGE,
     document_pages.PLAN,
     document_pages.PREVIEW,

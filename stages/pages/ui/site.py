@@ -3,13 +3,15 @@
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cache.store import Store
 from schemas.cli.console import Options, Report
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.pages.ui.child_programs import ChildPrograms
 
 LOCAL_S, REMOTE_S = 2.0, 30.0  # between two looks at the root, of a folder and of an object store
@@ -31,6 +33,8 @@ class Site:
         self._status: Report | LatentpressError | None = None
         self._built, self._took = 0.0, 0.0
         self._builder: threading.Thread | None = None
+        self._set_aside: tuple[Config, Sequence[SetAside]] | None = None
+        self._listed, self._listing_took, self._listing = 0.0, 0.0, threading.Lock()
 
     def config(self) -> Config:
         """As the file says now, or as it last was where it is not valid: then `config_error` says why."""
@@ -53,7 +57,7 @@ class Site:
         """As of the last look, which is repeated in the background only while somebody asks. None before the first."""
         config = self.config()
         with self._lock:
-            pause = max(REMOTE_S if "://" in self.root else LOCAL_S, self._took * (MIN_PAUSE_FACTOR - 1))
+            pause = self._pause(self._took)
             if self._builder is None and (not self._built or time.monotonic() - self._built > pause):
                 self._builder = threading.Thread(target=self._look, args=(config,), name="status", daemon=True)
                 self._builder.start()
@@ -61,6 +65,24 @@ class Site:
         if first and builder is not None:
             builder.join(FIRST_WAIT_S)
         return self._status
+
+    def set_aside(self) -> Sequence[SetAside]:
+        """What was set aside, as of the last look, which is repeated as seldom as that of `status`. LatentpressError as
+        of `list_set_aside`."""
+        config = self.config()
+        with self._listing:
+            pause = self._pause(self._listing_took)
+            known = self._set_aside
+            if known is None or known[0] is not config or time.monotonic() - self._listed > pause:
+                began = time.monotonic()
+                known = self._set_aside = config, list_set_aside(Store(config.root), config)
+                self._listed = time.monotonic()
+                self._listing_took = self._listed - began
+            return known[1]
+
+    def _pause(self, took: float) -> float:
+        """Seconds between two looks at the root, of which one `took` so many."""
+        return max(REMOTE_S if "://" in self.root else LOCAL_S, took * (MIN_PAUSE_FACTOR - 1))
 
     def _look(self, config: Config) -> None:
         began = time.monotonic()
