@@ -23,6 +23,8 @@ PROGRAMS = {
     "decode": "validation latents -> pictures and videos",
     "score": "scores of decoded samples by step (CLIP score); the best step by each",
     "report": "one HTML page of a run, or of several side by side",
+    "notify": "messages to webhooks: started, validation with pictures, checkpoint, finished, failed",
+    "push": "the adapter or model, with a model card, to the Hugging Face Hub",
     "export-adapter": "an adapter for ComfyUI or diffusers, or merged into a model",
     "run": "all of the above in order, skipping what is done",
     "export": "a training set as self-contained shards",

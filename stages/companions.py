@@ -34,13 +34,15 @@ START_S = 120.0  # within which a trainer must begin, where nobody says that it 
 
 @dataclass(frozen=True)
 class Companion:
-    """A program that `run` starts with --watch when `train` begins.
+    """A program that `run` starts with --watch.
 
-    until: the stage after which it is told to finish; None: the end of `run`. applies: whether this configuration has
+    since: the stage that it is started with; None: the beginning of `run`, also where nothing is left to train. until:
+    the stage after which it is told to finish; None: the end of `run`. applies: whether this configuration has
     work for it. library, extra: without this library it is left out, and what to install is said.
     """
 
     program: str
+    since: StageName | None = "train"
     until: StageName | None = "train"
     applies: Callable[[Config], bool] = lambda config: True
     library: str = ""
@@ -50,6 +52,7 @@ class Companion:
 COMPANIONS = (
     Companion("score", applies=lambda config: "score" in config.stage_order, library="transformers", extra="encode"),
     Companion("report", library="bokeh", extra="report"),
+    Companion("notify", since=None, until=None, applies=lambda config: bool(config.notify.webhooks)),
 )
 
 
@@ -66,13 +69,12 @@ class Companions:
         self._running: dict[Companion, subprocess.Popen] = {}
         self.failed: list[dict[str, str | int]] = []
 
-    def start(self) -> None:
-        """Unless there is nothing left to train."""
-        if self._options.dry_run or read_progress(self._config).state == "finished":
+    def start(self, stage: StageName | None = None) -> None:
+        """Start those that begin with this stage, None: with `run`; beside training unless nothing is left to train."""
+        rows = [it for it in COMPANIONS if it.since == stage and it.applies(self._config)]
+        if not rows or self._options.dry_run or (stage and read_progress(self._config).state == "finished"):
             return
-        for companion in COMPANIONS:
-            if not companion.applies(self._config):
-                continue
+        for companion in rows:
             if companion.library and find_spec(companion.library) is None:
                 advice = f"pip install -e '.[{companion.extra}]'"
                 self._console.log(

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from cache.damage import ENCODE_PROGRAMS
+from cache.failure_note import clear_failure, read_failure, record_failure
 from cache.stage_log import append_stage
 from cache.training_run import METRICS_FILE
 from schemas.cli.console import Console, Options, Report, make_app
@@ -53,19 +54,34 @@ def run(
         what = "--prompts: with cache.rolling, validation prompts are encoded when training begins"
         raise LatentpressError(what, "Stop the run, and start `latentpress run` again.")
     order = [stage for stage in _stage_order(config, options) if not prompts or stage in PROMPT_STAGES]
+    folder = Path(config.output) / config.train.run
+    aside = options.dry_run or prompts  # of the run itself: nothing is told, recorded or uploaded
     processes = _StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     followers = _Followers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
     companions = Companions(config, options, console, stop_handler)
     with stop_handler.stop_on_signals(), companions:
+        if not aside:
+            clear_failure(folder)
+            companions.start()
         try:
             report = _run_stages(order, config, options, console, processes, stop_handler, followers, companions)
-        except StageFailed:
-            if (Path(config.output) / config.train.run / METRICS_FILE).exists():
+        except StageFailed as failed:
+            if not aside and read_failure(folder) is None:  # training records its own
+                record_failure(folder, failed.stage, **failed.reason)
+            if (folder / METRICS_FILE).exists():
                 console.log(f"the report of what was done: {_make_report(options, console, processes)}")
             raise
-        if not options.dry_run and not prompts and (page := _find_report(config, report, options, console, processes)):
+        if not aside and (page := _find_report(config, report, options, console, processes)):
             report.details["report"] = page
+        if not (aside or stop_handler.reason):
+            if config.hub.repo and "train" in order and not report.remaining:
+                _push(report, options, console, processes)
+            left = [
+                f"{row['stage']} left {row['remaining']} to do" for row in report.details["stages"] if row["remaining"]
+            ]
+            if left and read_failure(folder) is None:
+                record_failure(folder, left[0].split()[0], left[0], "".join(report.next_steps[:1]))
     if companions.failed:
         report.details["companions_that_failed"] = companions.failed
     if stop_handler.reason:
@@ -92,8 +108,7 @@ def _run_stages(
         started = time.monotonic()
         beside = followers.stages if stage == "train" else ()
         console.log(f"--- {stage}" + (f", with {', '.join(beside)}" if beside else ""))
-        if stage == "train":
-            companions.start()
+        companions.start(stage)
         code, document = followers.train() if beside else processes.run(stage, options)
         companions.finish(stage)
         if stop_handler.reason and (not document or "error" in document):  # interrupted before it had a report
@@ -173,6 +188,19 @@ def _make_report(options: Options, console: Console, processes: "_StageProcesses
     return document.get("details", {}).get("page", "")
 
 
+def _push(report: Report, options: Options, console: Console, processes: "_StageProcesses") -> None:
+    """Upload the result; where that fails, it is what remains to be done."""
+    console.log("--- push")
+    code, document = processes.run("push", options)
+    if code == OK:
+        report.details["hub"] = document["details"]["url"]
+        return
+    message = document.get("error", {}).get("message", f"it ended with exit code {code}; its output is above")
+    report.failed.append({"item": "push", "reason": "not-uploaded", "message": message})
+    report.remaining += 1
+    report.next_steps.append("latentpress push")
+
+
 def _stage_order(config: Config, options: Options) -> list[StageName]:
     """The stages in order. With cache.rolling, `index` comes before the encoding stages, and these run beside `train`;
     a dry run asks them before it."""
@@ -208,11 +236,12 @@ class StageFailed(LatentpressError):
         error = document.get("error", {})
         super().__init__(f"{stage} ended with exit code {code}; its error is above")
         message = error.get("message", f"it ended with exit code {code}; its output is above")
-        self._forwarded_error = {"message": f"{stage}: {message}", "next_step": error.get("next_step", "")}
+        self.stage, self.reason = stage, {"reason": message, "advice": error.get("next_step", "")}
         self.exit_code = error.get("exit_code", document.get("exit_code", INCOMPLETE))  # type: ignore[misc]
 
     def to_dict(self) -> dict:
-        return super().to_dict() | self._forwarded_error
+        message = f"{self.stage}: {self.reason['reason']}"
+        return super().to_dict() | {"message": message, "next_step": self.reason["advice"]}
 
 
 class _StageProcesses:

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from stages.engines import sandbox
 from tests.google_server import google, google_server  # noqa: F401 (fixtures)
 from tests.hub_server import hub  # noqa: F401 (fixture)
+from tests.model_hub import models  # noqa: F401 (fixture)
 from tests.processes import ForkedProgram
 from tests.project import SETTINGS, Project
 from tests.s3_server import s3, s3_server  # noqa: F401 (fixtures)

@@ -25,7 +25,7 @@ from trainer.__main__ import run as train
 from trainer.memory_estimate import MemoryEstimate, estimate_memory
 
 SOURCES = Path(__file__).resolve().parent.parent
-ITEMS = {"datasets": "clips", "prompts": "one", "groups": "0", "routes": "0"}
+ITEMS = {"datasets": "clips", "prompts": "one", "groups": "0", "routes": "0", "webhooks": "0"}
 
 
 class Kind(NamedTuple):
@@ -304,6 +304,15 @@ TABLE: dict[str, tuple[Kind, str]] = {
             "power": 3,
         }.items()
     },
+    "notify.webhooks.0.url_env": (RUN, "notify.webhooks=[{url_env: A_HOOK}]"),
+    "notify.webhooks.0.format": (RUN, "notify.webhooks=[{url_env: A_HOOK, format: discord}]"),
+    "notify.webhooks.0.events": (RUN, "notify.webhooks=[{url_env: A_HOOK, events: [failed]}]"),
+    "hub.repo": (RUN, "hub.repo=me/tabby"),
+    "hub.private": (RUN, "hub.private=false"),
+    "hub.license": (RUN, "hub.license=cc0-1.0"),
+    "hub.tags": (RUN, "hub.tags=[cat]"),
+    "notify.pictures": (RUN, "notify.pictures=3"),
+    "notify.picture_size": (RUN, "notify.picture_size=300"),
     "validation.prompts.one.name": (PLAN, "validation.prompts.0.name=two"),
     "validation.prompts.one.prompt": (PLAN, "validation.prompts.one.prompt=something else"),
     "validation.prompts.one.negative_prompt": (PLAN, "validation.prompts.one.negative_prompt=ugly"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from cache import compatibility, weights
 from cache.damage import DamageError, rebuild_advice
+from cache.failure_note import noting_failure
 from cache.local_cache import Ranks, supply_from_copies
 from cache.schedule import BatchSchedule, small_bucket_advice
 from cache.set_lookup import open_configured_set
@@ -90,6 +91,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         with (
             stop.on_signals(config, main),
             lock_output(run_folder(config), console) if main else nullcontext(),
+            noting_failure(run_folder(config), "train", RunFinished) if main else nullcontext(),
         ):
             compatibility.check_transformer(config.model)
             check_layers(config, read_shape(config))

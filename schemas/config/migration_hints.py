@@ -1,6 +1,8 @@
 """Keys of other trainers' configurations (SimpleTuner, musubi-tuner, diffusion-pipe): what they are called here, or why
 they are not needed. Shown in the error for such a key."""
 
+from schemas.config.sharing import URL_ADVICE
+
 _CACHE_HINT = "not needed: caches are under root, and each stage finds its own"
 _FRAMES_HINT = "here video.num_frames, and video.clip says which part"
 _RESOURCES_HINT = "stages.<stage>.workers and .threads say what each stage may use"
@@ -108,6 +110,10 @@ HINTS = {
     "validation_guidance": "here validation.guidance",
     "validation_num_inference_steps": "here validation.steps",
     "tokenizer_max_length": "here text.max_length",
+    "webhook_config": "here notify.webhooks; the URL comes from an environment variable",
+    **dict.fromkeys(("notify.url", "notify.webhook_url"), f"here url_env; {URL_ADVICE}"),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), "here hub.repo, to which `run` uploads at its end"),
+    "model_card_private": "here hub.private",
     "report_to": "train.trackers; metrics.jsonl is always written",
     "tracker_run_name": "here train.run",
     # musubi-tuner

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from schemas.clips import largest_valid_frames
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Latents, Model, StageName, Stages, Text, Vision
 from schemas.config.section import OneOrSeveral, Problem, Section, listed
+from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
 from schemas.config.validation import Validation
 from schemas.config.validation_samples import MOST_SAMPLES, validation_samples
@@ -35,6 +36,8 @@ class Config(Section):
     stages: Stages = Stages()
     train: Train = Train()
     validation: Validation = Validation()
+    notify: Notify = Notify()
+    hub: Hub = Hub()
 
     @model_validator(mode="before")
     @classmethod
@@ -44,6 +47,13 @@ class Config(Section):
         location = train.get("set") if isinstance(train, dict) else None
         if isinstance(location, str) and "/" in location:
             return {"root": location.rstrip("/").rpartition("/sets/")[0] or location, "datasets": (), **given}
+        return given
+
+    @field_validator("notify", mode="before")
+    @classmethod
+    def _refuse_url(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            raise ValueError(URL_ADVICE)
         return given
 
     @model_validator(mode="after")

@@ -11,6 +11,8 @@ DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 WORD = r"^[A-Za-z][A-Za-z0-9_-]*$"
 SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"
 ADDRESS = r"^(auto|[A-Za-z0-9._-]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5})$"
+REPO = r"^[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?/[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?$"
+LICENSE = r"^[a-z0-9][a-z0-9.-]*$"
 #: Pattern -> its description in an error.
 PATTERNS = {
     NAME_PATTERN: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
@@ -18,6 +20,8 @@ PATTERNS = {
     ADDRESS: "valid: auto, and HOST:PORT as `ray start --head` prints it; addresses of Ray's client, ray://, are not",
     WORD: "valid: letters, digits, '_' and '-', beginning with a letter",
     SIZE: "valid: WxH or WxH@F, for example 768x512@61",
+    REPO: "valid: user/name or organisation/name, for example me/tabby-lora",
+    LICENSE: "valid: an identifier of the hub, for example apache-2.0, cc-by-4.0 or other",
 }
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]

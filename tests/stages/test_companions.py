@@ -90,7 +90,7 @@ def test_a_companion_follows_until_its_stage_has_ended(project, pretend) -> None
     home = project()
     pretend(follow)
     with beside(home, json=True, device="cpu") as started:
-        started.start()
+        started.start("train")
         until(lambda: "look 2" in log(home, "follow"))
         started.finish("bucket")
         assert "told" not in log(home, "follow")
@@ -105,7 +105,7 @@ def test_one_without_a_stage_follows_until_run_ends(project, pretend) -> None:
     home = project()
     pretend(follow, until=None)
     with beside(home) as started:
-        started.start()
+        started.start("train")
         until(lambda: "look" in log(home, "follow"))
         seen = len(log(home, "follow"))
         started.finish("train")
@@ -117,7 +117,7 @@ def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, cap
     home = project()
     pretend(fail, follow)
     with beside(home) as started:
-        started.start()
+        started.start("train")
         until(lambda: "service" in log(home, "fail") and "look" in log(home, "follow"))
         pid = started._running[companions.COMPANIONS[1]].pid
         assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + companions.NICENESS
@@ -140,7 +140,7 @@ def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys
     monkeypatch.setattr(companions, "INTERRUPTED_S" if interrupted else "FINISH_S", 0.2)
     pretend(hang)
     with beside(home, handler) as started:
-        started.start()
+        started.start("train")
         until(lambda: "deaf" in log(home, "hang"))
         handler.reason = "SIGTERM" if interrupted else ""
     assert [row["exit_code"] for row in started.failed] == ([] if interrupted else [-9])
@@ -156,7 +156,7 @@ def test_one_that_is_told_before_it_listens_has_not_failed(project, pretend) -> 
 
     pretend(late)
     with beside(home) as started:
-        started.start()
+        started.start("train")
         until(lambda: "begins" in log(home, "late"))
     assert started.failed == []
 
@@ -164,15 +164,15 @@ def test_one_that_is_told_before_it_listens_has_not_failed(project, pretend) -> 
 def test_nothing_starts_without_its_library_its_use_or_training(project, pretend, monkeypatch, capsys) -> None:
     home = project()
     pretend(follow, library="absent_library", extra="some")
-    beside(home).start()
+    beside(home).start("train")
     said = capsys.readouterr().err
     assert "follow is not run beside training without absent_library: pip install -e '.[some]'" in said
     pretend(follow, applies=lambda config: config.train.seed == 5)
-    beside(home).start()
+    beside(home).start("train")
     pretend(follow)
-    beside(home, dry_run=True).start()
+    beside(home, dry_run=True).start("train")
     monkeypatch.setattr(companions, "read_progress", lambda config: SimpleNamespace(state="finished"))
-    beside(home).start()
+    beside(home).start("train")
     assert not (home.folder / "output").exists() and capsys.readouterr().err == ""
 
 
@@ -182,7 +182,7 @@ def test_a_log_that_cannot_be_written_leaves_the_companion_out(project, pretend,
     (home.folder / "output/run/logs").write_text("a file")
     pretend(follow)
     with beside(home) as started:
-        started.start()
+        started.start("train")
     assert "follow is not run beside training: " in capsys.readouterr().err
 
 

@@ -19,6 +19,7 @@ from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run
 from stages.cli import PROGRAMS, program_module
+from tests.model_hub import ModelHub
 from tests.project import Project
 from tests.reports import odd_keys
 from trainer.__main__ import run as train
@@ -168,12 +169,13 @@ def test_reports_of_all_programs_have_the_same_keys() -> None:
 
 @pytest.mark.slow
 def test_every_program_reports_in_snake_case(
-    forked_programs: None, home: Project, monkeypatch: pytest.MonkeyPatch
+    forked_programs: None, home: Project, models: ModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every level of nesting, of a dry run and of a true one: one after the other, they are the whole pipeline."""
     monkeypatch.chdir(home.folder)
     path, out = home.folder / "pipeline.yaml", str(home.folder / "exported")
     own: dict[str, dict] = {"preview": {"plan": True}, "export": {"to": out}, "import": {"source": out}}
+    own["push"] = {"repo": "me/first"}
     for program in PROGRAMS:
         called = train if program == "train" else importlib.import_module(program_module(program)).run
         for dry_run in (True, False):

@@ -35,13 +35,13 @@ class Clip:
 def shrink_file(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | None = None) -> Picture:
     """An image, or the frame of a clip at `at` seconds, by default the middle one, as WebP. Raises MediaError."""
     try:
-        return encode_picture(_read_pixels(path, at), box, max_bytes)
+        return encode_picture(read_pixels(path, at), box, max_bytes)
     except OSError as error:
         raise unreadable_error(path, error) from error
 
 
-def _read_pixels(path: MediaPath, at: float | None) -> np.ndarray:
-    """(H, W, 3) uint8."""
+def read_pixels(path: MediaPath, at: float | None = None) -> np.ndarray:
+    """(H, W, 3) uint8 of an image, or of a clip's frame at `at` seconds, by default the middle one. Raises MediaError."""
     from stages.media.image import load_image
     from stages.media.video import probe_video, read_frames
 

@@ -1,0 +1,65 @@
+"""notify and hub: what of a run is told to webhooks, and where its result is uploaded. Neither holds a secret."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from schemas.config.section import LICENSE, REPO, Problem, Section
+
+EventName = Literal["started", "validation", "checkpoint", "finished", "failed"]
+EVENTS: tuple[EventName, ...] = ("started", "validation", "checkpoint", "finished", "failed")
+MOST_PICTURES = 10  # of one message: Discord takes no more files
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
+#: These errors never repeat the value, as it may be the secret.
+URL_ADVICE = (
+    "a webhook's URL is a secret, and this file is copied into every run's folder: put the URL into an environment "
+    "variable (export LATENTPRESS_WEBHOOK=...), and name the variable here: "
+    "notify: {webhooks: [{url_env: LATENTPRESS_WEBHOOK}]}"
+)
+
+
+class Webhook(Section):
+    url_env: str = Field(description="name of the environment variable that holds the URL")
+    format: Literal["json", "discord"] = Field("json", description="of the request; docs/notifications.md")
+    events: tuple[EventName, ...] = Field(EVENTS, strict=False, description="that are sent")
+
+    @field_validator("url_env", mode="before")
+    @classmethod
+    def _refuse_url(cls, given: Any) -> Any:
+        if isinstance(given, str) and not _ENVIRONMENT_NAME.fullmatch(given):
+            if ":" in given or "/" in given:
+                raise ValueError(URL_ADVICE)
+            raise ValueError("is no name of an environment variable: valid are letters, digits and '_'")
+        return given
+
+
+class Notify(Section):
+    """Messages about a training run, which `latentpress notify` sends."""
+
+    webhooks: tuple[Webhook, ...] = Field((), strict=False)
+    pictures: int = Field(4, ge=0, le=MOST_PICTURES, description="of a validation, in one message")
+    picture_size: int = Field(512, ge=64, le=2048, description="longest side in pixels")
+
+    @field_validator("webhooks", mode="before")
+    @classmethod
+    def _refuse_urls(cls, given: Any) -> Any:
+        if isinstance(given, str) or (isinstance(given, list) and any(isinstance(item, str) for item in given)):
+            raise ValueError(URL_ADVICE)
+        return given
+
+    def _problems(self) -> Iterator[Problem]:
+        names = [hook.url_env for hook in self.webhooks]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                yield ("webhooks", number, "url_env"), f"{name} is the variable of an earlier webhook; use another"
+
+
+class Hub(Section):
+    """Where `latentpress push` uploads a run's result. The token is that of HF_TOKEN or of `hf auth login`."""
+
+    repo: str | None = Field(None, pattern=REPO, max_length=96, description="user/name; `run` then uploads at its end")
+    private: bool = Field(True, description="of a repo that is created")
+    license: str | None = Field(None, pattern=LICENSE, max_length=100, description="of the card, such as apache-2.0")
+    tags: tuple[str, ...] = Field((), strict=False, description="of the card, in addition to its own")

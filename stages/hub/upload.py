@@ -1,0 +1,127 @@
+"""Uploads files to a repository of the Hugging Face Hub in one commit. The token is huggingface_hub's own affair."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from schemas.config.pipeline import Config
+from schemas.config.sharing import Hub
+from schemas.errors import LatentpressError
+from schemas.identity import hash_bytes
+from stages.discovery.sources.urls import scrub_secrets
+
+AGAIN = "Run `latentpress push` again: what has arrived is not sent again."
+LOGIN = "Log in by `hf auth login`, or set HF_TOKEN, with a token that may write to it."
+
+
+class HubError(LatentpressError):
+    """The hub refuses an upload, or can't be reached."""
+
+
+#: Path in the repository -> the file, or its content.
+Files = Mapping[str, Path | bytes]
+
+
+def result_files(config: Config, folder: Path, base_model: str) -> dict[str, Path | bytes]:
+    """The weights of a run's result. HubError where there are none."""
+    found: dict[str, Path | bytes] = {}
+    if config.train.adapter.type != "full":
+        found |= {path.name: path for path in sorted((folder / "adapter").glob("*.safetensors"))}
+    else:
+        for part in config.model.family_spec.components:
+            files = [path for path in sorted((folder / "model" / part).iterdir()) if path.is_file()]
+            found |= {f"{part}/{path.name}": path for path in files if path.suffix == ".safetensors"}
+            found |= {
+                f"{part}/{path.name}": _without_path(path, base_model) for path in files if path.suffix == ".json"
+            }
+    if not any(name.endswith(".safetensors") for name in found):
+        raise HubError(f"{folder} has no trained weights", "Train it first: latentpress run")
+    return found
+
+
+def _without_path(path: Path, base_model: str) -> bytes:
+    """A config.json; diffusers notes in it where the model was loaded from, which may be a local folder."""
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    if "_name_or_path" in content:
+        content["_name_or_path"] = base_model
+    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def digest_files(repo: str, files: Files) -> str:
+    """Equal for the same files in the same repository. Of weights size and time stand for the content: a model may have
+    a hundred GB."""
+    parts = [repo.encode()]
+    for name, content in sorted(files.items()):
+        if isinstance(content, Path) and content.suffix == ".safetensors":
+            found = content.stat()
+            content = f"{found.st_size} {found.st_mtime_ns}".encode()
+        parts += [name.encode(), content if isinstance(content, bytes) else content.read_bytes()]
+    return hash_bytes(*parts)
+
+
+def count_bytes(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def upload(hub: Hub, repo: str, files: Files, message: str) -> tuple[str, str]:
+    """Make the repository where there is none, and commit the files; returns (URL of the repository, commit).
+
+    A repository that is public is not written to where `hub.private` is set.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    api = HfApi(library_name="latentpress")
+    with _explained(repo):
+        url = str(api.create_repo(repo, private=hub.private, exist_ok=True))
+        head = api.repo_info(repo)
+        if hub.private and not head.private:
+            raise HubError(
+                f"{repo} is public, and hub.private is true",
+                "Set hub.private to false, make it private on the hub, or choose another hub.repo.",
+            )
+        operations = [CommitOperationAdd(name, it if isinstance(it, bytes) else str(it)) for name, it in files.items()]
+        made = api.create_commit(repo, operations, commit_message=message, parent_commit=head.sha)
+    return url, made.oid
+
+
+@contextmanager
+def _explained(repo: str) -> Iterator[None]:
+    """Turn the hub's and the network's errors into HubError, without the token."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        raise HubError("there is no token of the Hugging Face Hub", LOGIN) from error
+    except HfHubHTTPError as error:
+        raise _explain_status(repo, error) from None
+    except (HTTPError, OSError, RuntimeError) as error:
+        what = f"{type(error).__name__}: {_scrub(str(error))}".partition("\n")[0]
+        raise HubError(f"{repo} can't be uploaded: the connection failed ({what})", AGAIN) from None
+
+
+def _explain_status(repo: str, error: Any) -> HubError:
+    status = error.response.status_code if error.response is not None else None
+    said = _scrub(error.server_message or "")
+    suffix = f": {said}" if said else ""
+    if status == 401:
+        return HubError(f"the Hugging Face Hub refuses the token, or there is none ({repo}){suffix}", LOGIN)
+    if status == 403:
+        return HubError(f"the token has no right to write to {repo}{suffix}", LOGIN)
+    if status == 404:
+        return HubError(f"{repo} is not there, or the token may not see it{suffix}", LOGIN)
+    if status in (409, 412):
+        return HubError(f"{repo} was changed meanwhile{suffix}", AGAIN)
+    return HubError(f"the Hugging Face Hub answered {status} for {repo}{suffix}", AGAIN)
+
+
+def _scrub(text: str) -> str:
+    from huggingface_hub import get_token
+
+    token = get_token()
+    text = scrub_secrets(text)
+    return text.replace(token, "***") if token else text

@@ -1,0 +1,118 @@
+"""notify: tells webhooks that a run started, was validated, wrote a checkpoint, finished or failed.
+
+It only reads the run's folder, so a webhook that is dead or slow neither stops nor slows the run. What was sent is kept
+in <output>/<run>/notifications.json: started again, it sends what was not sent yet.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cache.training_run import read_progress
+from schemas.cli.console import Console, Options, Report, make_app
+from schemas.config.pipeline import Config
+from schemas.config.sharing import Webhook
+from stages.companions import WATCH_S, Watch
+from stages.encoding.stage import refuse_partition
+from stages.notifications.bodies import make_body
+from stages.notifications.outbox import Outbox, only_one
+from stages.notifications.run_events import find_events
+from stages.notifications.senders import TOLD_S, Senders
+
+
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    watch: Annotated[bool, typer.Option("--watch", help="Send what happens while it trains, until it ends.")] = False,
+) -> Report:
+    refuse_partition(options, "notify")
+    folder, hooks = Path(config.output) / config.train.run, config.notify.webhooks
+    report = Report(program="notify", dry_run=options.dry_run, what="events")
+    report.details["run"] = config.train.run
+    if not hooks:
+        report.details["webhooks"] = "notify.webhooks has none"
+        return report
+    if config.notify.pictures:
+        import PIL  # noqa: F401  # so that its absence is told at once
+    if options.dry_run:
+        _show_bodies(config, folder, report, options, console)
+        return report
+    with only_one(folder) as alone:
+        if not alone:
+            report.details["webhooks"] = "another `latentpress notify` is at work on this run"
+            return report
+        _send(config, folder, report, console, watch)
+    return report
+
+
+def _show_bodies(config: Config, folder: Path, report: Report, options: Options, console: Console) -> None:
+    outbox = Outbox(folder)
+    outbox.add(find_events(config, outbox.events, watching=False)[0], save=False)
+    bodies: list[dict[str, Any]] = []
+    for hook in config.notify.webhooks:
+        for event in outbox.waiting(hook):
+            body = make_body(config, event, hook.format).shown()
+            bodies.append({"webhook": hook.url_env, "event": event.event, "step": event.step, "body": body})
+            if not options.json:
+                console.log(f"{hook.url_env}: {json.dumps(body, indent=2, ensure_ascii=False)}")
+    report.remaining = len(bodies)
+    report.details |= {"bodies": bodies} if options.json else {}
+
+
+def _send(config: Config, folder: Path, report: Report, console: Console, watch: bool) -> None:
+    outbox, hooks = Outbox(folder), config.notify.webhooks
+
+    def describe(event: Any, hook: Webhook) -> Any:
+        return make_body(config, event, hook.format)
+
+    senders = Senders(outbox, hooks, describe, console.warn)
+    with senders.working():
+        if watch and _watch(config, folder, outbox):
+            senders.limit_s = TOLD_S
+        elif not watch:
+            outbox.add(find_events(config, outbox.events, watching=False)[0])
+    rows = []
+    for each in senders.deliveries:
+        waiting = len(outbox.waiting(each.hook))
+        rows.append({"webhook": each.hook.url_env, "sent": each.sent, "refused": each.refused, "waiting": waiting})
+        rows[-1]["problem"] = each.problem
+        report.done += each.sent
+        report.remaining += waiting
+        if each.problem and (waiting or each.refused):
+            row = {"item": each.hook.url_env, "reason": "not-sent", "message": each.problem}
+            report.failed.append(row)
+    report.details["webhooks"] = rows
+    if report.remaining:
+        report.next_steps = ["latentpress notify"]
+
+
+def _watch(config: Config, folder: Path, outbox: Outbox) -> bool:
+    """Add events while a trainer is at work, and afterwards while validations wait for their pictures. Whether it was
+    told to finish; the pictures that there will be are then there, unless the run is to go on."""
+    watch, pending = Watch([folder], WATCH_S), 0
+    for last in watch:
+        waiting = not (last and watch.told and read_progress(config).state == "finished")
+        found, pending = find_events(config, outbox.events, watching=waiting)
+        outbox.add(found)
+    while pending and not watch.told:
+        time.sleep(WATCH_S)
+        found, pending = find_events(config, outbox.events, watching=True)
+        outbox.add(found)
+    return watch.told
+
+
+app = make_app(
+    "notify",
+    "Tell webhooks what happens to a run; --dry-run shows the requests.",
+    run,
+    examples=["--watch"],
+    extra="media",
+)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,285 @@
+"""`latentpress push`: what is uploaded, the model card, and what is told where the hub refuses or the network fails."""
+
+import getpass
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+from huggingface_hub import HfApi, ModelCard, constants
+from PIL import Image
+from safetensors.numpy import save_file
+
+from schemas.errors import LatentpressError
+from stages import push
+from tests.model_hub import TOKEN, ModelHub
+from tests.project import Project
+from tests.stages.report_run import FakeRun, eval_line, step_line
+
+REPO = "me/tabby-lora"
+CAPTION = "a caption that nobody else should read"
+
+
+@pytest.fixture
+def home(project: Callable[..., Project]) -> Project:
+    prompts = [{"name": "one", "prompt": "a tabby | cat", "negative_prompt": "blurry <b>"}]
+    made = project(
+        validation={"size": "64x48", "prompts": prompts},
+        train={"run": "run", "steps": 40, "adapter": {"rank": 4}},
+        hub={"repo": REPO, "license": "apache-2.0", "tags": ["cats"]},
+    )
+    made.image("cat.png", caption=CAPTION)
+    made.config()
+    return made
+
+
+def finished(home: Project, *overrides: str) -> FakeRun:
+    """A run with an adapter, a validation at step 40 and the counts of its set."""
+    run = FakeRun(home, "run", "train.set=0123456789abcdef", *overrides)
+    run.metrics(step_line(1), eval_line(20, 0.5), eval_line(40, 0.75))
+    run.latent(40, "one", prompt="a tabby | cat", negative_prompt="blurry <b>")
+    run.picture(40, "one", (200, 0, 0))
+    counts = {"samples": 12, "eval": 2, "texts": 14}
+    (home.root / "sets/0123456789abcdef").mkdir(parents=True)
+    (home.root / "sets/0123456789abcdef/set.json").write_text(json.dumps({"counts": counts}))
+    (run.folder / "adapter").mkdir()
+    weights = {"transformer.a.lora_A.weight": np.ones((4, 400), np.float32)}
+    save_file(weights, run.folder / "adapter/pytorch_lora_weights.safetensors")
+    (run.folder / "adapter/notes.txt").write_text("not to be uploaded")
+    result = {"step": 40, "result": str(run.folder / "adapter"), "weights": "trained"}
+    (run.folder / "result.json").write_text(json.dumps(result))
+    return run
+
+
+def uploaded(hub: ModelHub) -> dict[str, bytes]:
+    return hub.repositories[REPO].files
+
+
+def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -> None:
+    run = finished(home)
+    report = home.run(push.run)
+    files = uploaded(models)
+    assert set(files) == {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"}
+    assert (
+        files["pytorch_lora_weights.safetensors"]
+        == (run.folder / "adapter/pytorch_lora_weights.safetensors").read_bytes()
+    )
+    assert models.repositories[REPO].private and models.repositories[REPO].messages == ["Step 40 of run"]
+    assert models.tokens == {f"Bearer {TOKEN}", None} or models.tokens == {f"Bearer {TOKEN}"}
+    assert report.done == 3 and report.details["url"] == f"{models.url}/{REPO}"
+    assert report.details["commit"] == models.repositories[REPO].head
+    card = ModelCard(files["README.md"].decode())
+    about = card.data.to_dict()
+    assert about["base_model"] == home.config().model.flavour_spec.repo and about["base_model_relation"] == "adapter"
+    assert about["license"] == "apache-2.0" and about["pipeline_tag"] == "text-to-image"
+    assert {"lora", "diffusers", "cats"} <= set(about["tags"]) and about["library_name"] == "diffusers"
+    assert about["widget"] == [{"text": "a tabby | cat", "output": {"url": "images/one.jpg"}}]
+    assert r"| a tabby \| cat<br>*negative prompt:* blurry &lt;b> |" in card.content
+    assert "Data: 12 samples trained on, 2 held out, 14 texts." in card.content
+    assert "Eval loss: 0.75 at step 40; lowest 0.5 at step 20." in card.content
+    assert "| train.adapter.rank | 4 |" in card.content
+    again = home.run(push.run)
+    assert (again.done, again.skipped) == (0, 3) and len(models.repositories[REPO].messages) == 1
+    assert again.details["commit"] == report.details["commit"]
+    os.utime(run.folder / "adapter/pytorch_lora_weights.safetensors")
+    assert home.run(push.run).done == 3, "trained anew"
+
+
+def test_nothing_private_is_uploaded(home: Project, models: ModelHub) -> None:
+    finished(home)
+    report = home.run(push.run)
+    private = [str(home.folder), TOKEN, CAPTION, os.path.expanduser("~"), "photos"]
+    private += [name for name in (getpass.getuser(), os.uname().nodename) if len(name) > 4]
+    for name, content in uploaded(models).items():
+        assert [each for each in private if each.encode() in content] == [], name
+    assert TOKEN not in report.json() + report.summary() + home.said
+    files = [path for path in home.folder.rglob("*") if path.is_file()]
+    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
+
+
+def test_a_dry_run_writes_the_card_and_asks_nobody(home: Project, models: ModelHub) -> None:
+    run = finished(home)
+    report = home.run(push.run, dry_run=True)
+    assert models.requests == [] and (report.done, report.remaining) == (0, 3)
+    assert [row["file"] for row in report.details["files"]] == [
+        *("README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"),
+    ]
+    card = run.folder / "hub/README.md"
+    assert report.details["card"] == str(card) and "a tabby" in card.read_text()
+    assert Image.open(run.folder / "hub/images/one.jpg").size == (64, 48)
+    home.run(push.run)
+    assert uploaded(models)["README.md"] == card.read_bytes()
+
+
+def test_the_repository_of_the_command_line(home: Project, models: ModelHub) -> None:
+    finished(home)
+    home.run(push.run, repo="me/other")
+    assert list(models.repositories) == ["me/other"]
+    with pytest.raises(LatentpressError, match="no repository is named") as caught:
+        home.run(push.run, "hub.repo=null")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_public_repository_is_only_written_to_where_that_is_wanted(
+    home: Project,
+    models: ModelHub,
+    private: bool,
+) -> None:
+    finished(home)
+    HfApi(endpoint=models.url).create_repo(REPO, private=False)
+    if private:
+        with pytest.raises(LatentpressError, match=r"is public, and hub\.private is true"):
+            home.run(push.run)
+        assert uploaded(models) == {}
+    else:
+        home.run(push.run, "hub.private=false")
+        assert len(uploaded(models)) == 3 and not models.repositories[REPO].private
+
+
+def refuse(part: str, status: int | str) -> Callable[[str, str], int | str]:
+    return lambda method, path: status if part in path else 0
+
+
+FAULTS = {
+    ("/api/repos/create", 401): "refuses the token, or there is none",
+    ("/api/repos/create", 403): "has no right to write to me/tabby-lora",
+    ("/commit/", 403): "has no right to write to me/tabby-lora",
+    ("/commit/", 409): "was changed meanwhile",
+    ("/commit/", 412): "was changed meanwhile",
+    ("/commit/", "cut"): "can't be uploaded: the connection failed",
+    ("/lfs/", 403): "has no right to write to me/tabby-lora",
+    ("/commit/", 500): "answered 500",
+}
+
+
+@pytest.mark.parametrize("part, status", FAULTS)
+def test_what_fails_is_told_and_the_next_push_does_it(
+    home: Project,
+    models: ModelHub,
+    part: str,
+    status: int | str,
+) -> None:
+    finished(home)
+    models.answer = refuse(part, status)
+    with pytest.raises(LatentpressError, match=FAULTS[part, status]) as caught:
+        home.run(push.run)
+    error = json.dumps(caught.value.to_dict())
+    assert TOKEN not in error + home.said and caught.value.exit_code == 3 and caught.value.next_step
+    models.answer = lambda method, path: 0
+    report = home.run(push.run)
+    assert report.done == 3 and len(uploaded(models)) == 3
+
+
+def test_without_a_token_the_next_step_says_how_to_get_one(
+    home: Project,
+    models: ModelHub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finished(home)
+    monkeypatch.delenv("HF_TOKEN")
+    models.answer = lambda method, path: 401
+    with pytest.raises(LatentpressError, match="refuses the token, or there is none") as caught:
+        home.run(push.run)
+    assert "hf auth login" in caught.value.next_step
+
+
+def test_another_commit_in_between_is_not_overwritten(
+    home: Project,
+    models: ModelHub,
+) -> None:
+    finished(home)
+
+    def interfere(method: str, path: str) -> int:
+        if "/preupload/" in path:
+            models.repositories[REPO].head = "f" * 40
+        return 0
+
+    models.answer = interfere
+    with pytest.raises(LatentpressError, match="was changed meanwhile"):
+        home.run(push.run)
+    assert uploaded(models) == {}
+
+
+def test_a_run_that_is_not_finished_has_nothing_to_upload(home: Project, models: ModelHub) -> None:
+    with pytest.raises(LatentpressError, match="there is no trained run"):
+        home.run(push.run)
+    run = finished(home)
+    (run.folder / "result.json").unlink()
+    with pytest.raises(LatentpressError, match="is not finished"):
+        home.run(push.run)
+    assert models.requests == []
+
+
+def test_a_full_rank_model_is_uploaded_by_component_without_its_path(
+    home: Project,
+    models: ModelHub,
+) -> None:
+    home.settings["train"].pop("adapter")
+    run = finished(home, "train.adapter.type=full")
+    folder = run.folder / "model/transformer"
+    folder.mkdir(parents=True)
+    save_file({"a": np.ones(400, np.float32)}, folder / "diffusion_pytorch_model.safetensors")
+    config = {"_class_name": "Kandinsky5Transformer3DModel", "_name_or_path": str(home.folder)}
+    (folder / "config.json").write_text(json.dumps(config))
+    home.run(push.run)
+    files = uploaded(models)
+    assert {name for name in files if "/" in name} == {
+        *("images/one.jpg", "transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"),
+    }
+    assert json.loads(files["transformer/config.json"])["_name_or_path"] == home.config().model.flavour_spec.repo
+    about = ModelCard(files["README.md"].decode()).data.to_dict()
+    assert about["base_model_relation"] == "finetune" and "lora" not in about["tags"]
+
+
+KINDS = ["kandinsky5-image-t2i", "kandinsky5-image-i2i", "kandinsky5-video-t2v", "kandinsky5-video-i2v", "sana"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "lokr", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_code_of_the_card_names_what_diffusers_has(
+    project: Callable[..., Project], models: ModelHub, kind: str, adapter: str
+) -> None:
+    from stages.hub.card import gather_facts, make_card
+
+    size = "64x64@5" if "video" in kind else "64x64"
+    home = project(kind, train={"run": "run", "adapter": {"type": adapter}}, validation={"size": size})
+    home.settings["datasets"][0] |= {"conditioning_data": "sources"} if "i2i" in kind else {}
+    run = FakeRun(home)
+    run.latent(40, "one", bucket=size)
+    run.picture(40, "one", (1, 2, 3))
+    text = make_card(run.config, run.config.hub, REPO, gather_facts(run.config, run.folder, 40))
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    compile(code, "card", "exec")
+    names: dict[str, Any] = {}
+    for line in re.findall(r"^from diffusers.*$", code, re.MULTILINE):
+        exec(line, names)
+    pipeline = next(name for name in names if name.endswith("Pipeline"))
+    assert issubclass(names[pipeline], diffusers.DiffusionPipeline)
+    assert {"lora": "load_lora_weights", "lokr": "load_lora_adapter", "full": 'subfolder="transformer"'}[
+        adapter
+    ] in code
+    assert ("num_frames=5" in code) == ("video" in kind) and ("image=" in code) == ("i2" in kind)
+
+
+@pytest.mark.slow
+def test_large_files_come_by_xet_where_it_is_installed(
+    home: Project,
+    models: ModelHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("hf_xet")
+    finished(home)
+    models.xet = tmp_path / "xet"
+    models.xet.mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    home.run(push.run)
+    assert len(uploaded(models)) == 3 and not any(path.startswith("PUT /lfs") for path in models.requests)
+    assert any("/xet-write-token/" in path for path in models.requests) and any(models.xet.rglob("*"))
