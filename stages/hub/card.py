@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cache.files import replacing
+from cache.scores import ScoreCurve, read_curves
 from cache.store import Store
-from cache.training_run import METRICS_FILE, read_metrics, read_scores, step_of
+from cache.training_run import METRICS_FILE, read_metrics, step_of
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Hub
 from schemas.errors import LatentpressError
@@ -49,14 +50,14 @@ class Facts:
     pictures: tuple[SmallPicture, ...]
     counts: Mapping[str, int]
     metrics: Sequence[Mapping[str, Any]]
-    scores: Sequence[Mapping[str, Any]]
+    scores: Sequence[ScoreCurve]
 
 
 def gather_facts(config: Config, folder: Path, step: int) -> Facts:
     steps = [made for path in (folder / "validation").glob("step-*") if (made := step_of(path)) is not None]
     found = read_pictures(config, folder, max(steps), LIMITS) if steps else iter(())
     pictures = tuple(islice(found, MOST_PICTURES))
-    return Facts(step, pictures, _read_counts(config), read_metrics(folder / METRICS_FILE), read_scores(folder))
+    return Facts(step, pictures, _read_counts(config), read_metrics(folder / METRICS_FILE), read_curves(folder))
 
 
 def _read_counts(config: Config) -> dict[str, int]:
@@ -193,13 +194,13 @@ def _training(config: Config, facts: Facts) -> str:
         lines += ["", f"Data: {', '.join(counts)}. The data are not part of this repository."]
     evaluated = [line for line in facts.metrics if isinstance(line.get("eval_loss"), float)]
     if evaluated:
-        best, last = min(evaluated, key=lambda line: line["eval_loss"]), evaluated[-1]
-        lines += ["", f"Eval loss: {last['eval_loss']:.4g} at step {last['step']}"]
-        lines[-1] += f"; lowest {best['eval_loss']:.4g} at step {best['step']}." if best is not last else "."
-    if facts.scores:
-        row = facts.scores[-1]
-        numbers = [f"{_cell(name)} {value:.4g}" for name, value in row["scores"].items() if type(value) in (int, float)]
-        lines += ["", f"Scores at step {row['step']}: {', '.join(numbers)}."] if numbers else []
+        lowest, final = min(evaluated, key=lambda line: line["eval_loss"]), evaluated[-1]
+        lines += ["", f"Eval loss: {final['eval_loss']:.4g} at step {final['step']}"]
+        lines[-1] += f"; lowest {lowest['eval_loss']:.4g} at step {lowest['step']}." if lowest is not final else "."
+    for curve in facts.scores:
+        last, best = curve.points[-1], curve.best()
+        lines += ["", f"{_cell(curve.name)}: {last.value:.4g} at step {last.step}"]
+        lines[-1] += f"; best {best.value:.4g} at step {best.step}." if best and best.step != last.step else "."
     return "\n".join(lines)
 
 

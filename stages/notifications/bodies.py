@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from cache.training_run import RunProgress, read_progress, read_scores
+from cache.scores import read_curves
+from cache.training_run import RunProgress, read_progress
 from schemas.config.pipeline import Config
 from schemas.notification import Notification, NotifiedFailure, NotifiedModel, NotifiedPicture
 from stages.discovery.sources.urls import scrub_secrets
@@ -99,8 +100,7 @@ def _describe(
 
 
 def _read_scores(folder: Path, step: int) -> dict[str, float]:
-    rows = (row["scores"] for row in read_scores(folder) if row["step"] == step)
-    return {name: float(value) for row in rows for name, value in row.items() if type(value) in (int, float)}
+    return {curve.name: point.value for curve in read_curves(folder) for point in curve.points if point.step == step}
 
 
 def _discord(about: Notification, pictures: list[SmallPicture]) -> Body:

@@ -95,6 +95,7 @@ def secrets_in(home: Project, report: Report) -> list[str]:
 @pytest.mark.slow
 def test_events_are_sent_in_order_and_once(home: Project, hook: WebhookServer) -> None:
     run = trained(home)
+    (run.folder / "scores.jsonl").write_text('{"step": 20, "scores": {"clip score": 0.25}}\n')
     report = home.run(notify.run)
     assert hook.events() == EVENTS and report.exit_code == 0 and report.done == 7
     for each in hook.received:
@@ -109,6 +110,7 @@ def test_events_are_sent_in_order_and_once(home: Project, hook: WebhookServer) -
     ]
     picture = Image.open(io.BytesIO(base64.b64decode(first["pictures"][0]["data"])))
     assert (picture.format, picture.size) == ("JPEG", (512, 341)) and picture.getpixel((9, 9))[0] > 190
+    assert first["scores"] == {} and hook.received[2].document["scores"] == {"clip score": 0.25}
     last = hook.received[4].document
     assert last["pictures"] == [] and last["pictures_left_out"] == 2
     assert home.run(notify.run).done == 0 and len(hook.received) == 7

@@ -47,6 +47,8 @@ def finished(home: Project, *overrides: str) -> FakeRun:
     counts = {"samples": 12, "eval": 2, "texts": 14}
     (home.root / "sets/0123456789abcdef").mkdir(parents=True)
     (home.root / "sets/0123456789abcdef/set.json").write_text(json.dumps({"counts": counts}))
+    scores = [{"step": step, "scores": {"clip score": value}} for step, value in ((20, 0.75), (40, 0.5))]
+    (run.folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
     (run.folder / "adapter").mkdir()
     weights = {"transformer.a.lora_A.weight": np.ones((4, 400), np.float32)}
     save_file(weights, run.folder / "adapter/pytorch_lora_weights.safetensors")
@@ -82,6 +84,7 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
     assert r"| a tabby \| cat<br>*negative prompt:* blurry &lt;b> |" in card.content
     assert "Data: 12 samples trained on, 2 held out, 14 texts." in card.content
     assert "Eval loss: 0.75 at step 40; lowest 0.5 at step 20." in card.content
+    assert "clip score: 0.5 at step 40; best 0.75 at step 20." in card.content
     assert "| train.adapter.rank | 4 |" in card.content
     again = home.run(push.run)
     assert (again.done, again.skipped) == (0, 3) and len(models.repositories[REPO].messages) == 1
