@@ -68,7 +68,7 @@ def run(
             report = _run_stages(order, config, options, console, processes, stop_handler, followers, companions)
         except StageFailed as failed:
             if not aside and read_failure(folder) is None:  # training records its own
-                record_failure(folder, failed.stage, **failed.reason)
+                record_failure(folder, failed.stage, failed.reason, failed.advice)
             if (folder / METRICS_FILE).exists():
                 console.log(f"the report of what was done: {_make_report(options, console, processes)}")
             raise
@@ -77,11 +77,9 @@ def run(
         if not (aside or stop_handler.reason):
             if config.hub.repo and "train" in order and not report.remaining:
                 _push(report, options, console, processes)
-            left = [
-                f"{row['stage']} left {row['remaining']} to do" for row in report.details["stages"] if row["remaining"]
-            ]
-            if left and read_failure(folder) is None:
-                record_failure(folder, left[0].split()[0], left[0], "".join(report.next_steps[:1]))
+            for row in report.details["stages"]:
+                if row["remaining"] and read_failure(folder) is None:
+                    record_failure(folder, row["stage"], f"it left {row['remaining']} to do", *report.next_steps[:1])
     if companions.failed:
         report.details["companions_that_failed"] = companions.failed
     if stop_handler.reason:
@@ -194,11 +192,10 @@ def _push(report: Report, options: Options, console: Console, processes: "_Stage
     code, document = processes.run("push", options)
     if code == OK:
         report.details["hub"] = document["details"]["url"]
-        return
-    message = document.get("error", {}).get("message", f"it ended with exit code {code}; its output is above")
-    report.failed.append({"item": "push", "reason": "not-uploaded", "message": message})
-    report.remaining += 1
-    report.next_steps.append("latentpress push")
+    else:
+        message = document.get("error", {}).get("message", f"it ended with exit code {code}; its output is above")
+        report.failed.append({"item": "push", "reason": "not-uploaded", "message": message})
+        report.remaining, report.next_steps = report.remaining + 1, [*report.next_steps, "latentpress push"]
 
 
 def _stage_order(config: Config, options: Options) -> list[StageName]:
@@ -236,12 +233,11 @@ class StageFailed(LatentpressError):
         error = document.get("error", {})
         super().__init__(f"{stage} ended with exit code {code}; its error is above")
         message = error.get("message", f"it ended with exit code {code}; its output is above")
-        self.stage, self.reason = stage, {"reason": message, "advice": error.get("next_step", "")}
+        self.stage, self.reason, self.advice = stage, message, error.get("next_step", "")
         self.exit_code = error.get("exit_code", document.get("exit_code", INCOMPLETE))  # type: ignore[misc]
 
     def to_dict(self) -> dict:
-        message = f"{self.stage}: {self.reason['reason']}"
-        return super().to_dict() | {"message": message, "next_step": self.reason["advice"]}
+        return super().to_dict() | {"message": f"{self.stage}: {self.reason}", "next_step": self.advice}
 
 
 class _StageProcesses:
