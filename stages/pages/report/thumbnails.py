@@ -41,7 +41,7 @@ def shrink_file(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float
 
 
 def read_pixels(path: MediaPath, at: float | None = None) -> np.ndarray:
-    """(H, W, 3) uint8 of an image, or of a clip's frame at `at` seconds, by default the middle one. Raises MediaError."""
+    """(H, W, 3) uint8 of an image, or of a clip at `at` seconds, by default in its middle. Raises MediaError."""
     from stages.media.image import load_image
     from stages.media.video import probe_video, read_frames
 
