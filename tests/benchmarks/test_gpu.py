@@ -170,7 +170,8 @@ def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
         for tiny in (False, True):
             for case in module.CASES:
                 assert training.make_config(model(tiny), case, tmp_path, "cuda").train.device == "cuda"
-    chosen = [case for case in video_lite.CASES if case.name in ("LoRA", "compiled blocks", "base nf4-bnb")]
+    names = ("LoRA", "base nf4-bnb", *(["compiled blocks"] if LONG else []))
+    chosen = [case for case in video_lite.CASES if case.name in names]
     broken = training.Case("refused", {"offload": {"blocks": True, "streams": True}})
     monkeypatch.setattr(video_lite, "CASES", [*chosen, broken])
     video_lite.run(TINY)

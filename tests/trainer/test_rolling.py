@@ -75,10 +75,14 @@ def files(rel: str) -> list[str]:
 
 
 class Home:
-    """A full cache and a rolling root beside it with the same set."""
+    """A full cache and a rolling root beside it with the same set. made: one to copy."""
 
-    def __init__(self, folder: Path, form: str = "arrow") -> None:
-        self.full, self.store = Store(folder / "full"), Store(folder / "rolling")
+    def __init__(self, folder: Path, form: str = "arrow", made: "Home | None" = None) -> None:
+        self.folder, self.full, self.store = folder, Store(folder / "full"), Store(folder / "rolling")
+        if made is not None:
+            shutil.copytree(made.folder, folder, dirs_exist_ok=True)
+            self.max_gb, self.total = made.max_gb, made.total
+            return
         make_full(self.full, form)
         shutil.copytree(folder / "full/sets", folder / "rolling/sets")
         sizes = self.open().meta["rolling"]["bytes"]
@@ -205,9 +209,14 @@ def rolling(home: Home, step: int = 0, **options) -> RollingSet:
     return data
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home(tmp_path_factory.mktemp("made"))
+
+
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home(tmp_path)
+def home(tmp_path: Path, made: Home) -> Home:
+    return Home(tmp_path, made=made)
 
 
 @pytest.mark.parametrize("form", ["arrow", "webdataset"] if LONG else ["webdataset"])

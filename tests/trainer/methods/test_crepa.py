@@ -17,6 +17,7 @@ from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.config.methods import CREPA
 from schemas.errors import USAGE
+from tests.conftest import LONG
 from tests.trainer.methods.crepa_by_hand import loss_by_hand
 from tests.trainer.runs import LOADS, lines, on_two_ranks, program, quiet, train, trained_weights
 from trainer import train as loop
@@ -157,8 +158,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "half": {"gradient_checkpointing_interval": 2},
     "offload": {"offload": {"blocks": True, "activations": True}},
     "quantised": {"base_precision": "int8-quanto"},
-    "compiled": {"compile": "blocks", "compile_backend": "eager"},
 }
+if LONG:  # else tests/trainer/methods/test_all_at_once.py alone compiles: to trace a graph takes seconds
+    WAYS["compiled"] = {"compile": "blocks", "compile_backend": "eager"}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 
 from schemas.cli.console import Options, run_program
 from schemas.errors import OK, USAGE
+from tests.conftest import LONG
 from tests.trainer.methods.test_crepa import with_features
 from tests.trainer.runs import lines, move_adapter, on_two_ranks, prepared, train, trained_weights
 from trainer import train as loop
@@ -123,7 +124,7 @@ def test_with_a_rollout_it_trains_alike_however_memory_is_saved(make_config, mak
         "plain": {"gradient_checkpointing": False},
         "checkpointing": {},
         "offload": {"offload": {"blocks": True, "activations": True}},
-        "compile": {"compile": "blocks", "compile_backend": "eager"},
+        **({"compile": {"compile": "blocks", "compile_backend": "eager"}} if LONG else {}),  # as in test_all_at_once.py
     }.items():
         torch.compiler.reset()
         methods = {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1, "schedule_steps": 10}}
