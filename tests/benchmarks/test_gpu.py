@@ -161,7 +161,22 @@ def no_streams(case: training.Case) -> training.Case:
     return dataclasses.replace(case, settings={**case.settings, "offload": offload})
 
 
+@pytest.fixture
+def few_predictions(monkeypatch) -> None:
+    """Of a step's memory, which takes as long as the step: one for each model instead of one for each case."""
+    predict, known = training.predict, {}
+
+    def once(model, case):
+        key = model.flavour, case.bucket or model.bucket
+        if key not in known:
+            known[key] = predict(model, case)
+        return known[key]
+
+    monkeypatch.setattr(training, "predict", once)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_predictions")
 def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
     """One case of each sort; all are valid configurations."""
     for name in ("video-lite", "image-lite", "sana", "pro", "methods", "attention"):
@@ -225,6 +240,7 @@ def test_other_parts_on_tiny_shapes(capsys, name) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_predictions")
 def test_methods_and_attention_backends_on_tiny_shapes(capsys, monkeypatch) -> None:
     monkeypatch.setattr(methods, "CASES", [*methods.CASES[:3], *methods.CASES[4:]])
     methods.run(TINY)

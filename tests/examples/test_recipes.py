@@ -102,12 +102,16 @@ def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str) -> None:
 def libraries() -> None:
     """Imported once, and not by each of the programs that are forked."""
     for name in (
+        "bokeh.embed",
+        "bokeh.models",
+        "bokeh.plotting",
         "stages.decode",
         "stages.encoding.text.gemma",
         "stages.encoding.text.kandinsky5",
         "stages.encoding.vae.dc_ae",
         "stages.encoding.vae.flux",
         "stages.encoding.vae.hunyuan_video",
+        "stages.report",
         "trainer.families.kandinsky5",
         "trainer.families.sana",
         "trainer.train",

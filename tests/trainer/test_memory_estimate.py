@@ -41,8 +41,10 @@ GRID = {
         {**FULL, "precision": "bfloat16", "weight_precision": "bfloat16", "optimizer": {"name": "optimi-adamw"}},
     ],
     "sana": [
-        {"batch_size": 2, "gradient_checkpointing_interval": 2, "accumulate": 2},
-        {"base_precision": "int8-torchao", "adapter": {"rank": 64}, "optimizer": {"name": "optimi-lion"}},
+        {
+            **{"batch_size": 2, "gradient_checkpointing_interval": 2, "accumulate": 2},
+            **{"base_precision": "int8-torchao", "adapter": {"rank": 64}, "optimizer": {"name": "optimi-lion"}},
+        },
         {**FULL, **ALL, "optimizer": {"name": "bnb-adamw8bit"}},
         {**FULL, "precision": "bfloat16", "ema": {}, "offload": {"activations": True}},
     ],
@@ -59,6 +61,8 @@ LONG_GRID = {
         {**FULL, "ema": {"device": "cpu"}},
     ],
     "sana": [
+        {"batch_size": 2, "gradient_checkpointing_interval": 2, "accumulate": 2},
+        {"base_precision": "int8-torchao", "adapter": {"rank": 64}, "optimizer": {"name": "optimi-lion"}},
         {"batch_size": 2, "methods": {"masked_loss": {}}},
         {"batch_size": 2, "offload": {"activations": True}, **ALL},
         {**FULL, "optimizer": {"name": "prodigy"}},
