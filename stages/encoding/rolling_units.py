@@ -121,7 +121,8 @@ class RollingUnits:
                 yield self._units[self._names[number]]
                 continue
             self._looked = now
-            if self._rolling.alternate or (position.step >= position.order.steps and self.is_over):
+            # Of several ranks the position is a step behind, at the end too.
+            if self._rolling.alternate or (position.step >= position.order.steps - 1 and self.is_over):
                 return
             self._require_room(position)
             yield None
