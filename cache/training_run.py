@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from cache.files import explained, replacing
 from cache.json_checks import parse_json
@@ -24,6 +24,7 @@ COMPANION_LOGS = "logs"  # folder of a run, with a file for each program that `r
 SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
 TAIL_BYTES = 1 << 20  # of the metrics that status reads: about 1,500 steps
 MAX_HEADER_BYTES = 1 << 20  # of a validation latent
+Step = TypeVar("Step", int, str)  # a number, or the name of its folder
 _STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 
 
@@ -67,6 +68,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def checkpoint_step(path: Path) -> int:
     """The number in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
+
+
+def spread(steps: Sequence[Step], most: int) -> list[Step]:
+    """At most `most` of them, two at least, evenly, with the first and the last."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
 
 
 def step_of(path: Path) -> int | None:

@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 
 from cache.files import check_folder, explained, replacing
+from cache.training_run import spread
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
+from schemas.config.validation_samples import validation_samples
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
 from stages.pages import training_samples
 from stages.trackers import open_trackers
 
+SHEET_ROWS, SHEET_COLUMNS = 64, 16  # of a contact sheet, which has some 70 million pixels then
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
 
 
@@ -143,13 +146,18 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
 
 def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -> None:
-    """A table of pictures: a row for each prompt, a column for each step; videos show their middle frame."""
+    """A table of pictures: a row for each validation sample, in the order of the configuration, a column for each step;
+    at most SHEET_ROWS and SHEET_COLUMNS, these spread evenly. Videos show their middle frame."""
     from PIL import Image, ImageDraw
 
-    steps = sorted({file.parent.name for file in files})
-    names = sorted({file.stem for file in files})
+    steps = spread(sorted({file.parent.name for file in files}), SHEET_COLUMNS)
+    samples = validation_samples(config.validation, config.model.family_spec)
+    order = {sample.name: number for number, sample in enumerate(samples)}
+    names = sorted({file.stem for file in files}, key=lambda name: (order.get(name, len(order)), name))[:SHEET_ROWS]
     pictures = {}
     for file in files:
+        if file.stem not in names or file.parent.name not in steps:
+            continue
         picture = output_path(folder, config, file)
         if not picture.exists():
             continue

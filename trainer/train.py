@@ -34,7 +34,7 @@ from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.export import export_weights
 from trainer.setup.optim import set_learning_rate
 from trainer.setup.prepare import TrainState, prepare_training, unwrap_at_end
-from trainer.sharded import gather, is_sharded
+from trainer.sharded import gather
 from trainer.step_metrics import StepLosses
 from trainer.timesteps import sample_sigma
 
@@ -272,10 +272,7 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
         record({"step": done, **found, "eval_weights": weights})
     config, prompts = run.updates.check(run.files) if run.updates else (run.config, data)
     if prompts.meta["validation"]:
-        ranks = run.accelerator.num_processes
-        # Every rank computes a part of a sharded model; otherwise each takes samples of its own.
-        share = (0, 1) if is_sharded(run.model.parameters()) else (run.accelerator.process_index, ranks)
-        samples = validation.list_samples(config, prompts)
+        samples, share = validation.list_samples(config, prompts), run.validation_share
         steps = sum(sample.steps for sample, _ in validation.divide_samples(samples, share))
         shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")
         with shows as shown, run.files.collected(folder) as place:

@@ -255,3 +255,19 @@ def test_a_tracker_that_is_not_installed_is_left_out(project, monkeypatch) -> No
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
     assert home.run(decode.run).done == 1
     assert "pictures are not added to tensorboard" in home.said
+
+
+@pytest.mark.slow
+def test_a_contact_sheet_has_a_limit_and_the_order_of_the_configuration(project, tmp_path) -> None:
+    prompts = [{"name": "zebra", "prompt": "first of the configuration"}]
+    config = project(validation={"size": "64x64", "prompts": prompts}).config()
+    folders = [f"step-{step:06d}" for step in range(18)]
+    names = ["zebra", *(f"row-{number:02d}" for number in range(70))]
+    files = [tmp_path / "validation" / step / f"{name}.safetensors" for step in folders for name in names]
+    first = decode.output_path(tmp_path, config, files[0])
+    first.parent.mkdir(parents=True)
+    Image.new("RGB", (64, 64), "red").save(first)
+    decode.write_contact_sheet(config, tmp_path, files, tmp_path / "sheet.png")
+    sheet = Image.open(tmp_path / "sheet.png")
+    assert sheet.size == (16 * 160, 64 * 180)
+    assert sheet.getpixel((80, 100)) == (255, 0, 0), "first row, first step"

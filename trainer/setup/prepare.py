@@ -78,6 +78,13 @@ class TrainState:
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
+    @property
+    def validation_share(self) -> tuple[int, int]:
+        """(i, n): the part of the validation samples that this rank denoises; of a sharded model every rank all."""
+        if is_sharded(self.model.parameters()):
+            return 0, 1
+        return self.accelerator.process_index, self.accelerator.num_processes
+
     def most_passes(self, count: int) -> int:
         """The largest `count` of all ranks where these share one model; else `count`."""
         if not is_sharded(self.trainable.values()):

@@ -14,7 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from cache.json_checks import check_prompt_image
-from cache.training_run import read_description, step_of
+from cache.training_run import read_description, spread, step_of
 from schemas.config.pipeline import Config
 from schemas.config.validation_samples import ValidationSample, validation_samples
 from schemas.errors import LatentpressError
@@ -130,13 +130,6 @@ def gather_samples(
     return grid
 
 
-def spread(steps: Sequence[Step], most: int) -> list[Step]:
-    """At most `most` of them, evenly, with the first and the last."""
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
-
-
 def _find_files(run: str, folder: Path, config: Config) -> _Files:
     files: dict[tuple[str, Step], Path | None] = {}
     samples = {sample.name: sample for sample in validation_samples(config.validation, config.model.family_spec)}
@@ -169,7 +162,7 @@ def _read_row(
             source = shrink_file(Path(prompt.image), SOURCE_BOX, SOURCE_BYTES)
         elif "image" in about:
             check_prompt_image(about)
-            values["image of the data"] = describe_image(about["image"])
+            values["source from"] = describe_image(about["image"])
             source = _read_data_image(files.config, about["image"])
     except (MediaError, LatentpressError, OSError, ValueError, KeyError) as error:
         problem = escape_unprintable(f"the source image can't be shown: {error}")
