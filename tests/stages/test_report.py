@@ -72,6 +72,7 @@ def test_a_finished_run(home: Project) -> None:
     made.latent(40, "two")
     (made.folder / "result.json").write_text('{"step": 40}')
     (made.folder / "scores.jsonl").write_text('{"step": 40, "scores": {"clip score": 0.3}}\n')
+    append_stage(made.folder, {"stage": "score", "began": 0.0, "seconds": 7.0, "done": 1, "failed": False})
     for seconds in (61.0, 60.0):
         append_stage(made.folder, {"stage": "discover", "began": 0.0, "seconds": seconds, "done": 1, "failed": False})
     fingerprint, store = TEXT.fingerprint(made.config), Store(made.config.root)
@@ -103,6 +104,8 @@ def test_a_finished_run(home: Project) -> None:
     assert "broken.png" in page.text and "broken.png" in page.text
     assert len(page.pictures("tiny.png")) == 1, "set aside, and it can be shown"
 
+    scores_bytes = (made.folder / "scores.jsonl").stat().st_size
+    assert re.search(rf"<td>score</td>\s*<td>0:00:07</td>\s*<td>{scores_bytes} bytes</td>", text)
     assert "0:02:01" in page.text and "not recorded" in page.text and "0:00:20" in page.text, (
         "40 steps of half a second"
     )

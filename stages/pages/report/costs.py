@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.files import walk
+from cache.scores import SCORES_FILE
 from cache.stage_log import read_stages
 from cache.store import Store
 from schemas.config.pipeline import Config
@@ -66,6 +67,9 @@ def _sizes(store: Store, config: Config, folder: Path, fingerprints: Mapping[str
     own = {name: _local(folder / name) for name in ("validation", "samples")}
     sizes["train"] = _local(folder) - own["samples"]
     sizes["decode"] = own["samples"]
+    scores = folder / SCORES_FILE
+    if scores.exists():
+        sizes["score"] = scores.stat().st_size
     return sizes
 
 
