@@ -4,12 +4,18 @@ from typing import Any
 
 from cache import weights
 from cache.json_checks import printable
+from cache.single_model import SingleModel
 from cache.store import Store
 from schemas.catalogue import FAMILIES
 from schemas.config.encoding import Model
 from schemas.errors import USAGE
 from schemas.family import Family, Flavour
 
+PREVIEW_KEY = "validation.preview_autoencoder"
+PREVIEW_ADVICE = (
+    f"set {PREVIEW_KEY} to the folder or repository of a tiny autoencoder in diffusers' form, such as "
+    "madebyollin/taef1 for Kandinsky 5 Image, or remove it"
+)
 MODEL_HINT = "correct model.path, or model.family and model.flavour"
 
 
@@ -78,6 +84,32 @@ def check_autoencoder(model: Model) -> None:
                 f"take vae/ from the repository of the transformer ({model.flavour_spec.repo}), or correct "
                 "model.path, model.family and model.flavour",
             )
+
+
+def preview_model(source: str) -> SingleModel:
+    """`validation.preview_autoencoder`."""
+    return SingleModel(source, None, PREVIEW_KEY, PREVIEW_ADVICE)
+
+
+def check_preview_autoencoder(model: Model, source: str) -> None:
+    """CheckpointMismatch where a tiny autoencoder can't read the family's latents."""
+    family = model.family_spec
+    config = weights.read_object(preview_model(source).config_file())
+    found = {"_class_name": config.get("_class_name"), "latent_channels": config.get("latent_channels")}
+    for key, wanted in (("_class_name", family.preview_autoencoder), ("latent_channels", family.latent_channels)):
+        if found[key] != wanted:
+            raise CheckpointMismatch(
+                f"{PREVIEW_KEY}: config.json of {source} has {key} = {printable(found[key])}, and the latents of "
+                f"{model.family} need {wanted}",
+                PREVIEW_ADVICE,
+            )
+    blocks, factor = config.get("num_decoder_blocks"), config.get("upsampling_scaling_factor", 2)
+    if not isinstance(blocks, list) or factor ** (len(blocks) - 1) != family.spatial_stride:
+        raise CheckpointMismatch(
+            f"{PREVIEW_KEY}: {source} does not enlarge latents {family.spatial_stride} times, as the autoencoder of "
+            f"{model.family} does",
+            PREVIEW_ADVICE,
+        )
 
 
 def check_component(model: Model, part: str) -> None:

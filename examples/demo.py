@@ -176,7 +176,8 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
             "precision": "float32",
         },
         "datasets": [dataset],
-        "stages": {stage: {"threads": 1} for stage in ("encode-text", "encode-latents", "decode")},
+        "stages": {stage: {"threads": 1} for stage in ("encode-text", "encode-latents")}
+        | {"decode": {"threads": 1, "while_training": False}},  # two flavours take the processor already
         "train": {
             "run": "demo",
             "steps": flavour.steps,

@@ -131,6 +131,7 @@ class Family:
     in the transformer's config. pipelines: task -> diffusers class. conditions: task -> its condition, if it has one.
     posterior: the autoencoder gives a distribution. latent_settings: what else determines latents; checked when the
     autoencoder is loaded. latent_precision (None: the model's), text_attention: defaults of the configuration.
+    preview_autoencoder: diffusers' class of tiny autoencoders for these latents, if it has one.
     layers: key of the transformer's config, whose value is the number of blocks that compute visual tokens. convolves:
     these blocks convolve over the grid of tokens. tile: side of the tiles of `latents.tiling`, and the distance between
     their beginnings (pixels).
@@ -173,6 +174,7 @@ class Family:
     text_attention: Literal["sdpa", "eager"] = "sdpa"
     layers: str = "num_layers"
     convolves: bool = False
+    preview_autoencoder: Literal["AutoencoderTiny"] | None = None
     tile: tuple[int, int] = (512, 384)
 
     def condition_frames(self, task: Task) -> int:

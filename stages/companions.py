@@ -5,12 +5,13 @@ It looks again and again at what the trainer left (`Watch`). The trainer knows n
 is killed neither stops training nor slows it. A new companion is a row of COMPANIONS.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -19,10 +20,10 @@ from types import TracebackType
 
 from cache.training_run import COMPANION_LOGS, RESULT_NOTE, is_running, read_progress
 from schemas.cli.console import Console, Options
-from schemas.cli.interruption import StopHandler
+from schemas.cli.interruption import StopHandler, child_environment
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
-from schemas.errors import OK
+from schemas.errors import INCOMPLETE, OK
 
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a companion
 FINISH_S = 600.0  # for a companion to end once it is told to
@@ -49,7 +50,19 @@ class Companion:
     extra: str = ""
 
 
+def decodes_while_training(config: Config) -> bool:
+    """Unless told otherwise: pictures, on the processor or where the configuration says. Clips take minutes and tens of
+    gigabytes there, so they are decoded only on a device that was named."""
+    decode = config.stages.decode
+    if "decode" not in config.stages.order or not config.validation.prompts:
+        return False
+    if decode.while_training is not None:
+        return decode.while_training
+    return not config.model.family_spec.video or decode.device != "auto"
+
+
 COMPANIONS = (
+    Companion("decode", applies=decodes_while_training, library="av", extra="encode"),
     Companion("score", applies=lambda config: "score" in config.stage_order, library="transformers", extra="encode"),
     Companion("report", library="bokeh", extra="report"),
     Companion("notify", since=None, until=None, applies=lambda config: bool(config.notify.webhooks)),
@@ -144,6 +157,38 @@ class Companions:
         self.finish()
 
 
+class StageProcesses:
+    """Runs one program at a time, each in its own process; its log is passed through."""
+
+    def __init__(self, extra_options: Mapping[str, list[str]]) -> None:
+        """extra_options: by program, in addition to those of all."""
+        self._extra_options = extra_options
+        self._process: subprocess.Popen | None = None
+        self._stopped = False
+
+    def run(self, stage: str, options: Options) -> tuple[int, dict]:
+        """Exit code and report: with an empty error if the program prints none, empty after `stop`."""
+        module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
+        words = [word for word in options.argv() if word != "--json"]
+        command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
+        if self._stopped:
+            return INCOMPLETE, {}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as self._process:
+            if self._stopped:  # since it was checked above
+                self._process.terminate()
+            output, _ = self._process.communicate()
+        try:
+            return self._process.returncode, json.loads(output)
+        except json.JSONDecodeError:
+            return self._process.returncode, {"error": {}}
+
+    def stop(self) -> None:
+        """Terminate the running program, which ends in its own way; `run` still waits for it."""
+        self._stopped = True
+        if self._process is not None:
+            self._process.terminate()
+
+
 class Watch:
     """Looks of a program with --watch at runs that are being trained:
 
@@ -154,11 +199,13 @@ class Watch:
     so nothing that a trainer left is missed. A companion of `run` follows until it is told to finish, or until `run`
     is gone and then the trainer.
 
-    told: whether it was told to finish.
+    told: whether it was told to finish; on_told is then called.
     """
 
-    def __init__(self, folders: Sequence[Path], pause_s: float = WATCH_S) -> None:
-        self.told = False
+    def __init__(
+        self, folders: Sequence[Path], pause_s: float = WATCH_S, on_told: Callable[[], object] = lambda: None
+    ) -> None:
+        self.told, self._on_told = False, on_told
         self._folders, self._pause_s = folders, pause_s
         self._seen, self._began = False, time.monotonic()
 
@@ -175,6 +222,7 @@ class Watch:
         if self.told:  # Ctrl-C a second time
             raise KeyboardInterrupt
         self.told = True
+        self._on_told()
 
     def _has_ended(self) -> bool:
         if self.told:

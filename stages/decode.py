@@ -2,24 +2,32 @@
 
 Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
 <output>/<run>/samples/contact-sheet.png, and adds the pictures to the trackers of `train.trackers`. A latent is decoded
-again only if it is newer than its picture. Of training samples whose captions the prompts are it writes the original
-and the decoded latents (stages/pages/training_samples.py).
+again only if it is newer than its picture, or if that is a preview. Of training samples whose captions the prompts are
+it writes the original and the decoded latents (stages/pages/training_samples.py).
 """
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
+from cache.compatibility import check_preview_autoencoder
 from cache.files import check_folder, explained, replacing
-from cache.training_run import spread
+from cache.training_run import METRICS_FILE, is_running, read_last_metrics, spread, step_of
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.interruption import StopHandler
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.validation_samples import validation_samples
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
+from stages.companions import StageProcesses, Watch
+from stages.encoding.stage_options import UsageError
+from stages.media.preview_mark import is_preview, preview_mark
 from stages.pages import training_samples
 from stages.trackers import open_trackers
 
@@ -27,19 +35,34 @@ SHEET_ROWS, SHEET_COLUMNS = 64, 16  # of a contact sheet, which has some 70 mill
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
 
 
-def run(config: Config, options: Options, console: Console) -> Report:
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Decode what the trainer leaves while it trains, then the rest.")
+    ] = False,
+    preview: Annotated[
+        bool, typer.Option("--preview", help="With validation.preview_autoencoder; pictures are marked as previews.")
+    ] = False,
+) -> Report:
+    if preview and not config.validation.preview_autoencoder:
+        step = "set it to the folder or repository of one, or leave --preview out"
+        raise UsageError("--preview needs validation.preview_autoencoder, a tiny autoencoder", step)
+    if config.validation.preview_autoencoder and (preview or watch):
+        check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
     folder = Path(config.output) / config.train.run
     check_folder(folder)
     report = Report(program="decode", dry_run=options.dry_run)
+    if watch and not options.dry_run:
+        report.done, told = decode_while_training(config, options, console, folder)
+        if told:  # the rest is for `latentpress decode`, which `run` starts next
+            return report
     files = sorted((folder / "validation").glob("*/*.safetensors"))
     own = options.partition.select(files)
-    todo = []
-    for file in own:
-        picture = output_path(folder, config, file)
-        # A picture that is older than the latent is of an earlier training of the same name.
-        if not picture.exists() or picture.stat().st_mtime_ns < file.stat().st_mtime_ns:
-            todo.append(file)
-    report.skipped = len(own) - len(todo)
+    todo = find_undecoded(config, folder, own, preview)
+    report.skipped = max(0, len(own) - len(todo) - report.done)
     if options.dry_run:
         report.remaining = len(todo)
         return report
@@ -47,50 +70,148 @@ def run(config: Config, options: Options, console: Console) -> Report:
         console.log(f"no validation latents under {folder / 'validation'}: nothing to decode")
         return report
     if todo:
-        with garbage_collection_paused():
-            with activity("loading torch and what decodes", at_once=True):
-                import torch
-
-                from stages.encoding import model_loading
-                from stages.encoding.vae import base
-
-            device = model_loading.select_device(options.resources(config, "decode"))
-            autoencoder = base.load_autoencoder(config, device)
-        rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
-        fps = config.validation.fps or next(iter(rates), 24.0)
-        with (
-            console.progress(len(todo), "decode", "samples") as progress,
-            open_trackers(folder, config.train.trackers, console) as trackers,
-        ):
-            for file in todo:
-                latent_CTHW, metadata = read_latent(file)
-                if (family := metadata["family"]) != config.model.family:
-                    row = {"item": file.name, "path": str(file), "reason": "other-family", "message": family}
-                    report.failed.append(row)
-                    continue
-                frames_THWC = autoencoder.decode(torch.from_numpy(latent_CTHW)[None])[0]
-                picture = output_path(folder, config, file)
-                with explained(str(picture)):
-                    write_output(picture, np.asarray(frames_THWC), fps)
-                step = int(file.parent.name.removeprefix("step-"))
-                trackers.add_picture(file.stem, step, np.asarray(frames_THWC), picture, fps)
-                report.done += 1
-                progress.advance(1)
-        suffix = OUTPUT_SUFFIXES[config.model.family_spec.video]
-        training_samples.write_training_samples(
-            config,
-            folder,
-            autoencoder,
-            options.resources(config, "decode"),
-            lambda path, frames_THWC: write_output(path.with_suffix(suffix), frames_THWC, fps),
-            console,
-        )
+        done, handler = report.done, StopHandler()
+        with handler.stop_on_signals():
+            _decode_files(config, options, console, folder, todo, preview, report)
+        report.remaining = len(todo) - len(report.failed) - (report.done - done)
+        if handler.reason:
+            report.details["stopped"] = f"by {handler.reason}; what is decoded is kept"
+            return report
     sheet = folder / "samples" / "contact-sheet.png"
     if todo or not sheet.exists():
         with explained(str(sheet)):
             write_contact_sheet(config, folder, files, sheet)
     report.details = {"samples": str(folder / "samples"), "contact_sheet": str(sheet)}
     return report
+
+
+def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview: bool) -> list[Path]:
+    """The latents of `files` without a picture, or with an older one, which is of an earlier training of the same name;
+    and those with a preview alone, where more than a preview is wanted."""
+    todo = []
+    for file in files:
+        picture = output_path(folder, config, file)
+        missing = not picture.exists() or picture.stat().st_mtime_ns < file.stat().st_mtime_ns
+        if missing or (not preview and is_preview(picture)):
+            todo.append(file)
+    return todo
+
+
+def decode_while_training(config: Config, options: Options, console: Console, folder: Path) -> tuple[int, bool]:
+    """Decode what appears until no trainer is at work: (how many, whether it was told to finish before).
+
+    Each time by a process of its own, which frees all memory when it ends. One that fails, as where the device has no
+    room beside the trainer, is not tried again before training has ended. device auto: the processor, as the trainer
+    may use every card.
+    """
+    device = options.resources(config, "decode").device
+    options = replace(options, device="cpu" if device == "auto" else device)
+    preview = config.validation.preview_autoencoder is not None
+    processes = StageProcesses({"decode": ["--preview"] if preview else []})
+    watch = Watch([folder], on_told=processes.stop)
+    done, failed, waits = 0, dict[str, int](), False
+    for last in watch:
+        if last or waits:
+            continue
+        files = options.partition.select(sorted((folder / "validation").glob("*/*.safetensors")))
+        todo = [
+            file
+            for file in find_undecoded(config, folder, files, preview)
+            if failed.get(str(file)) != file.stat().st_mtime_ns
+        ]
+        if device.startswith("cuda"):
+            todo = _trained_after(folder, todo)
+        if not todo:
+            continue
+        times = {str(file): file.stat().st_mtime_ns for file in todo}
+        _, document = processes.run("decode", options)
+        if "error" in document and not watch.told:
+            waits = True
+            why = document["error"].get("message", "it ended without a report")
+            console.warn(f"decoding beside training failed: {why}; the rest is decoded when training has ended")
+            continue
+        done += document.get("done", 0)
+        for row in document.get("failed", ()):
+            console.warn(f"{row['path']} is left out: {row['message']}")
+            failed[row["path"]] = times.get(row["path"], 0)
+    return done, watch.told
+
+
+def _trained_after(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """Those after whose validation a step was trained: then the trainer has taken the memory that it needs on the card,
+    and what is free may be used."""
+    metrics = read_last_metrics(folder / METRICS_FILE)
+    trained = max((line["step"] for line in metrics if "loss" in line), default=0)
+    return [file for file in files if (step_of(file.parent) or 0) < trained]
+
+
+def _decode_files(
+    config: Config,
+    options: Options,
+    console: Console,
+    folder: Path,
+    todo: Sequence[Path],
+    preview: bool,
+    report: Report,
+) -> None:
+    """Decode `todo`; counts and failures are added to the report."""
+    with garbage_collection_paused():
+        with activity("loading torch and what decodes", at_once=True):
+            import torch
+
+            from stages.encoding import model_loading
+            from stages.encoding.vae import base, tiny
+
+        device = model_loading.select_device(options.resources(config, "decode"))
+        if device.type == "cuda" and is_running(folder):
+            model_loading.limit_memory(device)
+        load: Callable[..., Any] = tiny.load_tiny_autoencoder if preview else base.load_autoencoder
+        autoencoder = load(config, device)
+    rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
+    fps = config.validation.fps or next(iter(rates), 24.0)
+    with (
+        console.progress(len(todo), "decode", "samples") as progress,
+        open_trackers(folder, config.train.trackers, console) as trackers,
+    ):
+        for file in todo:
+            if (latent_CTHW := _read_valid(file, config, report)) is None:
+                continue
+            with model_loading.memory_errors(f"decoding {file.name} on {device}"):
+                frames_THWC = np.asarray(autoencoder.decode(torch.from_numpy(latent_CTHW)[None])[0])
+            picture = output_path(folder, config, file)
+            with explained(str(picture)):
+                write_output(picture, frames_THWC, fps, preview)
+            tag = f"{'preview' if preview else 'validation'}/{file.stem}"
+            trackers.add_picture(tag, step_of(file.parent) or 0, frames_THWC, picture, fps)
+            report.done += 1
+            progress.advance(1)
+    if not preview:
+        suffix, resources = OUTPUT_SUFFIXES[config.model.family_spec.video], options.resources(config, "decode")
+
+        def write(path: Path, frames_THWC: np.ndarray) -> None:
+            write_output(path.with_suffix(suffix), frames_THWC, fps)
+
+        training_samples.write_training_samples(config, folder, autoencoder, resources, write, console)
+
+
+def _read_valid(file: Path, config: Config, report: Report) -> np.ndarray | None:
+    """The latent; None where it can't be decoded, which is added to the report."""
+    try:
+        latent_CTHW, metadata = read_latent(file)
+    except LatentpressError as error:
+        problem = "damaged", f"{error.message}; {error.next_step}"
+    else:
+        family, channels = metadata.get("family"), config.model.family_spec.latent_channels
+        if family == config.model.family and latent_CTHW.ndim == 4 and len(latent_CTHW) == channels:
+            return latent_CTHW
+        problem = "other-family", str(family)
+        if family == config.model.family:
+            problem = (
+                "other-shape",
+                f"shape {latent_CTHW.shape}; {family} has {channels} channels, frames, rows, columns",
+            )
+    report.failed.append({"item": file.name, "path": str(file), "reason": problem[0], "message": problem[1]})
+    return None
 
 
 def output_path(folder: Path, config: Config, file: Path) -> Path:
@@ -110,13 +231,14 @@ def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
         raise LatentpressError(f"{file} can't be read: {error}", advice) from error
 
 
-def write_output(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
-    """Write uint8 frames as PNG (the first one) or MP4, by the path's suffix, atomically."""
+def write_output(path: Path, frames_THWC: np.ndarray, fps: float, preview: bool = False) -> None:
+    """Write uint8 frames as PNG (the first one) or MP4, by the path's suffix, atomically. preview: a PNG is marked as
+    one."""
     with replacing(path) as temporary:
         if path.suffix == ".png":
             from PIL import Image
 
-            Image.fromarray(frames_THWC[0]).save(temporary, format="PNG")
+            Image.fromarray(frames_THWC[0]).save(temporary, format="PNG", pnginfo=preview_mark() if preview else None)
         else:
             write_video(temporary, frames_THWC, fps)
 
@@ -154,7 +276,7 @@ def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: P
     samples = validation_samples(config.validation, config.model.family_spec)
     order = {sample.name: number for number, sample in enumerate(samples)}
     names = sorted({file.stem for file in files}, key=lambda name: (order.get(name, len(order)), name))[:SHEET_ROWS]
-    pictures = {}
+    pictures, marks = {}, dict[Path, str]()
     for file in files:
         if file.stem not in names or file.parent.name not in steps:
             continue
@@ -163,6 +285,7 @@ def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: P
             continue
         if picture.suffix == ".png":
             image = Image.open(picture).convert("RGB")
+            marks[file] = ", preview" if is_preview(picture) else ""
         else:
             from stages.media.video import probe_video, read_frames
 
@@ -176,8 +299,8 @@ def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: P
     for row, name in enumerate(names):
         for column, step in enumerate(steps):
             x, y = column * cell, row * (cell + label)
-            draw.text((x + 4, y + 4), f"{name}  {step}", fill="black")
             file = folder / "validation" / step / f"{name}.safetensors"
+            draw.text((x + 4, y + 4), f"{name}  {step}{marks.get(file, '')}", fill="black")
             if file in pictures:
                 image = pictures[file]
                 sheet.paste(image, (x + (cell - image.width) // 2, y + label + (cell - image.height) // 2))
@@ -185,7 +308,7 @@ def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: P
         sheet.save(temporary, format="PNG")
 
 
-app = make_app("decode", "Turn validation latents into pictures and videos.", run, extra="encode")
+app = make_app("decode", "Turn validation latents into pictures and videos.", run, examples=["--watch"], extra="encode")
 
 if __name__ == "__main__":
     app()

@@ -4,28 +4,26 @@ Each stage skips what is done, so a second run ends in seconds. The first stage 
 its companions run beside it (`stages/companions.py`), and at its end `report` makes the run's page.
 """
 
-import json
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cache.compatibility import check_preview_autoencoder
 from cache.damage import ENCODE_PROGRAMS
 from cache.failure_note import clear_failure, read_failure, record_failure
 from cache.stage_log import append_stage
 from cache.training_run import METRICS_FILE
 from schemas.cli.console import Console, Options, Report, make_app
-from schemas.cli.interruption import MaxTimeOption, StopHandler, child_environment
+from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
-from stages.companions import Companions
+from stages.companions import Companions, StageProcesses
 from stages.encoding.stage import refuse_partition
 
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
@@ -50,13 +48,15 @@ def run(
     ] = False,
 ) -> Report:
     refuse_partition(options, "run")
+    if config.validation.preview_autoencoder:
+        check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
     if prompts and config.cache.rolling is not None:
         what = "--prompts: with cache.rolling, validation prompts are encoded when training begins"
         raise LatentpressError(what, "Stop the run, and start `latentpress run` again.")
     order = [stage for stage in _stage_order(config, options) if not prompts or stage in PROMPT_STAGES]
     folder = Path(config.output) / config.train.run
     aside = options.dry_run or prompts  # of the run itself: nothing is told, recorded or uploaded
-    processes = _StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
+    processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     followers = _Followers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
     companions = Companions(config, options, console, stop_handler)
@@ -94,7 +94,7 @@ def _run_stages(
     config: Config,
     options: Options,
     console: Console,
-    processes: "_StageProcesses",
+    processes: StageProcesses,
     stop_handler: StopHandler,
     followers: "_Followers",
     companions: Companions,
@@ -167,9 +167,7 @@ def _run_stages(
     return report
 
 
-def _find_report(
-    config: Config, report: Report, options: Options, console: Console, processes: "_StageProcesses"
-) -> str:
+def _find_report(config: Config, report: Report, options: Options, console: Console, processes: StageProcesses) -> str:
     """The run's page, made again if anything was done; "" where there is none."""
     page = Path(config.output) / config.train.run / "report.html"
     if not report.done and not report.remaining and page.exists():
@@ -177,7 +175,7 @@ def _find_report(
     return _make_report(options, console, processes)
 
 
-def _make_report(options: Options, console: Console, processes: "_StageProcesses") -> str:
+def _make_report(options: Options, console: Console, processes: StageProcesses) -> str:
     if find_spec("bokeh") is None:
         console.log("no report is made without bokeh: pip install -e '.[report]'")
         return ""
@@ -186,7 +184,7 @@ def _make_report(options: Options, console: Console, processes: "_StageProcesses
     return document.get("details", {}).get("page", "")
 
 
-def _push(report: Report, options: Options, console: Console, processes: "_StageProcesses") -> None:
+def _push(report: Report, options: Options, console: Console, processes: StageProcesses) -> None:
     """Upload the result; where that fails, it is what remains to be done."""
     console.log("--- push")
     code, document = processes.run("push", options)
@@ -240,51 +238,19 @@ class StageFailed(LatentpressError):
         return super().to_dict() | {"message": f"{self.stage}: {self.reason}", "next_step": self.advice}
 
 
-class _StageProcesses:
-    """Runs one program at a time, each in its own process; its log is passed through."""
-
-    def __init__(self, extra_options: Mapping[str, list[str]]) -> None:
-        """extra_options: by program, in addition to those of all."""
-        self._extra_options = extra_options
-        self._process: subprocess.Popen | None = None
-        self._stopped = False
-
-    def run(self, stage: str, options: Options) -> tuple[int, dict]:
-        """Exit code and report: with an empty error if the program prints none, empty after `stop`."""
-        module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
-        words = [word for word in options.argv() if word != "--json"]
-        command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
-        if self._stopped:
-            return INCOMPLETE, {}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as self._process:
-            if self._stopped:  # since it was checked above
-                self._process.terminate()
-            output, _ = self._process.communicate()
-        try:
-            return self._process.returncode, json.loads(output)
-        except json.JSONDecodeError:
-            return self._process.returncode, {"error": {}}
-
-    def stop(self) -> None:
-        """Terminate the running program, which ends in its own way; `run` still waits for it."""
-        self._stopped = True
-        if self._process is not None:
-            self._process.terminate()
-
-
 class _Followers:
     """With cache.rolling, the encoding stages that run beside training, or take turns with it.
 
     results: of each stage, exit codes and reports. failed: stages that failed, and so ended training.
     """
 
-    def __init__(self, config: Config, options: Options, training: _StageProcesses) -> None:
+    def __init__(self, config: Config, options: Options, training: StageProcesses) -> None:
         rolling = None if options.dry_run else config.cache.rolling
         order = config.stage_order
         self.stages = tuple(stage for stage in order if rolling and stage in ENCODE_PROGRAMS.values())
         self._alternate = rolling is not None and rolling.alternate
         self._options, self._training = options, training
-        self._processes = {stage: _StageProcesses({}) for stage in self.stages}
+        self._processes = {stage: StageProcesses({}) for stage in self.stages}
         self._ending = False
         self.results: dict[StageName, list[tuple[int, dict]]] = {stage: [] for stage in self.stages}
         self.failed: set[StageName] = set()

@@ -25,8 +25,9 @@ GIF_SIDE, GIF_FPS = 320, 12.5  # at most: 61 frames of 320x192 take about 2 MB i
 class Tracker(Protocol):
     """What a run of TensorBoard or of Weights & Biases takes."""
 
-    def add_picture(self, name: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
-        """The uint8 frames of a validation prompt at a step, and the file that they were written to."""
+    def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
+        """The uint8 frames of a validation sample at a step, and the file that they were written to. tag:
+        validation/NAME, or preview/NAME."""
 
     def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
         """Numbers of a validation, by name."""
@@ -38,9 +39,9 @@ class _Trackers:
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
 
-    def add_picture(self, name: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
+    def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
         for tracker in self._trackers:
-            tracker.add_picture(name, step, frames_THWC, file, fps)
+            tracker.add_picture(tag, step, frames_THWC, file, fps)
 
     def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
         for tracker in self._trackers:
@@ -68,10 +69,9 @@ class _TensorBoard:
 
         self._writer = FileWriter(str(folder))
 
-    def add_picture(self, name: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
+    def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
         from torch.utils.tensorboard import summary
 
-        tag = f"validation/{name}"
         if len(frames_THWC) == 1:
             self._writer.add_summary(summary.image(tag, frames_THWC[0], dataformats="HWC"), step)
             return
@@ -107,14 +107,14 @@ def encode_gif(frames_THWC: np.ndarray, fps: float) -> bytes:
 class _WandB:
     def __init__(self, run: Any) -> None:
         self._run = run
-        for group in ("validation", "scores"):
+        for group in ("validation", "preview", "scores"):
             run.define_metric(f"{group}/*", step_metric=f"{group}/step")
 
-    def add_picture(self, name: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
+    def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
         import wandb
 
         picture = wandb.Video(str(file)) if file.suffix == ".mp4" else wandb.Image(str(file))
-        self._run.log({f"validation/{name}": picture, "validation/step": step})
+        self._run.log({tag: picture, f"{tag.partition('/')[0]}/step": step})
 
     def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
         self._run.log({**{f"scores/{name}": value for name, value in scores.items()}, "scores/step": step})

@@ -162,6 +162,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
         for stage in ("encode-text", "encode-latents", "encode-vision")
         for option in ("readers", "prefetch", "num_cpus", "num_gpus", "memory_gib")
     },
+    "stages.decode.while_training": (MACHINE, "stages.decode.while_training=true"),
     "train.run": (RUN, "train.run=other"),
     "train.set": (REFUSED, "train.set=0123456789abcdef"),
     "train.optimizer.name": (REFUSED, "train.optimizer.name=lion"),
@@ -324,6 +325,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "validation.prompts_file": (PLAN, "validation.prompts_file=prompts.yaml validation.placeholders={token: cat}"),
     "validation.placeholders": (REFUSED, "validation.placeholders={token: cat}"),
     "validation.size": (PLAN, "validation.size=64x64@5"),
+    "validation.preview_autoencoder": (REFUSED, "validation.preview_autoencoder=tiny"),  # not for clips
     "validation.attention_backend": (RUN, "validation.attention_backend=_native_flash"),
     "validation.scores.clip": (RUN, "validation.scores={clip: ./clip}"),
     "validation.scores.clip_revision": (RUN, "validation.scores={clip: org/clip, clip_revision: main}"),

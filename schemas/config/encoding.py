@@ -160,6 +160,12 @@ class StageWorkers(Resources):
     workers: Processes = Field(1, description="processes on this machine")
 
 
+class Decode(StageWorkers):
+    while_training: bool | None = Field(
+        None, description="whether `run` decodes while it trains; default: yes, clips only where `device` is given"
+    )
+
+
 class Encoding(Resources):
     workers: Processes | None = Field(
         None,
@@ -217,7 +223,7 @@ class Stages(Section):
     encode_text: Encoding = Field(Encoding(), alias="encode-text")
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")
     encode_vision: Encoding = Field(Encoding(), alias="encode-vision")
-    decode: StageWorkers = StageWorkers()
+    decode: Decode = Decode()
     score: StageWorkers = StageWorkers(device="cpu")
 
     def _problems(self) -> Iterator[Problem]:

@@ -219,6 +219,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     validation = config.get("validation")
     _map_texts(validation, ("prompts_file",), absolute)
     _map_texts(validation.get("scores") if isinstance(validation, dict) else None, ("clip",), absolute_if_there)
+    _map_texts(validation, ("preview_autoencoder",), absolute_if_there)
     for prompt in _list_items(config.get("validation"), "prompts"):
         _map_texts(prompt, ("image",), absolute)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from schemas.catalogue import FAMILIES
 from schemas.clips import largest_valid_frames
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Latents, Model, StageName, Stages, Text, Vision
@@ -151,6 +152,10 @@ class Config(Section):
             if self.model.condition is None and prompt.image is not None:
                 yield (*here, "image"), f"{task} takes no image; remove it from prompt {prompt.name!r}"
 
+        if self.validation.preview_autoencoder and self.model.family_spec.preview_autoencoder is None:
+            have = [family.name for family in FAMILIES.values() if family.preview_autoencoder]
+            why = f"diffusers has no tiny autoencoder for the latents of {self.model.family}"
+            yield ("validation", "preview_autoencoder"), f"{why}; it has for {', '.join(have)}; remove it"
         yield from self._size_problems(("validation", "size"), self.validation.size)
         for i, prompt in enumerate(prompts):
             yield from self._size_problems(("validation", "prompts", i, "size"), prompt.size)

@@ -66,6 +66,9 @@ class Validation(GridSection):
     eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[UnitFloat, ...] = Field((0.2, 0.4, 0.6, 0.8), strict=False)
     fps: float | None = Field(None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's")
+    preview_autoencoder: str | None = Field(
+        None, description="folder or repo of a tiny autoencoder, for previews while training; default: none"
+    )
     scores: Scores = Scores()
 
     def _problems(self) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from schemas.errors import LatentpressError
 
 #: Of a RuntimeError where memory ran out: from torch's allocator on the CPU, from CUDA itself, from its libraries.
 OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+FREE_SHARE = 0.8  # of the memory that is free on a card beside the trainer
 #: Libraries that bytes may depend on, where they are installed.
 PROVENANCE_LIBRARIES = (
     *("torch", "diffusers", "transformers", "tokenizers", "accelerate", "optimum-quanto", "bitsandbytes", "flash-attn"),
@@ -58,16 +59,23 @@ def select_device(resources: Resources, process: int = 0) -> torch.device:
 def loading_errors(model: Model, part: str) -> Iterator[None]:
     """Around loading a model: refuses one of another family by name, and raises WeightsError for damaged weights."""
     check_component(model, part)
+    with reading_errors(model.source, part):
+        yield
+
+
+@contextmanager
+def reading_errors(source: str, part: str) -> Iterator[None]:
+    """Around reading weights: WeightsError where they are damaged, and an error where memory runs out."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, MemoryError, SafetensorError) as error:
         if isinstance(error, LatentpressError):
             raise
         if is_out_of_memory(error):
-            problem = f"out of memory while loading {part} of {model.source}: {error}"
+            problem = f"out of memory while loading {part} of {source}: {error}"
             raise LatentpressError(problem, "free memory, use fewer --workers, or a larger card or machine") from error
         raise WeightsError(
-            f"{model.source}: {part}, or what belongs to it, can't be loaded: {type(error).__name__}: {error}",
+            f"{source}: {part}, or what belongs to it, can't be loaded: {type(error).__name__}: {error}",
             "replace the checkpoint with a whole copy in diffusers layout",
         ) from error
 
@@ -96,6 +104,24 @@ def to_array(tensor: torch.Tensor) -> Array:
     dtype = str(raw.dtype).removeprefix("torch.")
     data = raw.reshape(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, np.uint8)
     return Array(dtype, tuple(raw.shape), data)
+
+
+@contextmanager
+def memory_errors(work: str) -> Iterator[None]:
+    """Around computing: an error that says so where memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        step = "free memory, or choose another --device; latents.tiling lowers what autoencoders need"
+        raise LatentpressError(f"out of memory while {work}: {error}", step) from error
+
+
+def limit_memory(device: torch.device) -> None:
+    """Leave a fifth of what is free on a card to the others that use it: the trainer must not run out of memory."""
+    free, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(FREE_SHARE * free / total, device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from cache.training_run import read_description, step_of
 from cache.weights import hash_file
 from schemas.identity import hash_json
 from stages.media.errors import MediaError
+from stages.media.preview_mark import is_preview
 
 SUFFIXES = (".png", ".mp4")
 
@@ -62,11 +63,12 @@ def find_samples(folder: Path) -> list[StepSamples]:
 
 
 def _find_picture(folder: Path, latent: Path) -> Path | None:
-    """The picture or clip of a latent; one that is older is of an earlier training of the same name."""
+    """The picture or clip of a latent; one that is older is of an earlier training of the same name, and a preview is
+    not scored."""
     for suffix in SUFFIXES:
         path = folder / f"{latent.stem}{suffix}"
         try:
-            if path.stat().st_mtime_ns >= latent.stat().st_mtime_ns:
+            if path.stat().st_mtime_ns >= latent.stat().st_mtime_ns and not is_preview(path):
                 return path
         except OSError:
             continue

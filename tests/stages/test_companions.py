@@ -122,7 +122,7 @@ def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, cap
         pid = started._running[companions.COMPANIONS[1]].pid
         assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + companions.NICENESS
         os.kill(pid, signal.SIGKILL)
-        until(lambda: started._running[companions.COMPANIONS[1]].poll() is not None)
+        until(lambda: all(process.poll() is not None for process in started._running.values()))
     logs = home.folder / "output/run/logs"
     assert started.failed == [
         {"program": "fail", "exit_code": 1, "log": str(logs / "fail.log")},
@@ -187,15 +187,17 @@ def test_a_log_that_cannot_be_written_leaves_the_companion_out(project, pretend,
 
 
 def test_run_ends_well_and_names_the_companion_that_failed(project, pretend, monkeypatch) -> None:
-    home = project()
+    home, running = project(), list[Companions]()
     pretend(fail)
+    start = Companions.start
+    monkeypatch.setattr(Companions, "start", lambda self, *stage: (running.append(self), start(self, *stage)))
 
     def train(self: Any, stage: str, options: Options) -> tuple[int, dict]:
         if stage == "train":
-            until(lambda: "service" in log(home, "fail"))
+            until(lambda: all(process.poll() is not None for process in running[0]._running.values()))
         return 0, Report(stage, done=1, details={"page": "report.html"}).to_dict()
 
-    monkeypatch.setattr(run._StageProcesses, "run", train)
+    monkeypatch.setattr(run.StageProcesses, "run", train)
     made = home.run(run.run, "stages.order=[index,train]")
     (row,) = made.details["companions_that_failed"]
     assert (made.exit_code, made.done, row["program"], row["exit_code"]) == (0, 2, "fail", 1)

@@ -21,6 +21,7 @@ from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable
 from stages.discovery.sources.base import open_source
 from stages.media.errors import MediaError
+from stages.media.preview_mark import is_preview
 from stages.pages import training_samples
 from stages.pages.html import Picture
 from stages.pages.report.thumbnails import PICTURE_BOX, Clip, shrink_clip, shrink_file
@@ -38,13 +39,14 @@ Step = int
 @dataclass(frozen=True)
 class Cell:
     """A prompt at a step, or what it is compared with. problem: why there is neither a picture nor a clip. link: the
-    file beside the page."""
+    file beside the page. preview: the picture was decoded by a tiny autoencoder."""
 
     label: str
     picture: Picture | None = None
     clip: Clip | None = None
     problem: str = ""
     link: str = ""
+    preview: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def _read_cell(path: Path, label: str, run: str, limit: int, beside: tuple[Path,
         link = _put_beside(path, run, beside) if beside else ""
         if path.suffix == ".mp4":
             return Cell(label, clip=shrink_clip(path, limit), link=link)
-        return Cell(label, picture=shrink_file(path, PICTURE_BOX, limit), link=link)
+        return Cell(label, picture=shrink_file(path, PICTURE_BOX, limit), link=link, preview=is_preview(path))
     except MediaError as error:
         return Cell(label, problem=escape_unprintable(f"can't be read: {error}"))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stages.decode import write_output
 from stages.media.errors import MediaError
 from stages.scoring.samples import find_samples, frame_numbers, read_sample
 from tests.stages.report_run import FakeRun
@@ -33,13 +34,15 @@ def test_samples_say_what_they_are_and_wait_for_their_pictures(project) -> None:
         made.latent(500, f"cat_seed{seed}", prompt="a cat", group="cat", seed=seed)
         made.picture(500, f"cat_seed{seed}", (seed, 0, 0))
     made.latent(500, "late")
+    made.latent(500, "small")
+    write_output(made.picture(500, "small", (0, 0, 0)), np.zeros((1, 8, 8, 3), np.uint8), 1, preview=True)
     made.latent(0, "old")
     made.picture(0, "old", (9, 9, 9))
     latent = made.folder / "validation/step-000000/old.safetensors"
     os.utime(latent, ns=(0, (made.folder / "samples/step-000000/old.png").stat().st_mtime_ns + 1))
     first, second = find_samples(made.folder)
     assert (first.step, first.samples, first.waiting) == (0, (), ("old",)), "its latent is newer"
-    assert (second.step, second.waiting) == (500, ("late",))
+    assert (second.step, second.waiting) == (500, ("late", "small")), "a preview is not scored"
     assert [(each.group, each.seed, each.prompt) for each in second.samples] == [
         ("cat", 1, "a cat"),
         ("cat", 2, "a cat"),

@@ -1,0 +1,370 @@
+"""Pictures during training: decoded once, whole or not at all, and never at training's cost."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import trainer.__main__  # noqa: F401 (programs are forks of this process)
+from schemas.config.loading import ConfigError
+from schemas.errors import LatentpressError
+from stages import bucket, companions, decode, discover, encode_latents, encode_text, index, run
+from stages.companions import decodes_while_training
+from stages.encoding import model_loading
+from stages.encoding.vae import base
+from stages.media.preview_mark import is_preview
+from tests.project import Project
+from tests.stages.report_run import FakeRun, step_line
+from tests.stages.test_decode import put
+from trainer import validation
+
+LIMIT_S = 240.0
+FAMILY = "kandinsky5-image"
+
+
+def until(happened: Callable[[], object]) -> None:
+    began = time.monotonic()
+    while not happened():
+        assert time.monotonic() - began < LIMIT_S
+        time.sleep(0.05)
+
+
+def picture(home: Project, name: str, step: int = 3) -> Path:
+    return home.folder / f"output/run/samples/step-{step:06}/{name}.png"
+
+
+def add(home: Project, name: str, step: int = 3, seed: int = 0) -> Path:
+    latent = np.random.default_rng(seed).standard_normal((16, 1, 8, 8)).astype(np.float32)
+    return put(home, name, latent, FAMILY, step)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """script(first, second, told=False): in place of a watch's looks; what happens after each look. No time passes."""
+
+    def set_looks(*actions: Callable[[], object], told: bool = False) -> None:
+        class Looks:
+            def __init__(self, folders: list[Path], on_told: Callable[[], object]) -> None:
+                self.told, self._on_told = False, on_told
+
+            def __iter__(self) -> Iterator[bool]:
+                for action in actions:
+                    yield False
+                    action()
+                if told:
+                    self.told = True
+                    self._on_told()
+                yield True
+
+        monkeypatch.setattr(decode, "Watch", Looks)
+
+    return set_looks
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices of the processes that were started."""
+    started: list[str] = []
+    run_stage = companions.StageProcesses.run
+
+    def record(self: Any, stage: str, options: Any) -> tuple[int, dict]:
+        started.append(options.device)
+        return run_stage(self, stage, options)
+
+    monkeypatch.setattr(companions.StageProcesses, "run", record)
+    return started
+
+
+def decoded(home: Project, latent: Path) -> np.ndarray:
+    autoencoder = base.load_autoencoder(home.config(), torch.device("cpu"))
+    return np.asarray(autoencoder.decode(torch.from_numpy(decode.read_latent(latent)[0])[None])[0, 0])
+
+
+@pytest.mark.slow
+def test_pictures_are_there_before_training_has_ended(
+    forked_programs: None, project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through `run`: the trainer's second validation waits for the picture of the first."""
+    prompts = [{"name": "one", "prompt": "a colour"}]
+    home = project(
+        train={"run": "run", "steps": 2, "batch_size": 1, "threads": 1},
+        validation={"size": "64x64", "steps": 2, "every": 2, "eval_samples": 0, "prompts": prompts},
+    )
+    home.image("0.png", (64, 64), "a colour")
+    for program in (discover, bucket, encode_text, encode_latents, index):
+        home.run(program.run)
+    write, first = validation.write_validation_latents, picture(home, "one", 0)
+
+    def wait_and_write(model: Any, family: Any, config: Any, data: Any, folder: Path, *rest: Any, **more: Any) -> int:
+        if folder.name != "step-000000":
+            until(first.exists)
+        return write(model, family, config, data, folder, *rest, **more)
+
+    monkeypatch.setattr(validation, "write_validation_latents", wait_and_write)
+    report = home.run(run.run, "stages.order=[train, decode]")
+    assert report.exit_code == 0 and "companions_that_failed" not in report.details
+    for step in (0, 2):
+        latent = home.folder / f"output/run/validation/step-{step:06}/one.safetensors"
+        np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "one", step))), decoded(home, latent))
+    result = home.folder / "output/run/result.json"
+    assert first.stat().st_mtime_ns < result.stat().st_mtime_ns
+    assert (home.folder / "output/run/samples/contact-sheet.png").exists()
+
+
+@pytest.mark.slow
+def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_programs, script, rounds, capfd) -> None:
+    home = project()
+    seen: list[list[str]] = []
+
+    def list_pictures() -> None:
+        seen.append(sorted(path.name for path in home.folder.glob("output/run/samples/*/*.png")))
+
+    def add_damaged() -> None:
+        list_pictures()
+        path = add(home, "dog")
+        path.write_bytes(path.read_bytes()[:60])
+        add(home, "emu")
+
+    add(home, "cat")
+    script(add_damaged, list_pictures, list_pictures, lambda: add(home, "fox"))
+    report = home.run(decode.run, watch=True)
+    assert seen == [["cat.png"], ["cat.png", "emu.png"], ["cat.png", "emu.png"]]
+    assert rounds == ["cpu", "cpu"], "the damaged one is not tried again, and auto is the processor"
+    assert "dog.safetensors is left out: " in home.said and "can't be read" in home.said
+    assert [row["reason"] for row in report.failed] == ["damaged"] and report.exit_code == 3
+    assert report.done == 3 and picture(home, "fox").exists(), "the last ones when training has ended"
+    times = {path: path.stat().st_mtime_ns for path in home.folder.glob("output/run/samples/step*/*")}
+    (home.folder / "output/run/validation/step-000003/dog.safetensors").unlink()
+    script(list_pictures)
+    again = home.run(decode.run, watch=True)
+    assert (again.done, again.skipped, len(rounds)) == (0, 3, 2)
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_it_writes_leaves_no_part_and_training_alone(
+    project, forked_programs, script, monkeypatch, rounds
+) -> None:
+    home, this, save = project(), os.getpid(), Image.Image.save
+    latent, seen = add(home, "cat"), []
+
+    def die_half_way(image: Any, path: Any, *rest: Any, **options: Any) -> None:
+        if os.getpid() == this:
+            return save(image, path, *rest, **options)
+        Path(path).write_bytes(b"\x89PNG half of it")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Image.Image, "save", die_half_way)
+    script(lambda: seen.append(picture(home, "cat").exists()), lambda: add(home, "dog"))
+    report = home.run(decode.run, watch=True)
+    assert seen == [False] and rounds == ["cpu"], "it is not tried again beside training"
+    assert "decoding beside training failed: it ended without a report" in home.said
+    assert (report.done, report.exit_code) == (2, 0)
+    np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
+
+
+@pytest.mark.slow
+def test_where_memory_runs_out_it_waits_until_training_has_ended(
+    project, forked_programs, script, monkeypatch, rounds
+) -> None:
+    home, this = project(), os.getpid()
+    decode_with = base.Autoencoder.decode
+
+    def run_out(self: Any, latents: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != this:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return decode_with(self, latents)
+
+    monkeypatch.setattr(base.Autoencoder, "decode", run_out)
+    add(home, "cat")
+    script(lambda: add(home, "dog"), lambda: None)
+    report = home.run(decode.run, watch=True)
+    assert "decoding beside training failed: out of memory while decoding cat.safetensors on cpu" in home.said
+    assert rounds == ["cpu"] and (report.done, report.exit_code) == (2, 0)
+
+
+@pytest.mark.slow
+def test_told_to_finish_it_leaves_the_rest(project, forked_programs, script, rounds) -> None:
+    home = project()
+    add(home, "cat")
+    script(lambda: add(home, "dog"), told=True)
+    report = home.run(decode.run, watch=True)
+    assert (report.done, report.exit_code) == (1, 0)
+    assert picture(home, "cat").exists() and not picture(home, "dog").exists()
+
+
+@pytest.mark.slow
+def test_a_stopped_decode_keeps_what_it_decoded_and_no_part(project, monkeypatch) -> None:
+    home, decode_with, count = project(), base.Autoencoder.decode, []
+    for name in ("cat", "dog", "emu"):
+        add(home, name)
+
+    def stop_at_the_second(self: Any, latents: torch.Tensor) -> torch.Tensor:
+        count.append(1)
+        if len(count) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return decode_with(self, latents)
+
+    monkeypatch.setattr(base.Autoencoder, "decode", stop_at_the_second)
+    report = home.run(decode.run)
+    assert (report.done, report.remaining, report.exit_code) == (1, 2, 3)
+    assert report.details["stopped"] == "by SIGTERM; what is decoded is kept"
+    assert [path.name for path in home.folder.glob("output/run/samples/*/*")] == ["cat.png"]
+    assert home.run(decode.run).done == 2
+
+
+def test_on_a_card_it_waits_for_a_step_of_training(project) -> None:
+    """By then the trainer has taken the memory that it needs."""
+    home = project()
+    trained = FakeRun(home)
+    files = [add(home, "cat", step) for step in (0, 3)]
+    assert decode._trained_after(trained.folder, files) == []
+    trained.metrics(step_line(1), step_line(3))
+    assert decode._trained_after(trained.folder, files) == files[:1]
+    trained.metrics(step_line(4))
+    assert decode._trained_after(trained.folder, files) == files
+
+
+def test_beside_the_trainer_a_part_of_the_free_memory_is_used(monkeypatch) -> None:
+    limits = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 40 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
+    model_loading.limit_memory(torch.device("cuda:1"))
+    assert limits == [(0.2, torch.device("cuda:1"))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "expected"),
+    [
+        ("kandinsky5-image-t2i", (), True),
+        ("sana", (), True),
+        ("kandinsky5-image-t2i", ("stages.decode.while_training=false",), False),
+        ("kandinsky5-image-t2i", ("stages.order=[train]",), False),
+        ("kandinsky5-image-t2i", ("validation.prompts=[]",), False),
+        ("kandinsky5-video-t2v", (), False),
+        ("kandinsky5-video-t2v", ("stages.decode.device=cuda:1",), True),
+        ("kandinsky5-video-t2v", ("stages.decode.while_training=true",), True),
+    ],
+)
+def test_run_decodes_while_training_where_that_is_safe(project, kind, overrides, expected) -> None:
+    home = project(kind, validation={"prompts": [{"name": "one", "prompt": "a colour"}]})
+    assert decodes_while_training(home.config(*overrides)) is expected
+
+
+def make_tiny(folder: Path, **changes: Any) -> Path:
+    from diffusers import AutoencoderTiny
+
+    torch.manual_seed(3)
+    blocks = {"encoder_block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4}
+    counts = {"num_encoder_blocks": (1,) * 4, "num_decoder_blocks": (1,) * 4}
+    settings = {"latent_channels": 16, "scaling_factor": 0.7, "shift_factor": 0.3, **blocks, **counts, **changes}
+    AutoencoderTiny(**settings).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_preview_is_what_diffusers_decodes_and_is_replaced(project, forked_programs, script, rounds) -> None:
+    from diffusers import AutoencoderKL, AutoencoderTiny
+    from diffusers.image_processor import VaeImageProcessor
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    home = project()
+    folder = make_tiny(home.folder / "taef")
+    home.settings["validation"] = {"preview_autoencoder": str(folder)}
+    latent, shown = add(home, "cat"), []
+
+    def look() -> None:
+        shown.append(np.asarray(Image.open(picture(home, "cat"))))
+        assert is_preview(picture(home, "cat"))
+        add(home, "dog")
+
+    script(look, look)
+    report = home.run(decode.run, watch=True)
+    vae = AutoencoderKL.from_pretrained(Path(home.settings["model"]["path"]) / "vae").config
+    tiny = AutoencoderTiny.from_pretrained(folder)
+    raw = torch.from_numpy(decode.read_latent(latent)[0])[None, :, 0] / vae.scaling_factor
+    flux = (
+        raw - (vae.shift_factor or 0)
+    ) * vae.scaling_factor  # as Flux' pipeline has them, for which it was distilled
+    with torch.no_grad():
+        expected = tiny.decode(flux / tiny.config.scaling_factor + tiny.config.shift_factor).sample
+    expected = VaeImageProcessor().postprocess(expected, "pil")[0]
+    assert (
+        np.abs(shown[0].astype(int) - np.asarray(expected)).max() <= 1
+        and (shown[0] == np.asarray(expected)).mean() > 0.99
+    )
+    # Training has ended, and so both are decoded in full.
+    assert report.exit_code == 0 and not any(is_preview(picture(home, name)) for name in ("cat", "dog"))
+    np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
+    events = EventAccumulator(str(home.folder / "output/run/tensorboard/pictures"))
+    events.Reload()
+    assert {"preview/cat", "preview/dog", "validation/cat", "validation/dog"} == {*events.Tags()["images"]}
+
+
+@pytest.mark.slow
+def test_previews_by_hand_are_marked_on_the_page(project) -> None:
+    from stages import report
+
+    home = project()
+    home.settings["validation"] = {"preview_autoencoder": str(make_tiny(home.folder / "taef"))}
+    trained = FakeRun(home)
+    trained.metrics(step_line(3))
+    add(home, "cat")
+    assert home.run(decode.run, preview=True).done == 1 and is_preview(picture(home, "cat"))
+    assert home.run(decode.run, preview=True).done == 0
+    home.run(report.run)
+    assert "step 3, preview" in (trained.folder / "report.html").read_text()
+    assert home.run(decode.run, dry_run=True).remaining == 1
+    assert home.run(decode.run).done == 1
+    home.run(report.run)
+    assert "step 3, preview" not in (trained.folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latent_channels": 4}, "has latent_channels = 4, and the latents of kandinsky5-image need 16"),
+        (
+            {"decoder_block_out_channels": (8,) * 3, "num_decoder_blocks": (1,) * 3},
+            "does not enlarge latents 8 times",
+        ),
+    ],
+)
+def test_a_tiny_autoencoder_of_other_latents_is_refused_before_training(project, changes, message) -> None:
+    home = project()
+    home.settings["validation"] = {"preview_autoencoder": str(make_tiny(home.folder / "taef", **changes))}
+    add(home, "cat")
+    for program, options in ((run.run, {}), (decode.run, {"preview": True})):
+        with pytest.raises(LatentpressError, match=message) as caught:
+            home.run(program, **options)
+        assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["sana", "kandinsky5-video-t2v"])
+def test_a_family_without_tiny_autoencoders_says_so(project, kind) -> None:
+    home = project(kind)
+    with pytest.raises(ConfigError, match=r"no tiny autoencoder for the latents of .*; it has for kandinsky5-image"):
+        home.config("validation.preview_autoencoder=some/where")
+
+
+def test_a_preview_without_a_tiny_autoencoder_is_wrong_usage(project) -> None:
+    home = project()
+    with pytest.raises(LatentpressError, match=r"needs validation\.preview_autoencoder") as caught:
+        home.run(decode.run, preview=True)
+    assert caught.value.exit_code == 2
+    home.settings["validation"] = {"preview_autoencoder": "nowhere"}
+    with pytest.raises(LatentpressError, match="nowhere is neither a directory nor a repository id"):
+        home.run(decode.run, preview=True)
+
+
+def test_a_file_that_is_no_picture_is_no_preview(tmp_path) -> None:
+    (tmp_path / "a.png").write_bytes(b"not a picture")
+    (tmp_path / "a.mp4").write_bytes(b"")
+    assert not any(is_preview(tmp_path / name) for name in ("a.png", "a.mp4", "absent.png"))
