@@ -63,7 +63,9 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     (encoded.folder / "output" / ("写真🐈" * 20) / "checkpoints").mkdir(parents=True)
     report.details["runs"] = encoded.run(status.run).details["runs"] * 3
     report.details["stages"][-1] |= {"done": 10**9, "remaining": 10**9, "mib": 1e12, "left": "123 days, 0:00:00"}
-    assert len(report.details["runs"]) >= 3 and max(map(cell_len, report.summary().splitlines())) <= 100
+    assert len(report.details["runs"]) >= 3
+    lines = [line for line in report.summary().splitlines() if not line.strip().startswith("/")]  # a path stays whole
+    assert [line for line in lines if cell_len(line) > 100] == []
 
     # Watched, it ends at once where nothing remains, and of what remains it says so.
     assert encoded.run(status.run, watch=True, every=0.1).exit_code == 0
