@@ -25,6 +25,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from stages.companions import Companions, StageProcesses
 from stages.encoding.stage import refuse_partition
+from stages.maintenance.run_results import find_folders, put_results_last
 
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
 
@@ -80,6 +81,10 @@ def run(
             for row in report.details["stages"]:
                 if row["remaining"] and read_failure(folder) is None:
                     record_failure(folder, row["stage"], f"it left {row['remaining']} to do", *report.next_steps[:1])
+    if not aside:
+        report.details = put_results_last(report.details | find_folders(folder))
+        if report.set_aside:
+            report.next_steps.append("latentpress status --rejects   # what was set aside, by reason")
     if companions.failed:
         report.details["companions_that_failed"] = companions.failed
     if stop_handler.reason:

@@ -1,4 +1,4 @@
-"""A program's report, as one JSON document or as a summary for a reader. Pure."""
+"""A program's report, as one JSON document or as a summary for a reader."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from schemas.cli.tables import WIDTH, fold, format_table, heading
 from schemas.errors import DAMAGE, INCOMPLETE, OK
-from schemas.text_format import escape_unprintable, to_json_values
+from schemas.text_format import escape_unprintable, shown_path, to_json_values
 
 MAX_LISTED = 20  # items of a list that the summary shows
 MOST_COLUMNS = 10  # of a table; rows of more are shown one below the other
@@ -88,6 +88,8 @@ def _format_detail(key: str, value: Any, width: int = WIDTH) -> list[str]:
         value = ", ".join(str(item) for item in value)
     if isinstance(value, bool):
         value = "yes" if value else "no"
+    if isinstance(value, str) and value.startswith("/") and " " not in value:  # a path: whole, beside its name
+        return [f"  {name}: {escape_unprintable(shown_path(value))}"]
     shown = escape_unprintable(f"{value:g}" if isinstance(value, float) else str(value))
     return [
         f"  {'  ' * (number > 0)}{line}"

@@ -54,3 +54,11 @@ def test_a_table_that_is_too_wide_is_shown_row_by_row() -> None:
     lines = Report("probe", details={"buckets": [row], "runs": ["a run with a name"] * 9}).summary().splitlines()
     assert lines[1:4] == ["  buckets:", "    512x512@1:", "      number 0: 1000000000000000"]
     assert max(map(cell_len, lines)) <= WIDTH and lines[-1].startswith("    ") and lines[-2].startswith("  runs: a run")
+
+
+def test_paths_are_shown_from_the_working_directory_and_whole(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    deep = tmp_path / ("a" * 90) / "b b" / "adapter"
+    report = Report("probe", details={"page": f"{tmp_path}/output/report.html", "adapter": str(deep.parent.parent)})
+    assert report.summary().splitlines()[1:] == ["  page: output/report.html", f"  adapter: {'a' * 90}"]
+    assert report.to_dict()["details"]["page"] == f"{tmp_path}/output/report.html"
