@@ -1,0 +1,73 @@
+"""Whether the demo's samples give back their media: of each caption the sample is compared with all originals.
+
+    python -m examples.demo_check demo/t2i/output/demo
+
+`decode` has put the original and the reconstruction of each caption's training sample beside the run's samples.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stages.pages.training_samples import FOLDER, ORIGINAL, RECONSTRUCTION
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Of a caption. psnr: of its sample and its original, in dB; nearest: the original that its sample is nearest to.
+    still: for a clip the PSNR of its reconstruction's first frame, repeated, with the original; psnr_moving: of the
+    sample, both without the first frame."""
+
+    name: str
+    psnr: float
+    nearest: str
+    still: float | None
+    psnr_moving: float | None
+
+
+def read_frames(path: Path) -> np.ndarray:
+    """(T, H, W, 3) in 0..1."""
+    if path.suffix == ".png":
+        from PIL import Image
+
+        return np.asarray(Image.open(path).convert("RGB"), np.float64)[None] / 255
+    import av
+
+    with av.open(str(path), "r") as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(container.streams.video[0])]
+    return np.stack(frames).astype(np.float64) / 255
+
+
+def decibels(first: np.ndarray, second: np.ndarray) -> float:
+    return float(-10 * np.log10(np.square(first - second).mean()))
+
+
+def measure_likeness(run: Path, step: int | None = None) -> list[Likeness]:
+    """Of each caption that is a prompt, at a validation; None: the last."""
+    samples = max((run / "samples").glob("step-*")) if step is None else run / f"samples/step-{step:06d}"
+    folders = sorted(path for path in (run / FOLDER).iterdir() if path.is_dir())
+    originals = {folder.name: read_frames(next(folder.glob(f"{ORIGINAL}.*"))) for folder in folders}
+    found = []
+    for folder in folders:
+        sample, own = read_frames(next(samples.glob(f"{folder.name}.*"))), originals[folder.name]
+        still = moving = None
+        if len(own) > 1:
+            reconstruction = read_frames(next(folder.glob(f"{RECONSTRUCTION}.*")))
+            still, moving = decibels(reconstruction[:1], own[1:]), decibels(sample[1:], own[1:])
+        nearest = max(originals, key=lambda name: decibels(sample, originals[name]))
+        found.append(Likeness(folder.name, decibels(sample, own), nearest, still, moving))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run")
+    for one in measure_likeness(parser.parse_args().run):
+        print(json.dumps(vars(one)))
+
+
+if __name__ == "__main__":
+    main()
