@@ -12,20 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.pages.training_samples import FOLDER, ORIGINAL, RECONSTRUCTION
+from stages.pages.training_samples import FOLDER, ORIGINAL
 
 
 @dataclass(frozen=True)
 class Likeness:
     """Of a caption. psnr: of its sample and its original, in dB; nearest: the original that its sample is nearest to.
-    still: for a clip the PSNR of its reconstruction's first frame, repeated, with the original; psnr_moving: of the
-    sample, both without the first frame."""
+    motion: of a clip, the correlation of what changes since the first frame with what changes in the original; 0 for a
+    clip that stands still or moves otherwise."""
 
     name: str
     psnr: float
     nearest: str
-    still: float | None
-    psnr_moving: float | None
+    motion: float | None
 
 
 def read_frames(path: Path) -> np.ndarray:
@@ -45,6 +44,11 @@ def decibels(first: np.ndarray, second: np.ndarray) -> float:
     return float(-10 * np.log10(np.square(first - second).mean()))
 
 
+def correlate_changes(first: np.ndarray, second: np.ndarray) -> float:
+    changes = [(clip[1:] - clip[:1]).ravel() for clip in (first, second)]
+    return float(np.corrcoef(*changes)[0, 1])
+
+
 def measure_likeness(run: Path, step: int | None = None) -> list[Likeness]:
     """Of each caption that is a prompt, at a validation; None: the last."""
     samples = max((run / "samples").glob("step-*")) if step is None else run / f"samples/step-{step:06d}"
@@ -53,12 +57,9 @@ def measure_likeness(run: Path, step: int | None = None) -> list[Likeness]:
     found = []
     for folder in folders:
         sample, own = read_frames(next(samples.glob(f"{folder.name}.*"))), originals[folder.name]
-        still = moving = None
-        if len(own) > 1:
-            reconstruction = read_frames(next(folder.glob(f"{RECONSTRUCTION}.*")))
-            still, moving = decibels(reconstruction[:1], own[1:]), decibels(sample[1:], own[1:])
+        motion = correlate_changes(sample, own) if len(own) > 1 else None
         nearest = max(originals, key=lambda name: decibels(sample, originals[name]))
-        found.append(Likeness(folder.name, decibels(sample, own), nearest, still, moving))
+        found.append(Likeness(folder.name, decibels(sample, own), nearest, motion))
     return found
 
 
