@@ -14,7 +14,7 @@ from schemas.family import Family, Flavour
 PREVIEW_KEY = "validation.preview_autoencoder"
 PREVIEW_ADVICE = (
     f"set {PREVIEW_KEY} to the folder or repository of a tiny autoencoder in diffusers' form, such as "
-    "madebyollin/taef1 for Kandinsky 5 Image, or remove it"
+    "madebyollin/taef1, or remove it"
 )
 MODEL_HINT = "correct model.path, or model.family and model.flavour"
 

@@ -19,7 +19,6 @@ from schemas.cli.console import Console
 from schemas.cli.progress import activity
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
-from schemas.config.training import Train
 from schemas.identity import derive_seed
 from schemas.text_format import shown_path
 from trainer import checkpoint, flow, losses, metrics, progress, resume, run_state, validation
@@ -88,9 +87,9 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
                 done = batches.step + 1
                 measured = {**clock.rates(done), **run.loader.data.supply.metrics()}
                 record({"step": done, **numbers, **measured, **metrics.memory_use(run.accelerator.device)})
-                if is_due(done, config.validation.every, config.train.steps):
+                if is_due(done, config.train.steps, config.validation.every):
                     validate(run, record, done)
-                if is_checkpoint_due(config.train, done):
+                if is_due(done, config.train.steps, config.train.checkpoint_every, config.train.keep_every):
                     saved = save_checkpoint(run, done)
                 run.watch.note(f"reading step {done + 1}")
         except StopTraining as stopped:
@@ -236,13 +235,9 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
 # --- validating and saving ---
 
 
-def is_due(done: int, every: int, last: int) -> bool:
-    return done % every == 0 or done == last
-
-
-def is_checkpoint_due(config: Train, done: int) -> bool:
-    kept = config.keep_every is not None and done % config.keep_every == 0
-    return kept or is_due(done, config.checkpoint_every, config.steps)
+def is_due(done: int, last: int, *intervals: int | None) -> bool:
+    """Whether `done` steps are all, or a multiple of one of `intervals`."""
+    return done == last or any(every and done % every == 0 for every in intervals)
 
 
 def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:

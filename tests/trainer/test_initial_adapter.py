@@ -151,7 +151,7 @@ def test_files_of_other_programs_have_several_ranks(tiny, tmp_path) -> None:
     for name, theirs in (("bare", bare.transformer), ("comfyui_lora", comfyui)):
         model = load(kind, tiny)
         make_trainable(model, KINDS[kind][0], Adapter(init=str(tmp_path / f"{name}.safetensors")))
-        torch.testing.assert_close(output(kind, model.eval()), output(kind, theirs), rtol=0, atol=1e-6)
+        torch.testing.assert_close(output(kind, model.eval()), output(kind, theirs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])

@@ -378,5 +378,6 @@ def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, shape: tupl
     assert (report.exit_code, report.done, len(report.set_aside)) == (0, 2, 6)
     report = home.run(run.run, raised, "stages.order=[encode-latents, index]")
     assert (report.exit_code, len(report.set_aside)) == (0, 6), "each once"
-    (step,) = report.next_steps
+    step, rejects = report.next_steps
     assert step.startswith("latentpress encode-latents --config ") and "--retry-set-aside   # once the cause" in step
+    assert rejects.startswith("latentpress status --rejects ")
