@@ -1,6 +1,6 @@
 """encode-latents by the engines: one worker, several processes, and as many actors on a Ray cluster.
 
-    python -m benchmarks.engines [--images 540] [--side 64] [--workers 2] [--channels 128] [--unit-mib 0.016]
+    python -m benchmarks.engines [--images 680] [--side 64] [--workers 2] [--channels 128] [--unit-mib 0.016]
     RAY_worker_niceness=0 ray start --head --num-cpus 2 && python -m benchmarks.engines --address HOST:PORT
 
 Ray gives its workers a lower priority unless it is told not to, which counts where other programs compute.
@@ -52,7 +52,7 @@ def run(path: Path, workers: int, **engine: Any) -> tuple[float, float, float, s
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--images", type=int, default=540)
+    parser.add_argument("--images", type=int, default=680)
     parser.add_argument("--side", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--channels", type=int, default=128)
@@ -61,7 +61,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         model = make_checkpoint(Path(name) / "model", options.channels)
-        path = make_project(Path(name), options.images, options.side, model)
+        # Little more than what is encoded: reading large pictures would take turns with computing.
+        sizes = [(options.side * 3 // 2, options.side), (options.side, options.side), (options.side, options.side * 2)]
+        path = make_project(Path(name), options.images, options.side, model, sizes=sizes)
         settings = json.loads(path.read_text()) | {"root": "units", "cache": {"unit_mib": options.unit_mib}}
         write_config(path, settings)
         for program in (discover.run, bucket.run):

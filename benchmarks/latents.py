@@ -62,9 +62,15 @@ def make_checkpoint(folder: Path, channels: int) -> Path:
 
 
 def make_project(
-    folder: Path, count: int, side: int, model: Path, kind: str = "kandinsky5-image-t2i", **resources: str
+    folder: Path,
+    count: int,
+    side: int,
+    model: Path,
+    kind: str = "kandinsky5-image-t2i",
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    **resources: str,
 ) -> Path:
-    """A planned project of `count` pictures or clips; the configuration's path."""
+    """A project of `count` pictures of these `sizes`, or of clips; the configuration's path."""
     dataset: dict = {"id": "media", "instance_data_dir": "media", "resolution": side, "bucket_step": 1}
     if "video" in kind:
         dataset |= {"dataset_type": "video", "video": {"num_frames": FRAMES, "clip": "head"}}
@@ -72,7 +78,7 @@ def make_project(
         for number in range(count):
             write_item(folder / "media" / f"{number:05d}.mp4", unique_video(clip, number))
     else:
-        pictures = [make_jpeg(*size, seed) for seed, size in enumerate(SIZES)]
+        pictures = [make_jpeg(*size, seed) for seed, size in enumerate(sizes)]
         for number in range(count):
             write_item(folder / "media" / f"{number:05d}.jpg", unique_jpeg(pictures[number % len(pictures)], number))
     precision = "float32" if resources.get("device", "cpu") == "cpu" else "bfloat16"

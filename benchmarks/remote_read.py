@@ -5,9 +5,8 @@
 
 The store is an S3 server on loopback, a process of its own, that waits `--latency-ms` before each answer and sends
 `--mb-per-s` (10^6 bytes) over all connections together. A step reads the trainer's batches and then sleeps for
-`--step-s`. Samples have the sizes of the flavours: a latent of a picture of 1024x1024 (Kandinsky or Sana) or of 61 or
-121 frames of 768x512, and a text of 135 tokens x 3584 (Sana: 2304), all bfloat16; shards of `--unit-mib`. Texts are in
-the order of their samples.
+`--step-s`. Samples have the sizes of the flavours: a latent of a picture of 1024x1024 or of 61 or 121 frames of
+768x512, and a text of 135 tokens x 3584, all bfloat16; shards of `--unit-mib`. Texts are in the order of their samples.
 
 `shards`: the copies may have half of the set's bytes, and training goes in the order of shards that the program names
 for that (`train.shuffle_shards`); the folder is empty at first. `eight cards`: as many samples a step as eight ranks
@@ -45,20 +44,18 @@ from trainer.data import BatchLoader
 from trainer.metrics import StepTimer
 
 FAMILY, TASK = "kandinsky5-image", "t2i"
-TOKENS, WIDTH, SANA_WIDTH = 135, 3584, 2304
+TOKENS, WIDTH = 135, 3584
 PIECE = 1 << 20  # bytes sent at a time
 
 
 class Case(NamedTuple):
-    """shape: of a latent. samples: of a step. order: shards, or whole. warm: with the copies of the case before. width:
-    of a text."""
+    """shape: of a latent. samples: of a step. order: shards, or whole. warm: with the copies of the case before."""
 
     shape: tuple[int, ...]
     bucket: str
     samples: int
     order: str = "shards"
     warm: bool = False
-    width: int = WIDTH
 
 
 IMAGE, VIDEO = ((16, 1, 128, 128), "1024x1024"), ((16, 16, 64, 96), "768x512@61")
@@ -66,7 +63,6 @@ CASES = {
     "image": Case(*IMAGE, 4),
     "video, 61 frames": Case(*VIDEO, 1),
     "video, 121 frames": Case((16, 31, 64, 96), "768x512@121", 1),
-    "sana": Case((32, 1, 32, 32), "1024x1024", 16, width=SANA_WIDTH),
     "image, eight cards": Case(*IMAGE, 16),
     "image, whole": Case(*IMAGE, 4, "whole"),
     "image, whole, again": Case(*IMAGE, 4, "whole", warm=True),
@@ -165,11 +161,11 @@ def serve(port: Connection, root: Path, latency_s: float, bytes_per_s: float) ->
 def write_set(root: Path, case: Case, set_mib: float, unit_mib: float, tokens: int) -> int:
     """A set of about `set_mib` in shards of `unit_mib`; returns its bytes."""
     store = Store(root)
-    (latent, *_), (text, *_) = make_rows("latent", case.shape, 1), make_rows("embeds", (tokens, case.width), 1)
+    (latent, *_), (text, *_) = make_rows("latent", case.shape, 1), make_rows("embeds", (tokens, WIDTH), 1)
     sizes = {"latents": latent.tensors["latent"].nbytes, "text": text.tensors["embeds"].nbytes}
     count = max(4 * case.samples, int(set_mib * MIB / sum(sizes.values())))
     shards, places = list[tuple[str, str]](), dict[str, list[tuple[int, int]]]()
-    for kind, name, shape in (("latents", "latent", case.shape), ("text", "embeds", (tokens, case.width))):
+    for kind, name, shape in (("latents", "latent", case.shape), ("text", "embeds", (tokens, WIDTH))):
         each = max(1, int(unit_mib * MIB / sizes[kind]))
         places[kind] = [(len(shards) + number // each, number % each) for number in range(count)]
         rows = make_rows(name, shape, count)
