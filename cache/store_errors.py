@@ -51,7 +51,9 @@ def _raise_explained(url: str, error: Exception) -> NoReturn:
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
         raise error
     text = str(error).replace("\n", " ")
-    said = f"{code}: {text}" if code and code not in text else text or type(error).__name__
+    said = text or type(error).__name__
+    if code and not re.search(rf"\b{re.escape(code)}\b", said):  # as a word: a port, too, may have the digits 403
+        said = f"{code}: {text}"
     reason, step = _EXPLANATIONS.get(code, ("", ""))
     if reason:
         reason = f"{reason} ({said})"

@@ -59,14 +59,7 @@ def run(
     chosen = {prompt["name"]: describe_image(prompt["image"]) for prompt in plan.validation if "image" in prompt}
     for name, image in chosen.items():
         console.log(f"validation prompt {name} has no image and starts from one of the data, {image}")
-    # Damaged plans are quarantined, so that their samples and texts are planned again. Unit ids are made of their
-    # members' ids, so the shards of units that are planned again stay in use.
-    for name in plans.list_plans(store):
-        damage = plans.find_damage(store, name)
-        if damage and options.dry_run:
-            raise damage
-        if damage:
-            console.warn(f"{damage.message}; this plan is kept as {plans.quarantine(store, name)} and planned again")
+    _quarantine_damaged(store, options, console)
     new_samples = _new_rows(plan.samples, "sample_id", plans.planned_ids(store, "latents"))
     new_texts = _new_rows(plan.texts, "text_id", plans.planned_ids(store, "text"))
     key = plan_key(config, multiple)
@@ -108,6 +101,17 @@ def run(
     report.details["new_units"] = {kind: _count_equal(new_units, "kind", kind) for kind in ("latents", "text")}
     report.details["generation"] = generation.name + ("" if generation.name not in before else " (unchanged)")
     return report
+
+
+def _quarantine_damaged(store: Store, options: Options, console: Console) -> None:
+    """Move damaged plans away, so that their samples and texts are planned again. Unit ids are made of their members'
+    ids, so the shards of units that are planned again stay in use."""
+    for name in plans.list_plans(store):
+        damage = plans.find_damage(store, name)
+        if damage and options.dry_run:
+            raise damage
+        if damage:
+            console.warn(f"{damage.message}; this plan is kept as {plans.quarantine(store, name)} and planned again")
 
 
 def probe_prompt_image(path: Path, kind: str) -> TableRow:

@@ -5,13 +5,12 @@ It looks again and again at what the trainer left (`Watch`). The trainer knows n
 is killed neither stops training nor slows it. A new companion is a row of COMPANIONS.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -20,10 +19,10 @@ from types import TracebackType
 
 from cache.training_run import COMPANION_LOGS, RESULT_NOTE, is_running, read_progress
 from schemas.cli.console import Console, Options
-from schemas.cli.interruption import StopHandler, child_environment
+from schemas.cli.interruption import StopHandler
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
-from schemas.errors import INCOMPLETE, OK
+from schemas.errors import OK
 
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a companion
 FINISH_S = 600.0  # for a companion to end once it is told to
@@ -155,38 +154,6 @@ class Companions:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.finish()
-
-
-class StageProcesses:
-    """Runs one program at a time, each in its own process; its log is passed through."""
-
-    def __init__(self, extra_options: Mapping[str, list[str]]) -> None:
-        """extra_options: by program, in addition to those of all."""
-        self._extra_options = extra_options
-        self._process: subprocess.Popen | None = None
-        self._stopped = False
-
-    def run(self, stage: str, options: Options) -> tuple[int, dict]:
-        """Exit code and report: with an empty error if the program prints none, empty after `stop`."""
-        module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
-        words = [word for word in options.argv() if word != "--json"]
-        command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
-        if self._stopped:
-            return INCOMPLETE, {}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as self._process:
-            if self._stopped:  # since it was checked above
-                self._process.terminate()
-            output, _ = self._process.communicate()
-        try:
-            return self._process.returncode, json.loads(output)
-        except json.JSONDecodeError:
-            return self._process.returncode, {"error": {}}
-
-    def stop(self) -> None:
-        """Terminate the running program, which ends in its own way; `run` still waits for it."""
-        self._stopped = True
-        if self._process is not None:
-            self._process.terminate()
 
 
 class Watch:

@@ -25,10 +25,11 @@ from schemas.config.pipeline import Config
 from schemas.config.validation_samples import validation_samples
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
-from stages.companions import StageProcesses, Watch
+from stages.companions import Watch
 from stages.encoding.stage_options import UsageError
 from stages.media.preview_mark import is_preview, preview_mark
 from stages.pages import training_samples
+from stages.stage_processes import StageProcesses
 from stages.trackers import open_trackers
 
 SHEET_ROWS, SHEET_COLUMNS = 64, 16  # of a contact sheet, which has some 70 million pixels then

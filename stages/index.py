@@ -32,9 +32,9 @@ from schemas.recipe import build_recipe
 from schemas.tables import SET_VERSIONS
 from schemas.text_format import shorten
 from stages.encoding import stage_registry
-from stages.encoding.stage import format_truncated, refuse_partition
-from stages.encoding.stage_state import RejectLimit
-from stages.planning.join import EncodedMembers, find_encoded, join_plan
+from stages.encoding.stage import EncodingStage, format_truncated, refuse_partition
+from stages.encoding.stage_state import RejectLimit, StageState
+from stages.planning.join import EncodedMembers, TrainingSetTables, find_encoded, join_plan
 from stages.planning.plan_lookup import current_plan
 from stages.planning.rolling_index import describe_rolling, planned_members
 
@@ -69,12 +69,7 @@ def run(
         with activity(f"reading what the {len(paths)} shards of {kind} hold"):
             encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
     aside = _list_set_aside(plan, encoded)
-    stopped = []  # stages that exceeded the limit of rejects, and would again
-    for kind, stage in kinds.items() if not rolling else ():
-        try:
-            RejectLimit(stage, store, config, states[kind])
-        except LatentpressError as error:
-            stopped.append({"stage": stage.name, "message": f"{error.message}; {error.next_step}"})
+    stopped = [] if rolling else _find_stopped(store, config, kinds, states)
     if stopped or any(len(members.missing) for members in encoded.values()):
         report.set_aside, report.details = aside, {"stopped_by_limit": stopped} if stopped else {}
         return report_missing(report, plan, encoded)
@@ -83,19 +78,7 @@ def run(
     texts = encoded.pop("text")
     with activity("joining plan and shards"):
         joined = join_plan(plan, texts, encoded)
-    record = {
-        "format_version": SET_VERSIONS[len(encoded) > 1],
-        "family": config.model.family,
-        "flavour": config.model.flavour_spec.name,
-        "task": config.model.task,
-        "template": config.model.template.name,
-        "generation": plan.name,
-        "recipe": build_recipe(config, bucket_side_multiple(config.model)),
-        "fingerprints": {kind: state.fingerprint for kind, state in states.items()},
-        "provenance": {kind: stage.fingerprint_inputs(config) for kind, stage in kinds.items()},
-        "null_text": joined.null_text,
-        "validation": joined.validation,
-    }
+    record = _describe_set(config, plan, joined, kinds, states, encoded)
     if rolling:
         estimates = {stage.kind: stage.estimate_bytes for stage in kinds.values() if stage.kind != "text"}
         record["rolling"] = describe_rolling(config, plan, joined, estimates)
@@ -125,6 +108,43 @@ def run(
         order, samples = ReadingOrder.of(config.train), config.validation.eval_samples
         check_room(RollingSet(store, name, record), order, samples, config.cache.rolling.max_gb)
     return report
+
+
+def _find_stopped(
+    store: Store, config: Config, kinds: Mapping[str, EncodingStage], states: Mapping[str, StageState]
+) -> list[TableRow]:
+    """Stages that exceeded the limit of rejects, and would again."""
+    stopped = []
+    for kind, stage in kinds.items():
+        try:
+            RejectLimit(stage, store, config, states[kind])
+        except LatentpressError as error:
+            stopped.append({"stage": stage.name, "message": f"{error.message}; {error.next_step}"})
+    return stopped
+
+
+def _describe_set(
+    config: Config,
+    plan: Plan,
+    joined: TrainingSetTables,
+    kinds: Mapping[str, EncodingStage],
+    states: Mapping[str, StageState],
+    encoded: Mapping[str, EncodedMembers],
+) -> TableRow:
+    """What set.json says, before the counts and the id."""
+    return {
+        "format_version": SET_VERSIONS[len(encoded) > 1],
+        "family": config.model.family,
+        "flavour": config.model.flavour_spec.name,
+        "task": config.model.task,
+        "template": config.model.template.name,
+        "generation": plan.name,
+        "recipe": build_recipe(config, bucket_side_multiple(config.model)),
+        "fingerprints": {kind: state.fingerprint for kind, state in states.items()},
+        "provenance": {kind: stage.fingerprint_inputs(config) for kind, stage in kinds.items()},
+        "null_text": joined.null_text,
+        "validation": joined.validation,
+    }
 
 
 def hash_table(table: pa.Table) -> str:

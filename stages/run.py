@@ -6,10 +6,10 @@ its companions run beside it (`stages/companions.py`), and at its end `report` m
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,9 +23,10 @@ from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
-from stages.companions import Companions, StageProcesses
+from stages.companions import Companions
 from stages.encoding.stage import refuse_partition
 from stages.maintenance.run_results import find_folders, put_results_last
+from stages.stage_processes import StageProcesses
 
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
 
@@ -144,21 +145,7 @@ def _run_stages(
         report.failed += document["failed"]
         report.damage += document["damage"]
         if not options.dry_run:
-            details = document["details"]
-            if stop_handler.reason and "stopped" in details:
-                lost_or_kept = details["stopped"].partition("; ")[2]
-                report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {lost_or_kept}"
-            if stage == "train" and "saved" in details:
-                report.details["model" if config.train.adapter.type == "full" else "adapter"] = details["saved"]
-                names = ("best_step", "best_checkpoint", "numbers", "tensorboard", "wandb")
-                report.details |= {name: details[name] for name in names if name in details}
-            elif stage == "decode" and "contact_sheet" in details:
-                report.details["pictures"] = details["samples"]
-                report.details["contact_sheet"] = details["contact_sheet"]
-            elif stage == "score" and "best_steps" in details:
-                for name in ("best_step", "best_checkpoint"):  # they are among these
-                    report.details.pop(name, None)
-                report.details |= {name: details[name] for name in ("scores", "best_steps")}
+            _add_details(report, config, stage, document["details"], stop_handler)
         if code != OK:  # what a stage before advises is not enough
             report.next_steps.clear()
         for step in document["next_steps"]:  # `run` has this option, too
@@ -170,6 +157,26 @@ def _run_stages(
             console.log(f"{stage} has work to do; the later stages depend on its result")
             break
     return report
+
+
+def _add_details(
+    report: Report, config: Config, stage: StageName, details: Mapping[str, Any], stop_handler: StopHandler
+) -> None:
+    """What a stage made, and why it stopped."""
+    if stop_handler.reason and "stopped" in details:
+        lost_or_kept = details["stopped"].partition("; ")[2]
+        report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {lost_or_kept}"
+    if stage == "train" and "saved" in details:
+        report.details["model" if config.train.adapter.type == "full" else "adapter"] = details["saved"]
+        names = ("best_step", "best_checkpoint", "numbers", "tensorboard", "wandb")
+        report.details |= {name: details[name] for name in names if name in details}
+    elif stage == "decode" and "contact_sheet" in details:
+        report.details["pictures"] = details["samples"]
+        report.details["contact_sheet"] = details["contact_sheet"]
+    elif stage == "score" and "best_steps" in details:
+        for name in ("best_step", "best_checkpoint"):  # they are among these
+            report.details.pop(name, None)
+        report.details |= {name: details[name] for name in ("scores", "best_steps")}
 
 
 def _find_report(config: Config, report: Report, options: Options, console: Console, processes: StageProcesses) -> str:

@@ -78,12 +78,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
             steps = range(state["step"] if state else 0, config.train.steps)
             supply_from_copies(config.train, data, schedule, steps, ranks, console.warn)
         if options.dry_run:
-            report.skipped = min(state["step"], config.train.steps) if state else 0
-            report.remaining = config.train.steps - report.skipped
-            device = options.device or config.train.device
-            report.details |= predict_memory(config, schedule, world, device, console)
-            if "memory" in report.details:  # the transformer's config.json was there
-                report.details["attention"] = try_attention(config, device, console)
+            _report_dry_run(report, config, options, console, schedule, state, world)
             return report
         if is_finished(config, state) and world == 1:
             return report_finished(report, config)
@@ -101,11 +96,9 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
                 with garbage_collection_paused(), activity("loading torch and the trainer", at_once=True):
                     from trainer.train import train
 
-                device = options.device or config.train.device
+                device, prompts = options.device or config.train.device, follow_prompts(config, data, options, console)
                 try:
-                    summary = train(
-                        config, data, schedule, console, device, stop, follow_prompts(config, data, options, console)
-                    )
+                    summary = train(config, data, schedule, console, device, stop, prompts)
                 except StopTraining:  # before the first step, while data were waited for
                     console.log(f"stopped by {stop.reason}")
     except RunFinished:
@@ -126,6 +119,24 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         report.details["stopped"] = f"by {stop.reason}; {describe_progress(config)}"
         report.next_steps = ["latentpress train"]
     return report
+
+
+def _report_dry_run(
+    report: Report,
+    config: Config,
+    options: Options,
+    console: Console,
+    schedule: BatchSchedule,
+    state: Mapping[str, Any] | None,
+    world: int,
+) -> None:
+    """The steps that remain, the memory they would take, and whether the attention backend works."""
+    report.skipped = min(state["step"], config.train.steps) if state else 0
+    report.remaining = config.train.steps - report.skipped
+    device = options.device or config.train.device
+    report.details |= predict_memory(config, schedule, world, device, console)
+    if "memory" in report.details:  # the transformer's config.json was there
+        report.details["attention"] = try_attention(config, device, console)
 
 
 def follow_prompts(config: Config, data: TrainSet, options: Options, console: Console) -> PromptUpdates | None:

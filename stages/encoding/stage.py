@@ -8,7 +8,7 @@ any number of processes on any number of machines need no lock and no coordinati
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -32,8 +32,8 @@ from schemas.config.section import MOST_PROCESSES
 from schemas.errors import LatentpressError
 from schemas.identity import compute_fingerprint
 from schemas.text_format import shorten
-from stages.discovery import missing_media
 from stages.discovery.media_locations import MediaLocations
+from stages.discovery.missing_media import require_media, select_probed_members
 from stages.encoding import stealing
 from stages.encoding.job_reports import JobReport, JobReporter
 from stages.encoding.rolling_units import RollingUnits, has_rolling_set, rolling_units
@@ -155,17 +155,7 @@ class EncodingStage:
         if config.cache.rolling is not None and self.only_units is None:
             return self._follow(config, options, console, state, stop_handler, overrides)
         remaining, todo = state.remaining_units(options.partition), state.remaining_units()
-        for damage in state.damaged_lists.values():
-            console.warn(f"{damage.message}; its unit is encoded again")
-        report = Report(program=self.name, skipped=count_members(state.units) - count_members(todo))
-        report.details = {
-            "cache": f"{self.kind}/{state.fingerprint}",
-            "units": f"{len(state.units)}, {len(state.units) - len(todo)} done before, {len(remaining)} in this run",
-            "to_encode_mib": round(sum(self.estimate_bytes(config, unit) for unit in remaining) / 2**20, 2),
-        }
-        topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks",), "vision": ("vision",)}
-        for message in config.unused_features(*topics.get(self.kind, ())):
-            console.warn(message)
+        report = self._begin_report(config, console, state, remaining, todo)
         if options.dry_run:
             report.remaining = count_members(remaining)
             _report_set_aside(store, self, state, report)
@@ -173,9 +163,8 @@ class EncodingStage:
         limit = RejectLimit(self, store, config, state)
         steal = steal and options.partition.total > 1
         if remaining or (steal and todo):
-            wanted = state.wanted_members(todo if steal else remaining)
-            probed = missing_media.select_probed_members(plan, self.kind, wanted)
-            missing_media.require_media(MediaLocations(config, plan), self.kind, probed)
+            probed = select_probed_members(plan, self.kind, state.wanted_members(todo if steal else remaining))
+            require_media(MediaLocations(config, plan), self.kind, probed)
             resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
             job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
             shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
@@ -207,6 +196,23 @@ class EncodingStage:
         _report_set_aside(store, self, state, report)
         return report
 
+    def _begin_report(
+        self, config: Config, console: Console, state: StageState, remaining: Sequence[Unit], todo: Sequence[Unit]
+    ) -> Report:
+        """remaining: units of this process' partition; todo: of all."""
+        for damage in state.damaged_lists.values():
+            console.warn(f"{damage.message}; its unit is encoded again")
+        topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks",), "vision": ("vision",)}
+        for message in config.unused_features(*topics.get(self.kind, ())):
+            console.warn(message)
+        report = Report(program=self.name, skipped=count_members(state.units) - count_members(todo))
+        report.details = {
+            "cache": f"{self.kind}/{state.fingerprint}",
+            "units": f"{len(state.units)}, {len(state.units) - len(todo)} done before, {len(remaining)} in this run",
+            "to_encode_mib": round(sum(self.estimate_bytes(config, unit) for unit in remaining) / 2**20, 2),
+        }
+        return report
+
     def _follow(
         self,
         config: Config,
@@ -232,8 +238,8 @@ class EncodingStage:
                 _report_set_aside(store, self, state, report)
                 return report
             rolling.drop(state.retry_units)
-            probed = missing_media.select_probed_members(plan, self.kind, state.wanted_members(state.units))
-            missing_media.require_media(MediaLocations(config, plan), self.kind, probed)
+            probed = select_probed_members(plan, self.kind, state.wanted_members(state.units))
+            require_media(MediaLocations(config, plan), self.kind, probed)
             resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
             written_as = config.model_copy(update={"cache": config.cache.model_copy(update={"format": rolling.format})})
             job = Job(written_as, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)

@@ -7,6 +7,7 @@ import pytest
 
 from cache.files import StoreError
 from cache.store import Store
+from cache.store_errors import explained_object
 from tests.conftest import LONG
 from tests.google_server import BUCKET, GoogleServer
 
@@ -86,6 +87,11 @@ def test_refusals_are_told_at_once(store: Store, google: GoogleServer, kind: str
             ask()
         assert said in caught.value.message and "\n" not in caught.value.message, operation
         assert "GOOGLE_APPLICATION_CREDENTIALS" in caught.value.next_step and len(google.requests) == 1
+
+
+def test_a_code_is_named_beside_an_address_that_has_its_digits() -> None:
+    with pytest.raises(StoreError, match=r"access is denied \(403: Forbidden"), explained_object("gs://store/a"):
+        raise OSError("Forbidden: http://127.0.0.1:40303/b/store/o/a\nno access")
 
 
 def test_a_bucket_that_is_not_there_is_named(google: GoogleServer) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 import trainer.__main__  # noqa: F401 (programs are forks of this process)
 from schemas.config.loading import ConfigError
 from schemas.errors import LatentpressError
-from stages import bucket, companions, decode, discover, encode_latents, encode_text, index, run
+from stages import bucket, decode, discover, encode_latents, encode_text, index, run
 from stages.companions import decodes_while_training
 from stages.encoding import model_loading
 from stages.encoding.vae import base
@@ -72,13 +72,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The devices of the processes that were started."""
     started: list[str] = []
-    run_stage = companions.StageProcesses.run
+    run_stage = decode.StageProcesses.run
 
     def record(self: Any, stage: str, options: Any) -> tuple[int, dict]:
         started.append(options.device)
         return run_stage(self, stage, options)
 
-    monkeypatch.setattr(companions.StageProcesses, "run", record)
+    monkeypatch.setattr(decode.StageProcesses, "run", record)
     return started
 
 
