@@ -11,15 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 from cache.training_run import COMPANION_LOGS, RESULT_NOTE, is_running, read_progress
+from cache.training_wait import describe_wait
 from schemas.cli.console import Console, Options
 from schemas.cli.interruption import StopHandler
+from schemas.cli.progress import Progress, activity
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import OK
@@ -166,6 +168,8 @@ class Watch:
     so nothing that a trainer left is missed. A companion of `run` follows until it is told to finish, or until `run`
     is gone and then the trainer.
 
+    Between looks it shows what the run is waited for, and how long: who has work for a look calls `hide_wait` first.
+
     told: whether it was told to finish; on_told is then called.
     """
 
@@ -175,15 +179,30 @@ class Watch:
         self.told, self._on_told = False, on_told
         self._folders, self._pause_s = folders, pause_s
         self._seen, self._began = False, time.monotonic()
+        self._shown, self._wait = ExitStack(), dict[str, Progress]()  # what is waited for -> where it is shown
 
     def __iter__(self) -> Iterator[bool]:
-        with StopHandler(stop=self._tell).stop_on_signals():
+        with StopHandler(stop=self._tell).stop_on_signals(), self._shown:
             while not (last := self._has_ended()):
                 yield last
+                self._show_wait()
                 look = time.monotonic() + self._pause_s
                 while not self.told and time.monotonic() < look:
                     time.sleep(min(0.1, self._pause_s))
+            self.hide_wait()
             yield last
+
+    def hide_wait(self) -> None:
+        """Show no longer what is waited for, until the next pause."""
+        self._wait.clear()
+        self._shown.close()
+
+    def _show_wait(self) -> None:
+        what, state = describe_wait(next(filter(_is_trained, self._folders), self._folders[0]))
+        if what not in self._wait:
+            self.hide_wait()
+            self._wait[what] = self._shown.enter_context(activity(what))
+        self._wait[what].say(0, state)
 
     def _tell(self) -> None:
         if self.told:  # Ctrl-C a second time

@@ -125,6 +125,7 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
         if not todo:
             continue
         times = {str(file): file.stat().st_mtime_ns for file in todo}
+        watch.hide_wait()  # that program has the terminal
         _, document = processes.run("decode", options)
         if "error" in document and not watch.told:
             waits = True

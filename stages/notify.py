@@ -13,6 +13,7 @@ import typer
 
 from cache.training_run import read_progress
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Webhook
 from stages.companions import WATCH_S, Watch
@@ -99,10 +100,11 @@ def _watch(config: Config, folder: Path, outbox: Outbox) -> bool:
         waiting = not (last and watch.told and read_progress(config).state == "finished")
         found, pending = find_events(config, outbox.events, watching=waiting)
         outbox.add(found)
-    while pending and not watch.told:
-        time.sleep(WATCH_S)
-        found, pending = find_events(config, outbox.events, watching=True)
-        outbox.add(found)
+    with activity("waiting for the pictures of the last validations: `latentpress decode` makes them"):
+        while pending and not watch.told:
+            time.sleep(WATCH_S)
+            found, pending = find_events(config, outbox.events, watching=True)
+            outbox.add(found)
     return watch.told
 
 

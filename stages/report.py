@@ -145,6 +145,7 @@ def _remake_while_training(
         now = _count_results(folders)
         if now != made and not last:
             made = now
+            watch.hide_wait()
             _write_page(config, options, names, page, beside)
             console.log(f"{page} made again, with {sum(now)} validations, samples and scores")
     return not watch.told

@@ -234,6 +234,7 @@ class _Watched:
             newest = lines[-1]["step"] if lines else 0
             found = [step for step in find_samples(self._folder) if step.step < newest and not step.waiting]
             if new := [step for step in found if self._is_new(step)]:
+                self._watch.hide_wait()
                 yield new
 
     def _is_new(self, step: StepSamples) -> bool:

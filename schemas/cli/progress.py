@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PROGRESS_INTERVAL_S = 5.0  # between lines of progress where there is no terminal
 DELAY_S = 1.0  # what takes less is not shown
 STILL_S = 30.0  # without a terminal: between lines of something that does not move
+MOST_STILL_S = 960.0  # without a terminal: the same of what has no count, of which each pause is twice as long
 TICK_S = 0.25  # between two looks at the clock
 BAR_WIDTH = 20
 NARROWEST_STATE = 40  # columns beside a bar; a longer text with less room is shown below it
@@ -61,6 +62,11 @@ class Progress:
     def seconds(self) -> float:
         """Since it began."""
         return self._clock() - self._begin
+
+    @property
+    def says(self) -> bool:
+        """Whether it has a text of its own, by `say`."""
+        return bool(self._text)
 
     @property
     def counts(self) -> bool:
@@ -190,7 +196,7 @@ class TerminalDisplay:
 
 class LineDisplay:
     """A line when something has gone on for DELAY_S, then one at most every `interval` seconds in which it moves, else
-    every STILL_S; keep: and one at its end."""
+    every STILL_S, and of what has no count less and less often; keep: and one at its end."""
 
     def __init__(self, log: Callable[[str], None], clock: Clock, interval: float) -> None:
         self._log, self._clock, self._interval = log, clock, interval
@@ -223,7 +229,7 @@ class LineDisplay:
             if task not in self._last or now - self._last[task] < after or task.done == task.total:
                 return
             self._last[task] = now
-            first = task not in self._shown and not task.counts
+            first = task not in self._shown and not task.counts and not task.says
             self._shown.add(task)
             self._log(task.description if first else f"{task.description}: {task.state()}")
 
@@ -234,8 +240,15 @@ class LineDisplay:
                     self._ticker = None
                     return
                 for task in list(self._last):
-                    self._show(task, STILL_S if task in self._shown or task.done else DELAY_S)
+                    self._show(task, self._pause(task))
             time.sleep(TICK_S)
+
+    def _pause(self, task: Progress) -> float:
+        """Until the next line of what does not move."""
+        if task not in self._shown and not task.done:
+            return DELAY_S
+        gone = task.seconds - (self._clock() - self._last[task])  # at the last line
+        return STILL_S if task.counts else min(MOST_STILL_S, max(STILL_S, gone))
 
 
 class Shower(Protocol):

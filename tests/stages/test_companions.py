@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 
 from cache.training_run import LOCK_NAME
+from schemas.cli import progress
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.interruption import StopHandler
+from schemas.cli.progress import show_activities
 from stages import companions, report, run
 from stages.companions import Companion, Companions, Watch
 from tests.processes import ForkedProgram
 from tests.project import Project
-from tests.stages.report_run import FakeRun, eval_line
+from tests.stages.report_run import FakeRun, eval_line, step_line
 
 LIMIT_S = 120.0
 
@@ -260,6 +262,57 @@ def test_a_watch_is_told_once_and_interrupted_the_second_time(tmp_path) -> None:
     assert looks == [False, True] and watch.told
 
 
+def test_a_watch_says_what_it_waits_for_and_how_long(project, capsys) -> None:
+    home = project()
+    trained = FakeRun(home, "run", "train.steps=1000", "validation.every=200")
+    lock, said = hold(trained.folder), ""
+    show_activities(Console())
+    stages = iter(
+        [
+            ([], ["waiting for the first step of training"]),
+            (
+                [step_line(120, seconds_left=880)],
+                ["waiting for the validation of step 200: step 120 of 1000, about 0:01:20 left"],
+            ),
+            ([step_line(200)], ["waiting for the validation of step 200, which has begun: step 200 of 1000"]),
+            ([eval_line(200, 0.5)], ["waiting for the validation of step 400: step 200 of 1000"]),
+            ([step_line(1000), eval_line(1000, 0.4)], ["waiting for training to end: step 1000 of 1000"]),
+        ]
+    )
+    expected: list[str] = []
+    try:
+        for _ in Watch([trained.folder], 0.01):
+            said += capsys.readouterr().err
+            if said.splitlines() != expected:  # the display's thread has not looked at the clock yet
+                continue
+            lines, new = next(stages, ([], []))
+            trained.metrics(*lines)
+            expected = [*expected, *new]
+            if not new:
+                lock.close()
+    finally:
+        show_activities(None)
+    assert said.splitlines() == expected and len(expected) == 5
+
+
+def test_a_watch_without_a_trainer_says_so_and_nothing_while_there_is_work(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(companions, "START_S", LIMIT_S)
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    show_activities(Console())
+    watch, said, silent = Watch([tmp_path / "absent"], 0.01), "", 0
+    try:
+        for _ in watch:
+            said += capsys.readouterr().err
+            if said:
+                watch.hide_wait()
+                time.sleep(4 * progress.TICK_S)
+                silent += not capsys.readouterr().err
+                watch.told = True
+    finally:
+        show_activities(None)
+    assert said == "waiting for training to begin\n" and silent == 2
+
+
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.slow
 def test_the_report_is_made_again_when_there_is_something_new(project, monkeypatch, told) -> None:
@@ -268,10 +321,10 @@ def test_the_report_is_made_again_when_there_is_something_new(project, monkeypat
     trained = FakeRun(home)
     page, made = trained.folder / "report.html", []
 
-    class Looks:
+    class Looks(Watch):
         def __init__(self, folders: list[Path]) -> None:
             assert folders == [trained.folder]
-            self.told = False
+            super().__init__(folders)
 
         def __iter__(self) -> Iterator[bool]:
             yield False

@@ -16,7 +16,7 @@ import trainer.__main__  # noqa: F401 (programs are forks of this process)
 from schemas.config.loading import ConfigError
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, run
-from stages.companions import decodes_while_training
+from stages.companions import Watch, decodes_while_training
 from stages.encoding import model_loading
 from stages.encoding.vae import base
 from stages.media.preview_mark import is_preview
@@ -50,17 +50,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """script(first, second, told=False): in place of a watch's looks; what happens after each look. No time passes."""
 
     def set_looks(*actions: Callable[[], object], told: bool = False) -> None:
-        class Looks:
-            def __init__(self, folders: list[Path], on_told: Callable[[], object]) -> None:
-                self.told, self._on_told = False, on_told
-
+        class Looks(Watch):
             def __iter__(self) -> Iterator[bool]:
                 for action in actions:
                     yield False
                     action()
                 if told:
-                    self.told = True
-                    self._on_told()
+                    self._tell()
                 yield True
 
         monkeypatch.setattr(decode, "Watch", Looks)
