@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,23 @@ def in_child(work: Callable[[], object]) -> int:
             sys.stdout.flush()
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_when(arrived: threading.Semaphore, work: Callable[[], object]) -> None:
+    """Fork and do `work`; kill it by SIGKILL once `arrived` is released."""
+    child = os.fork()
+    if child == 0:
+        try:
+            forget_forkserver()
+            use_one_thread()
+            work()
+        finally:
+            os._exit(1)
+    try:
+        assert arrived.acquire(timeout=120)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 class ForkedWorkers:

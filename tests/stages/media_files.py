@@ -5,6 +5,7 @@ grey patch in the middle whose level distinguishes pictures and the frames of a 
 """
 
 import io
+import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable
@@ -14,8 +15,10 @@ from typing import Any
 
 import av
 import numpy as np
+import pytest
 from PIL import Image, ImageCms
 
+from stages.media.errors import MediaError
 from tests.processes import same_scheduling
 
 SIZE = WIDTH, HEIGHT = 96, 64
@@ -305,3 +308,15 @@ def repeated(path: Path, frames: Frames, times: int, codec: tuple[str, str, dict
             packet.pts = packet.dts = number
             packet.is_keyframe = number == 0
             output.mux(packet)
+
+
+def refusal(action: Callable[[Path], object], path: Path) -> MediaError:
+    """The error with which `action` refuses a file; it names it."""
+    with pytest.raises(MediaError) as caught:
+        action(path)
+    assert os.fspath(path) in str(caught.value)
+    return caught.value
+
+
+def reason(action: Callable[[Path], object], path: Path) -> str:
+    return refusal(action, path).reason

@@ -1,7 +1,6 @@
 """The whole pipeline with its root on S3: the shards of a local root, killed and in trouble, with few requests."""
 
 import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from cache.store import Store
 from schemas.cli.console import Report
 from stages import bucket, decode, discover, encode_latents, encode_text, export, gc, index, status, verify
+from tests.processes import kill_when
 from tests.project import Project
 from tests.s3_server import BUCKET, Request, S3Server
 from trainer.__main__ import run as train
@@ -125,19 +125,7 @@ def test_killed_in_an_upload_and_in_trouble(home: Project, s3: S3Server) -> None
 
     killing = True
     s3.answer = notice
-    child = os.fork()
-    if child == 0:
-        from tests.processes import forget_forkserver, use_one_thread
-
-        forget_forkserver()
-        use_one_thread()
-        try:
-            home.run(encode_text.run)
-        finally:
-            os._exit(1)
-    assert arrived.acquire(timeout=120)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    kill_when(arrived, lambda: home.run(encode_text.run))
     killing = False
     assert [name for name in Store(ROOT).list_names("text") if name.endswith(".arrow")] == []
     seen = set[Request]()

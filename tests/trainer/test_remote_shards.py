@@ -1,8 +1,6 @@
 """Training on a set in an S3 store, through copies of its shards: as on a disk, killed, damaged, by two ranks."""
 
 import json
-import os
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +15,7 @@ from schemas.cli.console import OK
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, USAGE
 from tests.conftest import LONG
-from tests.processes import forget_forkserver, use_one_thread
+from tests.processes import kill_when
 from tests.s3_server import BUCKET, Request, S3Server
 from tests.trainer.runs import lines, on_two_ranks, program
 from trainer.metrics import read_metrics
@@ -114,17 +112,7 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
         return "cut" if late else ""
 
     killing, s3.answer = True, notice
-    child = os.fork()
-    if child == 0:
-        forget_forkserver()
-        use_one_thread()
-        try:
-            program(config, tmp_path, capsys)
-        finally:
-            os._exit(1)
-    assert arrived.acquire(timeout=120)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    kill_when(arrived, lambda: program(config, tmp_path, capsys))
     killing = False
     done = len(lines(config))
     assert [path.suffix for path in remote.copies].count(".part") == 1

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from stages.media.animation import is_animation, probe_animation, read_frames
-from stages.media.errors import MediaError
 from stages.media.image import load_image, probe_image
 from stages.media.probe import probe_media
+from tests.stages.media_files import reason
 
 LASTING = [100, 40, 200, 60, 500, 30, 70]  # milliseconds; GIF counts in hundredths of a second
 STARTS = np.cumsum([0, *LASTING[:-1]]) / 1000
@@ -35,13 +35,6 @@ def write(path, lasting=LASTING, **options):
     suffix = path.suffix[1:]
     first.save(path, save_all=True, append_images=others, duration=lasting, **OPTIONS[suffix], **options)
     return path
-
-
-def reason(action, path):
-    with pytest.raises(MediaError) as caught:
-        action(path)
-    assert str(path) in str(caught.value)
-    return caught.value.reason
 
 
 @pytest.mark.parametrize("suffix", OPTIONS)

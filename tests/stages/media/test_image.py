@@ -8,6 +8,7 @@ from PIL import Image, ImageCms, ImageOps
 
 from stages.media.errors import MediaError
 from stages.media.image import load_image, probe_image
+from tests.stages.media_files import reason
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -28,13 +29,6 @@ def assert_close(image, expected, tolerance=0):
     assert image.mode == "RGB"
     difference = np.abs(np.asarray(image).astype(int) - np.asarray(expected).astype(int))
     assert difference.max() <= tolerance, difference.max()
-
-
-def reason(action, path):
-    with pytest.raises(MediaError) as caught:
-        action(path)
-    assert str(path) in str(caught.value)
-    return caught.value.reason
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])

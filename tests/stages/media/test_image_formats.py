@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import os
 import struct
 import sys
 import unicodedata
@@ -14,21 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageOps
 
-from stages.media.errors import MediaError
 from stages.media.files import Blob
 from stages.media.image import load_image, probe_image
+from tests.stages.media_files import refusal
 
 
 def gradient(width=48, height=32):
     rows, columns = np.mgrid[0:height, 0:width]
     return np.stack([columns * 255 // max(1, width - 1), rows * 255 // max(1, height - 1), (rows + columns) % 256], -1)
-
-
-def reason(action, path):
-    with pytest.raises(MediaError) as caught:
-        action(path)
-    assert os.fspath(path) in str(caught.value)
-    return caught.value
 
 
 def chunk(kind, data):
@@ -201,7 +193,7 @@ def test_heic_transparency_is_laid_over_white_and_a_cut_file_is_refused(tmp_path
     Image.fromarray(noise).save(tmp_path / "whole.heic")
     whole = (tmp_path / "whole.heic").read_bytes()
     (tmp_path / "cut.heic").write_bytes(whole[: len(whole) // 2])
-    assert reason(load_image, tmp_path / "cut.heic").reason in ("truncated", "unreadable", "not-an-image")
+    assert refusal(load_image, tmp_path / "cut.heic").reason in ("truncated", "unreadable", "not-an-image")
 
 
 def test_without_the_plugin_heic_names_the_extra_and_nothing_else_needs_it(tmp_path, monkeypatch):
@@ -210,7 +202,7 @@ def test_without_the_plugin_heic_names_the_extra_and_nothing_else_needs_it(tmp_p
     Image.new("RGB", (16, 16), "red").save(tmp_path / "photo.avif")
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     assert load_image(tmp_path / "photo.avif").size == (16, 16)
-    error = reason(probe_image, tmp_path / "photo.heic")
+    error = refusal(probe_image, tmp_path / "photo.heic")
     assert error.reason == "needs-extra" and error.advice.startswith("pip install 'latentpress[heif]'")
 
 
@@ -226,7 +218,7 @@ def test_high_dynamic_range_is_refused(tmp_path, transfer):
     content[place + 10 : place + 12] = transfer.to_bytes(2, "big")
     (tmp_path / "hdr.avif").write_bytes(content)
     for action, name in itertools.product((probe_image, load_image), ("hdr.png", "hdr.avif")):
-        error = reason(action, tmp_path / name)
+        error = refusal(action, tmp_path / name)
         assert error.reason == "hdr" and "tone-map" in error.advice
 
 
@@ -237,7 +229,7 @@ def test_a_progressive_jpeg_is_a_jpeg_and_a_truncated_one_is_refused(tmp_path, p
     Image.fromarray(gradient(160, 120).astype(np.uint8)).save(path, progressive=progressive, quality=quality)
     assert np.abs(np.asarray(load_image(path)).astype(int) - gradient(160, 120)).mean() < 8
     path.write_bytes(path.read_bytes()[:-300])
-    assert reason(load_image, path).reason == "truncated"
+    assert refusal(load_image, path).reason == "truncated"
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 20_000), (20_000, 1), (20_000, 3)])
@@ -251,7 +243,7 @@ def test_extreme_sides_are_read(tmp_path, size, suffix):
 def test_20_000_pixels_squared_are_too_many(tmp_path):
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 0, 0, 0, 0))
     (tmp_path / "wall.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 999)))
-    assert reason(probe_image, tmp_path / "wall.png").reason == "too-large"
+    assert refusal(probe_image, tmp_path / "wall.png").reason == "too-large"
 
 
 NAMES = ["-dash", "two words", "new\nline", "quote'\"", "100%d", "a:b", "ü" * 100, "x" * 251]
@@ -275,5 +267,5 @@ def test_what_the_content_is_decides_not_the_extension(tmp_path):
 
 @pytest.mark.parametrize("action", [probe_image, load_image])
 def test_a_lack_of_memory_and_a_lost_connection_are_media_errors(action):
-    assert reason(action, Failing(MemoryError())).reason == "out-of-memory"
-    assert reason(action, Failing(ConnectionResetError(104, "reset by peer"))).reason == "unreadable"
+    assert refusal(action, Failing(MemoryError())).reason == "out-of-memory"
+    assert refusal(action, Failing(ConnectionResetError(104, "reset by peer"))).reason == "unreadable"

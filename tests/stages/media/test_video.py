@@ -13,6 +13,7 @@ from schemas.geometry import Bucket, cover_crop
 from stages.media.errors import MediaError
 from stages.media.pixels import resize_and_crop
 from stages.media.video import probe_video, read_frames
+from tests.stages.media_files import reason
 
 WIDTH, HEIGHT, BITS = 128, 64, 8
 
@@ -51,13 +52,6 @@ def write_video(path, frames=50, rate=25, stamps=None, codec="libx264", prepare=
             output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
     return path
-
-
-def reason(action, path):
-    with pytest.raises(MediaError) as caught:
-        action(path)
-    assert str(path) in str(caught.value)
-    return caught.value.reason
 
 
 KINDS = {

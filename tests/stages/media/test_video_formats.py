@@ -16,6 +16,7 @@ from stages.media.errors import MediaError
 from stages.media.orientation import orientation_of_frame, orientation_of_header
 from stages.media.video import probe_video, read_frames
 from tests.processes import same_scheduling
+from tests.stages.media_files import reason
 
 WIDTH, HEIGHT, BITS, BLOCK = 256, 64, 16, 16
 X265 = {"preset": "ultrafast", "x265-params": "log-level=none:keyint=10"}
@@ -76,13 +77,6 @@ def tagged(transfer, primaries, matrix, whole_range=1):
         context.color_range = whole_range
 
     return prepare
-
-
-def reason(action, path):
-    with pytest.raises(MediaError) as caught:
-        action(path)
-    assert os.fspath(path) in str(caught.value)
-    return caught.value.reason
 
 
 def first_frame(path):

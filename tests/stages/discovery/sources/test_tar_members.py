@@ -8,44 +8,22 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from schemas.config.datasets import Dataset
 from stages.discovery.sources import tar_members
-from stages.discovery.sources.base import LISTING_SCHEMA, open_source
-from stages.discovery.sources.webdataset import WebDatasetSource
+from stages.discovery.sources.base import open_source
 from stages.media import files
 from stages.media.errors import MediaError
-
-wds = pytest.importorskip("webdataset")
+from tests.stages.discovery.tars import dataset, scan, write
 
 
 def picture(number: int, size: tuple[int, int] = (20, 10), kind: str = "JPEG") -> bytes:
     out = io.BytesIO()
     Image.new("RGB", size, (number * 17 % 256, 40, 90)).save(out, kind)
     return out.getvalue()
-
-
-def write(path: Path, samples: list[dict]) -> Path:
-    with wds.TarWriter(str(path)) as sink:
-        for sample in samples:
-            sink.write(sample)
-    return path
-
-
-def dataset(place: Path | str, **options: Any) -> Dataset:
-    return Dataset(id="set", source="webdataset", instance_data_dir=str(place), **options)
-
-
-def scan(source: WebDatasetSource, known: pa.Table | None = None) -> list[dict]:
-    chunks = list(source.scan(known))
-    assert all(chunk.schema.names[: len(LISTING_SCHEMA.names)] == LISTING_SCHEMA.names for chunk in chunks)
-    table = pa.concat_tables(chunks, promote_options="permissive")
-    return sorted(table.to_pylist(), key=lambda row: row["path"])
 
 
 def read(media: files.MediaPath) -> bytes:

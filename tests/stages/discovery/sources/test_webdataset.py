@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.discovery.sources.base import LISTING_SCHEMA, open_source
+from stages.discovery.sources.base import open_source
 from stages.discovery.sources.webdataset import WebDatasetSource
 from stages.media import files
 from stages.media.errors import MediaError
+from tests.stages.discovery.tars import dataset, scan, write
 
 wds = pytest.importorskip("webdataset")
 
@@ -32,13 +32,6 @@ def record(number: int, **more: Any) -> dict:
     """What img2dataset writes into the .json of a sample."""
     common = {"url": f"https://example.org/{number}.jpg", "key": f"{number:09d}", "status": "success"}
     return common | {"error_message": None, "width": 20, "height": 10, "exif": "{}"} | more
-
-
-def write(path: Path, samples: list[dict]) -> Path:
-    with wds.TarWriter(str(path)) as sink:
-        for sample in samples:
-            sink.write(sample)
-    return path
 
 
 def img2dataset(folder: Path, shards: int = 2, each: int = 3) -> Path:
@@ -63,17 +56,6 @@ def img2dataset(folder: Path, shards: int = 2, each: int = 3) -> Path:
         (folder / f"{shard:05d}.parquet").write_bytes(b"PAR1")
         (folder / f"{shard:05d}_stats.json").write_text("{}")
     return folder
-
-
-def dataset(place: Path | str, **options: Any) -> Dataset:
-    return Dataset(id="set", source="webdataset", instance_data_dir=str(place), **options)
-
-
-def scan(source: WebDatasetSource, known: pa.Table | None = None) -> list[dict]:
-    chunks = list(source.scan(known))
-    assert all(chunk.schema.names[: len(LISTING_SCHEMA.names)] == LISTING_SCHEMA.names for chunk in chunks)
-    table = pa.concat_tables(chunks, promote_options="permissive")
-    return sorted(table.to_pylist(), key=lambda row: row["path"])
 
 
 def as_known(source: WebDatasetSource) -> pa.Table:
