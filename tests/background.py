@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import BaseServer
 
 
@@ -17,6 +18,14 @@ def served(server: BaseServer) -> Iterator[None]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def answered(handler: Callable[..., BaseHTTPRequestHandler], address: str = "127.0.0.1") -> Iterator[str]:
+    """HTTP requests are answered by `handler` until the block ends: the URL of a free port."""
+    server = ThreadingHTTPServer((address, 0), handler)
+    with served(server):
+        yield f"http://{address}:{server.server_port}"
 
 
 @contextmanager

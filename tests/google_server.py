@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from tests.background import served
+from tests.background import answered
 from tests.processes import forget_forkserver
 
 BUCKET = "store"
@@ -166,9 +165,7 @@ def serve_google(address: str = "127.0.0.1") -> Iterator[GoogleServer]:
             finally:
                 emulator.Response = kept
 
-    server = ThreadingHTTPServer((address, 0), partial(Handler, app.storage))
-    app.url = f"http://{address}:{server.server_port}"
-    with served(server):
+    with answered(partial(Handler, app.storage), address) as app.url:
         yield app
 
 

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from tests.background import served
+from tests.background import answered
 from tests.processes import forget_forkserver
 
 BUCKET = "me/store"
@@ -132,10 +132,17 @@ def serve_hub(place: Path) -> Iterator[HubServer]:
                 more["Link"] = f'<{app.url}{there}?recursive=true&cursor={start + app.page}>; rel="next"'
             self.send([app.entry(path) for path in names[start : start + app.page]], **more)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    app.url = f"http://127.0.0.1:{server.server_port}"
-    with served(server):
+    with answered(Handler) as app.url:
         yield app
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, token: str) -> None:
+    """In place of the real one, in this process and in those that it starts."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    for name, value in {"HF_ENDPOINT": url, "HF_TOKEN": token, "NO_PROXY": "*"}.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -143,14 +150,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """The hub with the empty bucket BUCKET; other processes find it by the environment, which huggingface_hub reads
     when it is imported."""
     pytest.importorskip("hf_xet")
-    from huggingface_hub import HfFileSystem, constants
+    from huggingface_hub import HfFileSystem
 
     (tmp_path / "hub").mkdir()
     with serve_hub(tmp_path / "hub") as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_TOKEN", "hf_test")
-        monkeypatch.setenv("NO_PROXY", "*")
+        use_hub(monkeypatch, server.url, "hf_test")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr("cache.store.spool_folder", lambda: tmp_path / "scratch")
         forget_forkserver()

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.background import served
+from tests.background import answered
+from tests.hub_server import use_hub
 
 TOKEN = "hf_s3cretTokenOfTheHub"
 LIMIT = 1000  # bytes of a file that a commit holds itself
@@ -139,9 +140,7 @@ def serve_models() -> Iterator[ModelHub]:
 
         do_GET = do_POST = do_PUT = handle_request
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    app.url = f"http://127.0.0.1:{server.server_port}"
-    with served(server):
+    with answered(Handler) as app.url:
         yield app
 
 
@@ -151,12 +150,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub
     from huggingface_hub import constants
 
     with serve_models() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        use_hub(monkeypatch, hub.url, TOKEN)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("NO_PROXY", "*")
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf-home/token"))
         yield hub

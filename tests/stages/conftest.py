@@ -1,12 +1,15 @@
-"""Projects that several tests of programs begin with."""
+"""Projects that several tests of programs begin with, and the page of `latentpress ui`."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from stages import bucket, discover, encode_latents, encode_text
 from tests.project import Project
+
+if TYPE_CHECKING:
+    from tests.stages.ui_server import UiServer
 
 
 @pytest.fixture
@@ -21,3 +24,12 @@ def _encode_three(home: Project) -> None:
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in programs:
         home.run(program.run)
+
+
+@pytest.fixture
+def server(home: Project) -> "Iterator[UiServer]":
+    """The page of the project `home` of a test's module."""
+    from tests.stages.ui_server import ui_server
+
+    with ui_server(home) as started:
+        yield started

@@ -1,6 +1,6 @@
 """`latentpress ui` by its requests: what is answered, what is refused, and what the programs do that it starts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,12 +22,6 @@ def home(project: Callable[..., Project]) -> Project:
     made = project()
     made.image("a.png", (64, 48), "a <b>bold</b> caption")
     return made
-
-
-@pytest.fixture
-def server(home: Project) -> Iterator[UiServer]:
-    with ui_server(home) as started:
-        yield started
 
 
 @pytest.mark.slow

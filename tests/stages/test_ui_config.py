@@ -1,7 +1,7 @@
 """The configuration's page of `latentpress ui`: the form, the text, their errors, and what is written."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from schemas.config.loading import ConfigError, load_config
 from stages.pages.ui.config_form import build_form, changed_text
 from tests.project import Project
 from tests.stages.browser import browser, until  # noqa: F401 (a fixture)
-from tests.stages.ui_server import UiServer, ui_server
+from tests.stages.ui_server import UiServer
 
 EXAMPLE = Path(__file__).parents[2] / "pipeline.yaml"
 
@@ -21,12 +21,6 @@ def home(project: Callable[..., Project]) -> Project:
     made = project(train={"steps": 40})
     made.config()
     return made
-
-
-@pytest.fixture
-def server(home: Project) -> Iterator[UiServer]:
-    with ui_server(home) as started:
-        yield started
 
 
 def file_of(server: UiServer) -> Path:

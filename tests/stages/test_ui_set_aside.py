@@ -1,13 +1,13 @@
 """The page of `latentpress ui` with what was set aside: by reason with the remedy, and searched."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from stages import bucket, discover
 from stages.pages.ui.set_aside_page import MOST_SHOWN
 from tests.project import Project
-from tests.stages.ui_server import UiServer, ui_server
+from tests.stages.ui_server import UiServer
 
 HOSTILE = "<img src=x onerror=alert(1)>.png"
 
@@ -24,12 +24,6 @@ def home(project: Callable[..., Project]) -> Project:
     (made.media / HOSTILE).write_bytes(b"no picture")
     made.config()
     return made
-
-
-@pytest.fixture
-def server(home: Project) -> Iterator[UiServer]:
-    with ui_server(home) as started:
-        yield started
 
 
 def test_before_anything_was_set_aside(server: UiServer) -> None:
