@@ -27,6 +27,7 @@ from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
 from stages.companions import Watch
 from stages.encoding.stage_options import UsageError
+from stages.maintenance.run_results import remove_unfinished
 from stages.media.preview_mark import is_preview, preview_mark
 from stages.pages import training_samples
 from stages.stage_processes import StageProcesses
@@ -67,6 +68,7 @@ def run(
     if options.dry_run:
         report.remaining = len(todo)
         return report
+    remove_unfinished(folder)
     if not files:
         console.log(f"no validation latents under {folder / 'validation'}: nothing to decode")
         return report

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from cache.files import check_folder, explained, replacing
+from cache.files import check_folder, explained, is_unfinished, replacing
 from cache.scores import SCORES_FILE
 from cache.training_run import METRICS_FILE
 from schemas.cli.console import Console, Options, Report, make_app
@@ -153,9 +153,8 @@ def _remake_while_training(
 
 def _count_results(folders: Sequence[Path]) -> tuple[int, ...]:
     """Lines of eval losses and of scores, and files of validation and of samples."""
-    found = [
-        sum(1 for _ in folder.glob(f"{part}/step-*/*")) for folder in folders for part in ("validation", "samples")
-    ]
+    parts = [folder.glob(f"{part}/step-*/*") for folder in folders for part in ("validation", "samples")]
+    found = [sum(1 for path in paths if not is_unfinished(path.name)) for paths in parts]
     for name, mark in ((METRICS_FILE, b'"eval_loss"'), (SCORES_FILE, b'"step"')):
         files = [folder / name for folder in folders]
         found += [file.read_bytes().count(mark) for file in files if file.exists()]

@@ -25,7 +25,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from stages.companions import Companions
 from stages.encoding.stage import refuse_partition
-from stages.maintenance.run_results import find_folders, put_results_last
+from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
 from stages.stage_processes import StageProcesses
 
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
@@ -65,6 +65,7 @@ def run(
     with stop_handler.stop_on_signals(), companions:
         if not aside:
             clear_failure(folder)
+            remove_unfinished(folder)
             companions.start()
         try:
             report = _run_stages(order, config, options, console, processes, stop_handler, followers, companions)

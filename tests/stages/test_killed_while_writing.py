@@ -1,0 +1,151 @@
+"""Programs killed while they write a result: what they leave is neither shown nor pushed, and is removed later."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+
+from cache import files
+from stages import decode, notify, push, report, score
+from stages.maintenance.run_results import remove_unfinished
+from tests.processes import in_child
+from tests.project import Project
+from tests.stages.report_run import FakeRun, eval_line, step_line
+from tests.stages.test_companions import hold
+from tests.stages.test_decode import put
+
+HALF = b"half of it"
+PROGRAMS: dict[str, tuple[Callable[..., Any], str]] = {
+    "decode": (decode.run, "dog.png"),
+    "contact sheet": (decode.run, "contact-sheet.png"),
+    "score": (score.run, "scores.jsonl"),
+    "report": (report.run, "report.html"),
+    "notify": (notify.run, "notifications.json"),
+    "push": (push.run, "hub"),
+}
+
+
+@pytest.fixture
+def home(project: Callable[..., Project], tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A finished run with two validations, of which one picture is missing."""
+    prompts = [{"name": name, "prompt": f"a {name}"} for name in ("cat", "dog")]
+    made = project(
+        validation={"size": "64x64", "prompts": prompts, "scores": {"clip": str(tiny("clip"))}},
+        train={"run": "run", "steps": 4, "trackers": []},
+        notify={"webhooks": [{"url_env": "HOOK"}]},
+        hub={"repo": "me/cats"},
+    )
+    monkeypatch.setenv("HOOK", "http://127.0.0.1:9/")
+    run = FakeRun(made)
+    run.metrics(step_line(1), eval_line(2, 0.5), step_line(4), eval_line(4, 0.4))
+    for step in (2, 4):
+        for name in ("cat", "dog"):
+            put(made, name, np.zeros((16, 1, 8, 8), np.float32), made.config().model.family, step)
+            if (step, name) != (4, "dog"):
+                run.picture(step, name, (40 * step, 0, 0), (64, 64))
+    (run.folder / "adapter").mkdir()
+    save_file({"transformer.a.lora_A.weight": np.ones((4, 4), np.float32)}, run.folder / "adapter/a.safetensors")
+    (run.folder / "result.json").write_text(json.dumps({"step": 4, "result": str(run.folder / "adapter")}))
+    return made
+
+
+def run_folder(home: Project) -> Path:
+    return home.folder / "output/run"
+
+
+def kill_while_it_writes(home: Project, program: Callable[..., Any], name: str, **options: Any) -> None:
+    """The process is killed when half of `name` is written."""
+
+    def work() -> None:
+        finish = files.put
+
+        def put_half(temporary: Path, path: Path) -> None:
+            if path.name != name:
+                return finish(temporary, path)
+            if temporary.is_file():
+                temporary.write_bytes(HALF)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def write_half(folder: Path, *rest: Any) -> None:
+            with (folder / name).open("ab") as file:
+                file.write(b'{"step": 4, "scores": {"clip')
+                file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        files.put = put_half
+        score.append_step = write_half  # which has no temporary file
+        home.run(program, **options)
+
+    assert in_child(work) == -signal.SIGKILL
+
+
+def temporaries(home: Project) -> list[Path]:
+    return sorted(run_folder(home).rglob(".*.tmp"))
+
+
+def age(paths: list[Path], seconds: float) -> None:
+    for path in paths:
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_a_killed_program_leaves_is_not_shown_and_is_removed(home: Project, program: str) -> None:
+    run, name = PROGRAMS[program]
+    kill_while_it_writes(home, run, name, **({"dry_run": True} if program == "push" else {}))
+    left = temporaries(home)
+    assert len(left) == (program != "score")
+    made = home.run(decode.run)
+    assert (made.done, made.exit_code) == (0 if program == "contact sheet" else 1, 0)
+    assert Image.open(run_folder(home) / "samples/contact-sheet.png").size[0] == 2 * 160, "two steps"
+    assert home.run(score.run).done == 4
+    steps = [json.loads(line)["step"] for line in (run_folder(home) / "scores.jsonl").read_text().splitlines()
+             if line.endswith("}")]  # fmt: skip
+    assert steps == [2, 4]
+    home.run(report.run)
+    page = (run_folder(home) / "report.html").read_bytes()
+    assert b"dog" in page and b".tmp" not in page and HALF not in page
+    bodies = home.run(notify.run, dry_run=True, json=True).details["bodies"]
+    assert {body["event"] for body in bodies} == {"started", "validation", "finished"}
+    assert ".tmp" not in json.dumps(bodies)
+    pushed = home.run(push.run, dry_run=True).details["files"]
+    assert [row["file"] for row in pushed] == ["README.md", "a.safetensors", "images/cat.jpg", "images/dog.jpg"]
+
+    age(left, 60.0)
+    home.run(decode.run)
+    assert temporaries(home) == left, "it may still be written"
+    age(left, 7200.0)
+    home.run(decode.run)
+    assert temporaries(home) == []
+
+
+def test_nothing_is_removed_beside_a_trainer_or_of_other_names(home: Project) -> None:
+    folder = run_folder(home)
+    mine, other = folder / ".report.html.0123456789abcdef.tmp", folder / ".my notes.tmp"
+    for path in (mine, other):
+        path.write_text("half")
+    age([mine, other], 7200.0)
+    with hold(folder):
+        remove_unfinished(folder)
+        assert mine.exists()
+    remove_unfinished(folder)
+    assert not mine.exists() and other.exists()
+
+
+def test_a_file_that_is_being_written_makes_no_page_again(home: Project) -> None:
+    """Its name under which it is finished does."""
+    folder = run_folder(home)
+    before = report._count_results([folder])
+    temporary = files.temporary(folder / "samples/step-000004/dog.png")
+    temporary.write_bytes(HALF)
+    assert report._count_results([folder]) == before
+    temporary.rename(folder / "samples/step-000004/dog.png")
+    assert report._count_results([folder]) != before
