@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -125,21 +125,28 @@ class Companions:
         for process in told.values():
             if process.poll() is None:
                 process.terminate()
-        began, killed = time.monotonic(), set()
-        while any(process.poll() is None for process in told.values()):
-            if time.monotonic() - began > (INTERRUPTED_S if self._stop_handler.reason else FINISH_S):
-                killed = {it for it, process in told.items() if process.poll() is None}
-                for companion in killed:
-                    told[companion].kill()
-                    told[companion].wait()
-                break
-            time.sleep(0.05)
+        limit_s = INTERRUPTED_S if self._stop_handler.reason else FINISH_S
+        names = ", ".join(companion.program for companion in told)
+        with activity(f"waiting for what runs beside training to finish, at most {limit_s:.0f} s: {names}"):
+            killed = self._wait_until_ended(told)
         for companion, process in told.items():
             del self._running[companion]
             if companion in killed and self._stop_handler.reason:
                 continue
             if process.returncode not in (OK, -signal.SIGTERM):  # the second: told before it could listen
                 self._add_failure(companion, process.returncode, companion in killed)
+
+    def _wait_until_ended(self, told: Mapping[Companion, subprocess.Popen]) -> set[Companion]:
+        """Those that had to be killed. A stop of `run` shortens the time."""
+        began = time.monotonic()
+        while running := {it for it, process in told.items() if process.poll() is None}:
+            if time.monotonic() - began > (INTERRUPTED_S if self._stop_handler.reason else FINISH_S):
+                for companion in running:
+                    told[companion].kill()
+                    told[companion].wait()
+                break
+            time.sleep(0.05)
+        return running
 
     def _add_failure(self, companion: Companion, code: int, is_killed: bool) -> None:
         log = str(self._log(companion))

@@ -28,6 +28,7 @@ from stages.encoding.stage import refuse_partition
 from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
 from stages.stage_processes import StageProcesses
 
+STOPPED_S = 10.0  # for the report of a run that was stopped: schedulers wait 30 s before they kill
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
 
 
@@ -75,7 +76,7 @@ def run(
             if (folder / METRICS_FILE).exists():
                 console.log(f"the report of what was done: {_make_report(options, console, processes)}")
             raise
-        if not aside and (page := _find_report(config, report, options, console, processes)):
+        if not aside and (page := _find_report(config, report, options, console, processes, stop_handler)):
             report.details["report"] = page
         if not (aside or stop_handler.reason):
             if config.hub.repo and "train" in order and not report.remaining:
@@ -180,12 +181,27 @@ def _add_details(
         report.details |= {name: details[name] for name in ("scores", "best_steps")}
 
 
-def _find_report(config: Config, report: Report, options: Options, console: Console, processes: StageProcesses) -> str:
-    """The run's page, made again if anything was done; "" where there is none."""
+def _find_report(
+    config: Config,
+    report: Report,
+    options: Options,
+    console: Console,
+    processes: StageProcesses,
+    stop_handler: StopHandler,
+) -> str:
+    """The run's page, made again if anything was done; "" where there is none. Where `run` was stopped, it is made
+    within STOPPED_S, or stays as it was."""
     page = Path(config.output) / config.train.run / "report.html"
-    if not report.done and not report.remaining and page.exists():
-        return str(page)
-    return _make_report(options, console, processes)
+    if report.done or report.remaining or not page.exists():
+        if not stop_handler.reason:
+            _make_report(options, console, processes)
+        elif (page.parent / METRICS_FILE).exists():
+            others = StageProcesses({})  # which were not stopped
+            timer = threading.Timer(STOPPED_S, others.stop)
+            timer.start()
+            _make_report(options, console, others)
+            timer.cancel()
+    return str(page) if page.exists() else ""
 
 
 def _make_report(options: Options, console: Console, processes: StageProcesses) -> str:

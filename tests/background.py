@@ -1,10 +1,21 @@
-"""Threads beside a test."""
+"""Threads and programs beside a test."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import BaseServer
+
+LIMIT_S = 240.0
+
+
+def until(happened: Callable[[], object]) -> None:
+    """Return once it has happened."""
+    began = time.monotonic()
+    while not happened():
+        assert time.monotonic() - began < LIMIT_S, f"not within {LIMIT_S:g} s"
+        time.sleep(0.02)
 
 
 @contextmanager

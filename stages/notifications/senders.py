@@ -19,8 +19,8 @@ TRIES = 5  # of one event, in a row
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between tries; doubled each time
 REST_S = 300.0  # after that many tries, where there is time
 IDLE_S = 0.5  # between looks into the outbox
-TOLD_S = 8.0  # for what still waits, where the program was told to finish
-ENDING_S = 3.0  # for a request to end when the program is stopped
+TOLD_S = 4.0  # for what still waits, where the program was told to finish
+ENDING_S = 1.0  # for requests to end when the program is stopped
 
 
 @dataclass
@@ -61,8 +61,9 @@ class Senders:
                 self.stopped.wait(IDLE_S)
         finally:
             self.stopped.set()
+            end = time.monotonic() + ENDING_S
             for thread in self._threads:
-                thread.join(ENDING_S)
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self, delivery: Deliveries) -> None:
         hook = delivery.hook
@@ -106,12 +107,12 @@ class Senders:
                 delivery.sent += answer.outcome == "sent"
                 delivery.refused += answer.outcome == "refused"
                 self._outbox.mark(hook, event)
-            if answer.outcome != "sent":
-                self._log(f"the webhook of {hook.url_env} {answer.problem}: {event.key}, try {number} of {TRIES}")
-            if answer.outcome != "later" or number == TRIES:
+            wait_s = max(pause * random.uniform(0.5, 1.0), answer.wait_s or 0.0)
+            again = answer.outcome == "later" and number < TRIES
+            if answer.outcome != "sent" and not self.stopped.is_set():  # the program may have ended
+                said = f"the webhook of {hook.url_env} {answer.problem}: {event.key}, try {number} of {TRIES}"
+                self._log(f"{said}, the next in {wait_s:.0f} s" if again and wait_s >= 1 else said)
+            if not again or self.stopped.wait(wait_s):
                 return answer
-            jittered = pause * random.uniform(0.5, 1.0)
             pause = min(2 * pause, LONGEST_PAUSE_S)
-            if self.stopped.wait(max(jittered, answer.wait_s or 0.0)):
-                return answer
         raise AssertionError("not reached")

@@ -21,18 +21,10 @@ from schemas.cli.interruption import StopHandler
 from schemas.cli.progress import show_activities
 from stages import companions, report, run
 from stages.companions import Companion, Companions, Watch
+from tests.background import LIMIT_S, until
 from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.stages.report_run import FakeRun, eval_line, step_line
-
-LIMIT_S = 120.0
-
-
-def until(happened: Callable[[], object]) -> None:
-    began = time.monotonic()
-    while not happened():
-        assert time.monotonic() - began < LIMIT_S
-        time.sleep(0.02)
 
 
 def follow() -> None:

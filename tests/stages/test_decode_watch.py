@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,13 @@ from stages.companions import Watch, decodes_while_training
 from stages.encoding import model_loading
 from stages.encoding.vae import base
 from stages.media.preview_mark import is_preview
+from tests.background import until
 from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.test_decode import put
 from trainer import validation
 
-LIMIT_S = 240.0
 FAMILY = "kandinsky5-image"
-
-
-def until(happened: Callable[[], object]) -> None:
-    began = time.monotonic()
-    while not happened():
-        assert time.monotonic() - began < LIMIT_S
-        time.sleep(0.05)
 
 
 def picture(home: Project, name: str, step: int = 3) -> Path:
@@ -97,10 +89,11 @@ def test_pictures_are_there_before_training_has_ended(
     for program in (discover, bucket, encode_text, encode_latents, index):
         home.run(program.run)
     write, first = validation.write_validation_latents, picture(home, "one", 0)
+    page = home.folder / "output/run/report.html"
 
     def wait_and_write(model: Any, family: Any, config: Any, data: Any, folder: Path, *rest: Any, **more: Any) -> int:
         if folder.name != "step-000000":
-            until(first.exists)
+            until(lambda: first.exists() and page.exists())  # `decode` and `report` run beside it
         return write(model, family, config, data, folder, *rest, **more)
 
     monkeypatch.setattr(validation, "write_validation_latents", wait_and_write)

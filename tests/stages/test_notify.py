@@ -20,9 +20,12 @@ from PIL import Image
 from cache.failure_note import KILLED, clear_failure, noting_failure, record_failure
 from cache.training_run import LOCK_NAME
 from schemas.cli.console import Report
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages import notify
 from stages.notifications import requests, run_events, senders
+from stages.notifications.outbox import Outbox
+from tests.background import until
 from tests.project import Project
 from tests.stages.report_run import FakeRun, eval_line, step_line
 from tests.webhook_server import SECRET, WebhookServer, serve_webhook
@@ -218,6 +221,35 @@ def test_a_hook_that_fails_delays_no_other_and_gets_its_events_later(
     report = home.run(notify.run, f"notify.webhooks=[{{url_env: {HOOK}}}]")
     assert hook.events() == EVENTS and report.exit_code == 0
     assert before <= {each.document["id"] for each in hook.received}, "sent again, an event has its id"
+
+
+def test_webhooks_that_never_answer_are_waited_for_together(
+    home: Project, monkeypatch: pytest.MonkeyPatch, hook: WebhookServer
+) -> None:
+    """At the end of a run: however many there are, the program ends within TOLD_S and ENDING_S."""
+    trained(home)
+    hook.answer = lambda number: "hang"
+    names, waits, join = (HOOK, OTHER, "THIRD_WEBHOOK"), list[float](), threading.Thread.join
+
+    def tell(config: Config, folder: Path, outbox: Outbox) -> bool:
+        outbox.add(run_events.find_events(config, outbox.events, watching=False)[0])
+        until(lambda: len(hook.received) == len(names))
+        return True
+
+    def note(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.append(timeout or 0.0)
+        join(thread, timeout)
+
+    for name in names:
+        monkeypatch.setenv(name, hook.url)
+    monkeypatch.setattr(notify, "_watch", tell)
+    monkeypatch.setattr(notify, "TOLD_S", 0.1)
+    monkeypatch.setattr(senders, "ENDING_S", 0.5)
+    monkeypatch.setattr(threading.Thread, "join", note)
+    hooks = [{"url_env": name} for name in names]
+    report = home.run(notify.run, f"notify.webhooks={json.dumps(hooks)}", watch=True)
+    assert len(waits) == 3 and sum(waits) <= 0.5, "the first one takes all of it"
+    assert report.exit_code == 3 and report.remaining == 3 * len(EVENTS)
 
 
 def test_a_redirect_is_not_followed(home: Project, hook: WebhookServer) -> None:

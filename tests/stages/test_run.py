@@ -4,10 +4,12 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -95,6 +97,7 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     code, report, _, _ = latentpress(home, "status")
     assert (code, report.remaining, report.details["runs"]) == (0, 0, ["first"])
     a_dry_run_of_what_is_done_does_nothing(home)
+    a_run_that_is_stopped_makes_its_page(home)
     away = a_set_elsewhere(home)
     monkeypatch.chdir(away)
     assert run_program("train", train, Options(Path("pipeline.yaml"), json=True)) == 0
@@ -135,6 +138,22 @@ def a_dry_run_of_what_is_done_does_nothing(home: Project) -> None:
     assert (report.done, report.remaining, report.skipped) == (0, 0, 4)
     report = home.run(run.run, "datasets.photos.prepend=new", dry_run=True)
     assert (report.done, report.skipped, report.remaining) == (0, 1, 1)  # what follows bucket depends on its result
+
+
+def a_run_that_is_stopped_makes_its_page(home: Project) -> None:
+    page, run_stage = home.folder / "output/first/report.html", run.StageProcesses.run
+    page.unlink()
+
+    def stop_at_decode(self: Any, stage: str, options: Options) -> tuple[int, dict]:
+        if stage == "decode":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_stage(self, stage, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.StageProcesses, "run", stop_at_decode)
+        report = home.run(run.run)
+    assert report.details["report"] == str(page) and page.exists()
+    assert "SIGTERM" in report.details["stopped"] and report.next_steps == ["latentpress run"]
 
 
 def a_set_elsewhere(home: Project) -> Path:
