@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cache.best_step import best_evaluation
 from cache.files import replacing
 from cache.scores import ScoreCurve, read_curves
 from cache.store import Store
@@ -194,9 +195,10 @@ def _training(config: Config, facts: Facts) -> str:
         lines += ["", f"Data: {', '.join(counts)}. The data are not part of this repository."]
     evaluated = [line for line in facts.metrics if isinstance(line.get("eval_loss"), float)]
     if evaluated:
-        lowest, final = min(evaluated, key=lambda line: line["eval_loss"]), evaluated[-1]
+        final, lowest = evaluated[-1], best_evaluation(facts.metrics)
         lines += ["", f"Eval loss: {final['eval_loss']:.4g} at step {final['step']}"]
-        lines[-1] += f"; lowest {lowest['eval_loss']:.4g} at step {lowest['step']}." if lowest is not final else "."
+        differs = lowest is not None and lowest.step != final["step"]
+        lines[-1] += f"; lowest {lowest.eval_loss:.4g} at step {lowest.step}." if lowest and differs else "."
     for curve in facts.scores:
         last, best = curve.points[-1], curve.best()
         lines += ["", f"{_cell(curve.name)}: {last.value:.4g} at step {last.step}"]

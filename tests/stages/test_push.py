@@ -22,6 +22,7 @@ from tests.project import Project
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
 REPO = "me/tabby-lora"
+EVALUATED = ((0, 0.5, "old"), (20, 1.5, "new"), (40, 1.75, "new"))  # step, eval loss, its eval_id
 CAPTION = "a caption that nobody else should read"
 
 
@@ -103,6 +104,15 @@ def test_nothing_private_is_uploaded(home: Project, models: ModelHub) -> None:
     assert TOKEN not in report.json() + report.summary() + home.said
     files = [path for path in home.folder.rglob("*") if path.is_file()]
     assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
+
+
+def test_the_lowest_eval_loss_is_of_the_samples_of_the_last_one(home: Project) -> None:
+    run = finished(home)
+    (run.folder / "metrics.jsonl").unlink()
+    run.metrics(*(eval_line(step, loss) | {"eval_id": of} for step, loss, of in EVALUATED))
+    home.run(push.run, dry_run=True)
+    card = (run.folder / "hub/README.md").read_text()
+    assert "Eval loss: 1.75 at step 40; lowest 1.5 at step 20." in card
 
 
 def test_a_dry_run_writes_the_card_and_asks_nobody(home: Project, models: ModelHub) -> None:

@@ -41,7 +41,6 @@ class Chart:
     curves: tuple[Curve, ...]
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    log: bool = False
 
 
 @dataclass(frozen=True)

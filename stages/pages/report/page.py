@@ -15,6 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from cache.best_step import Evaluation, best_evaluation
 from cache.scores import ScoreCurve, read_curves
 from cache.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress
 from schemas.config.pipeline import Config
@@ -47,10 +48,9 @@ class ReportRun:
     progress: RunProgress
 
     @property
-    def best(self) -> TableRow | None:
-        """The line of the lowest eval loss."""
-        lines = [line for line in self.metrics if isinstance(line.get("eval_loss"), float)]
-        return min(lines, key=lambda line: line["eval_loss"], default=None)
+    def best(self) -> Evaluation | None:
+        """The lowest eval loss, as "Best steps" has it."""
+        return best_evaluation(self.metrics)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def run_rows(content: ReportContent) -> list[TableRow]:
                 "step": row["step"],
                 "loss": row["loss"],
                 "eval_loss": _last_eval(run),
-                "lowest_eval_loss": f"{best['eval_loss']:.4g} at step {best['step']}" if best else "",
+                "lowest_eval_loss": f"{best.eval_loss:.4g} at step {best.step}" if best else "",
                 "model": f"{model.family} {model.flavour_spec.name}, {run.config.train.adapter.type}",
                 "folder": str(run.folder),
             }
