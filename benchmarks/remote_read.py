@@ -33,7 +33,8 @@ from xml.sax.saxutils import escape
 import pyarrow as pa
 
 from benchmarks.common import MIB, cpu_seconds, make_parser, make_rows, print_header, print_row, write_shard
-from cache.local_cache import Ranks, fitting_shards, supply_from_copies
+from cache.fitting_order import FittingOrder
+from cache.local_cache import Ranks, supply_from_copies
 from cache.set_lookup import open_set
 from cache.shard import ShardMeta
 from cache.shard_order import make_schedule
@@ -220,6 +221,20 @@ def train(case: Case, folder: Path, limit: int, shuffle_shards: int | None, step
     return Reading(waits[0], sum(later), sum(later) + step_s * len(later), fetched, cpu_seconds() - cpu, held)
 
 
+def name_order(root: Path, case: Case, limit: int, steps: int) -> int:
+    """The train.shuffle_shards that the program names."""
+    data, settings = open_set(Store(root), "s", FAMILY, TASK), Train(batch_size=case.samples, steps=steps)
+    sizes = [(root / path).stat().st_size for path in data.tables["shards"].column("path").to_pylist()]
+    orders = FittingOrder(settings, data, range(steps), 1, sizes, settings.reading.steps_ahead + 1)
+    value = orders.find(limit)
+    data.close()
+    if value is None:
+        raise SystemExit(
+            f"no train.shuffle_shards fits in {limit / 1e9:.3g} GB: {orders.least_bytes() / 1e9:.3g} are needed"
+        )
+    return value
+
+
 def main() -> None:
     parser = make_parser(__doc__, root=True)
     parser.add_argument("--case", choices=CASES, action="append")
@@ -254,9 +269,7 @@ def main() -> None:
             if not case.warm:
                 shutil.rmtree(folder, ignore_errors=True)
             limit = total // 2 if case.order == "shards" else 2 * total
-            latents = len(list(root.glob("latents/*/*")))
-            sizes = [path.stat().st_size for path in root.glob("*/*/u*")]
-            shards = fitting_shards(limit, sizes, latents) if case.order == "shards" else None
+            shards = name_order(root, case, limit, options.steps) if case.order == "shards" else None
             ours, theirs = Pipe()
             speed = options.latency_ms / 1e3, options.mb_per_s * 1e6
             server = get_context("fork").Process(target=serve, args=(theirs, root, *speed), daemon=True)

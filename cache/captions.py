@@ -17,7 +17,10 @@ def choose_captions(seed: int, rows: Ints, passes: Ints, alternatives: Ints) -> 
     return ((offset % alternatives.astype(np.uint64)).astype(np.int64) + passes) % alternatives
 
 
-def draw_caption_dropout(seed: int, step: int, positions: Ints, share: float) -> NDArray[np.bool_]:
-    """(n,) whether the null prompt replaces the caption at each position of the global batch of `step`."""
-    bits = mix_bits(positions.astype(np.uint64) ^ np.uint64(derive_seed(f"{seed}/{step}", "dropout")))
-    return to_unit_interval(bits) < share
+def draw_caption_dropout(seed: int, step: int | range, positions: Ints, share: float) -> NDArray[np.bool_]:
+    """(n,) whether the null prompt replaces the caption at each position of the global batch of `step`; of several
+    steps (steps, n), as their positions."""
+    steps = [step] if isinstance(step, int) else step
+    keys = np.array([derive_seed(f"{seed}/{each}", "dropout") for each in steps], np.uint64)
+    keys = keys if isinstance(step, int) else keys[:, None]
+    return to_unit_interval(mix_bits(positions.astype(np.uint64) ^ keys)) < share

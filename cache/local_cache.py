@@ -3,13 +3,22 @@ whether that suits a run."""
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from cache.copy_folder import CopyFolder
 from cache.files import check_folder
+from cache.fitting_order import (
+    CHECKED_DRAWS,
+    FittingOrder,
+    checked_steps,
+    explain_order,
+    largest_window,
+    mean_bytes,
+    round_up_gb,
+)
 from cache.local_shards import LocalShards
 from cache.remote_shards import LocalCacheError, ShardCopies
 from cache.schedule import BatchSchedule
@@ -18,7 +27,6 @@ from cache.trainset import TrainSet
 from schemas.config.training import LocalCache, Train
 
 DEFAULT_BYTES = 200 * 10**9  # unless half of the disk's free space is less
-CHECKED_DRAWS = 1 << 16  # samples of which the shards are looked up before a model is loaded
 
 
 class Ranks(NamedTuple):
@@ -77,22 +85,23 @@ def supply_from_copies(
     copies = open_copies(settings.local_cache, data)
     data.use_supply(LocalShards(copies, settings.local_cache.downloads))
     limit, sizes = copies.folder.limit, [shard.bytes for shard in copies.shards]
-    last = min(steps.stop, steps.start + max(1, CHECKED_DRAWS // schedule.global_batch))
-    planned = schedule, settings.caption_dropout, steps.start, last, ranks.rank, ranks.world
-    needs = [set(numbers.tolist()) for numbers in needed_shards(data, *planned)]
+    checked = checked_steps(steps, schedule.global_batch)
+    planned = schedule, settings.caption_dropout, checked.start, checked.stop, ranks.rank, ranks.world
+    needs = [numbers.tolist() for numbers in needed_shards(data, *planned)]
     ahead = settings.reading.steps_ahead + 1
     if (most := largest_window(needs, sizes, ahead)) > limit // ranks.local:
         share = f", which {ranks.local} processes of this machine share" if ranks.local > 1 else ""
         raise LocalCacheError(
             f"train.local_cache.max_gb is {limit / 1e9:.3g}{share}: the shards of the {ahead} steps that are read at a "
             f"time and one more have up to {most / 1e9:.3g} GB",
-            f"Raise it to {ranks.local * most / 1e9:.3g} or more; or let a step need fewer shards, by a lower "
+            f"Raise it to {round_up_gb(ranks.local * most)} or more; or let a step need fewer shards, by a lower "
             "train.batch_size or train.accumulate, or by train.shuffle_shards.",
         )
     if sum(sizes) > limit and settings.shuffle_shards is None and ranks.rank == 0:
-        latents = data.tables["shards"].column("kind").to_pylist().count("latents") or len(sizes)
-        step, fitting = ranks.local * mean_bytes(needs, sizes), fitting_shards(limit // ranks.local, sizes, latents)
-        warn(explain_order(data.id, limit, sum(sizes), step, fitting))
+        orders, step = FittingOrder(settings, data, steps, ranks.world, sizes, ahead), mean_bytes(needs, sizes)
+        fitting = orders.find(limit // ranks.local)
+        least = limit if fitting else ranks.local * orders.least_bytes()
+        warn(explain_order(data.id, limit, sum(sizes), ranks.local * step, fitting, least))
 
 
 def supply_whole_set(
@@ -114,7 +123,7 @@ def supply_whole_set(
             f"the shards of a row and one more have up to {most / 1e9:.3g} GB, and the copies in "
             f"{copies.folder.folder} may have {limit / 1e9:.3g} (train.local_cache.max_gb, and what the disk has left "
             "beside the result)",
-            f"Raise train.local_cache.max_gb to {most / 1e9:.3g} or more, free space on that disk, or set "
+            f"Raise train.local_cache.max_gb to {round_up_gb(most)} or more, free space on that disk, or set "
             "train.local_cache.folder to a folder on another one.",
         )
     data.use_supply(LocalShards(copies, settings.downloads))
@@ -126,34 +135,3 @@ def open_copies(settings: LocalCache, data: TrainSet, reserve: int = 0) -> Shard
     folder = cache_folder(settings)
     limit = min(cache_limit(settings, folder), max(0, free_bytes(folder) - reserve))
     return ShardCopies(data.store, data.tables["shards"].column("path").to_pylist(), CopyFolder(folder, limit))
-
-
-def largest_window(needs: Sequence[set[int]], sizes: Sequence[int], steps: int) -> int:
-    """The most bytes that the shards of so many steps in a row have together, and beside them one more shard."""
-    windows = (set[int]().union(*needs[first : first + steps]) for first in range(max(1, len(needs) - steps + 1)))
-    return max(sum(sizes[number] for number in window) for window in windows) + max(sizes, default=0)
-
-
-def mean_bytes(needs: Sequence[set[int]], sizes: Sequence[int]) -> float:
-    """Of the shards of one step, on average."""
-    return sum(sizes[number] for numbers in needs for number in numbers) / max(1, len(needs))
-
-
-def fitting_shards(limit: int, sizes: Sequence[int], latents: int) -> int:
-    """The train.shuffle_shards that `limit` bytes allow for, where `latents` of the shards are put in order. With each
-    come those of the same samples' texts, one of which it shares with others; and one more is begun than are counted.
-    """
-    each = sum(sizes) / latents + max(sizes)
-    return max(2, int((limit - max(sizes)) / each) - 1)
-
-
-def explain_order(set_id: str, limit: int, total: int, step: float, fitting: int) -> str:
-    """What an order over the whole set asks of the store. limit, total, step: bytes of the cache, of the set, and of
-    the shards of one step. fitting: of `fitting_shards`."""
-    each = step * (1 - limit / total) / 1e6
-    return (
-        f"the shards of set {set_id} have {total / 1e9:.3g} GB, and train.local_cache.max_gb is {limit / 1e9:.3g}. In "
-        f"an order over the whole set most shards are fetched again for each sample: about {each:,.0f} MB a step, or "
-        f"{each:,.0f} MB/s for steps of one second. Set train.shuffle_shards: {fitting}, or raise max_gb to "
-        f"{total / 1e9:.3g}"
-    )

@@ -47,11 +47,7 @@ def needed_shards(
             positions = (planned.places[:, None] * schedule.batch_size + np.arange(schedule.batch_size)).reshape(
                 -1, own
             )
-            dropped = [
-                draw_caption_dropout(schedule.seed, first + step, each, caption_dropout)
-                for step, each in enumerate(positions)
-            ]
-            without = np.concatenate(dropped)
+            without = draw_caption_dropout(schedule.seed, range(first, stop), positions, caption_dropout).ravel()
             numbers[without] = null_texts.take(rows[without], -1 if null is None else null)
             found.append(np.full(len(rows), -1))  # a missing null prompt is for the reader to report
             found[-1][numbers >= 0] = text_shards.take(numbers[numbers >= 0])

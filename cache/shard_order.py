@@ -167,6 +167,11 @@ class ShardOrder:
             found.update(column.astype("<i8").data)
         return found.hexdigest()
 
+    def section_bounds(self, epoch: int) -> Ints:
+        """The micro-batch of an epoch with which each section begins, and the first one after the last section."""
+        plan = self._plan(epoch)
+        return plan.divided.listed.first + np.append(plan.sections.starts, plan.sections.steps) * self._draws.size
+
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
         plan, size = self._plan(epoch), self._draws.size
         divided, listed, sections = plan.divided, plan.divided.listed, plan.sections

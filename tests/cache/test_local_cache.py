@@ -4,22 +4,13 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from cache.exported_set import ExportedSet
 from cache.exporter import Exporter
 from cache.files import StoreError
 from cache.importer import Importer
-from cache.local_cache import (
-    cache_folder,
-    cache_limit,
-    explain_order,
-    fitting_shards,
-    largest_window,
-    mean_bytes,
-    supply_whole_set,
-)
+from cache.local_cache import cache_folder, cache_limit, supply_whole_set
 from cache.remote_shards import LocalCacheError
 from cache.store import Store
 from schemas.config.training import LocalCache
@@ -122,26 +113,3 @@ def test_an_import_reads_each_shard_of_the_export_once(tmp_path: Path) -> None:
     import_(far, Store(tmp_path / "plain"))
     back, plain = files(Store(tmp_path / "back")), files(Store(tmp_path / "plain"))
     assert back == plain
-
-
-def test_what_the_plan_needs() -> None:
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(1, 100, 20).tolist()
-    needs = [{*rng.integers(0, 20, 5).tolist()} for _ in range(30)]
-    windows = [needs[first] | needs[first + 1] | needs[first + 2] for first in range(28)]
-    assert largest_window(needs, sizes, 3) == max(sum(sizes[i] for i in one) for one in windows) + max(sizes)
-    assert largest_window([{3}], sizes, 3) == sizes[3] + max(sizes) and largest_window([], sizes, 3) == max(sizes)
-    assert mean_bytes(needs, sizes) == pytest.approx(np.mean([sum(sizes[i] for i in one) for one in needs]))
-    assert mean_bytes([], sizes) == 0
-
-
-def test_the_order_that_fits() -> None:
-    """A set of 100 shards of latents and 200 of texts, 1 GB each, of which a step of 8 samples needs 16: 5 in 6 are not
-    there in an order over the whole set. With a shard of latents come 2 of texts and part of another, 4 GB together."""
-    sizes = [GB] * 300
-    assert fitting_shards(50 * GB, sizes, 100) == 11 and fitting_shards(2 * GB, sizes, 100) == 2
-    said = explain_order("s", 50 * GB, 300 * GB, 16 * GB, 11)
-    assert "have 300 GB, and train.local_cache.max_gb is 50" in said
-    assert (
-        "about 13,333 MB a step, or 13,333 MB/s" in said and "train.shuffle_shards: 11, or raise max_gb to 300" in said
-    )
