@@ -52,8 +52,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(read_text(path), path, overrides)
 
 
-def parse_config(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
-    """As `load_config`, of a text that the file `path` has or will have."""
+def parse_config(
+    text: str, path: Path, overrides: Sequence[str] = (), why_not_read: Callable[[Path], str] = lambda file: ""
+) -> Config:
+    """As `load_config`, of a text that the file `path` has or will have. why_not_read: why a file that the text names
+    is not to be opened, "" where it may be."""
     try:
         document = parse_yaml(text)
     except YamlError as error:
@@ -73,7 +76,7 @@ def parse_config(text: str, path: Path, overrides: Sequence[str] = ()) -> Config
     _drop_empty_sections(document.value, Config)
     portable = [_portable_paths(dataset, path.absolute().parent) for dataset in _list_items(document.value, "datasets")]
     _resolve_paths(document.value, path.absolute().parent)
-    library, wrong_prompts = _add_library(document.value)
+    library, wrong_prompts = _add_library(document.value, why_not_read)
     errors += wrong_prompts
     try:
         config = Config.model_validate(document.value)
@@ -132,7 +135,7 @@ class _Library:
         return line, f"{self.file}:{line}: {prompt.describe()}: {key}{message}"
 
 
-def _add_library(config: dict[str, Any]) -> tuple[_Library, list[str]]:
+def _add_library(config: dict[str, Any], why_not_read: Callable[[Path], str]) -> tuple[_Library, list[str]]:
     """Append the prompts of validation.prompts_file to validation.prompts; and the errors of the file."""
     section = config.get("validation")
     file = section.get("prompts_file") if isinstance(section, dict) else None
@@ -140,6 +143,8 @@ def _add_library(config: dict[str, Any]) -> tuple[_Library, list[str]]:
         return _Library(), []
     if "://" in file:
         return _Library(), [f"validation.prompts_file: {file!r} is a URL; it is a file of this machine"]
+    if refused := why_not_read(Path(file)):
+        return _Library(), [f"validation.prompts_file: {file!r} {refused}"]
     given = section.get("placeholders")
     known = {key: value for key, value in given.items() if isinstance(value, str)} if isinstance(given, dict) else {}
     try:

@@ -1,7 +1,10 @@
 """`latentpress ui` by its requests: what is answered, what is refused, and what the programs do that it starts."""
 
+import http.client
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -192,6 +195,34 @@ def test_a_dry_run_listens_nowhere(home: Project, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ui.WeakToken, match="5 characters"):
         home.run(ui.run, dry_run=True)
     assert not Path(home.folder / "output" / ".ui").exists()
+
+
+def test_at_an_address_of_its_own_it_asks_for_the_token(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the program starts it, which makes one."""
+    home.config()
+    answers: list[tuple[int, str | None]] = []
+
+    def ask(server: Any, listener: Any) -> str:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            for path in ("/", "/cards", "/documents/key/run/report.html"):
+                connection = http.client.HTTPConnection(*listener.getsockname(), timeout=60)
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                answers.append((answer.status, answer.getheader("location")))
+                connection.close()
+        finally:
+            server.should_exit = True
+            thread.join()
+            listener.close()
+        return "the test"
+
+    monkeypatch.setattr(serve, "answer_until_stopped", ask)
+    report = home.run(ui.run, host="127.0.0.2", port=0)
+    assert answers == [(303, "/login"), (303, "/login"), (404, None)]
+    assert report.details["token"] == "needed" and "http://127.0.0.2:" in report.details["address"]
+    assert "/login?code=" in home.said and "with the token" in home.said
 
 
 def test_a_store_is_listed_only_while_somebody_looks_and_not_for_each_look(

@@ -3,20 +3,19 @@ other sites can't do."""
 
 import importlib
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stages.pages.ui.child_programs import ChildPrograms
+from stages.pages.ui.child_programs import ChildPrograms, Start
 from stages.pages.ui.guard import Token
 from stages.pages.ui.jobs import JOBS
 from stages.pages.ui.serve import open_socket
@@ -24,7 +23,7 @@ from tests.background import served
 from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.stages.browser import FOREIGN, browser, until  # noqa: F401 (a fixture)
-from tests.stages.report_run import FakeRun, step_line
+from tests.stages.report_run import FakeRun
 from tests.stages.ui_server import ui_server
 from tests.stages.ui_server import until as wait_until
 
@@ -150,33 +149,52 @@ def test_a_rehearsal(
     context.close()
 
 
-def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
-    home = project()
+@pytest.mark.timeout(900)
+def test_stop_restart_and_kill(
+    project: Callable[..., Project],
+    ended: list[Project],
+    browser: Any,  # noqa: F811
+    forked_alone: None,
+) -> None:
+    """By the buttons, of `run`: each start is another process, and the one before has ended."""
+    home = project(train={"steps": 100_000})
+    home.image("a.png", (64, 64))
     home.config()
-    run = FakeRun(home)
-    run.metrics(*(step_line(step) for step in range(1, 4)))
-    (run.folder / "report.html").write_text("<p>a report</p>" + "<p>long</p>" * 100)
-    with ui_server(home) as server:
-        server.site.programs._new_log("run").write_text(f"{'x' * 3000}\n<img src=x onerror=alert(1)>\n")
-        context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
-        page, dialogs, requests = context.new_page(), [], []
-        page.on("dialog", lambda dialog: dialogs.append(dialog.message))
-        page.on("request", lambda request: requests.append(request.url))
-        for path in ("/", "/logs", "/logs/run", "/plan", "/preview", "/report"):
-            page.goto(server.url + path)
-            assert page.evaluate("document.documentElement.scrollWidth") == 390, path
-            colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert max(map(int, re.findall(r"\d+", colour)[:3])) < 50, "dark"
-        assert dialogs == [] and all(url.startswith(server.url) for url in requests)
-        page.goto(server.url)
-        page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.textContent") == "To the content"
-        found = set()
-        for _ in range(30):
-            page.keyboard.press("Tab")
-            found.add(page.evaluate("document.activeElement.id"))
-        assert {"start-run", "start-discover", "start-train", "log-run"} <= found
-        context.close()
+    ended.append(home)
+    programs = ChildPrograms(home.folder / "output", [])
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
+    with page_process(home) as (_, url):
+
+        def press(verb: str, state: str) -> Start:
+            page.locator(f"#{verb}-run").click()
+            wait_for_state(page, "run", state)
+            start = programs.last_start("run")
+            assert start is not None
+            return start
+
+        page.goto(url)
+        first = press("start", "running")
+        page.locator("#restart-run").click()
+        until(page, "document.getElementById('said').textContent.startsWith('run starts again')")
+        wait_until(lambda: programs.last_start("run").process != first.process, "another process")
+        second = programs.last_start("run")
+        wait_for_state(page, "run", "running")
+        assert second.is_running and not first.is_running
+        stopped = press("stop", "to do")
+        assert stopped.process == second.process and stopped.stop_asked and not second.is_running
+        assert "stopped" in page.locator("#card-run").inner_text()
+
+        third = press("start", "running")
+        os.kill(third.process, signal.SIGSTOP)  # it no longer listens
+        press("stop", "stopping")
+        assert third.is_running and asked == []
+        killed = press("kill", "to do")
+        assert killed.exit_code == -signal.SIGKILL and not third.is_running and len(asked) == 1
+        with suppress(ProcessLookupError):
+            os.killpg(third.process, signal.SIGKILL)  # what it had started
+    page.close()
 
 
 def test_a_document_is_shown_again_and_reaches_nothing(

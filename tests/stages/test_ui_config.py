@@ -1,5 +1,6 @@
 """The configuration's page of `latentpress ui`: the form, the text, their errors, and what is written."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,35 @@ def test_errors_are_those_of_the_command_line(server: UiServer) -> None:
     assert "train.steps" in answer["errors"][0][1]
     broken = server.post("/configuration/check", text="a: [", base=text).json
     assert "not valid YAML" in broken["errors"][0][1] and broken["values"] == {}
+
+
+def test_prompts_are_read_only_where_the_page_reads_anyway(
+    home: Project, server: UiServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Errors of a prompts file repeat parts of it: a request that names another file learns nothing of it."""
+    outside = tmp_path_factory.mktemp("outside") / "keys.txt"
+    outside.write_text("a <s3cret> word\n")
+    (home.folder / "link.txt").symlink_to(outside)
+    (home.folder / "own.txt").write_text("a <lost> word\n")
+    (home.folder / "output").mkdir(exist_ok=True)
+    (home.folder / "output/own.txt").write_text("a <lost> word\n")
+    settings = dict(home.settings)
+
+    def errors_of(name: str) -> str:
+        text = json.dumps(settings | {"validation": {"prompts_file": name}})
+        return str(server.post("/configuration/check", text=text, base=text).json["errors"])
+
+    climbing = os.path.relpath(outside, home.folder)
+    (home.folder / "circle.txt").symlink_to(home.folder / "circle.txt")
+    for name in (str(outside), climbing, "link.txt", f"file://{outside}", "/dev/stdin", "circle.txt"):
+        found = errors_of(name)
+        assert "is outside of root, output and the configuration's folder" in found and "s3cret" not in found, name
+    for name in ("own.txt", "output/own.txt"):
+        assert "<lost> is not in validation.placeholders" in errors_of(name)
+    outside.write_text("a sound word\n")
+    home.settings["validation"] = {"prompts_file": str(outside)}
+    home.config()  # by an editor
+    assert errors_of(str(outside)) == "[]"
 
 
 def test_saving_writes_the_file_once_it_is_sound(server: UiServer) -> None:

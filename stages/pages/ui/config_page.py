@@ -17,6 +17,7 @@ from schemas.config.yaml_reader import YamlError
 from schemas.errors import LatentpressError
 from stages.pages.ui.app import TEMPLATES, Page, get, read_form, render, site_of
 from stages.pages.ui.config_form import Group, build_form, changed_text
+from stages.pages.ui.site import Site
 
 PATH = "/configuration"
 FIELD = "field:"  # before the path of each in the form
@@ -36,7 +37,7 @@ def _render(request: Request, text: str, said: str = "", problems: tuple[str, ..
         title="Configuration",
         text=text,
         form=_form_of(text),
-        errors=find_errors(text, site.options.config, site.options.overrides),
+        errors=find_errors(site, text),
         stamp=_stamp(read_text(site.options.config)),
         overrides=site.options.overrides,
         message=said,
@@ -52,10 +53,11 @@ def _form_of(text: str) -> Group | None:
         return None
 
 
-def find_errors(text: str, path: Path, overrides: tuple[str, ...] | list[str]) -> list[tuple[int, str]]:
+def find_errors(site: Site, text: str) -> list[tuple[int, str]]:
     """(line, or 0 where it is not in the text; what is wrong), as programs say it."""
+    path = site.options.config
     try:
-        parse_config(text, path, overrides)
+        parse_config(text, path, site.options.overrides, lambda file: _why_not_read(site, file))
     except ConfigError as error:
         place = re.compile(rf"{re.escape(str(path))}:(\d+): (.*)", re.DOTALL)
         found = [(place.fullmatch(line), line) for line in error.errors]
@@ -63,6 +65,23 @@ def find_errors(text: str, path: Path, overrides: tuple[str, ...] | list[str]) -
     except LatentpressError as error:
         return [(0, error.message)]
     return []
+
+
+def _why_not_read(site: Site, file: Path) -> str:
+    """Errors repeat parts of a prompts file. So none is opened because a request names it, unless it is where this page
+    reads anyway, or the configuration that is in force names it."""
+    if str(file) == site.config().validation.prompts_file:
+        return ""
+    places = [site.options.config.absolute().parent, site.output]
+    places += [Path(site.root)] if "://" not in site.root else []
+    try:
+        there = file.resolve()
+        if any(there.is_relative_to(place.resolve()) for place in places):
+            return ""
+    except (OSError, RuntimeError):  # links in a circle
+        pass
+    inside = "root, output and the configuration's folder"
+    return f"is outside of {inside}, where this page reads nothing; put it there, or correct the file in an editor"
 
 
 def _stamp(text: str) -> str:
@@ -84,7 +103,7 @@ def _answer(request: Request, given: Mapping[str, str], save: bool) -> Response:
     text, base = (given.get(name, "").replace("\r\n", "\n") for name in ("text", "base"))
     fields = {name.removeprefix(FIELD): value for name, value in given.items() if name.startswith(FIELD)}
     text, problems = changed_text(text, base, fields)
-    errors, said = find_errors(text, site.options.config, site.options.overrides), ""
+    errors, said = find_errors(site, text), ""
     if save and not problems:
         if problem := _refuse(site.options.config, errors, given.get("stamp", "")):
             problems.append(problem)

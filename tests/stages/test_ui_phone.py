@@ -1,0 +1,55 @@
+"""`latentpress ui` on a phone, by keys, and with hostile names, in a real browser."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stages import discover
+from tests.project import Project
+from tests.stages.browser import browser  # noqa: F401 (a fixture)
+from tests.stages.report_run import FakeRun, step_line
+from tests.stages.ui_server import ui_server
+
+pytestmark = pytest.mark.slow
+
+
+def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
+    home = project()
+    home.config()
+    run = FakeRun(home)
+    run.metrics(*(step_line(step) for step in range(1, 4)))
+    (run.folder / "report.html").write_text("<p>a report</p>" + "<p>long</p>" * 100)
+    preview = home.folder / "output/preview/latents-0123456789ab.html"
+    preview.parent.mkdir()
+    preview.write_text("<p id=said>a preview</p><p style='width: 3000px'>wide</p>")
+    (home.media / f"{'n' * 200}.png").write_bytes(b"no picture")
+    home.run(discover.run)
+    with ui_server(home) as server:
+        server.site.programs._new_log("run").write_text(f"{'x' * 3000}\n<img src=x onerror=alert(1)>\n")
+        context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
+        page, dialogs, requests = context.new_page(), [], []
+        page.on("dialog", lambda dialog: dialogs.append(dialog.message))
+        page.on("request", lambda request: requests.append(request.url))
+        for path in ("/", "/configuration", "/set-aside", "/logs", "/logs/run", "/plan", "/preview", "/report"):
+            page.goto(server.url + path)
+            if path == "/preview":
+                page.frame_locator("#document").locator("#said", has_text="a preview").wait_for()
+            assert page.evaluate("document.documentElement.scrollWidth") == 390, path
+            colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert max(map(int, re.findall(r"\d+", colour)[:3])) < 50, "dark"
+        assert (
+            "nnnn" in server.get("/set-aside").text
+            and dialogs == []
+            and all(url.startswith(server.url) for url in requests)
+        )
+        page.goto(server.url)
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "To the content"
+        found = set()
+        for _ in range(30):
+            page.keyboard.press("Tab")
+            found.add(page.evaluate("document.activeElement.id"))
+        assert {"start-run", "start-discover", "start-train", "log-run"} <= found
+        context.close()
