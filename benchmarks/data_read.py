@@ -10,9 +10,7 @@ minutes.
 """
 
 import gzip
-import io
 import mmap
-import random
 import statistics
 import tempfile
 import time
@@ -20,30 +18,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import memmove, memset
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 import xxhash
 
-from benchmarks.common import MIB, make_parser, measure_by_turns, print_header, print_row, write_shard
+from benchmarks.common import make_parser, measure_by_turns, print_header, print_row
+from benchmarks.tensor_formats import SHARDS, Samples, make_samples
 from cache.row_reader import RowReader
-from cache.shard import ShardMeta, ShardRow
-from cache.shard_io import open_reader
-from cache.store import Store
-from cache.tensors import Array
-from cache.trainset import TrainSet
-from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 from trainer.host_memory import HostMemory
 from trainer.reading import Chosen, read_batches
 
 CASES = {"image": ((16, 1, 128, 128), "1024x1024", 4), "video": ((16, 16, 64, 96), "768x512@61", 1)}
-SHARDS = 2  # of each kind
 BARE_COPY, BARE_HASH = "bare copy", "bare copy + xxh3"
 FIRST_PASS, ALWAYS, FIRST = "the reader, first pass", "the reader, verify: always", "the reader, verify: first"
 #: Each way: what it is compared with, and the ratio that it is to reach (the others' own: how much slower they are).
@@ -54,113 +43,6 @@ SLOWER = {
     "torch.save + gzip, a file each": 100.0,
     "datasets, random, unchecked": 1.0,
 }
-
-
-@dataclass
-class Samples:
-    """shape: of a latent. width: of a text. bytes: of each sample. places: of each sample's two tensors, (file, offset,
-    size)."""
-
-    root: Path
-    data: TrainSet
-    shape: tuple[int, ...]
-    width: int
-    bucket: str
-    batch: int
-    bytes: list[int]
-    places: list[list[tuple[int, int, int]]]
-    files: list[str]
-
-    @cached_property
-    def order(self) -> list[int]:
-        """Random, and the same for all ways."""
-        return random.Random(0).sample(range(len(self)), len(self))
-
-    def batches(self, order: Sequence[int]) -> list[Sequence[int]]:
-        return [order[first : first + self.batch] for first in range(0, len(order), self.batch)]
-
-    @cached_property
-    def padding(self) -> list[int]:
-        """Bytes of zeros behind each sample's text, in micro-batches of `order`."""
-        found = [0] * len(self)
-        for numbers in self.batches(self.order):
-            sizes = {number: self.places[number][1][2] for number in numbers}
-            for number, size in sizes.items():
-                found[number] = max(sizes.values()) - size
-        return found
-
-    def __len__(self) -> int:
-        return len(self.bytes)
-
-
-def make_samples(root: Path, shape: tuple[int, ...], bucket: str, batch: int, mib: int, tiny: bool) -> Samples:
-    """A set of about `mib` MiB, written in every format."""
-    rng, width = np.random.default_rng(0), 64 if tiny else 3584
-    size, least = 2 * int(np.prod(shape)) + 135 * 2 * width, batch * SHARDS
-    count = max(least, mib * MIB // size // least * least)
-    lengths = rng.integers(20, 251, count).tolist()
-    latents = [ShardRow(f"s{i:031x}", {"latent": normal(shape, rng)}) for i in range(count)]
-    texts = [ShardRow(f"t{i:031x}", {"embeds": normal((n, width), rng)}) for i, n in enumerate(lengths)]
-    store, rels = Store(root), list[str]()
-    tables: dict[str, list[tuple]] = {"shards": [], "texts": [], "index": []}
-    for kind, rows in (("latents", latents), ("text", texts)):
-        for unit in range(SHARDS):
-            meta = ShardMeta(kind, "f" * 24, f"u{unit}", bucket if kind == "latents" else "")
-            for form in ("arrow", "webdataset"):
-                place = store if form == "arrow" else Store(root / "tars")
-                rel = write_shard(place, meta, rows[unit * count // SHARDS : (unit + 1) * count // SHARDS], form)
-                rels += [rel] if form == "arrow" else []
-            tables["shards"].append((rels[-1], kind))
-    per = count // SHARDS
-    for i in range(count):
-        tables["texts"].append((texts[i].id, SHARDS + i // per, i % per))
-        marks = ("train", "d", bucket, 0, 1.0, False)
-        tables["index"].append((latents[i].id, *marks, i // per, i % per, [i], None))
-    for name, schema in (("shards", SET_SHARDS_SCHEMA), ("texts", SET_TEXTS_SCHEMA), ("index", INDEX_SCHEMA)):
-        rows = [dict(zip(schema.names, row, strict=True)) for row in tables[name]]
-        store.write_table(f"sets/s/{name}.arrow", pa.Table.from_pylist(rows, schema))
-    family = ("kandinsky5-image", "t2i") if batch > 1 else ("kandinsky5-video", "t2v")
-    info = {"format_version": TABLES_VERSION, "id": "s", "family": family[0], "task": family[1], "null_text": None}
-    data = TrainSet(store, "s", info | {"flavour": "", "generation": "", "validation": []})
-    write_single_files(root, latents, texts)
-    places, files = find_places(store, rels, per)
-    sizes = [sum(place[2] for place in each) for each in places]
-    return Samples(root, data, shape, width, bucket, batch, sizes, places, files)
-
-
-def normal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    values = torch.from_numpy(rng.standard_normal(shape, np.float32)).bfloat16()
-    return Array.from_numpy(values.view(torch.uint16).numpy(), "bfloat16")
-
-
-def find_places(store: Store, rels: Sequence[str], per: int) -> tuple[list[list[tuple[int, int, int]]], list[str]]:
-    found: list[list[tuple[int, int, int]]] = [[] for _ in range(per * SHARDS)]
-    for number, rel in enumerate(rels):
-        with open_reader(store, rel) as reader:
-            reader.file.seek(0)
-            base = reader.file.read_buffer().address
-            for row in range(len(reader)):
-                (array,) = reader.read(row, verify=False).tensors.values()
-                place = np.frombuffer(array.data, np.uint8).ctypes.data - base
-                found[number % SHARDS * per + row].append((number, place, array.nbytes))
-    return found, [store.path(rel) for rel in rels]
-
-
-def write_single_files(root: Path, latents: Sequence[ShardRow], texts: Sequence[ShardRow]) -> None:
-    """Of each tensor a safetensors file and, of a few, what torch.save writes, compressed by gzip."""
-    from safetensors.torch import save_file
-
-    (root / "single").mkdir()
-    for number, rows in enumerate(zip(latents, texts, strict=True)):
-        for row in rows:
-            ((name, array),) = row.tensors.items()
-            tensor = torch.from_numpy(array.numpy().copy()).view(torch.bfloat16)
-            save_file({name: tensor}, root / "single" / f"{number}.{name}.safetensors")
-            if number < 16:
-                buffer = io.BytesIO()
-                torch.save(tensor, buffer)
-                with gzip.open(root / "single" / f"{number}.{name}.pt.gz", "wb", compresslevel=6) as file:
-                    file.write(buffer.getvalue())
 
 
 def in_threads(threads: int, orders: Sequence[Sequence[int]], read: Callable[[Sequence[int]], object]) -> float:

@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 from cache.damage import DamageError
 from cache.exported_set import ExportedSet, collect_columns, source_fingerprints
 from cache.exporter import TargetError, has_shard, publish_set, replace_locations, write_shard
+from cache.set_files import read_set_table
 from cache.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.store import Store
 from cache.tensor_checks import SAMPLE
-from cache.trainset import read_set_table
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA
 
 

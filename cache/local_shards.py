@@ -8,20 +8,19 @@ a damaged one is fetched once more. Damage that comes again is in the store: rea
 the set is local.
 """
 
-import resource
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from cache.copy_folder import CopyIsBusy, HeldCopy, StartedCopy
+from cache.held_copies import HeldCopies
 from cache.remote_shards import LocalCacheError, ShardCopies
 from cache.shard import BaseShardReader
 from cache.step_needs import StepNeeds
 
 MOST_STEPS, MOST_ENTRIES = 4096, 1 << 17  # in sight: steps, and shards of all of them together
 STEPS_AT_A_TIME = 16  # read from the plan before the next shard is fetched
-MOST_HELD = 512  # copies that a process holds, each with an open file
 LOOK_AGAIN_S = 0.05  # after which a shard is tried again that could not be had
 LONGEST_SLEEP_S = 1.0
 LONGEST_END_S = 5.0
@@ -42,7 +41,7 @@ class LocalShards:
         self._planning = threading.Lock()
         self._plan: Iterator[Collection[int]] | None = None
         self._needs = StepNeeds()
-        self._held: dict[int, HeldCopy] = {}
+        self._held = HeldCopies()
         self._coming = set[int]()  # threads are at them
         self._wanted = Counter[int]()  # readers wait for them
         self._opening = Counter[int]()  # copies that are not to be removed for a moment
@@ -52,11 +51,8 @@ class LocalShards:
         self._full_until = 0.0  # there is no room for what nobody waits for, until then or until a step is finished
         self._stuck: dict[int, float] = {}  # since when a reader waits in vain
         self._replaced = set[int]()  # fetched once more because of damage
-        self._watchers = list[Callable[[int], None]]()
         self._counted = Counter[str]()
         self._closed = False
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most_held = MOST_HELD if files == resource.RLIM_INFINITY else min(MOST_HELD, max(16, files // 8))
 
     # -- what readers call ---------------------------------------------------------------------------------------------
 
@@ -64,7 +60,7 @@ class LocalShards:
         with self._planning, self._changed:
             self._plan, self._needs, self._plan_error = needs, StepNeeds(first), None
             for number in list(self._held):
-                self._let_go(number)
+                self._held.let_go(number)
             self._start_threads()
             self._changed.notify_all()
 
@@ -101,7 +97,7 @@ class LocalShards:
     def _done_opening(self, number: int) -> None:
         self._opening -= Counter([number])
         if number not in self._needs and number not in self._opening:
-            self._let_go(number)
+            self._held.let_go(number)
 
     def finished(self, step: int) -> None:
         with self._changed:
@@ -109,7 +105,7 @@ class LocalShards:
             self._tried.clear()
             for number in self._needs.finish(step):
                 if number not in self._opening:
-                    self._let_go(number)
+                    self._held.let_go(number)
             self._changed.notify_all()
 
     def damaged(self, number: int) -> bool:
@@ -122,7 +118,7 @@ class LocalShards:
 
     def watch(self, forget: Callable[[int], None]) -> None:
         with self._changed:
-            self._watchers.append(forget)
+            self._held.watchers.append(forget)
 
     def metrics(self) -> dict[str, float]:
         with self._changed:
@@ -145,7 +141,7 @@ class LocalShards:
         for thread in self._threads:  # a copy on its way ends with the process, and is begun again by the next
             thread.join(max(0.0, end - time.monotonic()))
         for number in list(self._held):
-            self._let_go(number)
+            self._held.let_go(number)
         self._copies.folder.close()
 
     # -- what the threads do -------------------------------------------------------------------------------------------
@@ -265,7 +261,7 @@ class LocalShards:
                     continue
                 self._held[number] = copy
                 if number not in self._needs and number not in self._opening:
-                    self._let_go(number)
+                    self._held.let_go(number)
                 return
 
     def _start(self, number: int) -> StartedCopy | HeldCopy | None:
@@ -277,7 +273,7 @@ class LocalShards:
         got, removed = self._copies.folder.start(shard.name, shard.bytes, needed, self._expendable(number))
         for name in removed:
             if (gone := self._numbers.get(name)) is not None:
-                self._tell_watchers(gone)
+                self._held.tell_watchers(gone)
                 self._needs.put_back(gone)
         return got
 
@@ -298,7 +294,7 @@ class LocalShards:
         for each in self._needs.later_than(self._gives_way(number), list(self._needs)):
             if each not in self._opening and each not in self._coming:
                 if each in self._held:
-                    self._let_go(each)
+                    self._held.let_go(each)
                     self._needs.put_back(each)
                 yield self._copies.shards[each].name
 
@@ -314,13 +310,13 @@ class LocalShards:
         that is not enough."""
         share = self._copies.folder.share() - size
         held = self._copies.size_of(self._held) + self._copies.size_of(self._coming) - size
-        most = self._most_held - (size > 0)
+        most = self._held.most - (size > 0)
         if held <= share and len(self._held) <= most:
             return True
         for number in self._needs.later_than(step, list(self._held)):
             if number not in self._opening:
                 held -= self._copies.shards[number].bytes
-                self._let_go(number)
+                self._held.let_go(number)
                 self._needs.put_back(number)
             if held <= share and len(self._held) <= most:
                 return True
@@ -331,18 +327,8 @@ class LocalShards:
         self._replaced.add(number)
         self._copies.discard(number, copy)
         self._held[number] = copy
-        self._let_go(number)
+        self._held.let_go(number)
         self._needs.put_back(number)
-
-    def _let_go(self, number: int) -> None:
-        """Hold a copy no longer: any process may remove it."""
-        if (copy := self._held.pop(number, None)) is not None:
-            copy.release()
-            self._tell_watchers(number)
-
-    def _tell_watchers(self, number: int) -> None:
-        for forget in self._watchers:
-            forget(number)
 
     def _no_room(self, what: str) -> LocalCacheError:
         limit, share = self._copies.folder.limit / 1e9, self._copies.folder.share() / 1e9

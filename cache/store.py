@@ -6,7 +6,6 @@ finished file, and what a killed process leaves behind is never listed.
 """
 
 import errno
-import json
 import os
 import tempfile
 import time
@@ -17,17 +16,15 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from cache import arrow_ipc, files, json_checks, object_store
+from cache import arrow_ipc, files, json_checks, json_records, object_store
 from cache.damage import DamageError, as_damage
 from cache.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
 from cache.layout import is_project_file
 from cache.store_errors import explained_object
 from schemas.cli.progress import activity
-from schemas.identity import hash_json
 
 OPEN_TRIES = 5
 STALE = 24 * 3600  # seconds: no writer takes longer over one file
-CHECKSUM_KEY = "checksum"  # of a JSON object
 MAPPED_BYTES = 16 << 20  # smaller tables of an object store are read into memory
 MAX_JSON_BYTES = 64 << 20  # a plan.json or set.json is smaller
 
@@ -201,16 +198,11 @@ class Store:
             return object_store.object_version(object_store.object_info(self.fs, self.key(rel)))
 
     def read_json(self, rel: str) -> dict[str, Any]:
-        """The JSON object in `rel` without its checksum, which earlier releases did not write. DamageError where that
-        does not match or it is unsafe."""
+        """The JSON object in `rel`. DamageError where it is not as `publish_json` wrote it."""
         try:
             if self.size(rel) > MAX_JSON_BYTES:
                 raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
-            record = json_checks.check_object(json_checks.parse_json(self.read_bytes(rel)), "the JSON")
-            checksum = record.pop(CHECKSUM_KEY, None)
-            if checksum is not None and checksum != hash_json(record):
-                raise ValueError("its checksum does not match")
-            return record
+            return json_records.parse_record(self.read_bytes(rel))
         except ValueError as error:
             reason = f"it is no JSON object as it was written ({json_checks.printable(error)})"
             raise DamageError(self.path(rel), reason) from error
@@ -281,9 +273,7 @@ class Store:
 
     def publish_json(self, rel: str, record: Mapping[str, Any]) -> None:
         """Publish a JSON object, with the checksum of its values."""
-        plain = {key: value for key, value in record.items() if key != CHECKSUM_KEY}
-        text = json.dumps(plain | {CHECKSUM_KEY: hash_json(plain)}, indent=1, sort_keys=True)
-        self.publish_bytes(rel, text.encode())
+        self.publish_bytes(rel, json_records.format_record(record))
 
     @contextmanager
     def create_table(self, rel: str, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:

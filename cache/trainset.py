@@ -5,7 +5,6 @@ of samples. Every row read is compared with its checksum and with the id that th
 `cache.row_reader`, which does the same for a micro-batch at once.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,30 +19,19 @@ from numpy.typing import NDArray
 
 from cache import plans
 from cache.damage import DamageError, as_damage
-from cache.json_checks import (
-    check_count,
-    check_list,
-    check_name,
-    check_names,
-    check_object,
-    check_prompt_image,
-    check_text,
-)
 from cache.schedule import Ints, Span
+from cache.set_files import check_set_json, read_set_table
 from cache.shard import ShardRow
 from cache.shard_io import ReaderPool
 from cache.shard_supply import ShardSupply, StoredShards
 from cache.store import Store
-from cache.table_checks import SET_ROLES, check_index, check_set_references, check_set_shards, check_set_texts
+from cache.table_checks import SET_ROLES, check_set_references
 from cache.table_runs import find_runs
 from cache.tensor_checks import SAMPLE, find_tensor_problem
 from cache.tensors import Array
-from schemas.config.section import NAME_PATTERN
 from schemas.errors import INCOMPLETE, USAGE, LatentpressError
 from schemas.tables import further_kinds
 
-TABLE_CHECKS = {"index": check_index, "texts": check_set_texts, "shards": check_set_shards}
-PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named after prompts
 COMPARED_ROWS = 1 << 17  # of the ids, at a time
 MAX_OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
 
@@ -328,36 +316,3 @@ def check_distinct_names(parts: Mapping[str, Collection[str]], sample_id: str) -
             what = f"{', '.join(sorted(both))} of {sample_id} is in several kinds of shards, {kind} the last"
             raise SetError(what, "Name the tensors of each encoding stage differently, and encode again.")
         seen.update(names)
-
-
-def read_set_table(store: Store, id: str, name: str) -> pa.Table:
-    """The table "index", "texts" or "shards" of a set. DamageError where it is not as it was written."""
-    rel = f"sets/{id}/{name}.arrow"
-    with as_damage(store.path(rel), "it can't be read"):
-        return store.read_table(rel, TABLE_CHECKS[name])
-
-
-def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
-    """One of PARSE_ERRORS where set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
-    numbers = [] if meta["null_text"] is None else [meta["null_text"]]
-    for entry in check_list(meta["validation"], "validation"):
-        prompt = check_object(entry, "a validation prompt")
-        if not PROMPT_NAME_PATTERN.fullmatch(check_name(prompt["name"], "the name of a validation prompt")):
-            raise ValueError(f"{prompt['name']!r} can't be the name of a validation prompt")
-        check_name(prompt["bucket"], "the bucket of a validation prompt")
-        numbers += [prompt["text"], prompt["negative"]]
-        for key in ("prompt", "negative_prompt"):
-            check_text(prompt[key], key)
-        check_prompt_image(prompt)
-        if prompt["condition"] is not None:
-            image = check_object(prompt["condition"], "a condition")
-            check_count(image["row"], "the row of a condition")
-            if check_count(image["shard"], "the shard of a condition") >= shards:
-                raise ValueError(f"a condition in shard {image['shard']} of {shards}")
-    if "rolling" in meta:
-        rolling = check_object(meta["rolling"], "rolling")
-        check_names(rolling["tensors"], "tensors")
-        if len([check_count(size, "bytes") for size in check_list(rolling["bytes"], "bytes")]) != shards:
-            raise ValueError(f"it has sizes of {len(rolling['bytes'])} shards, and there are {shards}")
-    if any(check_count(number, "the number of a text") >= texts for number in numbers):
-        raise ValueError(f"it names a text beyond the {texts} of the set")

@@ -19,10 +19,10 @@ from cache.damage import ENCODE_PROGRAMS, DamageError
 from cache.plans import Plan
 from cache.rolling import check_room
 from cache.rolling_set import RollingSet
+from cache.set_files import read_set_table
 from cache.shard_io import ReaderPool
 from cache.step_shards import ReadingOrder
 from cache.store import Store
-from cache.trainset import read_set_table
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config

@@ -19,12 +19,12 @@ from cache.files import StoreError, explained
 from cache.json_checks import printable
 from cache.layout import is_project_file, is_shard
 from cache.plans import Unit
+from cache.set_files import read_set_table
 from cache.set_lookup import read_pointer
 from cache.shard import ShardMeta, ShardRow
 from cache.store import Store
 from cache.tensor_checks import find_shape_problem
 from cache.tensors import INFINITY_BITS
-from cache.trainset import read_set_table
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
 from schemas.tables import UNITS_SCHEMA

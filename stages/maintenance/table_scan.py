@@ -8,9 +8,10 @@ from cache import plans, table_checks
 from cache.damage import ENCODE_PROGRAMS, DamageError, rebuild_program
 from cache.exported_set import ExportedSet
 from cache.layout import is_project_file
+from cache.set_files import TABLE_CHECKS, read_set_table
 from cache.set_lookup import read_pointer
 from cache.store import Store
-from cache.trainset import TABLE_CHECKS, TrainSet, read_set_table
+from cache.trainset import TrainSet
 from stages.discovery import media_table
 from stages.maintenance.shard_checks import shards_of_set
 

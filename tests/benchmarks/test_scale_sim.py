@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import scale_sim
-from benchmarks.scale_sim import Result, Settings, Simulation, Way
+from benchmarks import scale_sim, worker_simulation
+from benchmarks.worker_simulation import Result, Settings, Simulation, Way
 
 QUEUE, PARTS, STEAL = Way("--engine ray", 1), Way("--shard"), Way("--shard --steal", steal=True)
 POOL = Way("--workers", parts=1, node_workers=2, held=3)
@@ -39,7 +39,7 @@ class Random:
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch):
     def fix(losses: list[float], slow: list[bool] | None = None) -> None:
-        monkeypatch.setattr(scale_sim.np.random, "default_rng", lambda seed: Random(losses, slow or []))
+        monkeypatch.setattr(worker_simulation.np.random, "default_rng", lambda seed: Random(losses, slow or []))
 
     return fix
 
@@ -122,14 +122,14 @@ def test_requests() -> None:
     assert run([1.0] * 5, 2, QUEUE).minutes == {0: 19 + 4 * 5}
     assert run([1.0] * 4, 2, PARTS).minutes == {0: 2 * 20 + 4 * 4}
     assert run([1.0] * 2, 2, STEAL).minutes == {0: 2 * 20 + 2 * (1 + 4 + 1)}
-    assert [scale_sim.count_uploads(mib) for mib in (1, 64, 65, 128, 2048)] == [1, 1, 5, 6, 66]
+    assert [worker_simulation.count_uploads(mib) for mib in (1, 64, 65, 128, 2048)] == [1, 1, 5, 6, 66]
 
 
 def test_constants_of_the_engine() -> None:
     pytest.importorskip("ray")
     from stages.engines import ray
 
-    assert scale_sim.MAX_UNIT_TRIES == ray.MAX_UNIT_TRIES
+    assert worker_simulation.MAX_UNIT_TRIES == ray.MAX_UNIT_TRIES
 
 
 def test_units_of_a_plan() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache import local_shards, remote_shards
+from cache import held_copies, local_shards, remote_shards
 from cache.copy_folder import CopyFolder
 from cache.damage import DamageError
 from cache.files import StoreError
@@ -197,7 +197,7 @@ def test_a_shard_read_before_its_step_needs_no_step_to_finish(place: Place) -> N
 
 def test_more_shards_than_a_process_may_hold(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for all of them, so each is fetched once; those let go of are held again."""
-    monkeypatch.setattr(local_shards, "MOST_HELD", 3)
+    monkeypatch.setattr(held_copies, "MOST_HELD", 3)
     supply = place.supply()
     supply.follow(0, iter([{step % COUNT, (step + 3) % COUNT} for step in range(3 * COUNT)]))
     for step in range(3 * COUNT):

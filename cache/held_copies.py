@@ -1,0 +1,28 @@
+"""The copies of shards that this process holds, so that no process removes them."""
+
+import resource
+from collections.abc import Callable
+
+from cache.copy_folder import HeldCopy
+
+MOST_HELD = 512  # each with an open file
+
+
+class HeldCopies(dict[int, HeldCopy]):
+    """By the number of the shard. most: how many this process may hold. watchers: are told when a copy may go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watchers = list[Callable[[int], None]]()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.most = MOST_HELD if files == resource.RLIM_INFINITY else min(MOST_HELD, max(16, files // 8))
+
+    def let_go(self, number: int) -> None:
+        """Hold a copy no longer: any process may remove it."""
+        if (copy := self.pop(number, None)) is not None:
+            copy.release()
+            self.tell_watchers(number)
+
+    def tell_watchers(self, number: int) -> None:
+        for forget in self.watchers:
+            forget(number)
