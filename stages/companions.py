@@ -25,6 +25,7 @@ from schemas.cli.progress import Progress, activity
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import OK
+from schemas.text_format import shown_path
 
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a companion
 FINISH_S = 600.0  # for a companion to end once it is told to
@@ -112,7 +113,7 @@ class Companions:
             )
         with suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
-        self._console.log(f"beside training: {companion.program} --watch, its log: {log}")
+        self._console.log(f"beside training: {companion.program} --watch, its log: {shown_path(log)}")
         return process
 
     def _log(self, companion: Companion) -> Path:

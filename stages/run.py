@@ -23,6 +23,7 @@ from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
+from schemas.text_format import shown_path
 from stages.companions import Companions
 from stages.encoding.stage import refuse_partition
 from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
@@ -73,8 +74,8 @@ def run(
         except StageFailed as failed:
             if not aside and read_failure(folder) is None:  # training records its own
                 record_failure(folder, failed.stage, failed.reason, failed.advice)
-            if (folder / METRICS_FILE).exists():
-                console.log(f"the report of what was done: {_make_report(options, console, processes)}")
+            if (folder / METRICS_FILE).exists() and (page := _make_report(options, console, processes)):
+                console.log(f"the report of what was done: {shown_path(page)}")
             raise
         if not aside and (page := _find_report(config, report, options, console, processes, stop_handler)):
             report.details["report"] = page

@@ -3,15 +3,23 @@
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 
 from schemas.cli.console import Options
 from schemas.cli.interruption import child_environment
+from schemas.cli.starting import hide_line, show_ending, show_starting
 from schemas.errors import INCOMPLETE
+
+LAST_LINE = "}\n"  # of a report in JSON
 
 
 class StageProcesses:
-    """Runs one program at a time, each in its own process; its log is passed through."""
+    """Runs one program at a time, each in its own process; its log is passed through.
+
+    On a terminal it is shown that a program starts, and that it ends, as imports
+    and the end of a process with torch take seconds.
+    """
 
     def __init__(self, extra_options: Mapping[str, list[str]]) -> None:
         """extra_options: by program, in addition to those of all."""
@@ -26,12 +34,21 @@ class StageProcesses:
         command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
         if self._stopped:
             return INCOMPLETE, {}
+        alone = threading.current_thread() is threading.main_thread()  # of several one would erase another's line
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as self._process:
+            if alone:
+                show_starting(stage)
             if self._stopped:  # since it was checked above
                 self._process.terminate()
-            output, _ = self._process.communicate()
+            lines = list[str]()
+            for line in self._process.stdout or ():
+                lines.append(line)
+                if line == LAST_LINE and alone:
+                    show_ending(stage)
+        if alone:
+            hide_line()
         try:
-            return self._process.returncode, json.loads(output)
+            return self._process.returncode, json.loads("".join(lines))
         except json.JSONDecodeError:
             return self._process.returncode, {"error": {}}
 

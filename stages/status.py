@@ -5,11 +5,10 @@ Its cost grows with the number of shards: names, sizes and times are listed, and
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,21 +30,19 @@ from schemas.errors import LatentpressError
 from stages.discovery.media_table import find_media_table
 from stages.discovery.missing_media import spread_evenly
 from stages.encoding import stage_registry
-from stages.encoding.job_reports import JobReport, State, read_reports, sum_rates
+from stages.encoding.job_reports import JobReport, read_reports, sum_rates
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import StageState
+from stages.maintenance.job_table import count_states, describe_jobs, list_jobs
 from stages.maintenance.rejects_report import report_rejects
 from stages.planning.plan_lookup import current_plan
 
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
-MAX_SHOWN_JOBS = 30
 LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damaged")
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # which the trainer writes before anything else
 RECENT_S = 3600.0  # shards published before do not count in a rate
 MAX_COUNTED_SHARDS = 32  # in a rate
 MIN_PAUSE_FACTOR = 4  # building a report may take at most this fraction of the time: 1/4
-
-JOB_STATES = get_args(State)  # in the order of interest
 
 TableRow = dict[str, Any]
 
@@ -126,7 +123,7 @@ def build_report(config: Config, options: Options) -> Report:
     for column in ("units", "jobs", "items_per_second", "left"):
         for row in rows if any(column in row for row in rows) else ():
             row.setdefault(column, "")
-    report.details |= describe_jobs(jobs, most=None if options.json else MAX_SHOWN_JOBS)
+    report.details |= list_jobs(jobs) if options.json else describe_jobs(jobs)
     report.details["training_set"] = _describe_training_set(store, config, plan)
     report.details["made_with"] = _library_versions(store, states, listed)
     report.details["under_root_mib"] = {
@@ -183,35 +180,6 @@ def format_rate(rate: float, remaining: int) -> TableRow:
         "items_per_second": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
         "left": str(timedelta(seconds=round(remaining / rate))),
     }
-
-
-def count_states(jobs: Iterable[JobReport]) -> str:
-    """Like "3 running, 1 lost"."""
-    found = Counter(job.state for job in jobs)
-    return ", ".join(f"{found[state]} {state}" for state in JOB_STATES if found[state])
-
-
-def describe_jobs(jobs: Mapping[str, Sequence[JobReport]], most: int | None) -> TableRow:
-    """A row for each job of each stage: what runs first, then what was lost or failed. most: rows that are shown."""
-    ranked = [(JOB_STATES.index(job.state), stage, job) for stage, found in jobs.items() for job in found]
-    shown = sorted(ranked, key=lambda each: each[0])[:most]
-    rows = [
-        {
-            "stage": stage,
-            "state": job.state + (f": {job.reason}" if job.reason else ""),
-            "where": f"{job.host}, process {job.process}",
-            "engine": f"{job.engine}, {job.workers} worker{'s' if job.workers != 1 else ''}",
-            "shard": job.shard,
-            "done": f"{job.done} of {job.members}",
-            "set_aside": job.set_aside,
-            "units": f"{job.units_done} of {job.units}" + (f", {job.units_failed} failed" if job.units_failed else ""),
-            "items_per_second": "" if job.items_per_second is None else f"{job.items_per_second:.3g}",
-            "took": str(timedelta(seconds=round(job.seconds))),
-        }
-        for _, stage, job in shown
-    ]
-    more = {"more_jobs": len(ranked) - len(shown)} if len(ranked) > len(shown) else {}
-    return ({"jobs": rows} if rows else {}) | more
 
 
 def _describe_rolling(

@@ -52,7 +52,7 @@ from schemas.cli.progress import (
     show_activities,
 )
 from schemas.cli.report import Report
-from schemas.cli.starting import hide_starting
+from schemas.cli.starting import hide_line
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
 from schemas.text_format import escape_unprintable, to_json_values
 
@@ -138,7 +138,7 @@ class Console:
     @contextmanager
     def _showing(self, task: Progress, keep: bool, at_once: bool = False) -> Iterator[None]:
         display = self._display
-        display.begin(task, at_once)
+        display.begin(task, at_once, keep)
         if self._note is not None:
             self._note.begin(task)
         try:
@@ -220,7 +220,7 @@ def make_app(
     unused: common options that --help leaves out. They are read, so that the program can say why it has none.
     """
 
-    hide_starting()  # this module's program has been imported
+    hide_line()  # this module's program has been imported
 
     def command(
         config: ConfigOption = Path("pipeline.yaml"),

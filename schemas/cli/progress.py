@@ -28,8 +28,7 @@ DELAY_S = 1.0  # what takes less is not shown
 STILL_S = 30.0  # without a terminal: between lines of something that does not move
 MOST_STILL_S = 960.0  # without a terminal: the same of what has no count, of which each pause is twice as long
 TICK_S = 0.25  # between two looks at the clock
-BAR_WIDTH = 20
-NARROWEST_STATE = 40  # columns beside a bar; a longer text with less room is shown below it
+BAR_WIDTH, NARROWEST_BAR = 20, 8  # a text that has no room beside the narrower one is shown below it
 MARGIN = 4  # columns that stay free beside a full line, for the terminal's "^C"; a further line would not be erased
 
 Clock = Callable[[], float]
@@ -116,14 +115,14 @@ def format_seconds(seconds: float) -> str:
 class Display(Protocol):
     """Shows what goes on at the moment: several at a time, one inside the other."""
 
-    def begin(self, task: Progress, at_once: bool) -> None: ...
+    def begin(self, task: Progress, at_once: bool, keep: bool) -> None: ...
     def end(self, task: Progress, keep: bool) -> None: ...
 
 
 class NoDisplay:
     """Shows nothing."""
 
-    def begin(self, task: Progress, at_once: bool) -> None:
+    def begin(self, task: Progress, at_once: bool, keep: bool) -> None:
         pass
 
     def end(self, task: Progress, keep: bool) -> None:
@@ -131,15 +130,15 @@ class NoDisplay:
 
 
 class TerminalDisplay:
-    """At the bottom of a terminal a line for each, with a bar where the end is known. keep: the line of what was not
-    inside anything else stays at its end."""
+    """At the bottom of a terminal a line for each that has gone on for DELAY_S, with a bar where the end is known.
+    keep: it is shown from the beginning, and the line of what was not inside anything else stays at its end."""
 
     def __init__(self, terminal: "RichConsole") -> None:
         self._terminal, self._tasks, self._lock = terminal, list[Progress](), threading.RLock()
         self._live: Live | None = None
         self._at_once: set[Progress] = set()
 
-    def begin(self, task: Progress, at_once: bool) -> None:
+    def begin(self, task: Progress, at_once: bool, keep: bool) -> None:
         from rich.live import Live
 
         with self._lock:
@@ -149,8 +148,9 @@ class TerminalDisplay:
                     get_renderable=self._render, console=self._terminal, refresh_per_second=round(1 / TICK_S)
                 )
                 self._live.start()
-            if at_once:
+            if at_once or keep:
                 self._at_once.add(task)
+            if at_once:
                 self._live.refresh()
 
     def end(self, task: Progress, keep: bool) -> None:
@@ -179,14 +179,16 @@ class TerminalDisplay:
 
         rows, width = list[Table](), max(1, self._terminal.width - MARGIN)
         for task in list(self._tasks):
-            if not task.counts and task.seconds < DELAY_S and task not in self._at_once:
+            if task.seconds < DELAY_S and task not in self._at_once:
                 continue
             said, state = escape_unprintable(task.description), task.state()
             if task.total is None:
                 add(Text(f"{said}, {state}" if state else said))
                 continue
-            bar = ProgressBar(total=max(task.total, 1e-9), completed=min(task.done, task.total), width=BAR_WIDTH)
-            if width - cell_len(said) - BAR_WIDTH - 2 >= min(cell_len(state), NARROWEST_STATE):
+            room = width - cell_len(said) - cell_len(state) - 2
+            size = min(BAR_WIDTH, room) if room >= NARROWEST_BAR else BAR_WIDTH
+            bar = ProgressBar(total=max(task.total, 1e-9), completed=min(task.done, task.total), width=size)
+            if room >= NARROWEST_BAR:
                 add(Text(said), bar, Text(state))
             else:
                 add(Text(said), bar)
@@ -205,7 +207,7 @@ class LineDisplay:
         self._shown: set[Progress] = set()
         self._ticker: threading.Thread | None = None
 
-    def begin(self, task: Progress, at_once: bool) -> None:
+    def begin(self, task: Progress, at_once: bool, keep: bool) -> None:
         with self._lock:
             self._last[task] = self._clock()
             task.moved = lambda: self._show(task, self._interval) if task.done else None

@@ -75,7 +75,7 @@ def _format_detail(key: str, value: Any, width: int = WIDTH) -> list[str]:
     if isinstance(value, Mapping):
         return [f"  {name}:", *(f"  {line}" for inner in value.items() for line in _format_detail(*inner, inside))]
     if isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value):
-        table = None if len(value[0]) > MOST_COLUMNS else format_table(value, width - 4)
+        table = None if len(value[0]) > MOST_COLUMNS else format_table(value, width - 4, whole_paths=True)
         if table is None:  # of each row the first value, and below it the others
             lines = [f"  {name}:"]
             for row in value:

@@ -31,19 +31,30 @@ def fold(text: str, width: int, *, whole_paths: bool = False) -> list[str]:
     return lines
 
 
-def format_table(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> list[str] | None:
+def format_table(
+    rows: Sequence[Mapping[str, Any]], width: int | None = None, *, whole_paths: bool = False
+) -> list[str] | None:
     """Aligned lines, one per row, under the headings of the first row; numbers are right-aligned, fractions have six
     digits. width: of the lines at most, for which headings and text are folded into several; None where the numbers
-    alone take more."""
+    alone take more and, with whole_paths, where a word with a slash would be divided."""
     columns = [_Column(key, [row.get(key, "") for row in rows]) for key in rows[0]]
     widths = [column.width for column in columns]
     room = sum(widths) if width is None else width - len(_GAP) * (len(columns) - 1)
-    while sum(widths) > room:
-        surplus, number = max((widths[i] - column.narrowest, i) for i, column in enumerate(columns))
-        if surplus <= 0:
-            return None
-        widths[number] -= 1
+    for least in ([column.cells_width for column in columns], [column.narrowest for column in columns]):
+        while sum(widths) > room:  # headings are folded before cells
+            surplus, number = max((widths[i] - limit, i) for i, limit in enumerate(least))
+            if surplus <= 0:
+                break
+            widths[number] -= 1
+    if sum(widths) > room:
+        return None
     widths = [column.needed(wide) for column, wide in zip(columns, widths, strict=True)]
+    spare = room - sum(widths)
+    for more, number in sorted((column.cells_width - widths[i], i) for i, column in enumerate(columns)):
+        if 0 < more <= spare:  # whole again
+            widths[number], spare = widths[number] + more, spare - more
+    if whole_paths and any(column.longest_path > wide for column, wide in zip(columns, widths, strict=True)):
+        return None
     lines = []
     for row in range(len(rows) + 1):
         cells = [column.lines(row, wide) for column, wide in zip(columns, widths, strict=True)]
@@ -55,7 +66,8 @@ def format_table(rows: Sequence[Mapping[str, Any]], width: int | None = None) ->
 
 
 class _Column:
-    """One column of a table: its heading and cells as text. narrowest: columns that it needs, its text folded."""
+    """One column of a table: its heading and cells as text. cells_width: columns that it needs, its heading folded;
+    narrowest: its text, too."""
 
     def __init__(self, key: str, values: Sequence[Any]) -> None:
         self._is_number = all(isinstance(value, int | float) for value in values)
@@ -63,11 +75,13 @@ class _Column:
         self._cells = [heading(key), *(escape_unprintable(str(value)) for value in shown)]
         self.width = max(map(cell_len, self._cells))
         longest_word = max(map(cell_len, self._cells[0].split(" ")))
+        words = [word for cell in self._cells[1:] for word in cell.split(" ")]
+        self.longest_path = max([0, *(cell_len(word) for word in words if "/" in word)])
+        self.cells_width = max(longest_word, *map(cell_len, self._cells[1:]))
         if self._is_number:
-            self.narrowest = max(longest_word, *map(cell_len, self._cells[1:]))
+            self.narrowest = self.cells_width
         else:
             whole = [cell for cell in self._cells[1:] if cell_len(cell) < SHORT_CELL]
-            words = [word for cell in self._cells[1:] for word in cell.split(" ")]
             self.narrowest = max(longest_word, min(LONGEST_WORD, max(map(cell_len, words))), *map(cell_len, whole))
 
     def lines(self, row: int, width: int) -> list[str]:

@@ -1,6 +1,7 @@
 """How many workers an encoding stage has, and why: where no number is given, one for each card of this machine."""
 
 from schemas.cli.console import Console, Options
+from schemas.cli.progress import activity
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 
@@ -39,6 +40,7 @@ def choose_workers(config: Config, resources: Encoding) -> tuple[int, str]:
 def count_cards() -> int:
     """CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES says. torch asks NVML, so that this process makes
     no CUDA context, which would take memory of a card beside the workers'."""
-    import torch
+    with activity("loading torch, which knows the cards", at_once=True):
+        import torch
 
     return torch.cuda.device_count()

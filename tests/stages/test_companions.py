@@ -141,6 +141,19 @@ def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys
     assert ("did not finish within 0 s, and was ended" in capsys.readouterr().err) is not interrupted
 
 
+def test_who_is_waited_for_is_said(project, pretend, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    monkeypatch.setattr(companions, "FINISH_S", 4 * progress.TICK_S)
+    home = project()
+    pretend(hang)
+    show_activities(Console())
+    with beside(home) as started:
+        started.start("train")
+        until(lambda: "deaf" in log(home, "hang"))
+    assert "waiting for what runs beside training to finish, at most 1 s: hang\n" in capsys.readouterr().err
+    show_activities(None)
+
+
 def test_one_that_is_told_before_it_listens_has_not_failed(project, pretend) -> None:
     home = project()
 

@@ -171,7 +171,8 @@ def prepare_run(
         reading=settings.reading,
         pinned=accelerator.device.type == "cuda",
     )
-    family = module_of(config.model.family_spec)
+    with activity("loading diffusers", at_once=True):
+        family = module_of(config.model.family_spec)
     check_optimizer(config, accelerator.device, sharded)
     check_setup(config, family, accelerator.device)
     check_attention(config, family, accelerator.device)
@@ -238,7 +239,8 @@ def prepare_model(
             if accelerator.is_main_process:
                 console.log(said)
         watch.note("adding what is trained", alone=True)
-        make_trainable(model, family, settings.adapter, settings.weight_precision)
+        with activity("adding what is trained"):
+            make_trainable(model, family, settings.adapter, settings.weight_precision)
     signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
     if settings.attention_backend != NATIVE:
         use_backend(model, family, settings.attention_backend)

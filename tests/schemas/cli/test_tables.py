@@ -25,14 +25,20 @@ def test_a_table_with_room_for_its_numbers_keeps_to_the_width(found) -> None:
 def test_headings_and_text_are_folded_and_numbers_are_not() -> None:
     rows = [{"stage": "encode-latents", "items_per_second": 1234567, "where": "a machine with a long name, process 7"}]
     assert format_table(rows, 44) == [
-        "stage           items per  where",
-        "                   second",
-        "encode-latents    1234567  a machine",
-        "                           with a long",
-        "                           name, process",
-        "                           7",
+        "stage             items  where",
+        "                    per",
+        "                 second",
+        "encode-latents  1234567  a machine with a",
+        "                         long name, process",
+        "                         7",
     ]
     assert format_table([{"a": 10**9, "b": 10**9}], 12) is None
+
+
+def test_a_path_in_a_table_is_not_divided() -> None:
+    row = {"where": "vm, 1", "reason": f"the whole list: /{'a' * 90}"}
+    lines = Report("probe", details={"why_jobs_stopped": [row]}).summary().splitlines()
+    assert lines[1:] == ["  why jobs stopped:", "    vm, 1:", "      reason: the whole list:", f"        /{'a' * 90}"]
 
 
 def test_wide_characters_take_two_columns() -> None:

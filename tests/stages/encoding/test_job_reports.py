@@ -34,7 +34,7 @@ def plan_six(home: Project) -> None:
 
 def rows(home: Project, **options: bool) -> tuple[dict, list[dict]]:
     """The stage's row and those of its jobs."""
-    details = home.run(status.run, **options).details
+    details = home.run(status.run, json=True, **options).details
     (row,) = [row for row in details["stages"] if row["stage"] == STAGE]
     return row, [row for row in details.get("jobs", []) if row["stage"] == STAGE]
 
