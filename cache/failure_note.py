@@ -4,6 +4,7 @@ While training is at work the note says that it was killed, since whoever is kil
 """
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,17 +21,18 @@ MAX_BYTES = 1 << 20
 
 
 class Failure(NamedTuple):
-    """time: UNIX time, by which two failures differ."""
+    """time: UNIX time, by which two failures differ. host: the machine; "" in notes of older versions."""
 
     stage: str
     reason: str
     advice: str
     time: float
+    host: str = ""
 
 
 def record_failure(folder: Path, stage: str, reason: str, advice: str = "") -> None:
     """Write it down; on a full disk or without the right to write nothing, as the failure itself says so."""
-    row = Failure(stage, reason, advice, time.time())
+    row = Failure(stage, reason, advice, time.time(), socket.gethostname())
     with suppress(OSError), replacing(folder / FAILURE_NOTE) as temporary:
         temporary.write_text(json.dumps(row._asdict()), encoding="utf-8")
 
@@ -66,7 +68,8 @@ def read_failure(folder: Path) -> Failure | None:
     try:
         with (folder / FAILURE_NOTE).open("rb") as file:
             found = parse_json(file.read(MAX_BYTES))
-        failure = Failure(found["stage"], found["reason"], found["advice"], float(found["time"]))
-        return failure if all(isinstance(text, str) for text in failure[:3]) else None
+        failure = Failure(found["stage"], found["reason"], found["advice"], float(found["time"]), found.get("host", ""))
+        texts = (*failure[:3], failure.host)
+        return failure if all(isinstance(text, str) for text in texts) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -5,14 +5,18 @@ import fcntl
 import json
 import math
 import re
+import socket
+import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from cache.failure_note import KILLED, read_failure
 from cache.files import explained, replacing
 from cache.json_checks import parse_json
 from schemas.config.pipeline import Config
@@ -21,6 +25,7 @@ METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "r
 WANDB_ID = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
 COMPANION_LOGS = "logs"  # folder of a run, with a file for each program that `run` starts beside training
+SILENT_S = 1800.0  # after which a trainer that wrote nothing, and whose lock can't be seen, counts as killed
 SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
 TAIL_BYTES = 1 << 20  # of the metrics that status reads: about 1,500 steps
 MAX_HEADER_BYTES = 1 << 20  # of a validation latent
@@ -109,7 +114,8 @@ def format_eval(line: Mapping[str, Any]) -> str:
 
 
 def is_running(folder: Path) -> bool | None:
-    """Whether a trainer holds the lock of this run's folder; None on a file system without locks.
+    """Whether a trainer holds the lock of this run's folder. None where the lock does not tell: on a file system
+    without locks, and where a trainer may be at work on another machine, from which locks may not reach this one.
 
     The lock is held for the microseconds of the question, for which `lock_output` waits.
     """
@@ -119,14 +125,28 @@ def is_running(folder: Path) -> bool | None:
     except BlockingIOError:
         return True
     except OSError as error:
-        return False if error.errno == errno.ENOENT else None
-    return False
+        if error.errno != errno.ENOENT:
+            return None
+    return None if may_be_running(folder, elsewhere=True) else False
+
+
+def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
+    """Whether a trainer may be at work by the run's files: it has not said that it ended, as one that was killed can't,
+    and wrote something within SILENT_S. elsewhere: on another machine than this one."""
+    note = read_failure(folder)
+    if note is None or note.reason != KILLED or (elsewhere and note.host in ("", socket.gethostname())):
+        return False
+    written = [note.time]
+    for path in (folder / METRICS_FILE, folder / CHECKPOINTS, *folder.glob("validation/*")):
+        with suppress(OSError):
+            written.append(path.stat().st_mtime)
+    return time.time() - max(written) < SILENT_S
 
 
 @dataclass(frozen=True)
 class RunProgress:
     """What a run has done, by its files. steps: those that the configuration asks for. state: "not started", "running",
-    "stopped", "finished", or "unknown" where there are no locks. checkpoint: step of the newest. eval_loss:
+    "stopped", "finished", or "unknown" where `is_running` can't say. checkpoint: step of the newest. eval_loss:
     the last and its step."""
 
     run: str

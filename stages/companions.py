@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from cache.training_run import COMPANION_LOGS, RESULT_NOTE, is_running, read_progress
+from cache.training_run import COMPANION_LOGS, is_running, may_be_running, read_progress
 from cache.training_wait import describe_wait
 from schemas.cli.console import Console, Options
 from schemas.cli.interruption import StopHandler
@@ -229,7 +229,12 @@ class Watch:
         return not running and (self._seen or time.monotonic() - self._began > START_S)
 
 
+def is_companion() -> bool:
+    """Whether `run` started this program, or the one that started it, beside training."""
+    return bool(os.environ.get(BESIDE))
+
+
 def _is_trained(folder: Path) -> bool:
-    """Whether a trainer is at work there; where there are no locks, whether it has not finished."""
+    """Whether a trainer is at work there: by its lock or, where that does not tell, by what it wrote."""
     running = is_running(folder)
-    return not (folder / RESULT_NOTE).exists() if running is None else running
+    return may_be_running(folder) if running is None else running

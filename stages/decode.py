@@ -7,6 +7,7 @@ it writes the original and the decoded latents (stages/pages/training_samples.py
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from schemas.config.pipeline import Config
 from schemas.config.validation_samples import validation_samples
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
-from stages.companions import Watch
+from stages.companions import Watch, is_companion
 from stages.encoding.stage_options import UsageError
 from stages.maintenance.run_results import remove_unfinished
 from stages.media.preview_mark import is_preview, preview_mark
@@ -167,7 +168,7 @@ def _decode_files(
             from stages.encoding.vae import base, tiny
 
         device = model_loading.select_device(options.resources(config, "decode"))
-        if device.type == "cuda" and is_running(folder):
+        if device.type == "cuda" and (is_companion() or is_running(folder) is not False):
             model_loading.limit_memory(device)
         load: Callable[..., Any] = tiny.load_tiny_autoencoder if preview else base.load_autoencoder
         autoencoder = load(config, device)
@@ -178,6 +179,7 @@ def _decode_files(
         open_trackers(folder, config.train.trackers, console) as trackers,
     ):
         for file in todo:
+            written = file.stat().st_mtime_ns
             if (latent_CTHW := _read_valid(file, config, report)) is None:
                 continue
             with model_loading.memory_errors(f"decoding {file.name} on {device}"):
@@ -185,6 +187,7 @@ def _decode_files(
             picture = output_path(folder, config, file)
             with explained(str(picture)):
                 write_output(picture, frames_THWC, fps, preview)
+                _date_after(picture, written)
             tag = f"{'preview' if preview else 'validation'}/{file.stem}"
             trackers.add_picture(tag, step_of(file.parent) or 0, frames_THWC, picture, fps)
             report.done += 1
@@ -196,6 +199,12 @@ def _decode_files(
             write_output(path.with_suffix(suffix), frames_THWC, fps)
 
         training_samples.write_training_samples(config, folder, autoencoder, resources, write, console)
+
+
+def _date_after(picture: Path, written: int) -> None:
+    """Let the picture be no older than its latent, which was `written` by a machine whose clock may be ahead."""
+    if picture.stat().st_mtime_ns < written:
+        os.utime(picture, ns=(written, written))
 
 
 def _read_valid(file: Path, config: Config, report: Report) -> np.ndarray | None:

@@ -1,14 +1,19 @@
 """A run's folder as `status` sees it: metrics, lock, checkpoints."""
 
+import errno
 import fcntl
 import json
+import os
+import socket
+import time
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from cache import training_run
-from cache.training_run import is_running, read_last_metrics, read_metrics, read_progress, smoothed_loss
+from cache.failure_note import FAILURE_NOTE, noting_failure
+from cache.training_run import is_running, may_be_running, read_last_metrics, read_metrics, read_progress, smoothed_loss
 from schemas.config.pipeline import Config
 
 
@@ -73,6 +78,43 @@ def test_asking_takes_no_lock_away(tmp_path: Path) -> None:
             assert is_running(tmp_path) is False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert is_running(tmp_path) is True
+
+
+def test_without_its_lock_a_trainer_of_another_machine_may_be_running(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks don't reach over every file system."""
+    folder = Path(config.output) / "run"
+    write_steps(folder, 1, 5)
+    monkeypatch.setattr(socket, "gethostname", lambda: "first")
+    with noting_failure(folder, "train", KeyError):
+        assert is_running(folder) is False, "killed, as its lock is free on this machine"
+        monkeypatch.setattr(socket, "gethostname", lambda: "second")
+        assert is_running(folder) is None and read_progress(config).state == "unknown"
+        _written_before(folder, training_run.SILENT_S + 60)
+        assert is_running(folder) is False, "it has written nothing for so long"
+        (folder / "validation/step-000005").mkdir(parents=True)
+        assert is_running(folder) is None
+    assert is_running(folder) is False and read_progress(config).state == "stopped", "it said that it ended"
+
+
+def test_where_there_are_no_locks_the_files_tell(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(config.output) / "run"
+    write_steps(folder, 1, 5)
+    (folder / ".lock").touch()
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
+    assert is_running(folder) is None and not may_be_running(folder)
+    with noting_failure(folder, "train", KeyError):
+        assert is_running(folder) is None and may_be_running(folder)
+        _written_before(folder, training_run.SILENT_S + 60)
+        assert not may_be_running(folder)
+
+
+def _written_before(folder: Path, seconds: float) -> None:
+    """As if the trainer had written nothing since."""
+    note = json.loads((folder / FAILURE_NOTE).read_text())
+    (folder / FAILURE_NOTE).write_text(json.dumps(note | {"time": time.time() - seconds}))
+    os.utime(folder / "metrics.jsonl", (time.time() - seconds,) * 2)
 
 
 def test_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

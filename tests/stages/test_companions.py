@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cache.failure_note import KILLED, clear_failure, record_failure
 from cache.training_run import LOCK_NAME
 from schemas.cli import progress
 from schemas.cli.console import Console, Options, Report
@@ -234,13 +235,14 @@ def test_a_watch_waits_for_a_trainer_to_begin_but_not_for_ever(tmp_path, monkeyp
     assert [*Watch([tmp_path], 0.01)][-1] is True
 
 
-def test_a_watch_without_locks_ends_where_the_run_has_finished(tmp_path, monkeypatch) -> None:
+def test_a_watch_without_locks_ends_where_the_trainer_says_that_it_ended(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(companions, "is_running", lambda folder: None)
     looks = []
+    record_failure(tmp_path, "train", KILLED)  # as long as it is at work
     for last in Watch([tmp_path], 0.01):
         looks.append(last)
         if len(looks) == 3:
-            (tmp_path / "result.json").write_text("{}")
+            clear_failure(tmp_path)
     assert looks == [False, False, False, True]
 
 
