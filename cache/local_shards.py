@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 
 from cache.copy_folder import CopyIsBusy, HeldCopy, StartedCopy
 from cache.held_copies import HeldCopies
@@ -74,14 +75,15 @@ class LocalShards:
             self._opening[number] += 1
             self._changed.notify_all()
             try:
-                while number not in self._held:
-                    self._changed.wait()
-                    if number in self._errors:
-                        raise self._errors[number]
-                    if self._plan_error is not None and number not in self._needs:
-                        raise self._plan_error
-                    if self._closed:
-                        raise LocalCacheError("the local cache of shards was closed", "Start the program again.")
+                with self._copies.show_fetching([number], self._held):
+                    while number not in self._held:
+                        self._changed.wait()
+                        if number in self._errors:
+                            raise self._errors[number]
+                        if self._plan_error is not None and number not in self._needs:
+                            raise self._plan_error
+                        if self._closed:
+                            raise LocalCacheError("the local cache of shards was closed", "Start the program again.")
             except BaseException:
                 self._done_opening(number)
                 raise
@@ -129,6 +131,11 @@ class LocalShards:
             "shards_found": counted["found"],
             "shards_wait_s": counted["wait_ms"] / 1e3,
         }
+
+    def show_wait(self) -> AbstractContextManager[object]:
+        with self._changed:
+            needed = [number for number in {*self._needs.now, *self._wanted} if number not in self._held]
+        return self._copies.show_fetching(needed, self._held)
 
     def stop_waiting(self) -> None:
         pass  # a wait ends when its shard is here, or by an error

@@ -1,6 +1,8 @@
 """The shards of a set in a remote store: which versions are there, and their copies, fetched, verified and opened."""
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ from cache.object_store import copy_object
 from cache.shard import ARROW_SUFFIX, SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
 from cache.shard_io import open_reader, verify
 from cache.store import Store
+from schemas.cli.progress import activity
 from schemas.errors import USAGE, LatentpressError
 
 
@@ -77,6 +80,7 @@ class ShardCopies:
         self.folder, self.shards = folder, list_shards(store, paths)
         self._store, self._paths = store, paths
         self._verified: dict[int, FileVersion] = {}
+        self._coming: dict[int, StartedCopy] = {}
 
     def size_of(self, numbers: Iterable[int]) -> int:
         """Bytes."""
@@ -88,6 +92,7 @@ class ShardCopies:
     def fetch(self, number: int, started: StartedCopy) -> HeldCopy:
         """Copy the shard. StoreError where that fails, DamageError where it is not there any more."""
         shard, rel = self.shards[number], self._paths[number]
+        self._coming[number] = started
         try:
             if shard.sidecar:
                 described = rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX
@@ -100,6 +105,28 @@ class ShardCopies:
         except BaseException:
             started.abandon()
             raise
+        finally:
+            del self._coming[number]
+
+    @contextmanager
+    def show_fetching(self, numbers: Sequence[int], held: Container[int]) -> Iterator[None]:
+        """While the body waits for these shards, show how much of them is here. held: those that are, as it changes."""
+
+        def count(number: int) -> int:
+            if number in held:
+                return self.shards[number].bytes
+            with suppress(KeyError, FileNotFoundError):  # it is on its way, or not yet
+                return os.stat(self._coming[number].part).st_size
+            return 0
+
+        what = f"waiting for data: fetching {len(numbers)} shard{'s' if len(numbers) > 1 else ''}"
+        if not numbers:
+            with activity("waiting for data"):
+                yield
+            return
+        with activity(what, total=self.size_of(numbers), unit="bytes") as shown:
+            shown.measure = lambda: sum(map(count, numbers))
+            yield
 
     def is_sound(self, number: int, copy: HeldCopy) -> bool:
         """Whether each row of a copy is what was written; found once for each version of its file."""

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 from cache.damage import ENCODE_PROGRAMS, DamageError
@@ -13,6 +13,7 @@ from cache.rolling import RollingCache
 from cache.rolling_files import Position, RollingError
 from cache.shard import BaseShardReader
 from cache.shard_io import open_reader
+from schemas.cli.progress import activity
 
 POLL_S = 0.05
 TELL_S = 0.2  # at most so often the position is written
@@ -89,10 +90,10 @@ class RollingSupply:
             program = ENCODE_PROGRAMS[self._cache.kinds[number]]
             with self._cache.files.locked():
                 running = self._cache.files.read_stage(program) is not None
-            why = (
-                "is being encoded" if running else f"is not there, and `latentpress {program}` is not running: start it"
-            )
-            self._log(f"waiting for data since {now - began:.0f} s: {self._cache.paths[number]} {why}")
+            if not running:
+                path = self._cache.paths[number]
+                why = f"is not there, and `latentpress {program}` is not running: start it"
+                self._log(f"waiting for data since {now - began:.0f} s: {path} {why}")
         time.sleep(POLL_S)
 
     def finished(self, step: int) -> None:
@@ -134,6 +135,11 @@ class RollingSupply:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+    def show_wait(self) -> AbstractContextManager[object]:
+        paths = [self._cache.paths[number] for number in list(self._waiting)]
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        return activity(f"waiting for {paths[0]}{more} to be encoded" if paths else "waiting for data")
 
     def stop_waiting(self) -> None:
         self._stopped = True

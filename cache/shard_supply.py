@@ -6,11 +6,13 @@ which steps are done.
 """
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from cache.shard import BaseShardReader
 from cache.shard_io import open_reader
 from cache.store import Store
+from schemas.cli.progress import activity
 
 
 class ShardSupply(Protocol):
@@ -44,6 +46,10 @@ class ShardSupply(Protocol):
     def metrics(self) -> dict[str, float]:
         """Numbers for the metrics of a step, counted since the last call; {} where there is nothing to say."""
 
+    def show_wait(self) -> AbstractContextManager[object]:
+        """While the body waits for what other threads `open`, show what that is and, where bytes are known, the time
+        left. Of the main thread."""
+
     def stop_waiting(self) -> None:
         """End the waits of `open` for what may never come, by an error, so that the threads in it end. Until `follow`
         is called again."""
@@ -76,6 +82,9 @@ class StoredShards:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+    def show_wait(self) -> AbstractContextManager[object]:
+        return activity(f"waiting for data: shards are read from {self._store.url}")
 
     def stop_waiting(self) -> None:
         pass

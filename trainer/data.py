@@ -6,7 +6,7 @@ them, on other devices the step does, so that nothing of them is copied and no t
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -33,6 +33,7 @@ from trainer.reading import Chosen, read_batches
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
+SAID_S = 0.5  # a longer wait for data is shown
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class BatchLoader:
         planned = self.data, self.schedule, self.caption_dropout, first, last, self.rank, self.world
         supply, ahead, threads = self.data.supply, self.reading.steps_ahead, self.reading.threads
         supply.follow(first, (numbers.tolist() for numbers in needed_shards(*planned)))
-        with closing(prefetch(self.step, range(first, last), ahead, threads)) as steps:
+        with closing(prefetch(self.step, range(first, last), ahead, threads, supply.show_wait)) as steps:
             try:
                 for batches in steps:
                     supply.finished(batches.step)
@@ -213,12 +214,18 @@ class BatchLoader:
                 supply.stop_waiting()  # the threads that read are waited for next
 
 
-def prefetch(read: Callable[[int], T], numbers: range, depth: int = 2, threads: int = 1) -> Generator[T]:
+def prefetch(
+    read: Callable[[int], T],
+    numbers: range,
+    depth: int = 2,
+    threads: int = 1,
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Generator[T]:
     """`read(n)` of each number in order, at most `depth` or `threads` results ahead, by background threads.
 
-    An exception in a thread is raised at its place in the order. Leaving the iterator ends the threads. Threads are
-    enough: reading is copies and checksums, both of which release Python's lock. Not an executor, whose futures take
-    as long as copying 256 KiB.
+    waiting: entered where a result is waited for longer than SAID_S. An exception in a thread is raised at its place in
+    the order. Leaving the iterator ends the threads. Threads are enough: reading is copies and checksums, both of which
+    release Python's lock. Not an executor, whose futures take as long as copying 256 KiB.
     """
     ahead = max(depth, threads)
     lanes = [(SimpleQueue[int | None](), SimpleQueue[tuple[T | None, BaseException | None]]()) for _ in range(threads)]
@@ -227,7 +234,12 @@ def prefetch(read: Callable[[int], T], numbers: range, depth: int = 2, threads: 
         worker.start()
 
     def result(place: int) -> T:
-        value, error = lanes[place % threads][1].get()
+        results = lanes[place % threads][1]
+        try:
+            value, error = results.get(timeout=SAID_S)
+        except Empty:
+            with waiting():
+                value, error = results.get()
         if error is not None:
             raise error
         return cast(T, value)

@@ -43,6 +43,7 @@ class Progress:
     def __init__(self, total: float | None, description: str, unit: str = "items", clock: Clock = time.monotonic):
         self.total, self.description, self.unit, self.done = total, description, unit, 0.0
         self.moved: Callable[[], None] = lambda: None  # called after each advance
+        self.measure: Callable[[], float] | None = None  # how many units are done, asked whenever that is shown
         self._clock, self._lock, self._begin = clock, threading.Lock(), clock()
         self._first: tuple[float, float] | None = None  # time and count of the first advance
         self._text, self._said = "", clock()
@@ -74,6 +75,9 @@ class Progress:
 
     def state(self) -> str:
         """Like "12/140 units, 1.5 units/s, 0:01:25 left"; "0/140 units, 0:00:07" as long as there is no rate."""
+        if self.measure is not None:
+            self.done = max(self.done, self.measure())
+            self._first = self._first or (self._clock(), self.done)
         if self._text:
             still = self._clock() - self._said
             return self._text + (f"  ({format_seconds(still)} ago)" if still >= STILL_S else "")

@@ -23,6 +23,10 @@ from cache.shard_io import open_writer
 from cache.step_needs import StepNeeds
 from cache.store import Store
 from cache.tensors import Array
+from schemas.cli import progress
+from schemas.cli.console import Console
+from schemas.cli.progress import show_activities
+from schemas.text_format import format_bytes
 from tests.cache.test_row_reader import FORMS
 from tests.processes import in_child
 from tests.s3_server import BUCKET, Request, S3Server
@@ -407,6 +411,50 @@ def test_one_that_died_while_fetching_is_followed_by_the_next(
     read(supply, 2)
     assert [path.suffix for path in place.copies()] == [".arrow"]
     supply.close()
+
+
+def test_what_is_waited_for_is_shown_with_its_bytes(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While others wait for the shards of a step, and where the main thread itself opens one."""
+    half, go_on, fetch = threading.Event(), threading.Event(), remote_shards.copy_object
+
+    def stall(fs: object, path: str, target: str, size: int) -> None:
+        Path(target).write_bytes(b"0" * (size // 2))
+        half.set()
+        go_on.wait(60)
+        fetch(fs, path, target, size)
+
+    monkeypatch.setattr(remote_shards, "copy_object", stall)
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    show_activities(Console())
+    supply, said = place.supply(threads=1), ""
+
+    def hear() -> str:
+        nonlocal said
+        said += capsys.readouterr().err
+        return said
+
+    try:
+        with supply.show_wait():
+            settle(lambda: "waiting for data\n" in hear(), 60)
+        supply.follow(0, iter([{2, 3}]))
+        half.wait(60)
+        said = ""
+        with supply.show_wait():
+            settle(hear, 60)
+        size, both = format_bytes(place.sizes[2] // 2), format_bytes(place.sizes[2] + place.sizes[3])
+        assert said.startswith(f"waiting for data: fetching 2 shards: {size} of {both}"), said
+        said = ""
+        threading.Thread(target=lambda: (settle(hear, 60), go_on.set())).start()
+        read(supply, 2)
+        one = format_bytes(place.sizes[2])
+        assert said.startswith(f"waiting for data: fetching 1 shard: {size} of {one}"), said
+        read(supply, 3)
+    finally:
+        show_activities(None)
+        go_on.set()
+        supply.close()
 
 
 def test_processes_share_the_limit(tmp_path: Path) -> None:

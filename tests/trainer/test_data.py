@@ -3,6 +3,8 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from cache.set_lookup import open_set
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import TrainSet
+from trainer import data as trainer_data
 from trainer.data import BatchLoader, prefetch, to_tensor
 
 
@@ -169,6 +172,28 @@ def test_an_error_in_the_thread_arrives_at_its_place() -> None:
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(DamageError):
         next(results)
+
+
+def test_only_a_long_wait_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_data, "SAID_S", 60.0)
+    shown: list[int] = []
+    arrive = threading.Event()
+
+    @contextmanager
+    def show() -> Iterator[None]:
+        shown.append(1)
+        arrive.set()
+        yield
+        shown.append(-1)
+
+    def read(number: int) -> int:
+        assert number < 3 or arrive.wait(60)
+        return number
+
+    results = prefetch(read, range(5), depth=1, waiting=show)
+    assert [next(results) for _ in range(3)] == [0, 1, 2] and shown == []
+    monkeypatch.setattr(trainer_data, "SAID_S", 0.01)
+    assert [*results] == [3, 4] and shown == [1, -1]
 
 
 def test_leaving_early_ends_the_thread() -> None:

@@ -6,6 +6,7 @@ tested here is their order, the limit and the reader. tests/torture/test_rolling
 
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -34,10 +35,14 @@ from cache.step_shards import ReadingOrder
 from cache.store import Store
 from cache.tensors import Array
 from cache.trainset import SetError
+from schemas.cli import progress
+from schemas.cli.console import Console
+from schemas.cli.progress import show_activities
 from schemas.config.encoding import Rolling
 from schemas.config.training import Train
 from tests.background import repeated
 from tests.cache.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
+from trainer import data as trainer_data
 from trainer.data import BatchLoader
 from trainer.rolling import follow_encoding
 
@@ -440,6 +445,28 @@ def test_waiting_ends_when_it_is_told_to(home: Home) -> None:
             next(steps)
         waiting.join()
     assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+
+
+def test_what_is_waited_for_is_shown(home: Home, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(trainer_data, "SAID_S", 0.05)
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    show_activities(Console())
+    said = ""
+
+    def hear() -> None:
+        nonlocal said
+        said += capsys.readouterr().err
+        if "waiting" in said:
+            data.supply.stop_waiting()
+
+    try:
+        with closing(rolling(home)) as data:
+            data.supply.on_wait = hear  # type: ignore[attr-defined]
+            with pytest.raises(RollingError, match="is not needed any more"):
+                batches(data)
+    finally:
+        show_activities(None)
+    assert re.match(r"waiting for (text|latents)/\S+( and \d more)? to be encoded\n", said), said
 
 
 def test_a_position_that_a_power_cut_left_half_written_is_none(home: Home) -> None:
