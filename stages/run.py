@@ -26,6 +26,7 @@ from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.text_format import shown_path
 from stages.companions import Companions
 from stages.encoding.stage import refuse_partition
+from stages.encoding.stage_options import refuse_ranks
 from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
 from stages.stage_processes import StageProcesses
 
@@ -52,6 +53,7 @@ def run(
     ] = False,
 ) -> Report:
     refuse_partition(options, "run")
+    refuse_ranks()
     if config.validation.preview_autoencoder:
         check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
     if prompts and config.cache.rolling is not None:

@@ -16,12 +16,12 @@ from PIL import Image
 
 from cache.failure_note import noting_failure
 from stages import decode
+from tests.background import until
 from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.stages.test_companions import hold
 from tests.stages.test_decode import put
 
-LIMIT_S = 240.0
 CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
 
 
@@ -50,13 +50,6 @@ def start_elsewhere(home: Project, elsewhere: Path, locks_reach: bool) -> Forked
     return machine(command, cwd=elsewhere, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def until_there(path: Path, process: ForkedProgram) -> None:
-    began = time.monotonic()
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() - began < LIMIT_S, process.communicate()
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("locks_reach", [True, False])
 @pytest.mark.skipif(
@@ -76,9 +69,9 @@ def test_a_machine_that_sees_the_output_folder_decodes(
     with hold(folder), noting_failure(folder, "train", KeyError):
         try:
             put(home, "cat", latents["cat"], family, 2)
-            until_there(folder / "samples/step-000002/cat.png", process)
+            until((folder / "samples/step-000002/cat.png").exists)
             put(home, "dog", latents["dog"], family, 4)
-            until_there(folder / "samples/step-000004/dog.png", process)
+            until((folder / "samples/step-000004/dog.png").exists)
         except BaseException:
             process.kill()
             raise

@@ -1,0 +1,121 @@
+"""Pictures and scores while several ranks train, and while shards are encoded beside training: real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import trainer.__main__  # noqa: F401 (programs are forks of this process)
+from cache.scores import SCORES_FILE
+from cache.training_run import RESULT_NOTE
+from schemas.errors import LatentpressError
+from stages import bucket, companions, discover, encode_latents, encode_text, index, run
+from tests.background import LIMIT_S, until
+from tests.project import Project
+from tests.stages.test_decode_watch import decoded, picture
+from tests.trainer.runs import on_two_ranks
+from trainer import validation
+
+pytestmark = pytest.mark.slow
+TRAINING = {"run": "run", "steps": 2, "batch_size": 1, "threads": 1, "trackers": []}
+STEPS = (0, 2)  # validated
+
+
+def validated(*names: str, **more: Any) -> dict[str, Any]:
+    prompts = [{"name": name, "prompt": f"a {name}"} for name in names]
+    return {"size": "64x64", "steps": 2, "every": 2, "eval_samples": 0, "prompts": prompts, **more}
+
+
+def before_latents(monkeypatch: pytest.MonkeyPatch, wait: Callable[[str, int], None]) -> None:
+    """Call wait(name, step) before the trainer writes a validation latent."""
+    write = validation.write_tensors
+
+    def wait_and_write(tensors: Any, path: Path, metadata: Any) -> None:
+        if path.parent.name.startswith("step-") and path.parent.parent.name == "validation":
+            wait(path.name.split(".")[1], int(path.parent.name.removeprefix("step-")))
+        write(tensors, path, metadata)
+
+    monkeypatch.setattr(validation, "write_tensors", wait_and_write)
+
+
+def start(home: Project, program: str) -> subprocess.Popen:
+    command = [sys.executable, "-P", "-m", f"stages.{program}", "--config", str(home.folder / "pipeline.yaml")]
+    return subprocess.Popen(
+        [*command, "--watch", "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def check_pictures(home: Project, *names: str) -> None:
+    for step in STEPS:
+        for name in names:
+            latent = home.folder / f"output/run/validation/step-{step:06}/{name}.safetensors"
+            np.testing.assert_array_equal(np.asarray(Image.open(picture(home, name, step))), decoded(home, latent))
+
+
+def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
+    forked_programs: None,
+    project: Callable[..., Project],
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 denoises `one`, rank 1 `two`. Rank 1 is late: its latent comes when the other one is decoded."""
+    home = project(train=TRAINING, validation=validated("one", "two", scores={"clip": str(tiny("clip"))}))
+    scores = home.folder / "output/run" / SCORES_FILE
+    for number in range(2):
+        home.image(f"{number}.png", (64, 64), "a colour", number)
+    for program in (discover, bucket, encode_text, encode_latents, index):
+        home.run(program.run)
+    monkeypatch.setattr(companions, "START_S", LIMIT_S)
+    seen = home.folder / "seen"
+
+    def wait(name: str, step: int) -> None:
+        assert (name == "two") == (os.environ["RANK"] == "1")
+        if name == "two":
+            until(picture(home, "one", step).exists)
+            with seen.open("a") as file:
+                file.write(f"{step} {scores.exists() and scores.read_text().count('step')}\n")
+        if step == STEPS[-1]:
+            until(scores.exists)
+
+    before_latents(monkeypatch, wait)
+    watching = [start(home, program) for program in ("decode", "score")]
+    on_two_ranks(home.folder / "pipeline.yaml")
+    reports = [json.loads(process.communicate()[0]) for process in watching]
+    assert (reports[0]["done"], reports[0]["exit_code"]) == (4, 0), "each latent once"
+    assert seen.read_text().splitlines()[0] == "0 False", "the validation of step 0 was not scored in part"
+    first = json.loads(scores.read_text().splitlines()[0])
+    assert first["step"] == 0 and [sample["name"] for sample in first["samples"]] == ["one", "two"]
+    check_pictures(home, "one", "two")
+
+
+def test_pictures_are_made_beside_training_on_a_rolling_cache(
+    forked_programs: None, project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = project(train=TRAINING, validation=validated("one"), cache={"unit_mib": 0.02, "rolling": {"max_gb": 0.01}})
+    for number in range(2):
+        home.image(f"{number}.png", (64, 64), "a colour", number)
+    before_latents(monkeypatch, lambda name, step: None if step == 0 else until(picture(home, name, 0).exists))
+    report = home.run(run.run)
+    assert report.exit_code == 0 and "companions_that_failed" not in report.details
+    check_pictures(home, "one")
+    result = home.folder / "output/run" / RESULT_NOTE
+    assert picture(home, "one", 0).stat().st_mtime_ns < result.stat().st_mtime_ns
+
+
+def test_run_is_not_started_once_for_each_rank(
+    project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would start every stage, and its companions."""
+    home = project()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LatentpressError, match="started for each of 2 ranks") as caught:
+        home.run(run.run)
+    assert caught.value.exit_code == 2 and "latentpress train" in caught.value.next_step
+    assert not home.root.exists() and not (home.folder / "output").exists()
