@@ -8,6 +8,7 @@ minutes or ends in a traceback.
 import math
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -20,6 +21,7 @@ from schemas.text_format import shorten
 KeyPath = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
 MAX_CHARACTERS = 256 * 1024  # the parser takes up to 50 us per character
+KEPT_CHARACTERS = 16 * 1024  # of a text that is read again: by a page at each request, by what follows a run
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
 MAX_DIGITS = 64
@@ -52,10 +54,8 @@ def parse_yaml(text: str) -> Document:
         raise YamlError([(line, f"the document is longer than {MAX_CHARACTERS:,} characters; shorten it")])
     if directive := re.match(r"%YAML[ \t]+(?!1\.2\b)\S+", text):
         raise YamlError([(1, f"{directive[0]}: this is read as YAML 1.2; remove the directive")])
-    yaml = YAML(typ="safe", pure=True)
-    yaml.max_depth = MAX_DEPTH
     try:
-        root = yaml.compose(text)
+        root = _compose_again(text) if len(text) <= KEPT_CHARACTERS else _compose(text)
     except MaxDepthExceededError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise YamlError([(line, _TOO_DEEP)]) from error
@@ -73,6 +73,15 @@ def parse_yaml(text: str) -> Document:
     if document.problems:
         raise YamlError(document.problems)
     return document
+
+
+def _compose(text: str) -> Node | None:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.max_depth = MAX_DEPTH
+    return yaml.compose(text)
+
+
+_compose_again = lru_cache(maxsize=16)(_compose)  # its nodes are only read
 
 
 def _build(node: Node, path: KeyPath, document: Document, above: tuple[int, ...]) -> Any:

@@ -140,8 +140,9 @@ def wide_sana(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
     return make
 
 
+# That for 24 GB differs from that for 16 GB by options of memory alone.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if LONG or name != "kandinsky-video-lite-lora-24gb"])
 def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     name: str,
     tmp_path: Path,
