@@ -121,6 +121,7 @@ class ForkedProgram:
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
     ) -> None:
+        importlib.import_module("pandas")  # or each fork would import it, at Arrow's first conversion
         interpreter, *words = map(str, args)
         assert stdin in (None, subprocess.DEVNULL), stdin  # a fork of multiprocessing reads nothing anyway
         assert interpreter == sys.executable, args

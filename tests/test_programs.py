@@ -23,10 +23,11 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
     )
 
 
-# A child for each program, from a process that has the libraries under them all and none of our own modules.
+# A child for each program, from a process that has what is under them all: libraries and the configuration.
 HELP = """
 import atexit, json, os, runpy, sys
 import fsspec, ftfy, huggingface_hub, pyarrow.compute, pydantic, typer
+import schemas.cli.console, schemas.config.loading
 heavy, programs = json.loads(sys.argv[1])
 for program, module in programs.items():
     if os.fork() == 0:
