@@ -48,8 +48,8 @@ class MemoryMeter(TorchDispatchMode):
 
 
 def _output_of_pair(one: Any, other: Any) -> torch.Tensor | None:
-    """Of an elementwise operation on contiguous tensors of the meta device, of which one is as large as the output, or on
-    one and a number. None where it takes more thought."""
+    """Of an elementwise operation on contiguous tensors of the meta device, of which one is as large as the output, or
+    on one and a number. None where it takes more thought."""
     if not isinstance(one, torch.Tensor) or not one.is_floating_point() or not one.is_contiguous():
         return None
     if isinstance(other, torch.Tensor):

@@ -233,7 +233,9 @@ def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "parallel"), [("t2i", {"strategy": "ddp"}), *LONG * [("sana", {"strategy": "fsdp2"})]])
+@pytest.mark.parametrize(
+    ("kind", "parallel"), [("t2i", {"strategy": "ddp"}), *LONG * [("sana", {"strategy": "fsdp2"})]]
+)
 def test_two_ranks_train_as_one_and_eval_is_not_routed(start, tmp_path: Path, kind, parallel) -> None:
     """With all methods on ranks that share a model: tests/trainer/methods/test_regularisation.py."""
     common = {"steps": 1, "validation": {"eval_samples": 2}}

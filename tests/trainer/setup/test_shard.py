@@ -188,7 +188,7 @@ def test_what_sharded_models_can_not_do_is_refused(make_config, other, reason) -
 def test_a_run_goes_on_with_another_number_of_processes(
     make_config, make_set, tmp_path, kind, adapter, settings
 ) -> None:
-    """2, 1 and 4, or 2 that share a model, in the long form 4 of these too, with the samples and noise of one process."""
+    """2, 1 and 4 (of those that share a model 2, in the long form 4), with the samples and noise of one process."""
     plan = [2, 1, 2 if settings.get("parallel") == FSDP and not LONG else 4]
     path = tmp_path / "pipeline.yaml"
     common = {"adapter": adapter, "caption_dropout": 0.3, "checkpoint_every": 2, **settings}
