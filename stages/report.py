@@ -4,10 +4,12 @@ Curves, samples by step, what was trained on, time and bytes of each stage, and 
 that has not begun, goes on, stopped or failed, and says what is missing.
 """
 
+import os
 import shlex
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
+from time import monotonic
 from typing import Annotated
 
 import typer
@@ -20,10 +22,11 @@ from schemas.cli.progress import activity
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
-from stages.companions import Watch
+from stages.companions import BESIDE, Watch
 from stages.encoding.stage import refuse_partition
 
 PAGE = "report.html"
+PAUSE_FACTOR = 10  # between two pages with --watch, times what the last one took
 
 
 class UnknownRun(LatentpressError):
@@ -116,18 +119,17 @@ def _write_page(
 ) -> tuple[int, list[str]]:
     """Size of the page in bytes, and what is missing on it."""
     with activity("loading what draws"):
-        from stages.pages.report.page import gather_content, read_run, render_report
+        from stages.pages.report.page import make_page, read_run
 
     places = [_find_run(config, name) for name in names]
     labels = _label_runs([folder for folder, _ in places])
     found = [read_run(label, *place, config) for label, place in zip(labels, places, strict=True)]
     folder = (page.with_name(f"{page.stem}-files"), page.parent) if beside else None
-    with activity("gathering curves, samples and data"):
-        content = gather_content(found, folder)
     command = "latentpress report" + "".join(f" {shlex.quote(name)}" for name in names if name != config.train.run)
+    with activity("gathering curves, samples and data"):
+        content, pieces = make_page(found, options.add_given_options(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
-        for piece in render_report(content, options.add_given_options(command)):
-            file.write(piece)
+        file.writelines(pieces)
         size = file.tell()
     absent = [*content.missing, *content.grid.missing]
     absent += [f"{plot.title}: {text}" for plot in content.plots for text in plot.missing]
@@ -137,18 +139,21 @@ def _write_page(
 def _remake_while_training(
     config: Config, options: Options, names: Sequence[str], page: Path, beside: bool, console: Console
 ) -> bool:
-    """Make the page again whenever a run has a new validation or sample, while a trainer is at work. False where it was
-    told to finish: the page is then as it is, or `latentpress run` makes it."""
+    """Make the page again whenever a run has a new validation or sample, while a trainer is at work; at most the
+    eleventh part of the time. Whether it is to be made once more: not by a companion of `run`, which makes it itself,
+    and not where it was told to finish and nothing is new."""
     folders = [_find_run(config, name)[0] for name in names]
-    made, watch = _count_results(folders), Watch(folders)
+    made, watch, due = _count_results(folders), Watch(folders), 0.0
     for last in watch:
         now = _count_results(folders)
-        if now != made and not last:
-            made = now
+        if now != made and not last and monotonic() >= due:
+            made, began = now, monotonic()
             watch.hide_wait()
             _write_page(config, options, names, page, beside)
+            ended = monotonic()
+            due = ended + PAUSE_FACTOR * (ended - began)
             console.log(f"{page} made again, with {sum(now)} validations, samples and scores")
-    return not watch.told
+    return not watch.told or (now != made and BESIDE not in os.environ)
 
 
 def _count_results(folders: Sequence[Path]) -> tuple[int, ...]:

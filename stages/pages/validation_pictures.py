@@ -79,7 +79,7 @@ def _shrink(path: Path, limits: PictureLimits, about: dict[str, Any]) -> SmallPi
         small.save(buffer, "JPEG", quality=quality)
         if buffer.tell() <= limits.max_bytes:
             break
-    clip = shrink_clip(path, limits.max_clip_bytes).data if limits.max_clip_bytes and path.suffix == ".mp4" else None
-    if clip is not None and len(clip) > limits.max_clip_bytes:
-        clip = None
-    return SmallPicture(path.stem, buffer.getvalue(), small.width, small.height, about, clip)
+    clip = shrink_clip(path, limits.max_clip_bytes) if limits.max_clip_bytes and path.suffix == ".mp4" else None
+    return SmallPicture(
+        path.stem, buffer.getvalue(), small.width, small.height, about, None if clip is None else clip.data
+    )

@@ -27,6 +27,7 @@ from stages.media.errors import MediaError
 from stages.media.files import MediaPath
 from stages.pages.html import Picture
 from stages.pages.report.captions import MAX_COMPARED, length_bins, most_alike
+from stages.pages.report.kept_pictures import kept_pictures, picture_key
 from stages.pages.report.plots import Plot, draw_bars
 from stages.pages.report.thumbnails import shrink_file
 from stages.planning.plan_lookup import current_plan
@@ -173,19 +174,28 @@ def _show_set_aside(glance: DataGlance, store: Store, config: Config, plan: Plan
 
 
 def _read_thumbnails(config: Config, items: Sequence[SetAside]) -> Iterable[tuple[int, Picture]]:
-    """(number, picture) of the items whose files can be read in spite of all; in sandboxed processes."""
+    """(number, picture) of the items whose files can be read in spite of all; in sandboxed processes, once."""
     sources = {each.id: open_source(each) for each in config.datasets if not each.disabled}
     files = [(number, path) for number, item in enumerate(items) if (path := _open(sources, item)) is not None]
-    if not files:
+    waiting = []
+    for number, path in files:
+        key = picture_key(path, THUMBNAIL_BOX)
+        if (kept := kept_pictures.find(key, THUMBNAIL_BYTES)) is None:
+            waiting.append((number, path, key))
+        elif kept.small is not None:
+            yield number, kept.small
+    if not waiting:
         return
-    pool: SandboxPool[MediaPath, Picture] = SandboxPool(
+    pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
         _make_thumbnailer, workers=1, timeout_s=THUMBNAIL_TIMEOUT_S, memory_mib=THUMBNAIL_MEMORY_MIB
     )
     with pool:
-        results = pool.map(path for _, path in files)
-        for (number, _), (_, result) in zip(files, results, strict=True):
-            if not isinstance(result, WorkerFailure | MediaError):
-                yield number, result
+        results = pool.map(path for _, path, _ in waiting)
+        for (number, _, key), (_, result) in zip(waiting, results, strict=True):
+            picture = None if isinstance(result, WorkerFailure | MediaError) else result
+            kept_pictures.add(key, THUMBNAIL_BYTES, picture)
+            if picture is not None:
+                yield number, picture
 
 
 def _open(sources: dict[str, Source], item: SetAside) -> MediaPath | None:
@@ -196,5 +206,5 @@ def _open(sources: dict[str, Source], item: SetAside) -> MediaPath | None:
     return None
 
 
-def _make_thumbnailer() -> Callable[[MediaPath], Picture]:
+def _make_thumbnailer() -> Callable[[MediaPath], Picture | None]:
     return partial(shrink_file, box=THUMBNAIL_BOX, max_bytes=THUMBNAIL_BYTES)

@@ -8,7 +8,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from cache.best_step import Evaluation, best_evaluation
 from cache.scores import ScoreCurve, read_curves
 from cache.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress
 from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.report import costs, settings
 from stages.pages.report.curves import build_charts
@@ -28,8 +29,14 @@ from stages.pages.report.samples import RunSamples, SampleGrid, describe_clip, g
 from stages.pages.report.scores import best_rows, score_charts
 
 MAX_PAGE_BYTES = 10_000_000
-SAMPLE_BYTES = 4_800_000  # of pictures and clips, before base64 makes a third more of them
+SAMPLE_BYTES = (
+    4_800_000  # of pictures and clips, before base64 makes a third more of them; less where the rest is large
+)
 TableRow = dict[str, Any]
+
+
+class PageTooLarge(LatentpressError):
+    """Also without a picture."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,37 @@ def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRu
     return ReportRun(name, folder, config, planned, not_own, metrics, read_curves(folder), read_progress(config))
 
 
+def make_page(
+    runs: Sequence[ReportRun], command: str = "", beside: tuple[Path, Path] | None = None
+) -> tuple[ReportContent, list[bytes]]:
+    """What the page shows, and the page in pieces, of at most MAX_PAGE_BYTES: where the rest is large, with fewer or
+    smaller pictures. command: that makes it again. beside: see `gather_samples`."""
+    content = gather_content(runs, beside)
+    while (size := sum(map(len, pieces := list(render_report(content, command))))) > MAX_PAGE_BYTES:
+        limit = f"{MAX_PAGE_BYTES / 1e6:g} MB"
+        if not content.grid.rows:
+            message = f"the page would have {size / 1e6:.1f} MB without a picture, more than {limit}"
+            raise PageTooLarge(message, "name fewer runs" if len(runs) > 1 else "shorten names and messages")
+        left = max(0, content.grid.size - (size - MAX_PAGE_BYTES) * 3 // 4 - 1)  # base64 makes 4 bytes of 3
+        grid = _gather_grid(runs, left, beside)
+        grid.notes.append(
+            f"Pictures are fewer or smaller, as the page is to stay below {limit}; whole ones are linked by "
+            "latentpress report --pictures-beside."
+        )
+        content = replace(content, grid=grid)
+    return content, pieces
+
+
+def _gather_grid(runs: Sequence[ReportRun], max_bytes: int, beside: tuple[Path, Path] | None) -> SampleGrid:
+    return gather_samples([(run.name, run.folder, run.config) for run in runs], max_bytes, beside)
+
+
 def gather_content(runs: Sequence[ReportRun], beside: tuple[Path, Path] | None = None) -> ReportContent:
     """beside: see `gather_samples`."""
     charts = build_charts([(run.name, run.metrics) for run in runs])
     charts += score_charts([(run.name, run.scores) for run in runs])
     plots = [draw_chart(chart, len(runs)) for chart in charts]
-    grid = gather_samples([(run.name, run.folder, run.config) for run in runs], SAMPLE_BYTES, beside)
+    grid = _gather_grid(runs, SAMPLE_BYTES, beside)
     data = glance_at_data([(run.name, run.config, run.planned) for run in runs])
     missing = [f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _missing_of_run(run)]
     return ReportContent(list(runs), plots, grid, data, missing)

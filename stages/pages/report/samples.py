@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from markupsafe import Markup
 
@@ -21,19 +21,22 @@ from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable
 from stages.discovery.sources.base import open_source
 from stages.media.errors import MediaError
+from stages.media.files import MediaPath
 from stages.media.preview_mark import is_preview
 from stages.pages import training_samples
 from stages.pages.html import Picture
+from stages.pages.report.kept_pictures import kept_pictures, picture_key
 from stages.pages.report.thumbnails import PICTURE_BOX, Clip, shrink_clip, shrink_file
 from stages.planning.validation_images import describe_image
 
 SUFFIXES = (".png", ".mp4")
 MAX_STEPS = 16  # columns
-MAX_CELLS = 480  # of a page
+MAX_CELLS = 480  # of a page, with originals, reconstructions and source images
 MIN_STEPS = 3  # the first, a middle one and the last, before prompts are left out
 MIN_CELL_BYTES, MAX_CELL_BYTES = 3_000, 300_000
 SOURCE_BOX, SOURCE_BYTES = (160, 160), 12_000
 Step = int
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,14 @@ class SampleGrid:
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all pictures and clips."""
+        shown: list[Picture | Clip | None] = []
+        for row in (row for rows in self.rows.values() for row in rows):
+            shown += [row.source, *(part for cell in (*row.training, *row.cells) for part in (cell.picture, cell.clip))]
+        return sum(len(each.data) for each in shown if each is not None)
+
 
 @dataclass(frozen=True)
 class _Files:
@@ -98,7 +109,7 @@ class _Files:
 def gather_samples(
     runs: Sequence[tuple[str, Path, Config]], max_bytes: int, beside: tuple[Path, Path] | None = None
 ) -> SampleGrid:
-    """The grid of runs (name, folder, configuration), of at most about `max_bytes` of pictures and clips.
+    """The grid of runs (name, folder, configuration), of at most `max_bytes` of pictures and clips.
 
     beside: a folder for whole files, which cells link to, and the page's folder. It gets links or copies of the files.
     """
@@ -111,25 +122,33 @@ def gather_samples(
             grid.missing.append(f"{label}no samples: {why}.")
         elif undecoded := sum(path is None for path in each.files.values()):
             grid.missing.append(f"{label}{undecoded} of {len(each.files)} samples are not decoded: latentpress decode.")
-    names = list(dict.fromkeys(name for each in found for name in each.names))
-    per_row = max(1, len(found))
-    columns = max(MIN_STEPS, min(MAX_STEPS, MAX_CELLS // max(1, per_row * len(names))))
-    shown_names = names[: max(1, MAX_CELLS // (per_row * columns))]
-    if len(shown_names) < len(names):
-        grid.notes.append(f"{len(shown_names)} of {len(names)} rows are shown; the samples folder has all.")
-    most = max((len(each.steps) for each in found), default=0)
-    if most > columns:
-        grid.notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
-    compared = 2 if any((each.folder / training_samples.FOLDER).is_dir() for each in found) else 0
-    cells = per_row * len(shown_names) * (min(columns, max(1, most)) + compared)
-    limit = max(MIN_CELL_BYTES, min(MAX_CELL_BYTES, max_bytes // max(1, cells)))
-    for name in shown_names:
+    names, columns, limit = _share(found, max_bytes, grid)
+    for name in names:
         for each in found:
             steps = [step for step in spread(each.steps, columns) if (name, step) in each.files]
             if steps:
                 group, row = _read_row(each, name, steps, limit, beside)
                 grid.rows.setdefault(group, []).append(row)
     return grid
+
+
+def _share(found: Sequence[_Files], max_bytes: int, grid: SampleGrid) -> tuple[list[str], int, int]:
+    """(names of the rows, columns, bytes of a cell) with which all cells have at most `max_bytes`. `grid` gets notes of
+    what is left out."""
+    names = list(dict.fromkeys(name for each in found for name in each.names))
+    most = max((len(each.steps) for each in found), default=0)
+    beside = 2 if any((each.folder / training_samples.FOLDER).is_dir() for each in found) else 0
+    beside += any(each.config.model.condition is not None for each in found)  # source images
+    cells, per_name = min(MAX_CELLS, max_bytes // MIN_CELL_BYTES), max(1, len(found))
+    fitting = cells // (per_name * max(1, len(names))) - beside
+    columns = min(most, MAX_STEPS, max(MIN_STEPS, fitting))
+    shown = names[: cells // (per_name * max(1, columns + beside))]
+    if len(shown) < len(names):
+        grid.notes.append(f"{len(shown)} of {len(names)} rows are shown; the samples folder has all.")
+    if most > columns:
+        grid.notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
+    limit = max_bytes // max(1, per_name * len(shown) * (columns + beside))
+    return shown, columns, min(MAX_CELL_BYTES, limit)
 
 
 def _find_files(run: str, folder: Path, config: Config) -> _Files:
@@ -161,13 +180,15 @@ def _read_row(
     source, problem = None, ""
     try:
         if prompt is not None and prompt.image:
-            source = shrink_file(Path(prompt.image), SOURCE_BOX, SOURCE_BYTES)
+            source = _shrink_source(Path(prompt.image), limit)
         elif "image" in about:
             check_prompt_image(about)
             values["source from"] = describe_image(about["image"])
-            source = _read_data_image(files.config, about["image"])
+            source = _read_data_image(files.config, about["image"], limit)
     except (MediaError, LatentpressError, OSError, ValueError, KeyError) as error:
         problem = escape_unprintable(f"the source image can't be shown: {error}")
+    except _TooLarge as error:
+        problem = f"the source image is {error}"
     row = RunSamples(
         run=files.run,
         name=name,
@@ -184,14 +205,20 @@ def _read_row(
     return group if isinstance(group, str) else name, row
 
 
-def _read_data_image(config: Config, image: Mapping[str, Any]) -> Picture:
+def _shrink_source(file: MediaPath, limit: int, at: float | None = None) -> Picture:
+    limit = min(SOURCE_BYTES, limit)
+    key = picture_key(file, (SOURCE_BOX, at))
+    return _fitting(kept_pictures.get(key, limit, lambda: shrink_file(file, SOURCE_BOX, limit, at)))
+
+
+def _read_data_image(config: Config, image: Mapping[str, Any], limit: int) -> Picture:
     """The image of the data that a prompt started from, where its dataset is here."""
     dataset = next((each for each in config.datasets if each.id == image["dataset"]), None)
     if dataset is None:
         raise ValueError(f"there is no dataset {image['dataset']!r}")
     source, path = open_source(dataset), image["path"]
     file = source.open(path) if image["role"] == "media" else source.open_companion(image["role"], path)
-    return shrink_file(file, SOURCE_BOX, SOURCE_BYTES, image.get("start"))
+    return _shrink_source(file, limit, image.get("start"))
 
 
 def _read_step(files: _Files, name: str, step: Step, limit: int, beside: tuple[Path, Path] | None) -> Cell:
@@ -208,13 +235,28 @@ def _read_training(files: _Files, prompt: str, limit: int, beside: tuple[Path, P
 
 
 def _read_cell(path: Path, label: str, run: str, limit: int, beside: tuple[Path, Path] | None) -> Cell:
+    link = ""
     try:
-        link = _put_beside(path, run, beside) if beside else ""
+        link, key = _put_beside(path, run, beside) if beside else "", picture_key(path, PICTURE_BOX)
         if path.suffix == ".mp4":
-            return Cell(label, clip=shrink_clip(path, limit), link=link)
-        return Cell(label, picture=shrink_file(path, PICTURE_BOX, limit), link=link, preview=is_preview(path))
+            clip = kept_pictures.get(key, limit, lambda: shrink_clip(path, limit))
+            return Cell(label, clip=_fitting(clip), link=link)
+        picture = kept_pictures.get(key, limit, lambda: shrink_file(path, PICTURE_BOX, limit))
+        return Cell(label, picture=_fitting(picture), link=link, preview=is_preview(path))
     except MediaError as error:
         return Cell(label, problem=escape_unprintable(f"can't be read: {error}"))
+    except _TooLarge as error:
+        return Cell(label, problem=str(error), link=link)
+
+
+class _TooLarge(Exception):
+    """A picture or clip that can't be made small enough."""
+
+
+def _fitting(small: T | None) -> T:
+    if small is None:
+        raise _TooLarge("too large for this page: latentpress report --pictures-beside links it")
+    return small
 
 
 def _put_beside(path: Path, run: str, beside: tuple[Path, Path]) -> str:

@@ -12,6 +12,8 @@ from schemas.text_format import escape_unprintable, shorten
 from stages.discovery.sources.urls import scrub_secrets
 
 MAX_SHOWN = 300  # characters of a value
+MAX_ROWS = 500  # of a table
+MAX_TEXT = 200_000  # characters of a configuration
 ABSENT = "\N{EM DASH}"
 _ITEM_KEYS = ("id", "name")  # by which the items of a list are called
 
@@ -44,11 +46,20 @@ def show(value: Any) -> str:
 
 def differing_from_defaults(config: Config) -> list[dict[str, str]]:
     """A row for each option whose value is not its default."""
-    return [
+    rows = [
         {"option": escape_unprintable(key), "value": show(value), "default": show(default)}
         for key, value, default in list_settings(config)
         if value != default
     ]
+    return _shorten_table(rows)
+
+
+def _shorten_table(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The first MAX_ROWS, and one that says how many there are besides."""
+    if len(rows) <= MAX_ROWS:
+        return rows
+    last = dict.fromkeys(rows[0], "") | {"option": f"and {len(rows) - MAX_ROWS} more"}
+    return [*rows[:MAX_ROWS], last]
 
 
 def differing_between(configs: Sequence[tuple[str, Config]]) -> list[dict[str, str]]:
@@ -63,7 +74,7 @@ def differing_between(configs: Sequence[tuple[str, Config]]) -> list[dict[str, s
         if len(set(values)) > 1:
             names = unique_names([name for name, _ in configs])
             rows.append({"option": escape_unprintable(key)} | dict(zip(names, values, strict=True)))
-    return rows
+    return _shorten_table(rows)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
@@ -79,6 +90,8 @@ def unique_names(names: Sequence[str]) -> list[str]:
 def configuration_text(path: Path) -> str:
     """The resolved configuration as the trainer wrote it, without the secrets of URLs; empty where there is none."""
     try:
-        return "\n".join(scrub_secrets(line) for line in path.read_text(encoding="utf-8").splitlines())
+        text = "\n".join(scrub_secrets(line) for line in path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError):
         return ""
+    left = len(text) - MAX_TEXT
+    return text if left <= 0 else f"{text[:MAX_TEXT]}\n[{left} more characters: {path.name}]"

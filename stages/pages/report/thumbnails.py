@@ -32,12 +32,14 @@ class Clip:
         return f"data:video/mp4;base64,{base64.b64encode(self.data).decode()}"
 
 
-def shrink_file(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | None = None) -> Picture:
-    """An image, or the frame of a clip at `at` seconds, by default the middle one, as WebP. Raises MediaError."""
+def shrink_file(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | None = None) -> Picture | None:
+    """An image, or the frame of a clip at `at` seconds, by default the middle one, as WebP of at most `max_bytes`; None
+    where it can't be so small. Raises MediaError."""
     try:
-        return encode_picture(read_pixels(path, at), box, max_bytes)
+        picture = encode_picture(read_pixels(path, at), box, max_bytes)
     except OSError as error:
         raise unreadable_error(path, error) from error
+    return picture if len(picture.data) <= max_bytes else None
 
 
 def read_pixels(path: MediaPath, at: float | None = None) -> np.ndarray:
@@ -53,9 +55,9 @@ def read_pixels(path: MediaPath, at: float | None = None) -> np.ndarray:
     return next(iter(read_frames(path, [probe_video(path).duration / 2 if at is None else at])))
 
 
-def shrink_clip(path: Path, max_bytes: int) -> Clip:
+def shrink_clip(path: Path, max_bytes: int) -> Clip | None:
     """A clip of at most `max_bytes`: the file itself where it is small enough, else smaller frames of lower quality, at
-    last fewer of them. Raises MediaError."""
+    last fewer of them; None where a single one is too large. Raises MediaError."""
     import av
 
     try:
@@ -67,12 +69,14 @@ def shrink_clip(path: Path, max_bytes: int) -> Clip:
             frames = [frame for _, frame in zip(range(MAX_CLIP_FRAMES), container.decode(stream), strict=False)]
     except (av.error.FFmpegError, IndexError, OSError) as error:
         raise MediaError("unreadable", path, f"can't be read as a clip ({error})", "decode it again") from error
-    for every in (1, 2, 4, 8):
+    every = 1
+    while every < 2 * len(frames):
         for edge, quality in CLIP_STEPS if every == 1 else CLIP_STEPS[-1:]:
             clip = _encode(frames[::every], rate / every, edge, quality)
             if len(clip.data) <= max_bytes:
                 return clip
-    return clip
+        every *= 2
+    return None
 
 
 def _encode(frames: list, rate: Fraction, edge: int, quality: int) -> Clip:

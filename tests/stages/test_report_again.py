@@ -1,0 +1,134 @@
+"""`latentpress report --watch`: what it made is kept, and it leaves the time to the trainer."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stages import bucket, companions, discover, report
+from stages.pages.report import dataset, kept_pictures, samples
+from tests.project import Project
+from tests.stages.html_page import Page
+from tests.stages.report_run import FakeRun, eval_line, step_line
+
+
+@pytest.fixture
+def home(project: Callable[..., Project]) -> Project:
+    made = project(validation={"size": "64x48", "prompts": [{"name": "one", "prompt": "a"}]})
+    made.config()
+    return made
+
+
+@pytest.mark.slow
+def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others came, and the limit of each is lower; what was decoded again is made again."""
+    home.settings["datasets"][0]["minimum_image_size"] = 32
+    home.settings["stages"] |= {"max_reject_fraction": 1.0}
+    home.image("tiny.png", (16, 16))
+    home.image("good.png")
+    (home.media / "broken.png").write_bytes(b"no picture")
+    home.run(discover.run)
+    home.run(bucket.run)
+    run = FakeRun(home)
+    made: list[str] = []
+
+    def counted(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def run_it(*words: Any, **options: Any) -> Any:
+            made.append(Path(words[0]).name if name != "sandbox" else name)
+            return make(*words, **options)
+
+        return run_it
+
+    monkeypatch.setattr(samples, "shrink_file", counted("file", samples.shrink_file))
+    monkeypatch.setattr(samples, "shrink_clip", counted("clip", samples.shrink_clip))
+    monkeypatch.setattr(dataset, "SandboxPool", counted("sandbox", dataset.SandboxPool))
+
+    def make() -> list[str]:
+        made.clear()
+        page = Page(Path(home.run(report.run).details["page"]).read_text())
+        assert len(page.of("img")) == 1 + len(list(run.folder.glob("samples/*/*.png")))
+        return sorted(made)
+
+    run.metrics(step_line(1))
+    run.latent(0, "one")
+    picture = run.picture(0, "one", (200, 0, 0))
+    assert make() == ["one.png", "sandbox"]
+    assert make() == []
+    for step in range(1, 40):
+        run.latent(step, "one")
+    run.clip(39, "one")
+    assert make() == ["one.mp4"]
+    run.picture(0, "one", (0, 200, 0))
+    os.utime(picture, ns=(0, 1))
+    assert make() == ["one.png"]
+
+
+def test_what_is_kept_is_bounded_and_as_if_it_were_made_now(tmp_path: Path) -> None:
+    kept = kept_pictures.KeptPictures(10_000)
+    paths = [tmp_path / f"{number}.png" for number in range(30)]
+    made: list[int] = []
+
+    def get(number: int, limit: int, size: int | None = 100) -> Any:
+        def make() -> Any:
+            made.append(number)
+            return None if size is None else SimpleNamespace(data=b"x" * size)
+
+        return kept.get(kept_pictures.picture_key(paths[number], "box"), limit, make)
+
+    for path in paths:
+        path.write_bytes(b"file")
+    first = get(0, 1000)
+    assert get(0, 1000) is first and get(0, 100) is first and made == [0]
+    get(0, 99, 50)
+    assert made == [0, 0], "smaller than it is"
+    get(0, 1000)
+    assert made == [0, 0, 0], "larger than what it was made for"
+    assert get(1, 500, None) is None and get(1, 400, None) is None and made[3:] == [1], "that it can't be so small"
+    for number in range(2, 30):
+        get(number, 1000)
+    get(29, 1000)
+    get(0, 1000)
+    assert made[4:] == [*range(2, 30), 0], "the oldest were dropped"
+    assert len(kept._kept) * (100 + kept_pictures.ENTRY_BYTES) <= 10_000
+    paths[29].write_bytes(b"another")
+    get(29, 1000)
+    paths[29].unlink()
+    get(29, 1000)
+    get(29, 1000)
+    assert made[-3:] == [29, 29, 29], "of what is no file nothing is kept"
+
+
+@pytest.mark.parametrize(("told", "beside", "pages"), [(False, False, 4), (True, False, 4), (True, True, 3)])
+def test_a_page_that_takes_long_is_made_seldom_and_the_last_one_always(
+    home: Project, monkeypatch: pytest.MonkeyPatch, told: bool, beside: bool, pages: int
+) -> None:
+    """Something new at each look, 2 s after the one before, and 5 s for a page; `run` makes the last one itself."""
+    run = FakeRun(home)
+    now, made = [100.0], list[float]()
+
+    class Looks(companions.Watch):
+        def __iter__(self) -> Iterator[bool]:
+            for look in range(62):
+                run.metrics(eval_line(look, 0.5))
+                now[0] += 2
+                yield False
+            run.metrics(eval_line(99, 0.5))
+            self.told = told
+            yield True
+
+    def write(*_: Any) -> tuple[int, list[str]]:
+        made.append(now[0])
+        now[0] += 5
+        return 1, []
+
+    monkeypatch.setattr(report, "Watch", Looks)
+    monkeypatch.setattr(report, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report, "_write_page", write)
+    monkeypatch.delenv(companions.BESIDE, raising=False)
+    if beside:
+        monkeypatch.setenv(companions.BESIDE, "1")
+    home.run(report.run, watch=True)
+    assert len(made) == pages and made[:3] == [102, 157, 212]

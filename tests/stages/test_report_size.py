@@ -1,0 +1,97 @@
+"""The page of `latentpress report` stays below its limit, whatever it shows."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stages import report
+from stages.pages.report import page as report_page
+from stages.pages.report import settings, thumbnails
+from tests.project import Project
+from tests.stages.html_page import Page
+from tests.stages.report_run import FakeRun, step_line
+
+STEPS = range(0, 60, 5)
+
+
+def write_noise(path: Path, seed: int) -> Path:
+    """A picture that is large however it is encoded."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (256, 256, 3), np.uint8)).save(path)
+    return path
+
+
+@pytest.fixture
+def run(project: Callable[..., Project]) -> FakeRun:
+    """Three prompts with a source image each, of which one has clips, at 12 steps."""
+    made = project("kandinsky5-image-i2i")
+    made.settings["datasets"][0]["conditioning_data"] = "sources"
+    sources = [str(write_noise(made.folder / f"source-{number}.png", number)) for number in range(3)]
+    prompts = [{"name": f"p{number}", "prompt": "a", "image": source} for number, source in enumerate(sources)]
+    made.settings["validation"] = {"size": "64x48", "prompts": prompts}
+    made.config()
+    run = FakeRun(made)
+    run.home = made
+    run.metrics(*(step_line(step) for step in range(1, 60)))
+    return run
+
+
+def make_samples(run: FakeRun) -> None:
+    for step in STEPS:
+        for number in range(2):
+            run.latent(step, f"p{number}")
+            write_noise(run.folder / f"samples/step-{step:06d}/p{number}.png", step + number)
+        run.latent(step, "p2")
+        run.clip(step, "p2", frames=30, size=(128, 96), noise=90)
+
+
+@pytest.mark.slow
+def test_pictures_are_smaller_and_fewer_where_the_page_is_too_large(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> tuple[int, Page]:
+        path = Path(run.home.run(report.run).details["page"])
+        return path.stat().st_size, Page(path.read_text())
+
+    without, _ = make()
+    make_samples(run)
+    whole, page = make()
+    most = len(page.of("img")), len(page.of("video"))
+    assert most == (2 * 12 + 3, 12) and whole > without + 1_000_000 and "fewer or smaller" not in page.text
+    for room, shown, note in (
+        (400_000, most, ""),
+        (60_000, (9, 0), "At most 3 of 12 steps"),
+        (20_000, (0, 0), " of 3 rows"),
+    ):
+        monkeypatch.setattr(report_page, "MAX_PAGE_BYTES", without + room)
+        size, page = make()
+        assert size <= without + room, room
+        assert "Pictures are fewer or smaller, as the page is to stay below" in page.text
+        assert note in page.text and most >= (len(page.of("img")), len(page.of("video"))) >= shown, room
+    monkeypatch.setattr(report_page, "MAX_PAGE_BYTES", without - 10_000)
+    before = (run.folder / "report.html").read_bytes()
+    with pytest.raises(report_page.PageTooLarge, match="without a picture"):
+        make()
+    assert (run.folder / "report.html").read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("frames", "noise", "limit"), [(121, 0, 3000), (121, 90, 6000), (30, 90, 20_000)])
+def test_a_clip_is_never_larger_than_it_may_be(run: FakeRun, frames: int, noise: int, limit: int) -> None:
+    path = run.clip(0, "p2", frames=frames, size=(320, 240), noise=noise)
+    clip = thumbnails.shrink_clip(path, limit)
+    assert clip is not None and len(clip.data) <= limit < path.stat().st_size
+    assert thumbnails.shrink_clip(path, 300) is None
+    assert thumbnails.shrink_file(path, (256, 256), 20) is None
+
+
+def test_long_configurations_are_cut(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "MAX_ROWS", 2)
+    monkeypatch.setattr(settings, "MAX_TEXT", 100)
+    rows = settings.differing_from_defaults(run.config)
+    assert len(rows) == 3 and rows[2]["option"].startswith("and ") and rows[2].keys() == rows[0].keys()
+    text, whole = settings.configuration_text(run.folder / "config.yaml"), (run.folder / "config.yaml").read_text()
+    assert text.splitlines()[-1].endswith("more characters: config.yaml]") and whole.startswith(text[:100])
