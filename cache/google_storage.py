@@ -10,6 +10,7 @@ import fsspec
 
 from cache.files import Entry, StoreError
 from cache.range_file import FileReplaced, Read
+from cache.retry_notes import GOOGLE, watch_log
 
 PROTOCOLS = ("gs://", "gcs://")
 PAGE = 1000  # objects of a listing
@@ -25,6 +26,7 @@ def open_google(url: str, connect_timeout_s: float, read_timeout_s: float) -> tu
     from gcsfs.core import GCSFileSystem  # HTTP alone; gcsfs' default also asks for each bucket's layout, by gRPC
 
     limits = ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=read_timeout_s)
+    watch_log("gcsfs", "retrying after exception: ", GOOGLE)
     # Listings change under other machines. Each upload's checksum is compared with the store's.
     fs = GCSFileSystem(requests_timeout=limits, use_listings_cache=False, consistency="md5")
     return fs, fsspec.core.strip_protocol(url)

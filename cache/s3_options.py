@@ -5,6 +5,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from cache.retry_notes import S3, note_s3_answer, watch_log
+
 #: Tries of one request, unless AWS_MAX_ATTEMPTS says otherwise.
 ATTEMPTS = 5
 
@@ -16,6 +18,7 @@ def s3_options(connect_timeout_s: float, read_timeout_s: float) -> dict[str, Any
         "total_max_attempts": int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS)),
     }
     limits = {"connect_timeout": connect_timeout_s, "read_timeout": read_timeout_s}
+    watch_log("s3fs", "Retryable error: ", S3)  # of a body that is cut off
     settings = sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
     # Listings change under other machines. One part at a time: a file takes one part of memory, and one request to
     # read, where s3fs otherwise asks for its size first.
@@ -37,5 +40,6 @@ def _s3_session(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
             return parse_timestamp(value)
 
     session = AioSession()
+    session.register("needs-retry.s3", note_s3_answer)
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=parse_time)
     return session

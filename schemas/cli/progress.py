@@ -263,6 +263,7 @@ class Shower(Protocol):
     def activity(
         self, description: str, *, total: float | None = None, unit: str = "", keep: bool = False, at_once: bool = False
     ) -> AbstractContextManager[Progress]: ...
+    def log(self, message: str) -> None: ...
 
 
 _shower: Shower | None = None
@@ -272,6 +273,12 @@ def show_activities(shower: Shower | None) -> None:
     """From now on this process' activities are shown there; None: nowhere."""
     global _shower
     _shower = shower
+
+
+def announce(message: str) -> None:
+    """A line about what goes on, from any thread."""
+    if _shower is not None:
+        _shower.log(message)
 
 
 @contextmanager

@@ -5,9 +5,12 @@ import sys
 
 import pytest
 
+from cache import retry_notes
 from cache.files import StoreError
 from cache.store import Store
 from cache.store_errors import explained_object
+from schemas.cli.console import Console
+from schemas.cli.progress import show_activities
 from tests.conftest import LONG
 from tests.google_server import BUCKET, GoogleServer
 
@@ -68,6 +71,19 @@ def test_trouble_that_passes_does_no_harm(store: Store, google: GoogleServer, ki
     google.fail("throttled" if kind == "cut" else kind, 1, "part")  # the emulator forgets an upload that is done
     store.publish_bytes("a", data)
     assert store.read_bytes("a") == data
+
+
+def test_a_retry_is_said_with_its_reason(store: Store, google: GoogleServer, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(retry_notes.GOOGLE, "_said", -retry_notes.PAUSE_S)
+    show_activities(Console())
+    try:
+        store.publish_bytes("a", b"bytes")
+        google.fail("broken", 1, "info")
+        assert store.size("a") == 5
+    finally:
+        show_activities(None)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("gs: ") and "We encountered an internal error" in said and "is tried again" in said
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from cache import object_store, shard_io
+from cache import object_store, retry_notes, shard_io
 from cache.damage import DamageError
 from cache.files import StoreError
 from cache.shard import ShardMeta, ShardRow, find_done_units
 from cache.store import Store
 from cache.tensors import Array
+from schemas.cli.console import Console
+from schemas.cli.progress import show_activities
 from tests.processes import in_child
 from tests.s3_server import BUCKET, Request, S3Server
 
@@ -169,6 +171,41 @@ def test_a_store_in_trouble_for_a_while(store: Store, s3: S3Server, trouble: str
     assert store.read_bytes("big") == small_parts and store.open("big").read() == small_parts
     s3.answer = lambda request: ""
     assert store.list_files(temporaries=True) == []
+
+
+def test_a_retry_is_said_once_with_its_reason(store: Store, s3: S3Server, monkeypatch, capsys) -> None:
+    store.publish_bytes("x", b"bytes")
+    show_activities(Console())
+    try:
+        for trouble, reason in (("throttled", "SlowDown Please reduce your request rate."), ("cut", "")):
+            monkeypatch.setattr(retry_notes.S3, "_said", -retry_notes.PAUSE_S)
+            monkeypatch.setattr(retry_notes.S3, "_unsaid", 0)
+            s3.fail(trouble, 2, "GetObject")
+            assert store.read_bytes("x") == b"bytes"
+            said = capsys.readouterr().err.splitlines()
+            assert len(said) == 1 and said[0].endswith(": the request is tried again"), said
+            assert said[0].startswith(f"s3: {reason}") and len(said[0]) > 40
+        assert store.list_names("absent") == [] and not store.exists("absent")
+    finally:
+        show_activities(None)
+    assert capsys.readouterr().err == "", "what is not there is no trouble"
+
+
+def test_retries_are_counted_between_two_messages(capsys) -> None:
+    now = [0.0]
+    notes = retry_notes.RetryNotes("s3", lambda: now[0])
+    show_activities(Console())
+    try:
+        for _ in range(3):
+            notes.note("SlowDown\nPlease")
+        now[0] += retry_notes.PAUSE_S
+        notes.note("503")
+    finally:
+        show_activities(None)
+    assert capsys.readouterr().err.splitlines() == [
+        "s3: SlowDown Please: the request is tried again",
+        "s3: 503: the request is tried again, as 2 more since the last message",
+    ]
 
 
 def test_fewer_bytes_than_were_asked_for(store: Store, s3: S3Server) -> None:
