@@ -98,13 +98,17 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
     first = next(
         line for line in metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl") if line["step"] == 0
     )
+    by_bucket: dict[str, list[float]] = {}
     for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []
         for row in (len(data) // 4, 3 * len(data) // 4):
             batch = collate([data.sample(row)], "")
             noise = seeded_noise([f"3/{batch.ids[0]}"], "eval", batch.latents_BCTHW.shape[1:])
             losses.append(defined_loss(config, batch, noise, torch.tensor([sigma])))
+            by_bucket.setdefault(data.bucket(row), []).append(losses[-1])
         assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
+    means = {bucket: sum(losses) / len(losses) for bucket, losses in by_bucket.items()}
+    assert len(means) == 2 and first["eval_by_bucket"] == pytest.approx(means, rel=1e-5)
 
 
 def pipeline(config, transformer):

@@ -72,6 +72,12 @@ def test_every_method_has_a_section_of_its_own() -> None:
     assert [*Methods.model_fields] == [*METHODS], "in the same order"
 
 
+def test_the_loop_names_no_method_and_stays_short() -> None:
+    text = Path(loop.__file__).read_text()
+    assert len(text.splitlines()) < 350
+    assert not [name for name in METHODS if name in text.lower()]
+
+
 def test_the_documents_say_of_each_method_which_others_it_goes_with() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "methods.md").read_text()
     table = text[text.index("\n| | ") :].split("\n\n", 1)[0].strip().splitlines()
