@@ -93,14 +93,14 @@ def _send(config: Config, folder: Path, report: Report, console: Console, watch:
 
 
 def _watch(config: Config, folder: Path, outbox: Outbox) -> bool:
-    """Add events while a trainer is at work, and afterwards while validations wait for their pictures. Whether it was
-    told to finish; the pictures that there will be are then there, unless the run is to go on."""
+    """Add events while a trainer is at work, and afterwards while validations wait for pictures or scores. Whether
+    it was told to finish; those that there will be are then there, unless the run is to go on."""
     watch, pending = Watch([folder], WATCH_S), 0
     for last in watch:
         waiting = not (last and watch.told and read_progress(config).state == "finished")
         found, pending = find_events(config, outbox.events, watching=waiting)
         outbox.add(found)
-    with activity("waiting for the pictures of the last validations: `latentpress decode` makes them"):
+    with activity("waiting for pictures and scores of the last validation, which decode and score make"):
         while pending and not watch.told:
             time.sleep(WATCH_S)
             found, pending = find_events(config, outbox.events, watching=True)

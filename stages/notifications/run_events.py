@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from cache.failure_note import KILLED, Failure, read_failure
+from cache.scores import read_lines
 from cache.training_run import CHECKPOINTS, METRICS_FILE, RunProgress, read_last_metrics, read_progress, step_of
 from schemas.config.pipeline import Config
 from schemas.config.sharing import EventName
 from stages.pages.validation_pictures import find_picture
 
 PICTURES_WAIT_S = 900.0  # for which a validation is held back until its pictures are decoded
+SCORES_WAIT_S = 900.0  # and then until they are scored, unless the next validation comes before
 _PHASES = ("started", "finished", "failed")
 
 
@@ -31,8 +33,8 @@ class Event:
 
 
 def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tuple[list[Event], int]:
-    """The events that are not among `known`, in order, and the number of validations that wait for their pictures.
-    watching: decode may be at work beside training; otherwise what has no pictures now is sent without."""
+    """The events that are not among `known`, in order, and the number of validations that wait for their pictures or
+    scores. watching: decode and score may be at work; otherwise what has none now is sent without."""
     folder = Path(config.output) / config.train.run
     progress = read_progress(config)
     keys, phase = {event.key for event in known}, next((e for e in reversed(known) if e.event in _PHASES), None)
@@ -46,7 +48,7 @@ def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tu
 
     if _has_started(progress, phase, folder):
         add("started", progress.step, f"{sum(e.event == 'started' for e in known)}")
-    ready, pending = _find_validations(folder, progress, watching)
+    ready, pending = _find_validations(config, folder, progress, watching)
     rows: list[tuple[int, EventName]] = [(step, "validation") for step in ready]
     rows += [(step, "checkpoint") for step, _ in _find_steps(folder / CHECKPOINTS)]
     for step, event in sorted(rows, key=lambda row: (row[0], row[1] == "checkpoint")):
@@ -68,24 +70,38 @@ def _has_started(progress: RunProgress, phase: Event | None, folder: Path) -> bo
     return phase.event == "failed" and progress.state in ("running", "finished")
 
 
-def _find_validations(folder: Path, progress: RunProgress, watching: bool) -> tuple[list[int], int]:
-    """(steps of those that can be sent, how many wait for pictures)."""
+def _find_validations(config: Config, folder: Path, progress: RunProgress, watching: bool) -> tuple[list[int], int]:
+    """(steps of those that can be sent, how many wait for pictures or scores)."""
     lines = read_last_metrics(folder / METRICS_FILE)
     trained = max((line["step"] for line in lines if "loss" in line), default=0)
     evaluated = {line["step"] for line in lines if "eval_loss" in line}
     latents = {step: list(path.glob("*.safetensors")) for step, path in _find_steps(folder / "validation")}
     ready, pending = [], 0
-    for step in sorted(evaluated | {step for step, files in latents.items() if files}):
+    steps = sorted(evaluated | {step for step, files in latents.items() if files})
+    scored = _find_scored(folder) if "score" in config.stage_order else set(steps)
+    for step in steps:
         if not (trained > step or progress.state == "finished"):
             continue  # the trainer may still be denoising prompts
         files = latents.get(step, [])
-        age = time.time() - max((file.stat().st_mtime for file in files), default=0.0)
-        waits = (watching or progress.state == "running") and age < PICTURES_WAIT_S
-        if waits and not all(find_picture(folder, file) for file in files):
+        pictures = [picture for file in files if (picture := find_picture(folder, file))]
+        if len(pictures) < len(files):
+            waits = _age(files) < PICTURES_WAIT_S
+        else:
+            waits = step not in scored and step == steps[-1] and _age(pictures) < SCORES_WAIT_S
+        if waits and (watching or progress.state == "running"):
             pending += 1
         else:
             ready.append(step)
     return ready, pending
+
+
+def _age(files: Sequence[Path]) -> float:
+    """Seconds since the newest was written; of no files, that is long ago."""
+    return time.time() - max((file.stat().st_mtime for file in files), default=0.0)
+
+
+def _find_scored(folder: Path) -> set[int]:
+    return {line["step"] for line in read_lines(folder)}
 
 
 def read_eval_loss(folder: Path, step: int) -> dict[str, Any]:

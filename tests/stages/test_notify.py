@@ -376,6 +376,63 @@ def test_pictures_that_do_not_come_are_waited_for_only_so_long(
     assert hook.events()[1:] == [("validation", 0)] and hook.received[1].document["pictures_left_out"] == 1
 
 
+@pytest.fixture
+def scored(home: Project) -> FakeRun:
+    """A run with scores, and a validation at step 0 of which all pictures are there."""
+    home.settings["validation"]["scores"] = {"clip": "org/clip"}
+    run = FakeRun(home)
+    run.metrics(eval_line(0, 2.0), step_line(1))
+    run.latent(0, "one")
+    run.picture(0, "one", (1, 2, 3))
+    return run
+
+
+def test_the_scores_of_a_validation_are_waited_for(home: Project, hook: WebhookServer, scored: FakeRun) -> None:
+    with training(scored):
+        home.run(notify.run)
+        assert hook.events() == [("started", 1)], "score is at work"
+        line = {"step": 0, "scores": {"clip_score": 30.5}}
+        (scored.folder / "scores.jsonl").write_text(json.dumps(line) + "\n")
+        home.run(notify.run)
+    assert hook.events()[1:] == [("validation", 0)]
+    assert hook.received[1].document["scores"] == {"clip_score": 30.5} and hook.received[1].document["pictures"]
+
+
+def end_training(run: FakeRun) -> None:
+    finish(run)
+
+
+def validate_again(run: FakeRun) -> None:
+    run.metrics(eval_line(20, 1.5))
+
+
+def grow_old(run: FakeRun) -> None:
+    old = time.time() - run_events.SCORES_WAIT_S - 1
+    os.utime(run.folder / "samples/step-000000/one.png", (old, old))
+    os.utime(run.folder / "validation/step-000000/one.safetensors", (old, old))
+
+
+@pytest.mark.parametrize(("happens", "watching"), [(validate_again, True), (grow_old, True), (end_training, False)])
+def test_scores_that_do_not_come_hold_nothing_up_for_long(
+    home: Project, scored: FakeRun, happens: Callable[[FakeRun], None], watching: bool
+) -> None:
+    """Not once the next validation is there, after a quarter of an hour, or at the end of `run`."""
+    with training(scored):
+        found, pending = run_events.find_events(scored.config, (), watching=True)
+        assert [event.event for event in found] == ["started"] and pending == 1
+    happens(scored)
+    found, pending = run_events.find_events(scored.config, (), watching=watching)
+    assert ("validation", 0) in [(event.event, event.step) for event in found] and pending == 0
+
+
+def test_scores_that_nobody_makes_are_not_waited_for(home: Project, scored: FakeRun) -> None:
+    stages = [stage for stage in home.config().stages.order if stage != "score"]
+    config = home.config(f"stages.order=[{', '.join(stages)}]", "train.run=run")
+    with training(scored):
+        found, pending = run_events.find_events(config, (), watching=True)
+    assert [event.event for event in found] == ["started", "validation"] and pending == 0
+
+
 def test_a_failure_is_told_with_its_reason_and_what_follows(home: Project, hook: WebhookServer) -> None:
     run = FakeRun(home)
     run.metrics(*(step_line(step) for step in range(1, 4)))
