@@ -25,6 +25,8 @@ from stages.pages.validation_pictures import PictureLimits, SmallPicture, read_p
 CARD, PICTURES = "README.md", "images"
 WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name of an adapter's file
 MOST_PICTURES = 12
+OWN_SIZES = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # which otherwise take the nearest of `pipe.resolutions`
+BINNING = ("SanaPipeline",)  # which otherwise makes a picture of a size of its own, and resizes it
 LIMITS = PictureLimits(1024, 600_000, 8_000_000)
 PIPELINE_TAGS: dict[Task, str] = {
     "t2i": "text-to-image",
@@ -156,21 +158,33 @@ def _loading(config: Config, repo: str, facts: Facts) -> str:
         lines.append(f'pipe.load_lora_weights("{repo}")')
     elif adapter.type == "lokr":
         lines.append(f'pipe.transformer.load_lora_adapter("{repo}", prefix="transformer", weight_name="{WEIGHTS}")')
-    return "## Use\n\n```python\n" + "\n".join([*lines, 'pipe.to("cuda")', *_call(config, facts)]) + "\n```"
+    code = "\n".join([*lines, 'pipe.to("cuda")', *_call(config, facts)])
+    return f"## Use\n\n```sh\npip install {' '.join(_packages(config))}\n```\n\n```python\n{code}\n```"
+
+
+def _packages(config: Config) -> list[str]:
+    """Those that the code needs beside torch."""
+    family, packages = config.model.family_spec, ["diffusers", "transformers", "accelerate"]
+    packages += ["peft"] if config.train.adapter.type != "full" else []
+    packages += ["torchvision"] if family.model_classes["text_encoder"] == "qwen2_5_vl" else []
+    return packages + (["imageio", "imageio-ffmpeg"] if family.video else [])
 
 
 def _call(config: Config, facts: Facts) -> list[str]:
     """Lines that make the first prompt's picture or clip."""
     about, video = facts.pictures[0].about if facts.pictures else {}, config.model.family_spec.video
+    pipeline, before = config.model.family_spec.pipelines[config.model.task], list[str]()
     words = ['image=load_image("source.png")'] if config.model.condition is not None else []
     words.append(f"prompt={str(about.get('prompt') or 'a prompt')!r}")
     words += [f"negative_prompt={about['negative_prompt']!r}"] if about.get("negative_prompt") else []
     if about.get("bucket"):
         size = Bucket.parse(str(about["bucket"]))
         words += [f"width={size.width}", f"height={size.height}"] + ([f"num_frames={size.frames}"] if video else [])
+        words += ["use_resolution_binning=False"] if pipeline in BINNING else []
+        before += [f"pipe.resolutions = [({size.width}, {size.height})]"] if pipeline in OWN_SIZES else []
     words += [f"num_inference_steps={about['steps']}"] if "steps" in about else []
     words += [f"guidance_scale={about['guidance']}"] if "guidance" in about else []
-    lines = ["result = pipe(", *(f"    {word}," for word in words), f").{'frames' if video else 'images'}[0]"]
+    lines = [*before, "result = pipe(", *(f"    {word}," for word in words), ")[0][0]"]
     if not video:
         return [*lines, 'result.save("out.png")']
     rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]

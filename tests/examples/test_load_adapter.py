@@ -1,6 +1,5 @@
 """README's last step as a user does it: what was trained makes a picture or a clip in its pipeline, and changes it."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -8,13 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from examples import load_adapter
-from schemas.config.adapter import Adapter
-from trainer.setup import adapters
-from trainer.setup.attach import make_trainable
+from tests.trained_weights import save_changed_weights
 
 pytestmark = pytest.mark.slow
 
@@ -45,16 +41,7 @@ def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Pat
             "validation": {"size": size, "steps": 2, "fps": 10.0},
         }
         (tmp_path / "pipeline.yaml").write_text(json.dumps(settings))
-        family = importlib.import_module(f"trainer.families.{'sana' if kind == 'sana' else 'kandinsky5'}")
-        model = family.load(tiny(kind))
-        torch.manual_seed(0)
-        make_trainable(model, family, Adapter(type=adapter, **({} if adapter == "full" else {"rank": 2})))
-        for parameter in adapters.trainable_parameters(model).values():
-            torch.nn.init.normal_(parameter, std=0.05)
-        if adapter != "full":
-            adapters.save_lora(model, tmp_path / "output/one/adapter", name)
-        else:
-            adapters.save_full(model, tmp_path / "output/one/model/transformer")
+        save_changed_weights(tiny(kind), name, tmp_path / "output/one", type=adapter)
         return tmp_path / "pipeline.yaml"
 
     return make

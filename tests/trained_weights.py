@@ -1,0 +1,27 @@
+"""Weights as training saves them, without training."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from schemas.config.adapter import Adapter
+from trainer.setup import adapters
+from trainer.setup.attach import make_trainable
+
+
+def save_changed_weights(checkpoint: Path, family: str, run_folder: Path, **adapter: Any) -> None:
+    """The adapter, or the model in full rank, that a run on this checkpoint has saved; it changes the output.
+    adapter: settings of train.adapter."""
+    module = importlib.import_module(f"trainer.families.{'sana' if family == 'sana' else 'kandinsky5'}")
+    model = module.load(checkpoint)
+    torch.manual_seed(0)
+    full = adapter["type"] == "full"
+    make_trainable(model, module, Adapter(**adapter, **({} if full else {"rank": 2})))
+    for parameter in adapters.trainable_parameters(model).values():
+        torch.nn.init.normal_(parameter, std=0.05)
+    if full:
+        adapters.save_full(model, run_folder / "model/transformer")
+    else:
+        adapters.save_lora(model, run_folder / "adapter", family)
