@@ -21,7 +21,7 @@ from stages.engines import sandbox
 from tests.google_server import google, google_server  # noqa: F401 (fixtures)
 from tests.hub_server import hub  # noqa: F401 (fixture)
 from tests.model_hub import models  # noqa: F401 (fixture)
-from tests.processes import ForkedProgram
+from tests.processes import ForkedProgram, import_for_forks
 from tests.project import SETTINGS, Project
 from tests.s3_server import s3, s3_server  # noqa: F401 (fixtures)
 
@@ -114,6 +114,7 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None
 @pytest.fixture
 def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are started in this test are forks of this process, and so are those that they start."""
+    import_for_forks()
     monkeypatch.setattr(subprocess, "Popen", ForkedProgram)
 
 

@@ -1,5 +1,6 @@
 """Children of a test's process."""
 
+import gc
 import importlib
 import multiprocessing.forkserver
 import os
@@ -37,6 +38,18 @@ def same_scheduling() -> Iterator[None]:
         os.sched_setscheduler(0, policy, param)
 
 
+def import_for_forks() -> None:
+    """What else each fork of a program would import: for the report page, and by Arrow at its first conversion."""
+    for name in ("bokeh.embed", "bokeh.models", "bokeh.plotting", "pandas"):
+        importlib.import_module(name)
+
+
+def prepare_fork() -> None:
+    """In a fork, first: it has one thread, and the objects of its parent are not examined again, nor copied."""
+    gc.freeze()
+    use_one_thread()
+
+
 def use_one_thread() -> None:
     """For a fork: OpenMP's other threads are gone, and torch would wait for them for ever, whatever number a program
     sets."""
@@ -53,7 +66,7 @@ def in_child(work: Callable[[], object]) -> int:
         code = 1
         try:
             forget_forkserver()
-            use_one_thread()
+            prepare_fork()
             work()
             code = 0
         except BaseException:
@@ -70,7 +83,7 @@ def kill_when(arrived: threading.Semaphore, work: Callable[[], object]) -> None:
     if child == 0:
         try:
             forget_forkserver()
-            use_one_thread()
+            prepare_fork()
             work()
         finally:
             os._exit(1)
@@ -96,7 +109,7 @@ class ForkedWorkers:
             if Path(f"/proc/self/fd/{name}").is_socket() and int(name) != pipe.fileno():
                 os.dup2(os.open(os.devnull, os.O_RDWR), int(name))
         forget_forkserver()
-        use_one_thread()
+        prepare_fork()
         serve(load, job, pipe)
 
     @property
@@ -121,7 +134,6 @@ class ForkedProgram:
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
     ) -> None:
-        importlib.import_module("pandas")  # or each fork would import it, at Arrow's first conversion
         interpreter, *words = map(str, args)
         assert stdin in (None, subprocess.DEVNULL), stdin  # a fork of multiprocessing reads nothing anyway
         assert interpreter == sys.executable, args
@@ -166,7 +178,7 @@ class ForkedProgram:
             os.environ.update(env)
         os.chdir(cwd or os.curdir)
         forget_forkserver()
-        use_one_thread()
+        prepare_fork()
         self.prepare()
         while words[0] != "-m" and not words[0].endswith(".py"):
             del words[0]  # an option of python

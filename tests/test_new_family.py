@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import ForkedProgram, in_child
+from tests.processes import ForkedProgram, import_for_forks, in_child
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +94,7 @@ def run(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         assert done.returncode == 0, done.stdout
         return json.loads(done.stdout)
 
+    import_for_forks()
     monkeypatch.setattr(subprocess, "Popen", Program)
     return report
 

@@ -102,9 +102,6 @@ def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str) -> None:
 def libraries() -> None:
     """Imported once, and not by each of the programs that are forked."""
     for name in (
-        "bokeh.embed",
-        "bokeh.models",
-        "bokeh.plotting",
         "stages.decode",
         "stages.encoding.text.gemma",
         "stages.encoding.text.kandinsky5",

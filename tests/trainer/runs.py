@@ -18,7 +18,7 @@ from cache.set_lookup import open_set
 from cache.shard_order import make_schedule
 from cache.store import Store
 from schemas.cli.console import OK, Console, Options, run_program
-from tests.processes import use_one_thread
+from tests.processes import prepare_fork
 from trainer import metrics
 from trainer import train as loop
 from trainer.__main__ import run as program_run
@@ -112,7 +112,7 @@ def on_ranks(
         try:
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            use_one_thread()
+            prepare_fork()
             AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
             sys.stdout = output.open("a")
             ended = run_program("train", program_run, Options(own, json=True))

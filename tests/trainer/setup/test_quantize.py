@@ -90,7 +90,8 @@ def unquantised(wide):
 @pytest.mark.parametrize("kind", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantised, kind, name):
-    """Under each adapter, in float32 and in bfloat16, whose own error comes on top; with gradient checkpointing too."""
+    """Under each adapter, in float32 and in bfloat16, whose own error comes on top; LoRA with gradient checkpointing
+    too."""
     for adapter in ({"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}):
         if adapter.get("dora") and name == "int8-quanto":
             continue
@@ -104,6 +105,8 @@ def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquanti
         for value, own, base, bound in zip(found, half, rounding, BOUNDS[name], strict=True):
             assert value <= bound
             assert own <= bound + 2 * base
+        if adapter != {"type": "lora"} and not LONG:
+            continue
         checkpointed = adapted(kind, wide(kind), name, torch.float32, **adapter).train()
         checkpointed.enable_gradient_checkpointing()
         assert errors(step(kind, checkpointed), wanted) == pytest.approx(found, rel=1e-3, abs=1e-6)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from schemas.config.training import Parallel
 from schemas.errors import OK, USAGE
 from tests.conftest import LONG
-from tests.processes import use_one_thread
+from tests.processes import prepare_fork
 from tests.trainer.pipelines import KINDS
 from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, program, train
 from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
@@ -41,7 +41,7 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
     torch.compiler.reset()  # imports what both processes need
 
     def check(rank: int) -> None:
-        use_one_thread()
+        prepare_fork()
         options = {"rank": rank, "world_size": 2, "timeout": timedelta(minutes=5)}
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", **options)
         for case, found in zip(cases, expected, strict=True):
