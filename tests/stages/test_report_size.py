@@ -9,7 +9,7 @@ from PIL import Image
 
 from stages import report
 from stages.pages.report import page as report_page
-from stages.pages.report import settings, thumbnails
+from stages.pages.report import samples, settings, thumbnails
 from tests.project import Project
 from tests.stages.html_page import Page
 from tests.stages.report_run import FakeRun, step_line
@@ -76,6 +76,23 @@ def test_pictures_are_smaller_and_fewer_where_the_page_is_too_large(
     with pytest.raises(report_page.PageTooLarge, match="without a picture"):
         make()
     assert (run.folder / "report.html").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_what_can_not_be_small_enough_is_named(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.latent(0, "p0")
+    write_noise(run.folder / "samples/step-000000/p0.png", 0)
+    run.clip(0, "p2", noise=90)
+    monkeypatch.setattr(samples, "MIN_CELL_BYTES", 100)
+    beside = run.folder / "files", run.folder
+    for given, words in ((None, ": latentpress report --pictures-beside links it"), (beside, "")):
+        grid = samples.gather_samples([("run", run.folder, run.config)], 450, given)
+        (picture,), (clip,) = grid.rows["p0"], grid.rows["p2"]
+        assert [cell.problem for row in (picture, clip) for cell in row.cells] == [
+            f"too large for this page{words}"
+        ] * 2
+        assert picture.source is None and picture.source_problem == "the source image is too large for this page"
+        assert grid.size == 0 and bool(clip.cells[0].link) == bool(given)
 
 
 @pytest.mark.slow

@@ -246,7 +246,8 @@ def _read_cell(path: Path, label: str, run: str, limit: int, beside: tuple[Path,
     except MediaError as error:
         return Cell(label, problem=escape_unprintable(f"can't be read: {error}"))
     except _TooLarge as error:
-        return Cell(label, problem=str(error), link=link)
+        advice = "" if link else ": latentpress report --pictures-beside links it"
+        return Cell(label, problem=f"{error}{advice}", link=link)
 
 
 class _TooLarge(Exception):
@@ -255,7 +256,7 @@ class _TooLarge(Exception):
 
 def _fitting(small: T | None) -> T:
     if small is None:
-        raise _TooLarge("too large for this page: latentpress report --pictures-beside links it")
+        raise _TooLarge("too large for this page")
     return small
 
 
