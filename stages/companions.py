@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
+from cache.compatibility import check_preview_autoencoder
 from cache.training_run import COMPANION_LOGS, is_running, may_be_running, read_progress
 from cache.training_wait import describe_wait
 from schemas.cli.console import Console, Options
@@ -26,6 +27,7 @@ from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import OK
 from schemas.text_format import shown_path
+from stages.scoring.measures import check_measures
 
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a companion
 FINISH_S = 600.0  # for a companion to end once it is told to
@@ -69,6 +71,15 @@ COMPANIONS = (
     Companion("report", library="bokeh", extra="report"),
     Companion("notify", since=None, until=None, applies=lambda config: bool(config.notify.webhooks)),
 )
+
+
+def check_models(config: Config) -> None:
+    """LatentpressError where a model that companions need is not there or does not fit: before training, not beside
+    it."""
+    if config.validation.preview_autoencoder:
+        check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
+    if "score" in config.stage_order:
+        check_measures(config)
 
 
 class Companions:

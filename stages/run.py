@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.compatibility import check_preview_autoencoder
 from cache.damage import ENCODE_PROGRAMS
 from cache.failure_note import clear_failure, read_failure, record_failure
 from cache.stage_log import append_stage
@@ -24,7 +23,7 @@ from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.text_format import shown_path
-from stages.companions import Companions
+from stages.companions import Companions, check_models
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
 from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
@@ -54,8 +53,7 @@ def run(
 ) -> Report:
     refuse_partition(options, "run")
     refuse_ranks()
-    if config.validation.preview_autoencoder:
-        check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
+    check_models(config)
     if prompts and config.cache.rolling is not None:
         what = "--prompts: with cache.rolling, validation prompts are encoded when training begins"
         raise LatentpressError(what, "Stop the run, and start `latentpress run` again.")

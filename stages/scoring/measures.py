@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-CLIP_FILES = (*WEIGHT_FILES, "preprocessor_config.json", "tokenizer*.json", "vocab.json", "merges.txt",
+PREPROCESSOR = "preprocessor_config.json"
+CLIP_FILES = (*WEIGHT_FILES, PREPROCESSOR, "tokenizer*.json", "vocab.json", "merges.txt",
               "special_tokens_map.json")  # fmt: skip
 CLIP_ADVICE = (
     "set validation.scores.clip to a CLIP in transformers' layout: a folder, or a repository such as "
@@ -49,12 +50,29 @@ class Measure:
     load: "Callable[[torch.device], LoadedMeasure]"
 
 
+def check_measures(config: Config) -> None:
+    """WeightsError where a model is not there or can't score, before hours of training: of a folder the files, of a
+    repository its config.json, from the hub or the local cache."""
+    if config.validation.scores.clip is None:
+        return
+    model = _clip_model(config)
+    _require_clip(model, model.config_file())
+    if Path(model.source).is_dir() and not (model.fetch() / PREPROCESSOR).exists():
+        raise WeightsError(f"{model.source} has no {PREPROCESSOR}", "replace it with a whole copy")
+
+
+def _clip_model(config: Config) -> SingleModel:
+    scores = config.validation.scores
+    assert scores.clip is not None
+    return SingleModel(scores.clip, scores.clip_revision, "validation.scores.clip", CLIP_ADVICE, CLIP_FILES)
+
+
 def plan_measures(config: Config) -> Iterator[Measure]:
     """The measures of a configuration. Raises WeightsError where a model is not there."""
     scores = config.validation.scores
     memo = Store(config.root)
     if scores.clip:
-        model = SingleModel(scores.clip, scores.clip_revision, "validation.scores.clip", CLIP_ADVICE, CLIP_FILES)
+        model = _clip_model(config)
         _require_clip(model, model.config_file())
         weights = model.fingerprint(memo)
         about = _describe(scores.clip, weights, frames=scores.frames)

@@ -1,6 +1,7 @@
 """`latentpress score`: what is scored and what is not again, what is said, and the best steps."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from cache.scores import SCORES_FILE, read_curves
 from cache.weights import WeightsError
 from schemas.config.loading import ConfigError
-from stages import companions, score
+from schemas.errors import LatentpressError
+from stages import companions, run, score
 from stages.scoring.clip import Clip
 from stages.scoring.samples import read_sample
 from tests.project import Project
@@ -59,6 +61,45 @@ def test_run_scores_only_where_a_model_is_named(home: Project) -> None:
     assert stages_and_companions() == (True, True)
     home.settings["validation"] = {}
     assert stages_and_companions() == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("", "validation.scores.clip"),
+        ("config.json", "config.json"),
+        ("model.safetensors", r"has no \*\.safetensors"),
+        ("preprocessor_config.json", "has no preprocessor_config.json"),
+    ],
+)
+def test_run_notices_before_it_starts_that_the_model_is_missing(
+    home: Project, tiny: Any, monkeypatch: pytest.MonkeyPatch, missing: str, message: str
+) -> None:
+    """Not after hours of training. missing: the file, "" for all of it."""
+    folder = home.folder / "clip"
+    if missing:
+        shutil.copytree(tiny("clip"), folder)
+        (folder / missing).unlink()
+    home.settings["validation"]["scores"]["clip"] = str(folder)
+    monkeypatch.setattr(run.StageProcesses, "run", lambda *_: pytest.fail("a stage was started"))
+    with pytest.raises(LatentpressError, match=message) as caught:
+        home.run(run.run)
+    assert caught.value.next_step and not home.root.exists()
+    home.settings["stages"]["order"] = ["index"]
+    with pytest.raises(pytest.fail.Exception, match="a stage was started"):
+        home.run(run.run)
+
+
+def test_run_notices_that_a_repository_is_not_in_the_local_cache(
+    home: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    home.settings["validation"]["scores"]["clip"] = "openai/clip-of-nobody"
+    monkeypatch.setattr(run.StageProcesses, "run", lambda *_: pytest.fail("a stage was started"))
+    with pytest.raises(LatentpressError, match="openai/clip-of-nobody") as caught:
+        home.run(run.run)
+    assert caught.value.next_step
 
 
 @pytest.mark.slow
