@@ -21,6 +21,7 @@ from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
 from schemas.tables import ACTIVE_SCHEMA
+from schemas.text_format import escape_unprintable
 from stages.discovery.media_table import read_configured_media
 from stages.encoding.stage import refuse_partition
 from stages.media.errors import MediaError
@@ -32,6 +33,7 @@ from stages.planning.validation_prompts import add_validation_prompts
 
 TableRow = dict[str, Any]
 MAX_LISTED_ITEMS = 30  # excluded items, and items of a warning, that are listed by name
+MAX_EXAMPLES = 3  # of items that rules exclude, where nothing is left
 MAX_LISTED_BUCKETS = 10  # buckets listed in a warning
 
 
@@ -130,11 +132,13 @@ def _require_training_samples(plan: DraftPlan) -> None:
     if _count_equal(plan.active, "role", "train"):
         return
     items = sum(notes.items for notes in plan.notes.values())
-    reasons = ", ".join(f"{row['items']} {row['rule']}" for row in summary.count_excluded(plan.rejects))
+    excluded = summary.count_excluded(plan.rejects)
     if not items:
         why = "no media was found in any dataset"
     elif plan.rejects.num_rows:
-        why = f"of {items} items none is left: {reasons}"
+        reasons = ", ".join(f"{row['items']} {row['rule']}" for row in excluded)
+        examples = (escape_unprintable(f"  {row['example']}") for row in excluded[:MAX_EXAMPLES])
+        why = "\n".join([f"of {items} items none is left: {reasons}; such as", *examples])
     else:
         why = "everything is held out for evaluation"
     coarse = [(name, notes.step.advised) for name, notes in plan.notes.items() if notes.step and notes.step.advised]
@@ -143,7 +147,7 @@ def _require_training_samples(plan: DraftPlan) -> None:
         f"there would be nothing to train on: {why}",
         f"set {finer}, as the present step excludes items"
         if finer
-        else "add media, or relax the datasets' limits (minimum_image_size, video.min_frames, resolution, where)",
+        else "add media, or relax the datasets' limits (resolution, allow_upscale, minimum_image_size, min_frames, where)",
     )
 
 

@@ -6,6 +6,7 @@ The trainer, which this package may not import, replaces this process.
 import importlib
 import os
 import sys
+from difflib import get_close_matches
 from keyword import iskeyword
 
 from schemas.cli.import_path import remove_working_directory
@@ -23,7 +24,7 @@ PROGRAMS = {
     "decode": "validation latents -> pictures and videos",
     "score": "scores of decoded samples by step (CLIP score); the best step by each",
     "report": "one HTML page of a run, or of several side by side",
-    "notify": "messages to webhooks: started, validation with pictures, checkpoint, finished, failed",
+    "notify": "messages to webhooks: started, validation, checkpoint, finished, failed",
     "push": "the adapter or model, with a model card, to the Hugging Face Hub",
     "export-adapter": "an adapter for ComfyUI or diffusers, or merged into a model",
     "run": "all of the above in order, skipping what is done",
@@ -74,7 +75,9 @@ def main() -> None:
         print(f"latentpress {version('latentpress')}")
         return
     if name not in PROGRAMS:
-        print(f"error: {name!r} is no program; choose from {', '.join(PROGRAMS)}", file=sys.stderr)
+        alike = get_close_matches(name, PROGRAMS, 1)
+        meant = f" (did you mean {alike[0]!r}?)" if alike else ""
+        print(f"error: {name!r} is no program{meant}; choose from:\n  {', '.join(PROGRAMS)}", file=sys.stderr)
         sys.exit(2)
     show_starting(name)
     if name in TRAINER_PROGRAMS:

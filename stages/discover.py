@@ -238,7 +238,10 @@ class _DatasetDiscovery:
             return
         self._save()
         rows = aside.slice(0, 10).to_pylist()
-        lines = [escape_unprintable(f"  {row['path']}: {row['reason']}: {row['message']}") for row in rows]
+        lines = [
+            escape_unprintable(f"  {row['path']}: {row['reason']}: {row['message'].removeprefix(row['path'] + ': ')}")
+            for row in rows
+        ]
         raise LatentpressError(
             f"{self.dataset.id}: {len(aside)} of {total} files would be set aside, more than "
             f"stages.max_reject_fraction = {limit} of them (of {MIN_REJECT_BASE}, if they are fewer):\n"

@@ -136,7 +136,7 @@ def restore_run(run: TrainState, found: resume.Checkpoint) -> None:
     for name, method in run.methods.items():
         method.load_state(found.state.get("methods", {}).get(name, method.state()))
     run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
-    run.log(f"going on from {found.path}, {found.step} steps done")
+    run.log(f"going on from {shown_path(found.path)}, {found.step} steps done")
 
 
 def log_start(run: TrainState) -> None:
@@ -273,7 +273,7 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
         with shows as shown, run.files.collected(folder) as place:
             write = partial(validation.write_validation_latents, run.model, run.family, config, prompts)
             write(place if run.is_main or share[1] > 1 else None, device, share, predict.autocast, shown.advance)
-        run.log(f"step {done}: {len(samples)} validation latents in {folder}")
+        run.log(f"step {done}: {len(samples)} validation latents in {shown_path(folder)}")
 
 
 def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) -> int:
@@ -298,7 +298,7 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
     if run.is_main:
         best = best_checkpoint(run.folder)
         checkpoint.prune(folder, settings.keep_checkpoints, settings.keep_every, [best.step] if best else [])
-        run.log(f"step {done}: checkpoint {path}")
+        run.log(f"step {done}: checkpoint {shown_path(path)}")
     run.accelerator.wait_for_everyone()
     return done
 

@@ -53,6 +53,7 @@ from schemas.cli.progress import (
 )
 from schemas.cli.report import Report
 from schemas.cli.starting import hide_line
+from schemas.cli.tables import fold_message
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
 from schemas.text_format import escape_unprintable, to_json_values
 
@@ -103,13 +104,20 @@ class Console:
             self._display = TerminalDisplay(self._rich)
 
     def log(self, message: str) -> None:
-        self._rich.print(_escape_lines(message))
+        self._print(message)
 
     def warn(self, message: str) -> None:
-        self._rich.print(f"warning: {_escape_lines(self._complete(message))}", style="yellow")
+        self._print(f"warning: {self._complete(message)}", style="yellow")
 
     def error(self, message: str) -> None:
-        self._rich.print(f"error: {_escape_lines(message)}", style="bold red")
+        self._print(f"error: {message}", style="bold red")
+
+    def _print(self, message: str, style: str | None = None) -> None:
+        """On a terminal folded to its width; elsewhere a message stays a line, which other programs look for."""
+        lines = _escape_lines(message).split("\n")
+        if self._on_terminal:
+            lines = [part for line in lines for part in fold_message(line, self._rich.width)]
+        self._rich.print("\n".join(lines), style=style)
 
     def progress(self, total: float | None, description: str, unit: str = "items") -> AbstractContextManager[Progress]:
         """A context in which `.advance(n)` moves the progress of `total` units; its end is shown, too."""

@@ -105,10 +105,11 @@ def _format_items(title: str, items: Sequence[Mapping[str, Any]], full: str = ""
         what = item.get("path") or item.get("item") or "?"
         message = str(item.get("message") or "").removeprefix(f"{what}: ")  # which it has where it stands alone
         why = ": ".join(str(text) for text in (item.get("reason"), message) if text)
-        lines.append(escape_unprintable(f"  {what}  {why}".rstrip()))
+        folded = fold(escape_unprintable(f"{what}  {why}".rstrip()), WIDTH - 4, whole_paths=True)
+        lines += [f"  {'  ' * (number > 0)}{line}" for number, line in enumerate(folded)]
     if more := max(0, len(items) - MAX_LISTED) + unlisted:
         lines.append(f"  ... and {more} more")
-    return lines + ([f"  the full list: {full}"] if full else [])
+    return lines + ([f"  the full list: {shown_path(full) if full.startswith('/') else full}"] if full else [])
 
 
 def printable(text: str) -> str:

@@ -1,5 +1,6 @@
 """Tables and long lines for people, within a width. Pure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ WIDTH = 100  # columns of a report
 SHORT_CELL = 12  # columns of a text in a table; shorter ones are not folded
 LONGEST_WORD = 16  # columns of a word in a table that is not divided
 _GAP = "  "
+_NO_BREAK = "\0"  # in place of a space; no message has one
 _WORDS = {"mib": "MiB", "percent": "%", "psnr": "PSNR", "db": "dB", "tensorboard": "TensorBoard"}
 
 
@@ -28,6 +30,23 @@ def fold(text: str, width: int, *, whole_paths: bool = False) -> list[str]:
             lines[-1] += f" {word}"
         else:
             lines += [word] if whole_paths and "/" in word else chop_cells(word, width) or [""]
+    return lines
+
+
+def fold_message(line: str, width: int) -> list[str]:
+    """Lines of at most `width` columns, later ones indented. What people copy stays in one piece, however long: a word,
+    such as a path, and a command, which is in backticks or a line of its own."""
+    text = line.lstrip(" ")
+    if cell_len(line) <= width or text.startswith("latentpress "):
+        return [line]
+    space = " " * (len(line) - len(text))
+    lines: list[str] = []
+    for word in re.sub("`[^`]+`", lambda found: found[0].replace(" ", _NO_BREAK), text).split(" "):
+        word = word.replace(_NO_BREAK, " ")
+        if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"{space}{'  ' * bool(lines)}{word}")
     return lines
 
 

@@ -195,6 +195,7 @@ def test_a_step_that_excludes_everything_is_named(project):
     made.run(discover.run)
     with pytest.raises(LatentpressError, match="none is left: 1 needs-upscale") as caught:
         made.run(bucket.run)
+    assert caught.value.message.splitlines()[1].startswith("  film.png: is 854x480, smaller than its bucket")
     assert caught.value.next_step == "set datasets.photos.bucket_step: 16, as the present step excludes items"
     assert made.run(bucket.run, "datasets.photos.bucket_step=16").details["buckets"][0]["bucket"] == "848x480@1"
 

@@ -199,8 +199,10 @@ def test_too_many_rejects_are_listed_though_the_stage_stops(project) -> None:
     home = project()
     for number in range(3):
         home.image(f"bad{number}.png", caption="")
-    with pytest.raises(LatentpressError, match="max_reject_fraction"):
+    with pytest.raises(LatentpressError, match="max_reject_fraction") as caught:
         home.run(discover.run)
+    listed = caught.value.message.splitlines()[1:]
+    assert len(listed) == 3 and all(line.count(line.strip().partition(":")[0]) == 1 for line in listed), "named once"
     assert [row["reason"] for row in rejects.read_stage(Store(home.root), "discover")["photos"]] == [
         "empty-caption"
     ] * 3

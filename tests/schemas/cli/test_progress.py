@@ -142,6 +142,7 @@ def run(config, options, console):
         with console.progress(1000, "step 100000: validation of prompts", "denoising steps") as inner:
             inner.advance(1000)
         console.log("日本語の写真 🐈 " * 3)
+        console.warn("what to do is said in many words, so that it is longer than a line: `latentpress run --again`")
         shown.advance(4)
     return Report("probe", done=4)
 
@@ -162,5 +163,6 @@ def test_a_terminal_of_any_width_has_whole_lines(tmp_path, columns) -> None:
     assert "loading AutoencoderKLHunyuanVideo" in text and "942.0 MiB" in text, "folded, not cut off"
     assert "1000/1000 denoising steps" in text and "probe: 4 done" in lines[-1]
     assert max(cell_len(line) for line in lines) <= columns - MARGIN, lines
+    assert "`latentpress run --again`" in written, "a command is not divided"
     assert "━" in text and "4/4 samples" in lines[-2]
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is there again"

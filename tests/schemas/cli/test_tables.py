@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from schemas.cli.report import Report
-from schemas.cli.tables import WIDTH, fold, format_table
+from schemas.cli.tables import WIDTH, fold, fold_message, format_table
 
 NAMES = st.text(min_size=1, max_size=60) | st.sampled_from(
     ["日本語の写真 🐈 " * 4, "\x1b[2J\r\n", "=1+1", "a" * 60, "\u202e"]
@@ -53,6 +53,26 @@ def test_folding_keeps_every_character_and_the_width(text, width) -> None:
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
     path = f"/{text.replace(' ', '_')}"
     assert fold(path, width, whole_paths=True) == [path]
+
+
+def test_a_message_is_folded_between_words_and_what_is_copied_is_whole() -> None:
+    message = "  there is no plan: run `latentpress discover --config a.yaml --set root=./w`, then look at /a/path"
+    assert fold_message(message, 40) == [
+        "  there is no plan: run",
+        "    `latentpress discover --config a.yaml --set root=./w`,",
+        "    then look at /a/path",
+    ]
+    command = "  latentpress run --config a.yaml --set root=./w --set output=./o"
+    assert fold_message(command, 40) == [command]
+    assert fold_message("short", 40) == ["short"] and fold_message("", 40) == [""]
+
+
+@given(st.text(alphabet="ab 写🐈`/", max_size=80), st.integers(2, 30))
+def test_a_folded_message_has_every_word(text, width) -> None:
+    lines = fold_message(text, width)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    for line in lines:
+        assert cell_len(line) <= width or " " not in line.strip() or "`" in line
 
 
 def test_a_table_that_is_too_wide_is_shown_row_by_row() -> None:
