@@ -15,7 +15,7 @@ from cache import plans, rejects
 from cache.compatibility import bucket_side_multiple
 from cache.schedule import small_bucket_advice
 from cache.store import Store
-from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
@@ -147,7 +147,7 @@ def _require_training_samples(plan: DraftPlan) -> None:
         f"there would be nothing to train on: {why}",
         f"set {finer}, as the present step excludes items"
         if finer
-        else "add media, or relax the datasets' limits (resolution, allow_upscale, minimum_image_size, min_frames, where)",
+        else "add media, or relax the datasets' limits (resolution, allow_upscale, minimum_image_size, where)",
     )
 
 
@@ -221,7 +221,13 @@ def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], mu
         console.warn(scale)
 
 
-app = make_app("bucket", "Divide media into buckets and plan samples, texts and work units.", run, extra="media")
+app = make_app(
+    "bucket",
+    "Divide media into buckets and plan samples, texts and work units.",
+    run,
+    extra="media",
+    unused=NOT_DIVIDED,
+)
 
 if __name__ == "__main__":
     app()

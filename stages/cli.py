@@ -8,10 +8,12 @@ import os
 import sys
 from difflib import get_close_matches
 from keyword import iskeyword
+from textwrap import fill
 
 from schemas.cli.import_path import remove_working_directory
 from schemas.cli.starting import show_starting
 
+WIDTH = 100
 PROGRAMS = {
     "discover": "find media, captions and companions; name files by content",
     "bucket": "divide media into buckets; plan samples, texts and work units",
@@ -77,7 +79,8 @@ def main() -> None:
     if name not in PROGRAMS:
         alike = get_close_matches(name, PROGRAMS, 1)
         meant = f" (did you mean {alike[0]!r}?)" if alike else ""
-        print(f"error: {name!r} is no program{meant}; choose from:\n  {', '.join(PROGRAMS)}", file=sys.stderr)
+        choices = fill(", ".join(PROGRAMS), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        print(f"error: {name!r} is no program{meant}; choose from:\n{choices}", file=sys.stderr)
         sys.exit(2)
     show_starting(name)
     if name in TRAINER_PROGRAMS:

@@ -15,7 +15,7 @@ from cache.rolling_set import RollingSet
 from cache.set_lookup import open_configured_set
 from cache.shard import SUFFIXES
 from cache.store import Store
-from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from stages.encoding.stage import refuse_partition
 
@@ -90,6 +90,7 @@ app = make_app(
     "Write a training set as self-contained shards.",
     run,
     examples=["--to s3://bucket/photos --format webdataset", "--set train.set=0123456789abcdef --to /mnt/disk/photos"],
+    unused=NOT_DIVIDED,
 )
 
 if __name__ == "__main__":

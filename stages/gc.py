@@ -25,7 +25,7 @@ from cache.json_checks import printable
 from cache.layout import is_project_file
 from cache.set_lookup import CONFIG_POINTER_PATTERN
 from cache.store import STALE, Store
-from schemas.cli.console import Console, Options, Progress, Report, make_app
+from schemas.cli.console import NOT_DIVIDED, Console, Options, Progress, Report, make_app
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from stages.encoding import stage_registry
@@ -253,6 +253,7 @@ app = make_app(
     "List what nothing uses any longer, with sizes; with --yes remove it.",
     run,
     examples=["--also other.yaml --keep-days 7", "--yes"],
+    unused=NOT_DIVIDED,
 )
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from cache.set_files import read_set_table
 from cache.shard_io import ReaderPool
 from cache.step_shards import ReadingOrder
 from cache.store import Store
-from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -222,7 +222,7 @@ def _text_label(plan: Plan, name: str) -> str:
     return shorten(plan.texts[name]["text"]) or "(null prompt)"
 
 
-app = make_app("index", "Join plan, texts and latents into the training set.", run)
+app = make_app("index", "Join plan, texts and latents into the training set.", run, unused=NOT_DIVIDED)
 
 if __name__ == "__main__":
     app()

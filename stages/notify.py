@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from cache.training_run import read_progress
-from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Webhook
@@ -114,6 +114,7 @@ app = make_app(
     run,
     examples=["--watch"],
     extra="media",
+    unused=NOT_DIVIDED,
 )
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import typer
 from cache.files import replacing
 from cache.json_checks import parse_json
 from cache.training_run import RESULT_NOTE
-from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import PATTERNS, REPO
@@ -117,6 +117,7 @@ app = make_app(
     run,
     examples=["--repo user/name"],
     extra="media",
+    unused=NOT_DIVIDED,
 )
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import typer
 from cache.files import check_folder, explained, is_unfinished, replacing
 from cache.scores import SCORES_FILE
 from cache.training_run import METRICS_FILE
-from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
@@ -172,6 +172,7 @@ app = make_app(
     run,
     examples=["first second", "--pictures-beside"],
     extra="report",
+    unused=NOT_DIVIDED,
 )
 
 if __name__ == "__main__":

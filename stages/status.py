@@ -24,7 +24,7 @@ from cache.store import Store
 from cache.training_run import read_progress
 from cache.trainset import SetError
 from cache.weights import WeightsError
-from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.discovery.media_table import find_media_table
@@ -295,6 +295,7 @@ app = make_app(
     "Per stage: done, remaining, set aside, bytes.",
     run,
     examples=["--watch", "--rejects", "--csv set-aside.csv"],
+    unused=NOT_DIVIDED,
 )
 
 if __name__ == "__main__":

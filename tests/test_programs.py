@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from typer.testing import CliRunner
 
 from stages import cli
 from stages.cli import PROGRAMS, TRAINER_PROGRAMS, program_module
@@ -92,6 +93,12 @@ def test_a_launcher_that_says_no_number_is_named(tmp_path: Path, name: str, valu
     command = [sys.executable, "-m", "trainer"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 2 and f"the environment variable {name} is" in done.stderr
+
+
+@pytest.mark.parametrize("program", ["status", "bucket", "index", "gc", "report", "notify", "push", "export"])
+def test_help_leaves_out_options_without_use(program: str) -> None:
+    said = CliRunner().invoke(import_module(program_module(program)).app, ["--help"]).output
+    assert "--set" in said and not any(it in said for it in ("--workers", "--device", "--shard "))
 
 
 def test_an_unknown_program_is_answered_with_the_list() -> None:

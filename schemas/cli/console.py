@@ -52,14 +52,28 @@ from schemas.cli.progress import (
     show_activities,
 )
 from schemas.cli.report import Report
-from schemas.cli.starting import hide_line
+from schemas.cli.starting import hide_line, show_starting
 from schemas.cli.tables import fold_message
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
 from schemas.text_format import escape_unprintable, to_json_values
 
 # Everything that a program needs, in one import.
-__all__ = ["DAMAGE", "INCOMPLETE", "OK", "USAGE", "Console", "Options", "Partition", "Progress", "Report", "make_app"]
+__all__ = [
+    "DAMAGE",
+    "INCOMPLETE",
+    "NOT_DIVIDED",
+    "OK",
+    "USAGE",
+    "Console",
+    "Options",
+    "Partition",
+    "Progress",
+    "Report",
+    "make_app",
+]
 
+#: Common options of which a program that computes nothing has no use: `unused` of make_app.
+NOT_DIVIDED = ("shard", "device", "workers")
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: True of every program: files appear whole or not at all.
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
@@ -285,7 +299,11 @@ def _run_program(
     if options.partition.source:
         console.log(f"--shard {options.partition}, by {options.partition.source}")
     try:
-        config = load_config(options.config, options.overrides)
+        show_starting(name)
+        try:
+            config = load_config(options.config, options.overrides)
+        finally:
+            hide_line()
         report = run(config, options, console, **own)
         complete = options.add_given_options
         steps = [complete(step) for step in report.next_steps]
