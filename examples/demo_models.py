@@ -11,8 +11,9 @@ at 20.3 dB after 200 steps, with Adam at 17.0 dB. The text encoders stay random:
 
 import argparse
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ NOISE = 0.05  # of latents, in training the decoder, and the deviation of the po
 @dataclass(frozen=True)
 class Recipe:
     """How an autoencoder is trained. size: width, height and frames of the media; crop: of a training example.
-    shape: in place of the tiny configuration's."""
+    shape: in place of the tiny configuration's. small_steps: further steps on media of half the width and height before
+    `steps`, a quarter of the work each."""
 
     media: tuple[str, ...]
     size: tuple[int, int, int]
@@ -36,6 +38,7 @@ class Recipe:
     batch: int
     steps: int
     shape: dict[str, Any] = field(default_factory=dict)
+    small_steps: int = 0
 
 
 _DC_CHANNELS = (8, 8, 16, 32, 64, 64)
@@ -43,7 +46,9 @@ RECIPES = {
     "flux_vae": Recipe(
         ("images", "pairs/target"), (96, 96, 1), (64, 64, 1), 4, 500, {"block_out_channels": (8, 16, 32, 32)}
     ),
-    "hunyuan_vae": Recipe(("videos",), (96, 64, 5), (48, 48, 5), 2, 300, {"block_out_channels": (8, 16, 32, 32)}),
+    "hunyuan_vae": Recipe(
+        ("videos",), (96, 64, 5), (96, 64, 5), 2, 90, {"block_out_channels": (8, 16, 32, 32)}, small_steps=360
+    ),
     "dc_ae": Recipe(
         ("images",), (128, 128, 1), (128, 128, 1), 2, 450,
         {"encoder_block_out_channels": _DC_CHANNELS, "decoder_block_out_channels": _DC_CHANNELS},
@@ -147,28 +152,82 @@ def draw_crops(media_NCTHW: torch.Tensor, recipe: Recipe, generator: torch.Gener
     return torch.stack(crops)
 
 
+@torch.no_grad()
+def begin_linear(vae: Any) -> None:
+    """Let a HunyuanVideo autoencoder begin with averages of cells that are spread again, and no residual branches.
+
+    NUMBERS
+    """
+    for name, module in vae.named_modules():
+        if name.endswith("conv2.conv"):
+            module.weight.zero_(), module.bias.zero_()
+        elif name.endswith("conv_shortcut.conv"):
+            torch.nn.init.orthogonal_(module.weight.flatten(1))
+        elif name.endswith("samplers.0.conv.conv"):
+            width, kept = len(module.weight), torch.eye(len(module.weight))
+            if "down" in name:
+                # A cell's own taps, of a stride of 2 the last two.
+                cell = module.weight[:, :, -module.stride[0] :, 1:, 1:]
+                places = cell[0, 0].numel()
+                noise = 0.5 * torch.randn_like(cell) / (width * places) ** 0.5
+                module.weight.zero_()
+                cell.copy_(kept.view(width, width, 1, 1, 1) / places + noise)
+            else:
+                module.weight *= 0.3
+                module.weight[:, :, 2, 1, 1] += kept
+            module.bias.zero_()
+
+
+@contextmanager
+def half_size(vae: Any) -> Iterator[None]:
+    """A HunyuanVideo autoencoder without its outer halving and doubling of width and height."""
+    outer, last = vae.encoder.down_blocks[0], vae.decoder.up_blocks[2].upsamplers[0]
+    halving, factor = outer.downsamplers, last.upsample_factor
+    outer.downsamplers, last.upsample_factor = None, (2, 1, 1)
+    try:
+        yield
+    finally:
+        outer.downsamplers, last.upsample_factor = halving, factor
+
+
 def train_autoencoder(
     part: str, media: Path, out: Path, log: Callable[[str], None] = print, steps: int | None = None
 ) -> Path:
     """Train a part on the demo's media and save it; L1 of the pixels, and latents of mean 0 and deviation 1."""
     recipe = RECIPES[part]
-    steps = steps or recipe.steps
+    small, steps = recipe.small_steps, steps or recipe.steps
     torch.manual_seed(0)
     vae, media_NCTHW = make_untrained(part, **recipe.shape), read_media(media, recipe)
+    if small:
+        begin_linear(vae)
     trainer, generator = Trainer(vae), torch.Generator().manual_seed(0)
-    for step in range(steps):
-        pixels = draw_crops(media_NCTHW, recipe, generator)
-        z = encode(vae, pixels)
-        error = (decode(vae, z + NOISE * torch.randn_like(z)) - pixels).abs().mean()
-        spread = z.transpose(0, 1).flatten(1)
-        (error + 0.01 * (spread.mean(1).square() + (spread.std(1) - 1).square()).mean()).backward()
-        trainer.step(min(1, (step + 1) / 20, 2.5 * (1 - step / steps) + 0.02))
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            log(f"autoencoder {part}: step {step + 1} of {steps}, mean |error| {error.item() / 2:.3f}")
+    half_NCTHW = torch.nn.functional.interpolate(media_NCTHW, scale_factor=(1, 0.5, 0.5), mode="area")
+    small_recipe = replace(recipe, crop=(recipe.crop[0] // 2, recipe.crop[1] // 2, recipe.crop[2]))
+    total = small + steps
+    for step in range(total):
+        is_small = step < small
+        with half_size(vae) if is_small else nullcontext():
+            if is_small:
+                pixels = draw_crops(half_NCTHW, small_recipe, generator)
+            else:
+                pixels = draw_crops(media_NCTHW, recipe, generator)
+            error = take_step(vae, trainer, pixels, min(1, (step + 1) / 20, 2.5 * (1 - step / total) + 0.02))
+        if (step + 1) % 100 == 0 or step + 1 == total:
+            log(f"autoencoder {part}: step {step + 1} of {total}, mean |error| {error / 2:.3f}")
     with torch.no_grad():
         finish_autoencoder(vae, part, encode(vae, media_NCTHW))
     vae.save_pretrained(out)
     return out
+
+
+def take_step(vae: Any, trainer: Trainer, pixels: torch.Tensor, factor: float) -> float:
+    """Train on pixels of -1..1, at `factor` times the learning rates; the mean error before."""
+    z = encode(vae, pixels)
+    error = (decode(vae, z + NOISE * torch.randn_like(z)) - pixels).abs().mean()
+    spread = z.transpose(0, 1).flatten(1)
+    (error + 0.01 * (spread.mean(1).square() + (spread.std(1) - 1).square()).mean()).backward()
+    trainer.step(factor)
+    return error.item()
 
 
 def finish_autoencoder(vae: Any, part: str, z_NCTHW: torch.Tensor) -> None:
