@@ -2,9 +2,10 @@
 
 It trains tiny autoencoders on its own media for about a minute each, once, and keeps them in demo/models. For each
 flavour it writes a pipeline.yaml into demo/<flavour>/ and runs `latentpress run` on it: a tiny transformer overfits a
-few captioned photographs or clips, from the shards alone, until a caption gives back its photograph. It loads the
-trained weights in the matching diffusers pipeline, and at the end it writes demo/report.html, where photograph,
-reconstruction and sample stand side by side, by step.
+few captioned photographs or clips, from the shards alone, until a caption gives back its photograph. It is trained in
+full rank, as a LoRA of a transformer that knows nothing could not fit them. It loads the trained weights in the
+matching diffusers pipeline, and at the end it writes demo/report.html, where photograph, reconstruction and sample
+stand side by side, by step.
 """
 
 import argparse
@@ -193,7 +194,10 @@ def run_flavour(name: str, out: Path) -> None:
     likenesses = measure_likeness(folder / "output/demo")
     own = sum(one.nearest == one.name for one in likenesses)
     worst = min(one.psnr for one in likenesses)
-    log(f"{name}: {own} of {len(likenesses)} samples are nearest to their own original; lowest PSNR {worst:.1f} dB")
+    moved = [one.motion for one in likenesses if one.motion is not None]
+    motion = f", lowest correlation of motion {min(moved):.2f}" if moved else ""
+    nearest = f"{own} of {len(likenesses)} samples are nearest to their own original"
+    log(f"{name}: {nearest}; lowest PSNR {worst:.1f} dB{motion}")
 
 
 def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
