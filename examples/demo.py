@@ -51,8 +51,8 @@ _EDIT = ("flux_vae", "pairs/target", (96, 96))
 FLAVOURS = {
     "t2i": DemoRun("kandinsky5-image-t2i", "kandinsky5-image", "t2i-lite-sft", *_IMAGE, steps=800),
     "i2i": DemoRun("kandinsky5-image-i2i", "kandinsky5-image", "i2i-lite-sft", *_EDIT, "webdataset", steps=240),
-    "t2v": DemoRun("kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", *_CLIP, frames=5),
-    "i2v": DemoRun("kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", *_CLIP, frames=5, steps=320),
+    "t2v": DemoRun("kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", *_CLIP, frames=5, steps=800),
+    "i2v": DemoRun("kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", *_CLIP, frames=5),
     "sana": DemoRun("sana", "sana", "sana-1.6b-1024px", "dc_ae", "images", (128, 128), "webdataset", steps=240),
 }
 
