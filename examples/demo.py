@@ -1,6 +1,6 @@
 """The whole pipeline on real photographs and videos with tiny models: `make demo [FLAVOUR=t2i]`.
 
-It trains tiny autoencoders on its own media for about a minute each, once, and keeps them in demo/models. For each
+It trains tiny autoencoders on its own media for a minute or two each, once, and keeps them in demo/models. For each
 flavour it writes a pipeline.yaml into demo/<flavour>/ and runs `latentpress run` on it: a tiny transformer overfits a
 few captioned photographs or clips, from the shards alone, until a caption gives back its photograph. It is trained in
 full rank, as a LoRA of a transformer that knows nothing could not fit them. It loads the trained weights in the

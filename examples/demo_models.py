@@ -48,7 +48,7 @@ RECIPES = {
         ("images", "pairs/target"), (96, 96, 1), (64, 64, 1), 4, 500, {"block_out_channels": (8, 16, 32, 32)}
     ),
     "hunyuan_vae": Recipe(
-        ("videos",), (96, 64, 5), (96, 64, 5), 2, 90, {"block_out_channels": (8, 16, 64, 64)}, small_steps=360
+        ("videos",), (96, 64, 5), (96, 64, 5), 2, 50, {"block_out_channels": (8, 16, 64, 64)}, small_steps=320
     ),
     "dc_ae": Recipe(
         ("images",), (128, 128, 1), (128, 128, 1), 2, 450,
