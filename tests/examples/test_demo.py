@@ -93,11 +93,18 @@ def test_an_edit_that_changed_nothing_is_nearest_to_its_source(tmp_path: Path) -
     assert [one.nearest for one in measure_likeness(tmp_path)] == ["grey"]
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Flavours share it, so that each autoencoder is trained once."""
+    out = tmp_path_factory.mktemp("demo")
+    write_media(out / "media")
+    return out
+
+
 @pytest.mark.skipif(not LONG, reason="minutes of two cores: TORTURE=long")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", list(demo.FLAVOURS))
-def test_every_flavour(tmp_path: Path, name: str) -> None:
-    write_media(tmp_path / "media")
-    demo.build_models(tmp_path, [name])
-    demo.run_flavour(name, tmp_path)
-    check(tmp_path / name / "output/demo", name)
+def test_every_flavour(home: Path, name: str) -> None:
+    demo.build_models(home, [name])
+    demo.run_flavour(name, home)
+    check(home / name / "output/demo", name)
