@@ -55,8 +55,8 @@ class Companion:
 
 
 def decodes_while_training(config: Config) -> bool:
-    """Unless told otherwise: pictures, on the processor or where the configuration says. Clips take minutes and tens of
-    gigabytes there, so they are decoded only on a device that was named."""
+    """By default: pictures, on the processor or on the configured device. On a processor clips take minutes and tens of
+    gigabytes, so they are decoded only where a device is configured."""
     decode = config.stages.decode
     if "decode" not in config.stages.order or not config.validation.prompts:
         return False
@@ -184,8 +184,8 @@ class Watch:
             ...  # do what the trainer has left since
 
     Until no trainer is at work: then, or where the program is told to finish (SIGTERM, Ctrl-C), there is a last look,
-    so nothing that a trainer left is missed. A companion of `run` follows until it is told to finish, or until `run`
-    is gone and then the trainer.
+    so that nothing which a trainer left is missed. A companion of `run` follows until it is told to finish, or until
+    both `run` and the trainer have ended.
 
     Between looks it shows what the run is waited for, and how long: who has work for a look calls `hide_wait` first.
 

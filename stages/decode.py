@@ -143,8 +143,8 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
 
 
 def _trained_after(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Those after whose validation a step was trained: then the trainer has taken the memory that it needs on the card,
-    and what is free may be used."""
+    """Those of validations after which the trainer has done a step: by then it has allocated the memory that it needs
+    on the card, and the rest is free."""
     metrics = read_last_metrics(folder / METRICS_FILE)
     trained = max((line["step"] for line in metrics if "loss" in line), default=0)
     return [file for file in files if (step_of(file.parent) or 0) < trained]
@@ -168,7 +168,7 @@ def _decode_files(
             from stages.encoding.vae import base, tiny
 
         device = model_loading.select_device(options.resources(config, "decode"))
-        if device.type == "cuda" and (is_companion() or is_running(folder) is not False):
+        if device.type == "cuda" and _may_be_shared(folder):
             model_loading.limit_memory(device)
         load: Callable[..., Any] = tiny.load_tiny_autoencoder if preview else base.load_autoencoder
         autoencoder = load(config, device)
@@ -199,6 +199,12 @@ def _decode_files(
             write_output(path.with_suffix(suffix), frames_THWC, fps)
 
         training_samples.write_training_samples(config, folder, autoencoder, resources, write, console)
+
+
+def _may_be_shared(folder: Path) -> bool:
+    """Whether others of this run may use a card: a trainer, also where it is not known whether one is at work, or the
+    encoding stages, between two trainings of a rolling cache."""
+    return is_companion() or is_running(folder) is not False
 
 
 def _date_after(picture: Path, written: int) -> None:
