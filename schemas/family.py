@@ -134,7 +134,8 @@ class Family:
     preview_autoencoder: diffusers' class of tiny autoencoders for these latents, if it has one.
     layers: key of the transformer's config, whose value is the number of blocks that compute visual tokens. convolves:
     these blocks convolve over the grid of tokens. tile: side of the tiles of `latents.tiling`, and the distance between
-    their beginnings (pixels).
+    their beginnings (pixels). own_sizes: what keeps its pipelines from taking a size of their own near that which is
+    asked for: their attribute `resolutions`, or the argument `use_resolution_binning`.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Family:
     convolves: bool = False
     preview_autoencoder: Literal["AutoencoderTiny"] | None = None
     tile: tuple[int, int] = (512, 384)
+    own_sizes: Literal["resolutions", "use_resolution_binning"] | None = None
 
     def condition_frames(self, task: Task) -> int:
         """Latent frames of the task's condition; 0 where it has none."""

@@ -59,6 +59,7 @@ FAMILIES = {
         text_widths={"embeds": "caption_channels"},
         convolves=True,
         pipelines={"t2i": "SanaPipeline"},
+        own_sizes="use_resolution_binning",
         latent_settings={"tiling": False},
         latent_precision="float32",
         text_attention="eager",

@@ -25,8 +25,6 @@ from stages.pages.validation_pictures import PictureLimits, SmallPicture, read_p
 CARD, PICTURES = "README.md", "images"
 WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name of an adapter's file
 MOST_PICTURES = 12
-OWN_SIZES = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # which otherwise take the nearest of `pipe.resolutions`
-BINNING = ("SanaPipeline",)  # which otherwise makes a picture of a size of its own, and resizes it
 LIMITS = PictureLimits(1024, 600_000, 8_000_000)
 PIPELINE_TAGS: dict[Task, str] = {
     "t2i": "text-to-image",
@@ -172,16 +170,17 @@ def _packages(config: Config) -> list[str]:
 
 def _call(config: Config, facts: Facts) -> list[str]:
     """Lines that make the first prompt's picture or clip."""
-    about, video = facts.pictures[0].about if facts.pictures else {}, config.model.family_spec.video
-    pipeline, before = config.model.family_spec.pipelines[config.model.task], list[str]()
+    about, family = facts.pictures[0].about if facts.pictures else {}, config.model.family_spec
+    video, before = family.video, list[str]()
     words = ['image=load_image("source.png")'] if config.model.condition is not None else []
     words.append(f"prompt={str(about.get('prompt') or 'a prompt')!r}")
     words += [f"negative_prompt={about['negative_prompt']!r}"] if about.get("negative_prompt") else []
     if about.get("bucket"):
         size = Bucket.parse(str(about["bucket"]))
         words += [f"width={size.width}", f"height={size.height}"] + ([f"num_frames={size.frames}"] if video else [])
-        words += ["use_resolution_binning=False"] if pipeline in BINNING else []
-        before += [f"pipe.resolutions = [({size.width}, {size.height})]"] if pipeline in OWN_SIZES else []
+        words += ["use_resolution_binning=False"] if family.own_sizes == "use_resolution_binning" else []
+        if family.own_sizes == "resolutions":
+            before.append(f"pipe.resolutions = [({size.width}, {size.height})]")
     words += [f"num_inference_steps={about['steps']}"] if "steps" in about else []
     words += [f"guidance_scale={about['guidance']}"] if "guidance" in about else []
     lines = [*before, "result = pipe(", *(f"    {word}," for word in words), ")[0][0]"]
