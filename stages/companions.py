@@ -119,9 +119,13 @@ class Companions:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
-            process = subprocess.Popen(
-                command, stdout=file, stderr=file, env={**os.environ, BESIDE: str(os.getpid())}, start_new_session=True
-            )
+            # SIGTERM waits until it listens (`Watch`): one that is told while it still imports has its last look, too.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            try:
+                environment = {**os.environ, BESIDE: str(os.getpid())}
+                process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
         self._console.log(f"beside training: {companion.program} --watch, its log: {shown_path(log)}")
@@ -145,7 +149,7 @@ class Companions:
             del self._running[companion]
             if companion in killed and self._stop_handler.reason:
                 continue
-            if process.returncode not in (OK, -signal.SIGTERM):  # the second: told before it could listen
+            if process.returncode != OK:
                 self._add_failure(companion, process.returncode, companion in killed)
 
     def _wait_until_ended(self, told: Mapping[Companion, subprocess.Popen]) -> set[Companion]:
@@ -202,6 +206,7 @@ class Watch:
 
     def __iter__(self) -> Iterator[bool]:
         with StopHandler(stop=self._tell).stop_on_signals(), self._shown:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             while not (last := self._has_ended()):
                 yield last
                 self._show_wait()

@@ -19,7 +19,7 @@ TRIES = 5  # of one event, in a row
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between tries; doubled each time
 REST_S = 300.0  # after that many tries, where there is time
 IDLE_S = 0.5  # between looks into the outbox
-TOLD_S = 4.0  # for what still waits, where the program was told to finish
+TOLD_S = 8.0  # for what still waits, where the program was told to finish
 ENDING_S = 1.0  # for requests to end when the program is stopped
 
 

@@ -155,18 +155,20 @@ def test_who_is_waited_for_is_said(project, pretend, monkeypatch, capsys) -> Non
     show_activities(None)
 
 
-def test_one_that_is_told_before_it_listens_has_not_failed(project, pretend) -> None:
+def test_one_that_is_told_before_it_listens_has_its_last_look(project, pretend) -> None:
     home = project()
 
     def late() -> None:
         print("begins", flush=True)
-        time.sleep(LIMIT_S)
+        until(lambda: signal.SIGTERM in signal.sigpending())
+        follow()
 
     pretend(late)
     with beside(home) as started:
         started.start("train")
         until(lambda: "begins" in log(home, "late"))
-    assert started.failed == []
+    assert started.failed == [] and log(home, "late").endswith("last told\n")
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_nothing_starts_without_its_library_its_use_or_training(project, pretend, monkeypatch, capsys) -> None:
