@@ -26,13 +26,13 @@ from schemas.config.pipeline import Config
 from schemas.config.validation_samples import validation_samples
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
-from stages.companions import Watch, is_companion
 from stages.encoding.stage_options import UsageError
 from stages.maintenance.run_results import remove_unfinished
 from stages.media.preview_mark import is_preview, preview_mark
 from stages.pages import training_samples
 from stages.stage_processes import StageProcesses
 from stages.trackers import open_trackers
+from stages.watchers import Watch, is_watcher
 
 SHEET_ROWS, SHEET_COLUMNS = 64, 16  # of a contact sheet, which has some 70 million pixels then
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
@@ -204,7 +204,7 @@ def _decode_files(
 def _may_be_shared(folder: Path) -> bool:
     """Whether others of this run may use a card: a trainer, also where it is not known whether one is at work, or the
     encoding stages, between two trainings of a rolling cache."""
-    return is_companion() or is_running(folder) is not False
+    return is_watcher() or is_running(folder) is not False
 
 
 def _date_after(picture: Path, written: int) -> None:

@@ -22,8 +22,8 @@ from schemas.cli.progress import activity
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
-from stages.companions import BESIDE, Watch
 from stages.encoding.stage import refuse_partition
+from stages.watchers import BESIDE, Watch
 
 PAGE = "report.html"
 PAUSE_FACTOR = 10  # between two pages with --watch, times what the last one took
@@ -140,7 +140,7 @@ def _remake_while_training(
     config: Config, options: Options, names: Sequence[str], page: Path, beside: bool, console: Console
 ) -> bool:
     """Make the page again whenever a run has a new validation or sample, while a trainer is at work; at most the
-    eleventh part of the time. Whether it is to be made once more: not by a companion of `run`, which makes it itself,
+    eleventh part of the time. Whether it is to be made once more: not by a watcher of `run`, which makes it itself,
     and not where it was told to finish and nothing is new."""
     folders = [_find_run(config, name)[0] for name in names]
     made, watch, due = _count_results(folders), Watch(folders), 0.0

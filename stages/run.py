@@ -1,7 +1,7 @@
 """run: every stage in order, each in its own process, so that only one model is loaded at a time.
 
 Each stage skips what is done, so a second run ends in seconds. The first stage that fails ends the run. While it trains
-its companions run beside it (`stages/companions.py`), and at its end `report` makes the run's page.
+its watchers run beside it (`stages/watchers.py`), and at its end `report` makes the run's page.
 """
 
 import threading
@@ -23,11 +23,11 @@ from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.text_format import shown_path
-from stages.companions import Companions, check_models
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
 from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
 from stages.stage_processes import StageProcesses
+from stages.watchers import Watchers, check_models
 
 STOPPED_S = 10.0  # for the report of a run that was stopped: schedulers wait 30 s before they kill
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
@@ -63,14 +63,14 @@ def run(
     processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     followers = _Followers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
-    companions = Companions(config, options, console, stop_handler)
-    with stop_handler.stop_on_signals(), companions:
+    watchers = Watchers(config, options, console, stop_handler)
+    with stop_handler.stop_on_signals(), watchers:
         if not aside:
             clear_failure(folder)
             remove_unfinished(folder)
-            companions.start()
+            watchers.start()
         try:
-            report = _run_stages(order, config, options, console, processes, stop_handler, followers, companions)
+            report = _run_stages(order, config, options, console, processes, stop_handler, followers, watchers)
         except StageFailed as failed:
             if not aside and read_failure(folder) is None:  # training records its own
                 record_failure(folder, failed.stage, failed.reason, failed.advice)
@@ -89,8 +89,8 @@ def run(
         report.details = put_results_last(report.details | find_folders(folder))
         if report.set_aside:
             report.next_steps.append("latentpress status --rejects   # what was set aside, by reason")
-    if companions.failed:
-        report.details["companions_that_failed"] = companions.failed
+    if watchers.failed:
+        report.details["watchers_that_failed"] = watchers.failed
     if stop_handler.reason:
         report.details.setdefault("stopped", f"by {stop_handler.reason}; what is done is kept")
         report.remaining = max(report.remaining, 1)
@@ -106,7 +106,7 @@ def _run_stages(
     processes: StageProcesses,
     stop_handler: StopHandler,
     followers: "_Followers",
-    companions: Companions,
+    watchers: Watchers,
 ) -> Report:
     report = Report(program="run", what="stages", dry_run=options.dry_run)
     rows: list[dict] = []
@@ -115,9 +115,9 @@ def _run_stages(
         started = time.monotonic()
         beside = followers.stages if stage == "train" else ()
         console.log(f"--- {stage}" + (f", with {', '.join(beside)}" if beside else ""))
-        companions.start(stage)
+        watchers.start(stage)
         code, document = followers.train() if beside else processes.run(stage, options)
-        companions.finish(stage)
+        watchers.finish(stage)
         if stop_handler.reason and (not document or "error" in document):  # interrupted before it had a report
             if message := document.get("error", {}).get("message"):
                 report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {message}"

@@ -21,12 +21,12 @@ from cache.training_run import METRICS_FILE, read_last_metrics
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.import_time import garbage_collection_paused
-from stages.companions import Watch
 from stages.encoding.stage import refuse_partition
 from stages.media.errors import MediaError, unreadable_error
 from stages.scoring.measures import LoadedMeasure, Measure, plan_measures
 from stages.scoring.samples import Sample, StepSamples, find_samples, read_sample
 from stages.trackers import Tracker, open_trackers
+from stages.watchers import Watch
 
 
 def run(

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.stages.test_companions import hold
 
 from stages import companions, decode
 from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
-from tests.stages.test_companions import hold
 from tests.stages.test_decode_watch import add, picture, script  # noqa: F401 (a fixture)
 
 

@@ -15,10 +15,10 @@ import trainer.__main__  # noqa: F401 (programs are forks of this process)
 from schemas.config.loading import ConfigError
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, run
-from stages.companions import Watch, decodes_while_training
 from stages.encoding import model_loading
 from stages.encoding.vae import base
 from stages.media.preview_mark import is_preview
+from stages.watchers import Watch, decodes_while_training
 from tests.background import until
 from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
@@ -98,7 +98,7 @@ def test_pictures_are_there_before_training_has_ended(
 
     monkeypatch.setattr(validation, "write_validation_latents", wait_and_write)
     report = home.run(run.run, "stages.order=[train, decode]")
-    assert report.exit_code == 0 and "companions_that_failed" not in report.details
+    assert report.exit_code == 0 and "watchers_that_failed" not in report.details
     for step in (0, 2):
         latent = home.folder / f"output/run/validation/step-{step:06}/one.safetensors"
         np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "one", step))), decoded(home, latent))

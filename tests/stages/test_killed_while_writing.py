@@ -19,8 +19,8 @@ from stages.maintenance.run_results import remove_unfinished
 from tests.processes import in_child
 from tests.project import Project
 from tests.stages.report_run import FakeRun, eval_line, step_line
-from tests.stages.test_companions import hold
 from tests.stages.test_decode import put
+from tests.stages.test_watchers import hold
 
 HALF = b"half of it"
 PROGRAMS: dict[str, tuple[Callable[..., Any], str]] = {

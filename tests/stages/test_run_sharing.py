@@ -71,7 +71,7 @@ def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
         assert code == 3 and report["remaining"] == 1, said
         assert "refuses the token" in report["failed"][0]["message"] and "latentpress push" in report["next_steps"][-1]
         found = events(live)
-        unsent = report["details"]["companions_that_failed"]
+        unsent = report["details"]["watchers_that_failed"]
         assert [(row["program"], row["exit_code"]) for row in unsent] == [("notify", 3)]
         assert "the webhook of DEAD_HOOK can't be reached" in Path(unsent[0]["log"]).read_text()
         no_secret(home, said)

@@ -14,7 +14,7 @@ from cache.scores import SCORES_FILE, read_curves
 from cache.weights import WeightsError
 from schemas.config.loading import ConfigError
 from schemas.errors import LatentpressError
-from stages import companions, run, score
+from stages import run, score, watchers
 from stages.scoring.clip import Clip
 from stages.scoring.samples import read_sample
 from tests.project import Project
@@ -53,14 +53,14 @@ def test_without_a_model_nothing_is_loaded_or_written(home: Project, monkeypatch
 
 
 def test_run_scores_only_where_a_model_is_named(home: Project) -> None:
-    def stages_and_companions() -> tuple[bool, bool]:
+    def stages_and_watchers() -> tuple[bool, bool]:
         config = home.config()
-        beside = [each.program for each in companions.COMPANIONS if each.applies(config)]
+        beside = [each.program for each in watchers.WATCHERS if each.applies(config)]
         return "score" in config.stage_order, "score" in beside
 
-    assert stages_and_companions() == (True, True)
+    assert stages_and_watchers() == (True, True)
     home.settings["validation"] = {}
-    assert stages_and_companions() == (False, False)
+    assert stages_and_watchers() == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_beside_training_a_step_is_scored_when_its_validation_is_over(
     def scored() -> list[int]:
         return [line["step"] for line in lines(made)] if (made.folder / SCORES_FILE).exists() else []
 
-    def follow(self: companions.Watch) -> Any:
+    def follow(self: watchers.Watch) -> Any:
         looks.append(scored())
         yield False  # the validation of step 0 goes on: another prompt may come
         looks.append(scored())
@@ -246,7 +246,7 @@ def test_beside_training_a_step_is_scored_when_its_validation_is_over(
         add_step(made, 20, ("cat",))
         yield True
 
-    monkeypatch.setattr(companions.Watch, "__iter__", follow)
+    monkeypatch.setattr(watchers.Watch, "__iter__", follow)
     report = home.run(score.run, watch=True)
     assert looks == [[], [], [0], [0], [0, 10]]
     assert scored() == [0, 10, 20] and report.done == 2 + 3 + 2

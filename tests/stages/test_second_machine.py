@@ -19,8 +19,8 @@ from stages import decode
 from tests.background import until
 from tests.processes import ForkedProgram
 from tests.project import Project
-from tests.stages.test_companions import hold
 from tests.stages.test_decode import put
+from tests.stages.test_watchers import hold
 
 CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
 

@@ -16,7 +16,7 @@ import trainer.__main__  # noqa: F401 (programs are forks of this process)
 from cache.scores import SCORES_FILE
 from cache.training_run import RESULT_NOTE
 from schemas.errors import LatentpressError
-from stages import bucket, companions, discover, encode_latents, encode_text, index, run
+from stages import bucket, discover, encode_latents, encode_text, index, run, watchers
 from tests.background import LIMIT_S, until
 from tests.project import Project
 from tests.stages.test_decode_watch import decoded, picture
@@ -72,7 +72,7 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
         home.image(f"{number}.png", (64, 64), "a colour", number)
     for program in (discover, bucket, encode_text, encode_latents, index):
         home.run(program.run)
-    monkeypatch.setattr(companions, "START_S", LIMIT_S)
+    monkeypatch.setattr(watchers, "START_S", LIMIT_S)
     seen = home.folder / "seen"
 
     def wait(name: str, step: int) -> None:
@@ -103,7 +103,7 @@ def test_pictures_are_made_beside_training_on_a_rolling_cache(
         home.image(f"{number}.png", (64, 64), "a colour", number)
     before_latents(monkeypatch, lambda name, step: None if step == 0 else until(picture(home, name, 0).exists))
     report = home.run(run.run)
-    assert report.exit_code == 0 and "companions_that_failed" not in report.details
+    assert report.exit_code == 0 and "watchers_that_failed" not in report.details
     check_pictures(home, "one")
     result = home.folder / "output/run" / RESULT_NOTE
     assert picture(home, "one", 0).stat().st_mtime_ns < result.stat().st_mtime_ns
@@ -112,7 +112,7 @@ def test_pictures_are_made_beside_training_on_a_rolling_cache(
 def test_run_is_not_started_once_for_each_rank(
     project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would start every stage, and its companions."""
+    """Each would start every stage, and its watchers."""
     home = project()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LatentpressError, match="started for each of 2 ranks") as caught:

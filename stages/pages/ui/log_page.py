@@ -8,13 +8,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cache.training_run import COMPANION_LOGS, is_running
+from cache.training_run import WATCHER_LOGS, is_running
 from schemas.text_format import escape_unprintable, shorten
 from stages.pages.ui.app import Page, get, render, site_of
 from stages.pages.ui.jobs import JOBS
 from stages.pages.ui.site import Site
 
-BESIDE = "beside-"  # before the name of a companion
+BESIDE = "beside-"  # before the name of a watcher
 PIECE_BYTES = 64 << 10  # of a log that one answer has
 MAX_LINE = 2000  # characters
 _TERMINAL = re.compile(  # what terminals take as commands: colours, moves of the cursor, titles
@@ -27,7 +27,7 @@ def show(request: Request) -> Response:
     name = request.path_params.get("job")
     if name is None:
         listed = [(job, programs.last_start(job)) for job in JOBS if programs.logs(job)]
-        return render(request, "logs.html", title="Logs", jobs=listed, companions=_list_companions(site_of(request)))
+        return render(request, "logs.html", title="Logs", jobs=listed, watchers=_list_watchers(site_of(request)))
     logs = [path.name for path in _logs(request)]
     if not logs:
         raise HTTPException(404, f"{name} was not started yet")
@@ -63,15 +63,15 @@ def _has_ended(request: Request) -> bool:
     return last is None or not last.is_running
 
 
-def _list_companions(site: Site) -> list[str]:
-    return sorted(path.stem for path in (site.output / site.config().train.run / COMPANION_LOGS).glob("*.log"))
+def _list_watchers(site: Site) -> list[str]:
+    return sorted(path.stem for path in (site.output / site.config().train.run / WATCHER_LOGS).glob("*.log"))
 
 
 def _logs(request: Request) -> list[Path]:
     """The newest first. None that a link leads out of the output's folder."""
     site, name = site_of(request), request.path_params["job"]
-    if name.startswith(BESIDE) and (companion := name.removeprefix(BESIDE)) in _list_companions(site):
-        found = [site.output / site.config().train.run / COMPANION_LOGS / f"{companion}.log"]
+    if name.startswith(BESIDE) and (watcher := name.removeprefix(BESIDE)) in _list_watchers(site):
+        found = [site.output / site.config().train.run / WATCHER_LOGS / f"{watcher}.log"]
     elif name in JOBS:
         found = site.programs.logs(name)
     else:

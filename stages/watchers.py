@@ -1,8 +1,8 @@
 """What `latentpress run` starts beside `train`, and what such a program knows of the training that it follows.
 
-A companion is a program that is started with --watch, by `run` or by hand, on any machine that sees the run's folder.
+A watcher is a program that is started with --watch, by `run` or by hand, on any machine that sees the run's folder.
 It looks again and again at what the trainer left (`Watch`). The trainer knows nothing of it: one that fails, hangs or
-is killed neither stops training nor slows it. A new companion is a row of COMPANIONS.
+is killed neither stops training nor slows it. A new watcher is a row of WATCHERS.
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from cache.compatibility import check_preview_autoencoder
-from cache.training_run import COMPANION_LOGS, is_running, may_be_running, read_progress
+from cache.training_run import WATCHER_LOGS, is_running, may_be_running, read_progress
 from cache.training_wait import describe_wait
 from schemas.cli.console import Console, Options
 from schemas.cli.interruption import StopHandler
@@ -29,8 +29,8 @@ from schemas.errors import OK
 from schemas.text_format import shown_path
 from stages.scoring.measures import check_measures
 
-BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a companion
-FINISH_S = 600.0  # for a companion to end once it is told to
+BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a watcher
+FINISH_S = 600.0  # for a watcher to end once it is told to
 INTERRUPTED_S = 10.0  # the same where `run` itself is interrupted: schedulers wait 30 s before they kill
 NICENESS = 10  # the trainer's threads come first
 WATCH_S = 2.0  # between two looks
@@ -38,7 +38,7 @@ START_S = 120.0  # within which a trainer must begin, where nobody says that it 
 
 
 @dataclass(frozen=True)
-class Companion:
+class Watcher:
     """A program that `run` starts with --watch.
 
     since: the stage that it is started with; None: the beginning of `run`, also where nothing is left to train. until:
@@ -65,16 +65,16 @@ def decodes_while_training(config: Config) -> bool:
     return not config.model.family_spec.video or decode.device != "auto"
 
 
-COMPANIONS = (
-    Companion("decode", applies=decodes_while_training, library="av", extra="encode"),
-    Companion("score", applies=lambda config: "score" in config.stage_order, library="transformers", extra="encode"),
-    Companion("report", library="bokeh", extra="report"),
-    Companion("notify", since=None, until=None, applies=lambda config: bool(config.notify.webhooks)),
+WATCHERS = (
+    Watcher("decode", applies=decodes_while_training, library="av", extra="encode"),
+    Watcher("score", applies=lambda config: "score" in config.stage_order, library="transformers", extra="encode"),
+    Watcher("report", library="bokeh", extra="report"),
+    Watcher("notify", since=None, until=None, applies=lambda config: bool(config.notify.webhooks)),
 )
 
 
 def check_models(config: Config) -> None:
-    """LatentpressError where a model that companions need is not there or does not fit: before training, not beside
+    """LatentpressError where a model that watchers need is not there or does not fit: before training, not beside
     it."""
     if config.validation.preview_autoencoder:
         check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
@@ -82,8 +82,8 @@ def check_models(config: Config) -> None:
         check_measures(config)
 
 
-class Companions:
-    """The companions of one `run`: started with `start`, told to finish by `finish`, all of them where the block ends.
+class Watchers:
+    """The watchers of one `run`: started with `start`, told to finish by `finish`, all of them where the block ends.
 
     failed: program, exit code and log of those that ended in another way.
     """
@@ -92,30 +92,28 @@ class Companions:
         self._config, self._console, self._stop_handler = config, console, stop_handler
         self._options = replace(options, json=False, device=None, workers=None)  # those of the stages
         self._folder = Path(config.output) / config.train.run
-        self._running: dict[Companion, subprocess.Popen] = {}
+        self._running: dict[Watcher, subprocess.Popen] = {}
         self.failed: list[dict[str, str | int]] = []
 
     def start(self, stage: StageName | None = None) -> None:
         """Start those that begin with this stage, None: with `run`; beside training unless nothing is left to train."""
-        rows = [it for it in COMPANIONS if it.since == stage and it.applies(self._config)]
+        rows = [it for it in WATCHERS if it.since == stage and it.applies(self._config)]
         if not rows or self._options.dry_run or (stage and read_progress(self._config).state == "finished"):
             return
-        for companion in rows:
-            if companion.library and find_spec(companion.library) is None:
-                advice = f"pip install -e '.[{companion.extra}]'"
-                self._console.log(
-                    f"{companion.program} is not run beside training without {companion.library}: {advice}"
-                )
+        for watcher in rows:
+            if watcher.library and find_spec(watcher.library) is None:
+                advice = f"pip install -e '.[{watcher.extra}]'"
+                self._console.log(f"{watcher.program} is not run beside training without {watcher.library}: {advice}")
                 continue
             try:
-                self._running[companion] = self._start(companion)
+                self._running[watcher] = self._start(watcher)
             except OSError as error:
-                self._console.warn(f"{companion.program} is not run beside training: {error}")
+                self._console.warn(f"{watcher.program} is not run beside training: {error}")
 
-    def _start(self, companion: Companion) -> subprocess.Popen:
-        module = f"stages.{companion.program.replace('-', '_')}"
+    def _start(self, watcher: Watcher) -> subprocess.Popen:
+        module = f"stages.{watcher.program.replace('-', '_')}"
         command = [sys.executable, "-P", "-m", module, *self._options.argv(), "--watch"]
-        log = self._log(companion)
+        log = self._log(watcher)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
@@ -128,51 +126,51 @@ class Companions:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
-        self._console.log(f"beside training: {companion.program} --watch, its log: {shown_path(log)}")
+        self._console.log(f"beside training: {watcher.program} --watch, its log: {shown_path(log)}")
         return process
 
-    def _log(self, companion: Companion) -> Path:
-        return self._folder / COMPANION_LOGS / f"{companion.program}.log"
+    def _log(self, watcher: Watcher) -> Path:
+        return self._folder / WATCHER_LOGS / f"{watcher.program}.log"
 
     def finish(self, stage: StageName | None = None) -> None:
-        """Tell the companions that run until `stage` to finish, None: all of them, and wait until they have, but not
+        """Tell the watchers that run until `stage` to finish, None: all of them, and wait until they have, but not
         for ever."""
         told = {it: process for it, process in self._running.items() if stage is None or it.until == stage}
         for process in told.values():
             if process.poll() is None:
                 process.terminate()
         limit_s = INTERRUPTED_S if self._stop_handler.reason else FINISH_S
-        names = ", ".join(companion.program for companion in told)
+        names = ", ".join(watcher.program for watcher in told)
         with activity(f"waiting for what runs beside training to finish, at most {limit_s:.0f} s: {names}"):
             killed = self._wait_until_ended(told)
-        for companion, process in told.items():
-            del self._running[companion]
-            if companion in killed and self._stop_handler.reason:
+        for watcher, process in told.items():
+            del self._running[watcher]
+            if watcher in killed and self._stop_handler.reason:
                 continue
             if process.returncode != OK:
-                self._add_failure(companion, process.returncode, companion in killed)
+                self._add_failure(watcher, process.returncode, watcher in killed)
 
-    def _wait_until_ended(self, told: Mapping[Companion, subprocess.Popen]) -> set[Companion]:
+    def _wait_until_ended(self, told: Mapping[Watcher, subprocess.Popen]) -> set[Watcher]:
         """Those that had to be killed. A stop of `run` shortens the time."""
         began = time.monotonic()
         while running := {it for it, process in told.items() if process.poll() is None}:
             if time.monotonic() - began > (INTERRUPTED_S if self._stop_handler.reason else FINISH_S):
-                for companion in running:
-                    told[companion].kill()
-                    told[companion].wait()
+                for watcher in running:
+                    told[watcher].kill()
+                    told[watcher].wait()
                 break
             time.sleep(0.05)
         return running
 
-    def _add_failure(self, companion: Companion, code: int, is_killed: bool) -> None:
-        log = str(self._log(companion))
-        self.failed.append({"program": companion.program, "exit_code": code, "log": log})
+    def _add_failure(self, watcher: Watcher, code: int, is_killed: bool) -> None:
+        log = str(self._log(watcher))
+        self.failed.append({"program": watcher.program, "exit_code": code, "log": log})
         how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
         if is_killed:
             how = f"did not finish within {FINISH_S:.0f} s, and was ended"
-        self._console.warn(f"{companion.program} --watch, beside training, {how}; what it said: {log}")
+        self._console.warn(f"{watcher.program} --watch, beside training, {how}; what it said: {log}")
 
-    def __enter__(self) -> "Companions":
+    def __enter__(self) -> "Watchers":
         return self
 
     def __exit__(
@@ -188,7 +186,7 @@ class Watch:
             ...  # do what the trainer has left since
 
     Until no trainer is at work: then, or where the program is told to finish (SIGTERM, Ctrl-C), there is a last look,
-    so that nothing which a trainer left is missed. A companion of `run` follows until it is told to finish, or until
+    so that nothing which a trainer left is missed. A watcher of `run` follows until it is told to finish, or until
     both `run` and the trainer have ended.
 
     Between looks it shows what the run is waited for, and how long: who has work for a look calls `hide_wait` first.
@@ -245,7 +243,7 @@ class Watch:
         return not running and (self._seen or time.monotonic() - self._began > START_S)
 
 
-def is_companion() -> bool:
+def is_watcher() -> bool:
     """Whether `run` started this program, or the one that started it, beside training."""
     return bool(os.environ.get(BESIDE))
 

@@ -20,8 +20,8 @@ from schemas.cli import progress
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.interruption import StopHandler
 from schemas.cli.progress import show_activities
-from stages import companions, report, run
-from stages.companions import Companion, Companions, Watch
+from stages import report, run, watchers
+from stages.watchers import Watch, Watcher, Watchers
 from tests.background import LIMIT_S, until
 from tests.processes import ForkedProgram
 from tests.project import Project
@@ -29,7 +29,7 @@ from tests.stages.report_run import FakeRun, eval_line, step_line
 
 
 def follow() -> None:
-    """A companion's program."""
+    """A watcher's program."""
     print(*sys.argv[1:], flush=True)
     watch = Watch([Path("absent")], 0.01)
     for number, last in enumerate(watch):
@@ -49,7 +49,7 @@ def hang() -> None:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """pretend(follow, fail) makes companions of these functions, forks of this process; none outlives the test."""
+    """pretend(follow, fail) makes watchers of these functions, forks of this process; none outlives the test."""
     made: list[ForkedProgram] = []
 
     class Program(ForkedProgram):
@@ -61,8 +61,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         rows = []
         for main in mains:
             monkeypatch.setitem(sys.modules, f"stages.{main.__name__}", SimpleNamespace(main=main))
-            rows.append(Companion(main.__name__, **given))
-        monkeypatch.setattr(companions, "COMPANIONS", tuple(rows))
+            rows.append(Watcher(main.__name__, **given))
+        monkeypatch.setattr(watchers, "WATCHERS", tuple(rows))
 
     monkeypatch.setattr(subprocess, "Popen", Program)
     yield make
@@ -71,9 +71,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         process.wait()
 
 
-def beside(home: Project, handler: StopHandler | None = None, **options: Any) -> Companions:
+def beside(home: Project, handler: StopHandler | None = None, **options: Any) -> Watchers:
     given = Options(home.folder / "pipeline.yaml", ("train.seed=3",), **options)
-    return Companions(home.config(), given, Console(), handler or StopHandler(stop=lambda: None))
+    return Watchers(home.config(), given, Console(), handler or StopHandler(stop=lambda: None))
 
 
 def log(home: Project, name: str) -> str:
@@ -81,7 +81,7 @@ def log(home: Project, name: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_companion_follows_until_its_stage_has_ended(project, pretend) -> None:
+def test_a_watcher_follows_until_its_stage_has_ended(project, pretend) -> None:
     home = project()
     pretend(follow)
     with beside(home, json=True, device="cpu") as started:
@@ -114,8 +114,8 @@ def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, cap
     with beside(home) as started:
         started.start("train")
         until(lambda: "service" in log(home, "fail") and "look" in log(home, "follow"))
-        pid = started._running[companions.COMPANIONS[1]].pid
-        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + companions.NICENESS
+        pid = started._running[watchers.WATCHERS[1]].pid
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + watchers.NICENESS
         os.kill(pid, signal.SIGKILL)
         until(lambda: all(process.poll() is not None for process in started._running.values()))
     logs = home.folder / "output/run/logs"
@@ -132,7 +132,7 @@ def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, cap
 def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys, interrupted) -> None:
     """Where `run` is interrupted that is no failure: the next run does what is left."""
     home, handler = project(), StopHandler(stop=lambda: None)
-    monkeypatch.setattr(companions, "INTERRUPTED_S" if interrupted else "FINISH_S", 0.2)
+    monkeypatch.setattr(watchers, "INTERRUPTED_S" if interrupted else "FINISH_S", 0.2)
     pretend(hang)
     with beside(home, handler) as started:
         started.start("train")
@@ -144,7 +144,7 @@ def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys
 
 def test_who_is_waited_for_is_said(project, pretend, monkeypatch, capsys) -> None:
     monkeypatch.setattr(progress, "DELAY_S", 0.0)
-    monkeypatch.setattr(companions, "FINISH_S", 4 * progress.TICK_S)
+    monkeypatch.setattr(watchers, "FINISH_S", 4 * progress.TICK_S)
     home = project()
     pretend(hang)
     show_activities(Console())
@@ -181,12 +181,12 @@ def test_nothing_starts_without_its_library_its_use_or_training(project, pretend
     beside(home).start("train")
     pretend(follow)
     beside(home, dry_run=True).start("train")
-    monkeypatch.setattr(companions, "read_progress", lambda config: SimpleNamespace(state="finished"))
+    monkeypatch.setattr(watchers, "read_progress", lambda config: SimpleNamespace(state="finished"))
     beside(home).start("train")
     assert not (home.folder / "output").exists() and capsys.readouterr().err == ""
 
 
-def test_a_log_that_cannot_be_written_leaves_the_companion_out(project, pretend, capsys) -> None:
+def test_a_log_that_cannot_be_written_leaves_the_watcher_out(project, pretend, capsys) -> None:
     home = project()
     (home.folder / "output/run").mkdir(parents=True)
     (home.folder / "output/run/logs").write_text("a file")
@@ -196,11 +196,11 @@ def test_a_log_that_cannot_be_written_leaves_the_companion_out(project, pretend,
     assert "follow is not run beside training: " in capsys.readouterr().err
 
 
-def test_run_ends_well_and_names_the_companion_that_failed(project, pretend, monkeypatch) -> None:
-    home, running = project(), list[Companions]()
+def test_run_ends_well_and_names_the_watcher_that_failed(project, pretend, monkeypatch) -> None:
+    home, running = project(), list[Watchers]()
     pretend(fail)
-    start = Companions.start
-    monkeypatch.setattr(Companions, "start", lambda self, *stage: (running.append(self), start(self, *stage)))
+    start = Watchers.start
+    monkeypatch.setattr(Watchers, "start", lambda self, *stage: (running.append(self), start(self, *stage)))
 
     def train(self: Any, stage: str, options: Options) -> tuple[int, dict]:
         if stage == "train":
@@ -209,7 +209,7 @@ def test_run_ends_well_and_names_the_companion_that_failed(project, pretend, mon
 
     monkeypatch.setattr(run.StageProcesses, "run", train)
     made = home.run(run.run, "stages.order=[index,train]")
-    (row,) = made.details["companions_that_failed"]
+    (row,) = made.details["watchers_that_failed"]
     assert (made.exit_code, made.done, row["program"], row["exit_code"]) == (0, 2, "fail", 1)
     assert "beside training: fail --watch, its log: " in home.said
 
@@ -233,12 +233,12 @@ def test_a_watch_ends_with_the_trainer_after_a_last_look(tmp_path) -> None:
 
 
 def test_a_watch_waits_for_a_trainer_to_begin_but_not_for_ever(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(companions, "START_S", 0.2)
+    monkeypatch.setattr(watchers, "START_S", 0.2)
     assert [*Watch([tmp_path], 0.01)][-1] is True
 
 
 def test_a_watch_without_locks_ends_where_the_trainer_says_that_it_ended(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(companions, "is_running", lambda folder: None)
+    monkeypatch.setattr(watchers, "is_running", lambda folder: None)
     looks = []
     record_failure(tmp_path, "train", KILLED)  # as long as it is at work
     for last in Watch([tmp_path], 0.01):
@@ -248,14 +248,14 @@ def test_a_watch_without_locks_ends_where_the_trainer_says_that_it_ended(tmp_pat
     assert looks == [False, False, False, True]
 
 
-def test_a_companion_of_run_goes_on_between_two_trainers_and_ends_when_run_is_gone(tmp_path, monkeypatch) -> None:
+def test_a_watcher_of_run_goes_on_between_two_trainers_and_ends_when_run_is_gone(tmp_path, monkeypatch) -> None:
     """As with cache.rolling.alternate, where training begins again and again."""
-    monkeypatch.setenv(companions.BESIDE, str(os.getppid()))
+    monkeypatch.setenv(watchers.BESIDE, str(os.getppid()))
     looks = []
     for last in Watch([tmp_path], 0.01):
         looks.append(last)
         if len(looks) == 3:
-            monkeypatch.setenv(companions.BESIDE, "1" if os.getppid() != 1 else "2")
+            monkeypatch.setenv(watchers.BESIDE, "1" if os.getppid() != 1 else "2")
     assert looks == [False, False, False, True]
 
 
@@ -305,7 +305,7 @@ def test_a_watch_says_what_it_waits_for_and_how_long(project, capsys) -> None:
 
 
 def test_a_watch_without_a_trainer_says_so_and_nothing_while_there_is_work(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(companions, "START_S", LIMIT_S)
+    monkeypatch.setattr(watchers, "START_S", LIMIT_S)
     monkeypatch.setattr(progress, "DELAY_S", 0.0)
     show_activities(Console())
     watch, said, silent = Watch([tmp_path / "absent"], 0.01), "", 0
