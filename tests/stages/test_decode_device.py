@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.stages.test_companions import hold
 
-from stages import companions, decode
+from stages import decode, watchers
 from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.test_decode_watch import add, picture, script  # noqa: F401 (a fixture)
+from tests.stages.test_watchers import hold
 
 
 @pytest.mark.parametrize(
@@ -80,5 +80,5 @@ def test_memory_is_limited_where_others_may_use_the_card(tmp_path: Path, monkeyp
     monkeypatch.setattr(decode, "is_running", lambda folder: None)
     assert decode._may_be_shared(tmp_path), "nobody knows"
     monkeypatch.setattr(decode, "is_running", lambda folder: False)
-    monkeypatch.setenv(companions.BESIDE, "7")
+    monkeypatch.setenv(watchers.BESIDE, "7")
     assert decode._may_be_shared(tmp_path), "the encoding stages may be at work"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stages import bucket, companions, discover, report
+from stages import bucket, discover, report, watchers
 from stages.pages.report import dataset, kept_pictures, samples
 from tests.project import Project
 from tests.stages.html_page import Page
@@ -109,7 +109,7 @@ def test_a_page_that_takes_long_is_made_seldom_and_the_last_one_always(
     run = FakeRun(home)
     now, made = [100.0], list[float]()
 
-    class Looks(companions.Watch):
+    class Looks(watchers.Watch):
         def __iter__(self) -> Iterator[bool]:
             for look in range(62):
                 run.metrics(eval_line(look, 0.5))
@@ -127,8 +127,8 @@ def test_a_page_that_takes_long_is_made_seldom_and_the_last_one_always(
     monkeypatch.setattr(report, "Watch", Looks)
     monkeypatch.setattr(report, "monotonic", lambda: now[0])
     monkeypatch.setattr(report, "_write_page", write)
-    monkeypatch.delenv(companions.BESIDE, raising=False)
+    monkeypatch.delenv(watchers.BESIDE, raising=False)
     if beside:
-        monkeypatch.setenv(companions.BESIDE, "1")
+        monkeypatch.setenv(watchers.BESIDE, "1")
     home.run(report.run, watch=True)
     assert len(made) == pages and made[:3] == [102, 157, 212]
