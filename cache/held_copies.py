@@ -9,11 +9,11 @@ MOST_HELD = 512  # each with an open file
 
 
 class HeldCopies(dict[int, HeldCopy]):
-    """By the number of the shard. most: how many this process may hold. watchers: are told when a copy may go."""
+    """By the number of the shard. most: how many this process may hold. listeners: called where one may be removed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.watchers = list[Callable[[int], None]]()
+        self.listeners = list[Callable[[int], None]]()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most = MOST_HELD if files == resource.RLIM_INFINITY else min(MOST_HELD, max(16, files // 8))
 
@@ -21,8 +21,8 @@ class HeldCopies(dict[int, HeldCopy]):
         """Hold a copy no longer: any process may remove it."""
         if (copy := self.pop(number, None)) is not None:
             copy.release()
-            self.tell_watchers(number)
+            self.tell_listeners(number)
 
-    def tell_watchers(self, number: int) -> None:
-        for forget in self.watchers:
+    def tell_listeners(self, number: int) -> None:
+        for forget in self.listeners:
             forget(number)

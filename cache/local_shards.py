@@ -118,9 +118,9 @@ class LocalShards:
                 self._discard(number, copy)
             return True
 
-    def watch(self, forget: Callable[[int], None]) -> None:
+    def on_removal(self, forget: Callable[[int], None]) -> None:
         with self._changed:
-            self._held.watchers.append(forget)
+            self._held.listeners.append(forget)
 
     def metrics(self) -> dict[str, float]:
         with self._changed:
@@ -280,7 +280,7 @@ class LocalShards:
         got, removed = self._copies.folder.start(shard.name, shard.bytes, needed, self._expendable(number))
         for name in removed:
             if (gone := self._numbers.get(name)) is not None:
-                self._held.tell_watchers(gone)
+                self._held.tell_listeners(gone)
                 self._needs.put_back(gone)
         return got
 

@@ -86,7 +86,7 @@ class MappedShards:
         self._layouts: list[RowLayout] = []
         self._codes: dict[RowLayout, int] = {}
         self._alike: dict[tuple[TensorSpan, ...], RowLayout] = {}
-        supply.watch(self.forget)
+        supply.on_removal(self.forget)
 
     def __len__(self) -> int:
         return len(self._mapped)

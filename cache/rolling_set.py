@@ -57,7 +57,7 @@ class RollingSet(TrainSet):
 
     def use_supply(self, supply: ShardSupply) -> None:
         super().use_supply(supply)
-        supply.watch(self._forget)
+        supply.on_removal(self._forget)
 
     def _forget(self, number: int) -> None:
         self._members.pop(number, None)

@@ -130,7 +130,7 @@ class RollingSupply:
             forget(number)
         return True
 
-    def watch(self, forget: Callable[[int], None]) -> None:
+    def on_removal(self, forget: Callable[[int], None]) -> None:
         self._forget.append(forget)
 
     def metrics(self) -> dict[str, float]:

@@ -39,7 +39,7 @@ class ShardSupply(Protocol):
         """Told of a shard of which a row is not what was written. True where its bytes were thrown away, so that `open`
         gives others; False where that is not possible, or was done once already."""
 
-    def watch(self, forget: Callable[[int], None]) -> None:
+    def on_removal(self, forget: Callable[[int], None]) -> None:
         """Call `forget` with the number of each shard whose file is about to be removed: whoever has it open lets go of
         it, so that its disk space becomes free. What was mapped before can still be read."""
 
@@ -77,7 +77,7 @@ class StoredShards:
     def damaged(self, number: int) -> bool:
         return False
 
-    def watch(self, forget: Callable[[int], None]) -> None:
+    def on_removal(self, forget: Callable[[int], None]) -> None:
         pass
 
     def metrics(self) -> dict[str, float]:

@@ -260,7 +260,7 @@ class TrainSet:
         """Read shards through `supply` from now on; `close` closes it."""
         self._readers.close()
         self.supply = supply
-        supply.watch(lambda number: self._readers.forget(self.shard_path(number)))
+        supply.on_removal(lambda number: self._readers.forget(self.shard_path(number)))
 
     def close(self) -> None:
         self._readers.close()

@@ -111,22 +111,22 @@ def test_a_set_reads_through_its_supply(supplied, form: str) -> None:
             opened.append(number)
             return supply.open(number)
 
-        def watch(self, forget: Callable[[int], None]) -> None:
-            watching.append(forget)
+        def on_removal(self, forget: Callable[[int], None]) -> None:
+            listeners.append(forget)
 
-    watching: list[Callable[[int], None]] = []
+    listeners: list[Callable[[int], None]] = []
     noted = Noted(store, data.shard_path)
     noted.local = supply.local
     data.use_supply(noted)
     reader = RowReader(data)
-    assert len(watching) == 2
+    assert len(listeners) == 2
     chosen = [0, 4, 11]
     for _ in range(2):
         assert read(reader, chosen) == [carefully(other, row) for row in chosen]
         assert [carefully(data, row) for row in chosen] == [carefully(other, row) for row in chosen]
     assert sorted(opened) == sorted([0, 1, 2, 4] * 2), "once to be mapped and once to be read"
     opened.clear()
-    for forget in watching:
+    for forget in listeners:
         forget(2)
     read(reader, chosen)
     carefully(data, 4)
@@ -151,18 +151,18 @@ def test_damage_is_replaced_where_the_supply_can(tmp_path: Path) -> None:
         def damaged(self, number: int) -> bool:
             told.append(number)
             was, self.healed = self.healed, True
-            for forget in watching:
+            for forget in listeners:
                 forget(number)
             return not was
 
-        def watch(self, forget: Callable[[int], None]) -> None:
-            watching.append(forget)
+        def on_removal(self, forget: Callable[[int], None]) -> None:
+            listeners.append(forget)
 
     told: list[int] = []
-    watching: list[Callable[[int], None]] = []
+    listeners: list[Callable[[int], None]] = []
     bad.use_supply(Healing(bad.store, bad.shard_path))
     assert carefully(bad, 1) == carefully(good, 1) and told == [1]
     bad.use_supply(StoredShards(bad.store, bad.shard_path))
-    watching[0](1)
+    listeners[0](1)
     with pytest.raises(DamageError, match=r"checksum.*"):
         bad.sample(1)
