@@ -12,9 +12,6 @@ from trainer.families.base import FamilyModule
 from trainer.setup.quantize import base_matrices, can_quantize, packed_bytes
 
 META = torch.device("meta")
-aten = torch.ops.aten
-#: Whose outputs torch works out in Python on the meta device, which takes most of the time of a prediction.
-PAIRS = {aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.div.Tensor}
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -38,30 +35,11 @@ class MemoryMeter(TorchDispatchMode):
         self.live -= self.sizes.pop(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = _output_of_pair(*args) if func in PAIRS and len(args) == 2 and not kwargs else None
-        if out is None:
-            out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         for leaf in out if isinstance(out, tuple | list) else (out,):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
         return out
-
-
-def _output_of_pair(one: Any, other: Any) -> torch.Tensor | None:
-    """Of an elementwise operation on contiguous tensors of the meta device, of which one is as large as the output, or
-    on one and a number. None where it takes more thought."""
-    if not isinstance(one, torch.Tensor) or not one.is_floating_point() or not one.is_contiguous():
-        return None
-    if isinstance(other, torch.Tensor):
-        if other.dtype != one.dtype or other.device != one.device or not other.is_contiguous():
-            return None
-        if one.dim() < other.dim() or one.numel() < other.numel():
-            one, other = other, one
-        if one.dim() < other.dim() or any(
-            size not in (1, whole) for size, whole in zip(reversed(other.shape), reversed(one.shape), strict=False)
-        ):
-            return None
-    return torch.empty(one.shape, dtype=one.dtype, device=META) if one.device == META else None
 
 
 class KernelMode(TorchFunctionMode):
