@@ -104,11 +104,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
     except RunFinished:
         return report_finished(report, config)
     except DamageError as damage:
-        message = damage.reason if damage.row is None else f"row {damage.row}: {damage.reason}"
-        location = {"item": damage.id, "path": damage.path, "row": damage.row}
-        report.damage.append({**location, "reason": "damaged", "message": message})
-        report.next_steps = [rebuild_advice(damage.path)]
-        return report
+        return _report_damage(report, damage)
     finally:
         ending.close()
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
@@ -118,6 +114,14 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         report.remaining = max(1, config.train.steps - report.done - report.skipped)  # the result is missing, at least
         report.details["stopped"] = f"by {stop.reason}; {describe_progress(config)}"
         report.next_steps = ["latentpress train"]
+    return report
+
+
+def _report_damage(report: Report, damage: DamageError) -> Report:
+    message = damage.reason if damage.row is None else f"row {damage.row}: {damage.reason}"
+    location = {"item": damage.id, "path": damage.path, "row": damage.row}
+    report.damage.append({**location, "reason": "damaged", "message": message})
+    report.next_steps = [rebuild_advice(damage.path)]
     return report
 
 

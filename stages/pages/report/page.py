@@ -29,9 +29,8 @@ from stages.pages.report.samples import RunSamples, SampleGrid, describe_clip, g
 from stages.pages.report.scores import best_rows, score_charts
 
 MAX_PAGE_BYTES = 10_000_000
-SAMPLE_BYTES = (
-    4_800_000  # of pictures and clips, before base64 makes a third more of them; less where the rest is large
-)
+#: Of pictures and clips, before base64 makes a third more of them; less where the rest is large.
+SAMPLE_BYTES = 4_800_000
 TableRow = dict[str, Any]
 
 
