@@ -10,11 +10,11 @@ from socketserver import BaseServer
 LIMIT_S = 240.0
 
 
-def until(happened: Callable[[], object]) -> None:
-    """Return once it has happened."""
+def until(happened: Callable[[], object], what: str = "it") -> None:
+    """Return once it has happened. what: named where it does not."""
     began = time.monotonic()
     while not happened():
-        assert time.monotonic() - began < LIMIT_S, f"not within {LIMIT_S:g} s"
+        assert time.monotonic() - began < LIMIT_S, f"{what} did not happen within {LIMIT_S:g} s"
         time.sleep(0.02)
 
 

@@ -5,7 +5,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from schemas.cli import progress
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
 from schemas.text_format import format_bytes
+from tests.background import until
 from tests.cache.test_row_reader import FORMS
 from tests.processes import in_child
 from tests.s3_server import BUCKET, Request, S3Server
@@ -74,13 +75,6 @@ def read(supply: LocalShards, number: int) -> None:
         assert [shard.read(row).tensors["latent"].raw() for row in range(ROWS)] == [
             content(number, row) for row in range(ROWS)
         ]
-
-
-def settle(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -190,7 +184,7 @@ def test_a_shard_read_before_its_step_needs_no_step_to_finish(place: Place) -> N
     """As by a validation, while the copies are full of what is needed earlier."""
     supply = place.supply(limit=4)
     supply.follow(0, iter([{0}, {1}, {2}, {3}, {8}, {9}]))
-    settle(lambda: len([path for path in place.copies() if path.suffix == ".arrow"]) == 4)
+    until(lambda: len([path for path in place.copies() if path.suffix == ".arrow"]) == 4)
     for number in (9, 7, 8):
         read(supply, number)
     for step, number in enumerate((0, 1, 2, 3, 8, 9)):
@@ -252,13 +246,13 @@ def test_the_plan_is_read_a_bounded_number_of_steps_ahead(place: Place, monkeypa
 
     supply = place.supply()
     supply.follow(0, plan())
-    settle(lambda: given >= 15)
+    until(lambda: given >= 15)
     time.sleep(0.1)
     assert given <= 20
     for step in range(30):
         read(supply, step % COUNT)
         supply.finished(step)
-    settle(lambda: given >= 45)
+    until(lambda: given >= 45)
     assert given <= 50
     supply.close()
 
@@ -400,7 +394,7 @@ def test_one_that_died_while_fetching_is_followed_by_the_next(
         supply = place.supply(threads=1)
         supply.follow(0, iter([{2}]))
         time.sleep(600)
-    settle(begun.exists)
+    until(begun.exists)
     supply = place.supply(threads=1)
     supply.follow(0, iter([{2}]))
     time.sleep(0.2)
@@ -437,16 +431,16 @@ def test_what_is_waited_for_is_shown_with_its_bytes(
 
     try:
         with supply.show_wait():
-            settle(lambda: "waiting for data\n" in hear(), 60)
+            until(lambda: "waiting for data\n" in hear())
         supply.follow(0, iter([{2, 3}]))
         half.wait(60)
         said = ""
         with supply.show_wait():
-            settle(hear, 60)
+            until(hear)
         size, both = format_bytes(place.sizes[2] // 2), format_bytes(place.sizes[2] + place.sizes[3])
         assert said.startswith(f"waiting for data: fetching 2 shards: {size} of {both}"), said
         said = ""
-        threading.Thread(target=lambda: (settle(hear, 60), go_on.set())).start()
+        threading.Thread(target=lambda: (until(hear), go_on.set())).start()
         read(supply, 2)
         one = format_bytes(place.sizes[2])
         assert said.startswith(f"waiting for data: fetching 1 shard: {size} of {one}"), said
@@ -467,7 +461,7 @@ def test_processes_share_the_limit(tmp_path: Path) -> None:
         CopyFolder(tmp_path, 1000)
         ready.touch()
         time.sleep(600)
-    settle(ready.exists)
+    until(ready.exists)
     assert one.share() == 333
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -530,7 +524,7 @@ def test_trouble_ahead_is_tried_again_when_a_step_needs_the_shard(remote: Place,
     supply = remote.supply(threads=1)
     supply.follow(0, iter([{1}, {3}]))
     read(supply, 1)
-    settle(lambda: len(seen) == 1)
+    until(lambda: len(seen) == 1)
     time.sleep(0.1)
     assert len(seen) == 1 and len(remote.copies()) == 1
     with pytest.raises(StoreError, match=r"u3\.arrow: the store can't be reached"):

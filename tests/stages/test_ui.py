@@ -15,9 +15,10 @@ from stages import bucket, discover, ui
 from stages.pages.ui import serve
 from stages.pages.ui.guard import Token
 from stages.pages.ui.site import Site
+from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
-from tests.stages.ui_server import UiServer, ui_server, until
+from tests.stages.ui_server import UiServer, ui_server
 
 
 @pytest.fixture

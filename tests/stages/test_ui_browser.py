@@ -20,12 +20,12 @@ from stages.pages.ui.guard import Token
 from stages.pages.ui.jobs import JOBS
 from stages.pages.ui.serve import open_socket
 from tests.background import served
+from tests.background import until as wait_until
 from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.stages.browser import FOREIGN, browser, until  # noqa: F401 (a fixture)
 from tests.stages.report_run import FakeRun
 from tests.stages.ui_server import ui_server
-from tests.stages.ui_server import until as wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from schemas.errors import LatentpressError
 from stages.pages.ui.cards import build_job_card
 from stages.pages.ui.child_programs import KEPT_LOGS, ChildPrograms, Refused, Start
 from stages.pages.ui.jobs import JOBS
-from tests.stages.ui_server import until
+from tests.background import until
 
 WAITS = "#!/bin/sh\necho began $*\nexec sleep 600\n"
 OBSTINATE = "#!/bin/sh\ntrap '' TERM\necho began\nwhile true; do sleep 0.05; done\n"

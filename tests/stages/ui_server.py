@@ -3,8 +3,7 @@
 import http.client
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from stages.pages.ui.child_programs import Start
 from stages.pages.ui.guard import Token
 from stages.pages.ui.serve import guarded_app, make_server, open_socket
 from stages.pages.ui.site import Site
+from tests.background import until
 from tests.project import Project
 
 WAIT_S = 60.0
@@ -70,11 +70,12 @@ class UiServer:
         return self.request("POST", path, urlencode(fields), **own)
 
     def wait_for_end(self, job: str) -> Start:
-        end = time.monotonic() + WAIT_S
-        while (start := self.site.programs.last_start(job)) is None or start.is_running:
-            assert time.monotonic() < end, f"{job} did not end within {WAIT_S:g} s"
-            time.sleep(0.05)
-        return start
+        def starts() -> list[Start]:
+            start = self.site.programs.last_start(job)
+            return [] if start is None or start.is_running else [start]
+
+        until(starts, f"the end of {job}")
+        return starts()[0]
 
 
 @contextmanager
@@ -93,10 +94,3 @@ def ui_server(home: Project, token: Token | None = None, host: str = "127.0.0.1"
         server.should_exit = True
         thread.join()
         listener.close()
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.05)

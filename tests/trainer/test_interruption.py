@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from schemas.cli.console import INCOMPLETE, OK, Options, run_program
 from schemas.errors import INTERRUPTED
+from tests.background import until
 from tests.processes import ForkedProgram
 from tests.trainer.runs import lines, on_two_ranks
 from trainer import interruption
@@ -208,10 +209,7 @@ def test_all_ranks_stop_after_the_same_step(make_config, make_set, tmp_path, tol
 
 
 def wait_for_step(config, step: int) -> None:
-    limit = time.monotonic() + 120
-    while max(lines(config), default=0) < step:
-        assert time.monotonic() < limit, "it does not train"
-        time.sleep(0.01)
+    until(lambda: max(lines(config), default=0) >= step, f"step {step}")
 
 
 class SessionLeader(ForkedProgram):

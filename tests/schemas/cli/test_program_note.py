@@ -14,7 +14,7 @@ import pytest
 
 from schemas.cli.console import Console
 from schemas.cli.program_note import NOTES_VARIABLE, find_process_start, is_process, noted, read_notes
-from tests.stages.ui_server import until
+from tests.background import until
 
 
 def test_a_note_begins_and_ends_with_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

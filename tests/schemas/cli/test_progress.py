@@ -3,7 +3,6 @@
 import io
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from rich.cells import cell_len
 from cache.hub_progress import bar_class
 from schemas.cli.console import Console
 from schemas.cli.progress import DELAY_S, MARGIN, STILL_S, Progress, activity, show_activities
+from tests.background import until
 from tests.terminal import run_in_terminal, screen_lines
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,10 +37,7 @@ def log():
 
 def wait_for(stderr: io.StringIO, lines: list[str]) -> None:
     """Until the display's thread has looked at the clock."""
-    end = time.monotonic() + 60
-    while stderr.getvalue().splitlines() != lines and time.monotonic() < end:
-        time.sleep(0.01)
-    assert stderr.getvalue().splitlines() == lines
+    until(lambda: stderr.getvalue().splitlines() == lines, "\n".join(lines))
 
 
 def test_what_lasts_is_said_once_and_again_only_after_long(log) -> None:

@@ -13,6 +13,7 @@ from stages import bucket, discover, encode_latents, encode_text, gc, status
 from stages.encoding import job_reports
 from stages.encoding.job_reports import JobReport, JobReporter, read_reports, sum_rates
 from stages.engines.jobs import UnitResult
+from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
 
@@ -88,10 +89,7 @@ def test_a_job_runs_and_ends_or_is_lost(tmp_path: Path, monkeypatch) -> None:
             job.advance(3)
             job.add(UnitResult("a", "path", set_aside=({"item": "x"},)))
         second.add(UnitResult("b", None, error="it died"))
-        limit = time.monotonic() + 30
-        while [job.items_per_second and job.done for job in reports(tmp_path)] != [4, 4]:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        until(lambda: [job.items_per_second and job.done for job in reports(tmp_path)] == [4, 4])
         running = reports(tmp_path)
         assert [job.state for job in running] == ["running", "running"]
         assert {job.shard: (job.units_done, job.units_failed, job.set_aside) for job in running} == {
