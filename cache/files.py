@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -72,6 +73,20 @@ def check_folder(path: str | Path) -> None:
     if obstacle := find_obstacle(path):
         reason, _, step = obstacle.partition("; ")
         raise StoreError(str(path), f"can't be a folder: {reason}", step)
+
+
+def check_writable(folder: Path) -> None:
+    """Create `folder`, before work whose results go there; StoreError where that, or a file in it, can't be made."""
+    check_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        code = error.errno or 0
+        reason = REASONS.get(code, error.strerror or str(error))
+        step = "check `output` and `train.run` in the configuration, and run the same command again"
+        raise StoreError(str(folder), f"can't be written to: {reason}", NEXT_STEPS.get(code, step)) from error
 
 
 class Entry(NamedTuple):

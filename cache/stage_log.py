@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cache.files import explained
+
 STAGES_FILE = "stages.jsonl"
 
 
 def append_stage(folder: Path, row: dict[str, Any]) -> None:
     """Add a line. row: stage, began (UNIX time), seconds, done, set_aside and failed (truth value)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / STAGES_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    with explained(str(folder / STAGES_FILE)):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / STAGES_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def read_stages(folder: Path) -> list[dict[str, Any]]:

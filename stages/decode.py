@@ -17,7 +17,7 @@ import numpy as np
 import typer
 
 from cache.compatibility import check_preview_autoencoder
-from cache.files import check_folder, explained, replacing
+from cache.files import check_folder, check_writable, explained, replacing
 from cache.training_run import METRICS_FILE, is_running, read_last_metrics, spread, step_of
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import StopHandler
@@ -74,6 +74,7 @@ def run(
         console.log(f"no validation latents under {folder / 'validation'}: nothing to decode")
         return report
     if todo:
+        check_writable(folder)
         done, handler = report.done, StopHandler()
         with handler.stop_on_signals():
             _decode_files(config, options, console, folder, todo, preview, report)

@@ -15,6 +15,7 @@ import typer
 
 from cache.damage import ENCODE_PROGRAMS
 from cache.failure_note import clear_failure, read_failure, record_failure
+from cache.files import check_writable
 from cache.stage_log import append_stage
 from cache.training_run import METRICS_FILE
 from schemas.cli.console import Console, Options, Report, make_app
@@ -66,6 +67,7 @@ def run(
     watchers = Watchers(config, options, console, stop_handler)
     with stop_handler.stop_on_signals(), watchers:
         if not aside:
+            check_writable(folder)
             clear_failure(folder)
             remove_unfinished(folder)
             watchers.start()

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from cache.files import check_writable, explained
 from cache.training_run import TENSORBOARD, wandb_options
 from schemas.cli.console import Console
 
@@ -67,27 +68,33 @@ class _TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard.writer import FileWriter
 
-        self._writer = FileWriter(str(folder))
+        check_writable(folder)  # the writer's thread would show a traceback
+        self._folder, self._writer = str(folder), FileWriter(str(folder))
 
     def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
         from torch.utils.tensorboard import summary
 
         if len(frames_THWC) == 1:
-            self._writer.add_summary(summary.image(tag, frames_THWC[0], dataformats="HWC"), step)
+            self._add(summary.image(tag, frames_THWC[0], dataformats="HWC"), step)
             return
         # Its own videos are GIFs, which need moviepy; its pictures may be any that browsers show.
         image = summary.Summary.Image(colorspace=3, encoded_image_string=encode_gif(frames_THWC, fps))
         image.height, image.width = frames_THWC.shape[1:3]
-        self._writer.add_summary(summary.Summary(value=[summary.Summary.Value(tag=tag, image=image)]), step)
+        self._add(summary.Summary(value=[summary.Summary.Value(tag=tag, image=image)]), step)
 
     def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
         from torch.utils.tensorboard import summary
 
         for name, value in scores.items():
-            self._writer.add_summary(summary.scalar(f"scores/{name}", value), step)
+            self._add(summary.scalar(f"scores/{name}", value), step)
+
+    def _add(self, summary: Any, step: int) -> None:
+        with explained(self._folder):
+            self._writer.add_summary(summary, step)
 
     def close(self) -> None:
-        self._writer.close()
+        with explained(self._folder):
+            self._writer.close()
 
 
 def encode_gif(frames_THWC: np.ndarray, fps: float) -> bytes:

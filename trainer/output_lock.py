@@ -3,13 +3,12 @@
 import errno
 import fcntl
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cache.files import NEXT_STEPS, REASONS, StoreError
+from cache.files import StoreError, check_writable, explained
 from cache.training_run import LOCK_NAME
 from schemas.cli.console import Console
 from schemas.errors import LatentpressError
@@ -32,16 +31,9 @@ class OutputLocked(LatentpressError):
 def lock_output(folder: Path, console: Console) -> Iterator[None]:
     """Create `folder` and hold its lock, which the kernel releases when this process ends. OutputLocked where another
     process holds it, StoreError where the folder can't be written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+    check_writable(folder)
+    with explained(str(folder / LOCK_NAME)):
         lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        step = "check `output` and `train.run` in the configuration, and run the same command again"
-        reason = REASONS.get(error.errno or 0, error.strerror or str(error))
-        step = NEXT_STEPS.get(error.errno or 0, step)
-        raise StoreError(str(folder), f"can't be written to: {reason}", step) from error
     with os.fdopen(lock):
         try:
             take_lock(lock)

@@ -119,6 +119,28 @@ def test_no_permission():
 
 
 @pytest.mark.slow
+def test_a_folder_is_checked_before_work_whose_results_go_there():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        done = run(f"""
+            import os
+            from pathlib import Path
+            from cache.files import StoreError, check_writable
+            if os.getuid() == 0:
+                os.setuid(65534)
+            for path in (Path({folder!r}), Path({folder!r}, "below", "it")):
+                try:
+                    check_writable(path)
+                    print("SUCCEEDED")
+                except StoreError as error:
+                    print(error.message, "-", error.next_step)
+        """)
+    here, below = done.stdout.splitlines()
+    assert here.startswith(f"{folder}: can't be written to: permission denied - give this user"), done.stderr
+    assert below.startswith(f"{folder}/below/it: can't be written to: permission denied - give this user")
+
+
+@pytest.mark.slow
 def test_no_permission_to_read_or_list():
     with tempfile.TemporaryDirectory() as folder:
         Store(folder).publish_bytes("a/b", b"1")

@@ -233,6 +233,15 @@ def test_a_picture_that_cannot_be_written_is_no_traceback(project) -> None:
 
 
 @pytest.mark.slow
+def test_trackers_that_cannot_be_written_to_are_no_traceback(project) -> None:
+    home = project("kandinsky5-image-t2i")
+    put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
+    (home.folder / "output/run/tensorboard").write_text("a file in its place")
+    with pytest.raises(LatentpressError, match=r"tensorboard is a file, not a folder"):
+        home.run(decode.run)
+
+
+@pytest.mark.slow
 def test_pictures_are_added_to_the_trackers(project, wandb_offline) -> None:
     """Those that are decoded now, each at its step: as TensorBoard and Weights & Biases have them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

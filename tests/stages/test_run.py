@@ -186,6 +186,13 @@ def test_a_failing_stage_stops_the_run_with_its_message(home: Project) -> None:
     assert log.count("holds no images") == 1 and log.count(document["error"]["next_step"]) == 1
 
 
+def test_an_output_that_is_no_folder_is_named_before_the_first_stage(home: Project) -> None:
+    (home.folder / "output").write_text("in its place")
+    with pytest.raises(LatentpressError, match="output is a file, not a folder"):
+        home.run(run.run)
+    assert not (home.folder / "work").exists()
+
+
 def test_reports_of_all_programs_have_the_same_keys() -> None:
     assert {"program", "done", "skipped", "remaining", "set_aside", "failed", "damage", "next_steps"} <= set(
         Report("x").to_dict()
