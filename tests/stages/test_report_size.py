@@ -78,6 +78,27 @@ def test_pictures_are_smaller_and_fewer_where_the_page_is_too_large(
     assert (run.folder / "report.html").read_bytes() == before
 
 
+def test_runs_with_samples_of_their_own_have_all_their_steps(
+    project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five runs of six samples and five steps, of which no two share a name."""
+    monkeypatch.setattr(samples, "MAX_CELLS", 5 * 6 * 5)
+    home, runs = project(), []
+    for name in "abcde":
+        run = FakeRun(home, name)
+        for number in range(6):
+            for step in range(5):
+                run.latent(step, f"{name}{number}")
+        runs.append((name, run.folder, run.config))
+    grid = samples.gather_samples(runs, 10_000_000)
+    assert len(grid.rows) == 5 * 6 and grid.notes == []
+    assert {len(row.cells) for rows in grid.rows.values() for row in rows} == {5}
+    monkeypatch.setattr(samples, "MAX_CELLS", 5 * 6 * 5 - 1)
+    grid = samples.gather_samples(runs, 10_000_000)
+    assert grid.notes == ["At most 4 of 5 steps are shown, spread evenly; the samples folder has all."]
+    assert {len(row.cells) for rows in grid.rows.values() for row in rows} == {4}
+
+
 @pytest.mark.slow
 def test_what_can_not_be_small_enough_is_named(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run.latent(0, "p0")

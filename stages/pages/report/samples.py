@@ -6,8 +6,10 @@ file says what is missing.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,10 +103,6 @@ class _Files:
     def steps(self) -> list[Step]:
         return sorted({step for _, step in self.files})
 
-    @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(name for name, _ in self.files))
-
 
 def gather_samples(
     runs: Sequence[tuple[str, Path, Config]], max_bytes: int, beside: tuple[Path, Path] | None = None
@@ -135,20 +133,29 @@ def gather_samples(
 def _share(found: Sequence[_Files], max_bytes: int, grid: SampleGrid) -> tuple[list[str], int, int]:
     """(names of the rows, columns, bytes of a cell) with which all cells have at most `max_bytes`. `grid` gets notes of
     what is left out."""
-    names = list(dict.fromkeys(name for each in found for name in each.names))
+    rows: dict[str, list[tuple[int, int]]] = {}  # name -> of each run that has it: its steps, the cells beside them
+    for each in found:
+        beside = 2 if (each.folder / training_samples.FOLDER).is_dir() else 0
+        beside += each.config.model.condition is not None  # source images
+        for name, steps in Counter(name for name, _ in each.files).items():
+            rows.setdefault(name, []).append((steps, beside))
+
+    def count_cells(columns: int) -> list[int]:
+        """For each row: the cells of it and of those before it."""
+        return [*accumulate(sum(min(columns, steps) + beside for steps, beside in rows[name]) for name in rows)]
+
+    cells = min(MAX_CELLS, max_bytes // MIN_CELL_BYTES)
     most = max((len(each.steps) for each in found), default=0)
-    beside = 2 if any((each.folder / training_samples.FOLDER).is_dir() for each in found) else 0
-    beside += any(each.config.model.condition is not None for each in found)  # source images
-    cells, per_name = min(MAX_CELLS, max_bytes // MIN_CELL_BYTES), max(1, len(found))
-    fitting = cells // (per_name * max(1, len(names))) - beside
-    columns = min(most, MAX_STEPS, max(MIN_STEPS, fitting))
-    shown = names[: cells // (per_name * max(1, columns + beside))]
-    if len(shown) < len(names):
-        grid.notes.append(f"{len(shown)} of {len(names)} rows are shown; the samples folder has all.")
+    columns = min(most, MAX_STEPS)
+    while columns > MIN_STEPS and count_cells(columns)[-1] > cells:
+        columns -= 1
+    counts = [count for count in count_cells(columns) if count <= cells]
+    if len(counts) < len(rows):
+        grid.notes.append(f"{len(counts)} of {len(rows)} rows are shown; the samples folder has all.")
     if most > columns:
         grid.notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
-    limit = max_bytes // max(1, per_name * len(shown) * (columns + beside))
-    return shown, columns, min(MAX_CELL_BYTES, limit)
+    limit = max_bytes // counts[-1] if counts else 0
+    return list(rows)[: len(counts)], columns, min(MAX_CELL_BYTES, limit)
 
 
 def _find_files(run: str, folder: Path, config: Config) -> _Files:
